@@ -1,0 +1,57 @@
+# Everything that a newcomer types. Each target installs what it needs into .venv first.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# CPU machines must not pull the CUDA build of torch: the constraints file decides.
+CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),constraints/gpu.txt,constraints/cpu.txt)
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-slow check format bench pretrain clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.local: $(BIN)/python pyproject.toml $(CONSTRAINTS)
+	@echo "installing mint into $(VENV) (about a minute the first time)"
+	$(PIP) -c $(CONSTRAINTS) -e '.[local]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.local
+	$(PIP) -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.dev  ## install mint and its development tools into .venv
+
+demo: $(VENV)/.local  ## a language model learns arithmetic by RL, here, now
+	$(BIN)/mint demo math
+
+test: $(VENV)/.dev  ## the whole suite but the slow marks (under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-fast: $(VENV)/.dev  ## what to run while editing (under 90 seconds)
+	$(BIN)/python -m pytest -m "not slow" -x tests/service tests/client tests/rl tests/test_architecture.py tests/test_public_names.py
+
+test-slow: $(VENV)/.dev  ## everything, the long and the registry-bound included
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/ty check
+
+format: $(VENV)/.dev  ## apply the formatter and the safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.local  ## mint against TRL, in turns, in one run
+	$(BIN)/mint bench grpo --peer trl --json
+
+pretrain: $(VENV)/.local  ## make the bundled model again, from its seed (an hour on 2 cores)
+	$(BIN)/python -m scripts.tiny.pretrain
+
+clean:           ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
