@@ -1,0 +1,86 @@
+"""From logits to a token: temperature, top-k, top-p (in this order), one uniform number per row, inverse CDF.
+
+Every row is treated alone, so a row's token does not depend on the rows beside it. Knows nothing of jobs or streams.
+
+Letters: R rows · V vocabulary · B blocks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: float32 could not tell the difference."""
+
+_BLOCK = 64
+
+
+def choose(
+    logits: Tensor, uniforms: np.ndarray, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
+) -> Tensor:
+    """A token per row, int64 [R]; logits float32 [R, V], the rest float64 or int64 [R]. `top_k` <= 0 is off."""
+    greedy = temperature < GREEDY_BELOW
+    restricted = ~greedy & (((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1))
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for kind in ("greedy", "plain", "restricted"):
+        chosen = {"greedy": greedy, "plain": ~greedy & ~restricted, "restricted": restricted}[kind]
+        if not chosen.any():
+            continue
+        rows = torch.from_numpy(np.flatnonzero(chosen)).to(logits.device)
+        own = logits if chosen.all() else logits[rows]
+        if kind == "greedy":
+            tokens[rows] = own.argmax(1)
+            continue
+        draws, heat, k, p = (_column(array[chosen], logits.device) for array in (uniforms, temperature, top_k, top_p))
+        tokens[rows] = _draw(own, draws, heat) if kind == "plain" else _draw_restricted(own, draws, heat, k, p)
+    return tokens
+
+
+def _draw(logits: Tensor, draws: Tensor, temperature: Tensor) -> Tensor:
+    weights = (logits - logits.amax(1, keepdim=True)).div_(temperature.float()).exp_()
+    return _inverse_cdf(weights, draws)
+
+
+def _draw_restricted(logits: Tensor, draws: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    ordered, ids = logits.sort(dim=1, descending=True, stable=True)
+    weights = (ordered - ordered[:, :1]).div_(temperature.float()).exp_()
+    rank = torch.arange(weights.shape[1], device=logits.device)
+    weights.masked_fill_((top_k > 0) & (rank >= top_k), 0.0)
+    # The nucleus is the smallest set that reaches top_p: a token stays if those before it do not reach it.
+    total = weights.double().cumsum(1)
+    before = total - weights
+    weights.masked_fill_((before >= top_p * total[:, -1:]) & (rank > 0), 0.0)
+    return ids.gather(1, _inverse_cdf(weights, draws)[:, None]).squeeze(1)
+
+
+def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
+    """The token whose stretch of the cumulated `weights` [R, V] holds `draws` [R, 1]; never one of weight 0.
+
+    Two levels: cumulating block sums and then one block costs a fraction of cumulating a large vocabulary.
+    """
+    padded = F.pad(weights, (0, -weights.shape[1] % _BLOCK))
+    blocks = padded.view(len(weights), -1, _BLOCK)
+    block, rest = _search(blocks.sum(2), draws)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1)
+    index, _ = _search(inside, rest)
+    return (block * _BLOCK + index).squeeze(1).clamp_(max=weights.shape[1] - 1)
+
+
+def _search(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row the cell that holds the fraction `draws` [R, 1] of the total, and the fraction within that cell."""
+    cumulated = weights.double().cumsum(1)
+    total = cumulated[:, -1:]
+    # Below the total even after rounding, so that a cell of positive weight is found.
+    wanted = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Logits that are not finite find no cell; any will do, for the sampler then fails that job.
+    cell = torch.searchsorted(cumulated, wanted, right=True).clamp_(max=weights.shape[1] - 1)
+    weight = weights.gather(1, cell).double()
+    start = cumulated.gather(1, cell) - weight
+    return cell, ((wanted - start) / weight).clamp_(0.0, 1.0)
+
+
+def _column(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)[:, None]

@@ -1,0 +1,200 @@
+"""A Qwen3 decoder over packed rows: one forward for training, prefill and decoding alike.
+
+Rows are tokens; which row attends to which is the business of the `attention` that the caller passes in. Base weights
+are frozen, in float32 or bfloat16; hidden states are float32 throughout. Knows nothing of sequences, losses or caches.
+
+The bits of a row do not depend on the other rows: every product runs over at least `min_rows()` rows, above which (as
+measured, and tested) BLAS treats each row alike, and nothing here reduces over rows.
+
+Letters: T rows · E hidden size · H all heads (query, key, value) · D head dimension · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mint.engine.decoder_config import DecoderConfig
+from mint.engine.kernels import BaseProduct, LoraProduct, NormRope, RmsNorm, SwiGlu, add_lora, base_product
+from mint.engine.lora import UNEMBED, LoraRows
+from mint.errors import InvalidRequestError
+from mint.models.tensor_files import RawTensor
+
+MIN_ROWS, MIN_ROWS_PER_THREAD = 16, 4
+"""Below 4 rows, and below about 2 for each thread, MKL sums in another order (measured with 1 to 16 threads)."""
+
+Attention = Callable[[int, Tensor], Tensor]
+"""(layer, normed and rotated heads [T, H, D]) → attended values [T, query heads · D], both in the base's dtype."""
+
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: Tensor  # [E]
+    qkv: Tensor  # [H·D, E]
+    head_norms: Tensor  # [query + key heads, D]
+    o: Tensor  # [E, query heads · D]
+    post_norm: Tensor  # [E]
+    gate_up: Tensor  # [2·intermediate, E]
+    down: Tensor  # [E, intermediate]
+
+
+class Decoder:
+    """The base model's weights and its forward."""
+
+    def __init__(
+        self, config: DecoderConfig, tensors: Mapping[str, RawTensor], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Takes every tensor of a Hugging Face state dict.
+
+        Raises:
+            InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of Qwen3.
+        """
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        reader = _Reader(tensors, device)
+        self._layers = [_read_layer(reader, config, layer, dtype) for layer in range(config.num_hidden_layers)]
+        # Embedding, norms and unembedding stay in float32: logits are never rounded to bfloat16.
+        self._embedding = reader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self._final_norm = reader.take("model.norm.weight", (config.hidden_size,))
+        if config.tie_word_embeddings:
+            reader.ignore("lm_head.weight")
+            self._unembedding = self._embedding
+        else:
+            self._unembedding = reader.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+        reader.finish()
+        self._cos, self._sin = _rope_tables(config, device)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, loras: Sequence[LoraRows]) -> Tensor:
+        """Final hidden states (normed) [T, E] of `tokens` [T] at `positions` [T]; `loras` cover all rows."""
+        count = tokens.shape[0]
+        tokens, positions = pad_rows(tokens), pad_rows(positions)
+        loras = _cover(loras, count, tokens.shape[0])
+        config, eps = self.config, self.config.rms_norm_eps
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        x = self._embedding[tokens]
+        for index, layer in enumerate(self._layers):
+            normed = RmsNorm.apply(x, layer.input_norm, eps)
+            qkv = _linear(normed, layer.qkv, f"{index}.qkv", loras).view(len(tokens), -1, config.head_dim)
+            heads = NormRope.apply(qkv, layer.head_norms, eps, cos, sin).to(self.dtype)
+            mixed = pad_rows(attention(index, heads[:count])).float()
+            x = _linear(mixed, layer.o, f"{index}.o", loras, residual=x)
+            normed = RmsNorm.apply(x, layer.post_norm, eps)
+            inner = SwiGlu.apply(_linear(normed, layer.gate_up, f"{index}.gate_up", loras))
+            x = _linear(inner, layer.down, f"{index}.down", loras, residual=x)
+        return RmsNorm.apply(x, self._final_norm, eps)[:count]
+
+    def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
+        """Float32 logits [T, V] of hidden states [T, E]."""
+        count = hidden.shape[0]
+        hidden = pad_rows(hidden)
+        return _linear(hidden, self._unembedding, UNEMBED, _cover(loras, count, hidden.shape[0]))[:count]
+
+
+def min_rows() -> int:
+    """How many rows a product needs so that each of them is treated alike."""
+    return max(MIN_ROWS, MIN_ROWS_PER_THREAD * torch.get_num_threads())
+
+
+def pad_rows(rows: Tensor) -> Tensor:
+    """`rows` with at least `min_rows()` along the first dimension; what is added is zero."""
+    missing = min_rows() - rows.shape[0]
+    return rows if missing <= 0 else F.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
+
+
+def _linear(
+    x: Tensor, weight: Tensor, site: str, loras: Sequence[LoraRows], residual: Tensor | None = None
+) -> Tensor:
+    """`residual + x @ weight.T` plus each lora's part on its rows; with a gradient, one lora covers all rows."""
+    trained = [(rows, rows.weights.scale, found) for rows in loras if rows.weights and (found := rows.site(site))]
+    if torch.is_grad_enabled():
+        if not trained:
+            return BaseProduct.apply(x, residual, weight)
+        _, scale, found = trained[0]
+        return LoraProduct.apply(x, residual, weight, scale, found.a, *found.bs)
+    out = base_product(x, weight, residual)
+    for rows, scale, found in trained:
+        part = slice(rows.start, rows.stop)
+        if rows.stop - rows.start >= min_rows():
+            add_lora(out[part], x[part], found.a, found.bs, scale)
+            continue
+        padded = pad_rows(out[part])
+        add_lora(padded, pad_rows(x[part]), found.a, found.bs, scale)
+        out[part] = padded[: rows.stop - rows.start]
+    return out
+
+
+def _cover(loras: Sequence[LoraRows], count: int, padded: int) -> Sequence[LoraRows]:
+    """The last run extended over the padding, so that a lone small batch needs no second padding."""
+    if padded == count:
+        return loras
+    return [*loras[:-1], LoraRows(loras[-1].start, padded, loras[-1].weights)]
+
+
+def _rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, D / 2] in float32, computed as Hugging Face does."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    angles = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def _read_layer(reader: _Reader, config: DecoderConfig, index: int, dtype: torch.dtype) -> _Layer:
+    prefix, hidden, inner = f"model.layers.{index}", config.hidden_size, config.intermediate_size
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    query, kv, head = config.query_size, config.key_value_size, config.head_dim
+
+    def matrices(module: str, sizes: Mapping[str, int]) -> Tensor:
+        parts = [reader.take(f"{module}.{name}_proj.weight", (size, hidden)) for name, size in sizes.items()]
+        return torch.cat([part.to(dtype) for part in parts])
+
+    query_norm = reader.take(f"{attention}.q_norm.weight", (head,))
+    key_norm = reader.take(f"{attention}.k_norm.weight", (head,))
+    norms = [query_norm] * config.num_attention_heads + [key_norm] * config.num_key_value_heads
+    return _Layer(
+        input_norm=reader.take(f"{prefix}.input_layernorm.weight", (hidden,)),
+        qkv=matrices(attention, {"q": query, "k": kv, "v": kv}),
+        head_norms=torch.stack(norms),
+        o=reader.take(f"{attention}.o_proj.weight", (hidden, query)).to(dtype),
+        post_norm=reader.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+        gate_up=matrices(mlp, {"gate": inner, "up": inner}),
+        down=reader.take(f"{mlp}.down_proj.weight", (hidden, inner)).to(dtype),
+    )
+
+
+class _Reader:
+    """Hands out the tensors of a state dict one by one in float32, and notices what is missing or left over."""
+
+    def __init__(self, tensors: Mapping[str, RawTensor], device: torch.device) -> None:
+        self._left = dict(tensors)
+        self._device = device
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        raw = self._left.pop(name, None)
+        if raw is None:
+            raise _unfit(name, "is missing")
+        if raw.shape != shape or raw.dtype not in _TORCH_DTYPES:
+            raise _unfit(name, f"is {raw.dtype} {raw.shape}; config.json says a float of {shape}")
+        # bytearray: torch wants writable memory, and the file is mapped read-only.
+        flat = torch.frombuffer(bytearray(raw.data), dtype=_TORCH_DTYPES[raw.dtype])
+        return flat.view(shape).to(device=self._device, dtype=torch.float32)
+
+    def ignore(self, name: str) -> None:
+        self._left.pop(name, None)
+
+    def finish(self) -> None:
+        if self._left:
+            raise _unfit(min(self._left), "is not part of a Qwen3 dense model")
+
+
+
+def _unfit(name: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"tensor {name} {what}", field="base_model", remedy="Give an unmodified Qwen3 dense folder of Hugging Face"
+    )

@@ -1,0 +1,233 @@
+"""A toy engine whose state is a hash chain: losing, doubling or swapping one operation changes every later digest.
+
+It computes nothing: logprobs and samples are drawn from hashes of the weights and of what was asked. It answers in
+microseconds, needs no torch, and keeps the whole contract of `Engine`, so that the service can be tested for order,
+durability and exactly-once without any arithmetic in the way.
+
+The state of a model is one 32-byte chain value (shown as the weight `chain`), the optimizer's step count, two moments
+that copy the chain's history, and the gradient: a second chain over the passes since the last step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mint.engine.protocol import (
+    LORA_ALPHA,
+    AdamSpec,
+    BaseInfo,
+    LoraSpec,
+    LossSpec,
+    ModelState,
+    PassResult,
+    Sample,
+    SampleJob,
+    SampleResult,
+    TrainDatum,
+)
+from mint.errors import CheckpointError, NotFoundError, RequestFailedError
+
+POISON_TOKEN = 13
+"""A datum that holds this token makes its pass fail, so that tests can reach the paths behind a failed pass."""
+
+_WEIGHT = "chain"
+_EMPTY = b""
+
+
+@dataclass
+class _Model:
+    base: str
+    lora: LoraSpec
+    chain: bytes
+    exp_avg: bytes = b"\0" * 32
+    exp_avg_sq: bytes = b"\0" * 32
+    gradient: bytes = _EMPTY
+    step: int = 0
+
+
+class FakeEngine:
+    """`Engine` over hash chains. `vocab_size` and `context_length` are those of every base it loads."""
+
+    def __init__(self, *, vocab_size: int = 1024, context_length: int = 512, state_bytes: int = 0) -> None:
+        """`state_bytes` pads the saved state, to reach the service's rule for large states."""
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._padding = np.zeros(state_bytes // 4, dtype=np.float32)
+        self._bases: dict[str, BaseInfo] = {}
+        self._models: dict[str, _Model] = {}
+        self._weights: dict[str, bytes] = {}
+
+    def load_base(self, name: str, path: str) -> BaseInfo:
+        """A base with the configured sizes; `path` is only noted."""
+        settings = {"dtype": "float32", "device": "none", "path": path}
+        info = BaseInfo(name, "fake", self._vocab_size, self._context_length, (0,), settings)
+        return self._bases.setdefault(name, info)
+
+    def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
+        """A chain that starts from base, shape and seed; never from `model_id`."""
+        seeded = (base, lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        self._models[model_id] = _Model(base, lora, _hash(b"create", repr(seeded)))
+        return {"alpha": LORA_ALPHA, "scale": LORA_ALPHA / lora.rank, "parameters": 32}
+
+    def drop_model(self, model_id: str) -> None:
+        """Forgets a model; unknown ids are fine."""
+        self._models.pop(model_id, None)
+
+    def has_model(self, model_id: str) -> bool:
+        """Whether the model is in memory."""
+        return model_id in self._models
+
+    def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
+        """Logprobs of each target under the chain, as `sample` would give them."""
+        model = self._model(model_id)
+        for datum in data:
+            if POISON_TOKEN in datum.tokens:
+                raise RequestFailedError(f"a datum holds the poison token {POISON_TOKEN}")
+        logprobs = [_logprobs(model.chain, datum.tokens, datum.targets) for datum in data]
+        total = -sum(float((datum.weights * row).sum()) for datum, row in zip(data, logprobs, strict=True))
+        tokens = float(sum((datum.weights != 0).sum() for datum in data))
+        return PassResult(logprobs, {"loss:sum": total, "tokens:sum": tokens})
+
+    def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
+        """As `forward`, and chains the whole request onto the gradient."""
+        result = self.forward(model_id, data, loss)
+        model = self._model(model_id)
+        parts: list[bytes | str] = [model.gradient, loss.name, repr(sorted(loss.config.items()))]
+        for datum in data:
+            parts += [datum.tokens.tobytes(), datum.targets.tobytes(), datum.weights.tobytes()]
+            for key in sorted(datum.inputs):
+                parts += [key, datum.inputs[key].tobytes()]
+        model.gradient = _hash(*parts)
+        return result
+
+    def clear_gradient(self, model_id: str) -> None:
+        """Throws the accumulated gradient away."""
+        self._model(model_id).gradient = _EMPTY
+
+    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        """Chains gradient and settings onto the weights."""
+        model = self._model(model_id)
+        model.exp_avg = _hash(b"m", model.exp_avg, model.gradient)
+        model.exp_avg_sq = _hash(b"v", model.exp_avg_sq, model.gradient)
+        model.step += 1
+        model.chain = _hash(b"step", model.chain, model.gradient, model.exp_avg, model.exp_avg_sq, repr(adam))
+        norm = float(np.frombuffer(model.gradient[:4], dtype=np.uint32)[0]) / 2**32 if model.gradient else 0.0
+        model.gradient = _EMPTY
+        metrics = {"grad_norm": norm, "step": float(model.step), "learning_rate": adam.learning_rate}
+        return {**metrics, "skipped_nonfinite": 0.0}
+
+    def read_state(self, model_id: str) -> ModelState:
+        """Chain and moments as float32 arrays (whose bits are the bytes)."""
+        model = self._model(model_id)
+        weights = {_WEIGHT: _as_array(model.chain)}
+        if self._padding.size:
+            weights["padding"] = self._padding
+        moments = {_WEIGHT: _as_array(model.exp_avg)}, {_WEIGHT: _as_array(model.exp_avg_sq)}
+        return ModelState(weights, model.step, *moments)
+
+    def write_state(self, model_id: str, state: ModelState) -> None:
+        """Replaces chain, moments and step; `CheckpointError` where the shape is not a chain's."""
+        model = self._model(model_id)
+        chain = _as_chain(state.weights)
+        fresh = state.exp_avg is None or state.exp_avg_sq is None
+        model.exp_avg = b"\0" * 32 if fresh else _as_chain(state.exp_avg or {})
+        model.exp_avg_sq = b"\0" * 32 if fresh else _as_chain(state.exp_avg_sq or {})
+        model.step = 0 if fresh else state.step
+        model.chain, model.gradient = chain, _EMPTY
+
+    def state_digest(self, model_id: str) -> str:
+        """A hash of chain, moments and step count."""
+        model = self._model(model_id)
+        return _hash(model.chain, model.exp_avg, model.exp_avg_sq, str(model.step)).hex()
+
+    def publish(self, model_id: str, weights_id: str) -> None:
+        """Freezes the chain as it is now."""
+        self._weights[weights_id] = self._model(model_id).chain
+
+    def load_weights(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:
+        """Makes a saved chain available for sampling."""
+        self._weights[weights_id] = _as_chain(weights)
+
+    def drop_weights(self, weights_id: str) -> None:
+        """Forgets published weights; unknown ids are fine."""
+        self._weights.pop(weights_id, None)
+
+    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
+        """Each job from hashes of (weights, prompt, seed, sample, position)."""
+        return [self._sample_one(job) for job in jobs]
+
+    def _sample_one(self, job: SampleJob) -> SampleResult:
+        chain = self._chain_of(job)
+        prompt_logprobs = None
+        if job.prompt_logprobs:
+            prompt_logprobs = np.full(job.prompt.size, np.nan, dtype=np.float32)
+            prompt_logprobs[1:] = _logprobs(chain, job.prompt[:-1], job.prompt[1:])
+        topk: list[list[tuple[int, float]] | None] | None = None
+        if job.topk_prompt_logprobs:
+            pairs = [(token, -1.0 - token) for token in range(job.topk_prompt_logprobs)]
+            topk = [None] + [list(pairs) for _ in range(job.prompt.size - 1)]
+        samples = [self._draw(chain, job, index) for index in range(job.num_samples)] if job.max_tokens else []
+        return SampleResult(samples, prompt_logprobs, topk)
+
+    def _draw(self, chain: bytes, job: SampleJob, index: int) -> Sample:
+        tokens: list[int] = []
+        stopped = False
+        seed = 0 if job.temperature == 0 else job.seed
+        sample_index = 0 if job.temperature == 0 else index
+        for position in range(job.max_tokens):
+            drawn = _hash(chain, job.prompt.tobytes(), repr((seed, sample_index, position, job.top_k, job.top_p)))
+            tokens.append(int.from_bytes(drawn[:4], "little") % self._vocab_size)
+            if tokens[-1] in job.stop.token_ids:
+                stopped = True
+                break
+        whole = np.concatenate([job.prompt, np.asarray(tokens, dtype=np.int64)])
+        logprobs = _logprobs(chain, whole[:-1], whole[1:])[job.prompt.size - 1 :]
+        return Sample(np.asarray(tokens, dtype=np.int64), logprobs, stopped)
+
+    def _chain_of(self, job: SampleJob) -> bytes:
+        if job.weights_id is None:
+            return _hash(b"base", job.base)
+        if job.weights_id not in self._weights:
+            raise NotFoundError(f"no weights {job.weights_id} are loaded")
+        return self._weights[job.weights_id]
+
+    def _model(self, model_id: str) -> _Model:
+        if model_id not in self._models:
+            raise NotFoundError(f"no model {model_id} is loaded")
+        return self._models[model_id]
+
+
+def _hash(*parts: bytes | str) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    return digest.digest()
+
+
+def _logprobs(chain: bytes, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """float32 [N] in (-4, 0]: a function of the chain, of how far the sequence has come, and of the target."""
+    salt = int.from_bytes(chain[:8], "little")
+    seen = np.cumsum(tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), dtype=np.uint64)
+    mixed = (seen ^ np.uint64(salt)) + targets.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    return (-(mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**22)).astype(np.float32)
+
+
+def _as_array(chain: bytes) -> np.ndarray:
+    """Each byte as one small float, so that no bit pattern is a NaN on its way through a file."""
+    return np.frombuffer(chain, dtype=np.uint8).astype(np.float32)
+
+
+def _as_chain(arrays: Mapping[str, np.ndarray]) -> bytes:
+    array = arrays.get(_WEIGHT)
+    if array is None or array.shape != (32,):
+        raise CheckpointError(f"the fake engine's state is one array `{_WEIGHT}` of 32 numbers")
+    return array.astype(np.uint8).tobytes()

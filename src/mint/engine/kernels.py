@@ -1,0 +1,190 @@
+"""The few operations of a decoder, each with a backward of its own that costs fewer passes over memory than autograd's.
+
+Base weights are frozen: no operation here makes a gradient for them. Activations between operations are float32;
+products with base weights run in the dtype of the weights. Knows nothing of layers, loras' names or sequences.
+
+Letters: T rows (tokens) · I inputs · O outputs · H heads · D head dimension · r rank · S lora parts of one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def base_product(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    """`x @ weight.T` (+ residual) in float32 [T, O], the product in the dtype of `weight` [O, I]."""
+    if weight.dtype == torch.float32:
+        return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
+    product = F.linear(x.to(weight.dtype), weight).float()
+    return product if residual is None else product.add_(residual)
+
+
+def add_lora(out: Tensor, x: Tensor, a: Tensor, bs: Sequence[Tensor], scale: float) -> Tensor:
+    """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place and returns `x @ a.T` [T, S·r].
+
+    The S parts of a fused product (query, key, value) share one `a` [S·r, I] and write side by side into `out`.
+    """
+    down = x @ a.t()
+    rank, start = a.shape[0] // len(bs), 0
+    for part, b in enumerate(bs):
+        target = out[:, start : start + b.shape[0]]
+        target.addmm_(down[:, part * rank : (part + 1) * rank], b.t(), alpha=scale)
+        start += b.shape[0]
+    return down
+
+
+class LoraProduct(torch.autograd.Function):
+    """`residual + x @ weight.T + scale · x @ a.T @ b.T`, with gradients for x, residual, a and the bs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, scale: float, a: Tensor, *bs: Tensor
+    ) -> Tensor:
+        """Float32 [T, O] from x [T, I]."""
+        out = base_product(x, weight, residual)
+        down = add_lora(out, x, a, bs, scale)
+        ctx.save_for_backward(x, down, weight, a, *bs)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients in the order of forward's arguments."""
+        x, down, weight, a, *bs = ctx.saved_tensors
+        rank, start = a.shape[0] // len(bs), 0
+        grad_down = torch.empty_like(down)
+        grad_bs: list[Tensor | None] = []
+        for part, b in enumerate(bs):
+            columns = slice(part * rank, (part + 1) * rank)
+            # Scaling the rank-wide matrices costs less than scaling [T, O].
+            grad_part = grad[:, start : start + b.shape[0]]
+            torch.mm(grad_part, b, out=grad_down[:, columns])
+            grad_bs.append(grad_part.t().mm(down[:, columns]).mul_(ctx.scale))
+            start += b.shape[0]
+        grad_down.mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _base_gradient(grad, weight).addmm_(grad_down, a)
+        grad_residual = grad if ctx.needs_input_grad[1] else None
+        return (grad_x, grad_residual, None, None, grad_down.t().mm(x), *grad_bs)
+
+
+class BaseProduct(torch.autograd.Function):
+    """`residual + x @ weight.T` with a frozen weight, in float32 around the weight's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor) -> Tensor:
+        """Float32 [T, O] from x [T, I]."""
+        ctx.save_for_backward(weight)
+        return base_product(x, weight, residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients for x and residual."""
+        (weight,) = ctx.saved_tensors
+        grad_x = _base_gradient(grad, weight) if ctx.needs_input_grad[0] else None
+        return grad_x, (grad if ctx.needs_input_grad[1] else None), None
+
+
+class RmsNorm(torch.autograd.Function):
+    """`x / rms(x) · weight` over the last dimension, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The same shape as x [T, I]."""
+        inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient for x."""
+        x, weight, inverse = ctx.saved_tensors
+        return _norm_gradient(grad * weight, x, inverse), None, None
+
+
+class NormRope(torch.autograd.Function):
+    """Normalises query and key heads one by one and rotates them by position; value heads pass through.
+
+    The input is one row of heads per token, query heads first, then key, then value.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """From qkv [T, H, D], norm weights [query + key heads, D] and cos, sin [T, 1, D / 2]; out [T, H, D]."""
+        rotated = weight.shape[0]
+        x = qkv[:, :rotated]
+        inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt_()
+        ctx.save_for_backward(qkv, weight, inverse, cos, sin)
+        out = torch.empty_like(qkv)
+        out[:, rotated:] = qkv[:, rotated:]
+        _rotate((x * inverse).mul_(weight), cos, sin, out[:, :rotated])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient for qkv."""
+        qkv, weight, inverse, cos, sin = ctx.saved_tensors
+        rotated = weight.shape[0]
+        out = torch.empty_like(qkv)
+        out[:, rotated:] = grad[:, rotated:]
+        normed = torch.empty_like(qkv[:, :rotated])
+        _rotate(grad[:, :rotated], cos, -sin, normed)  # a rotation's transpose is the rotation back
+        out[:, :rotated] = _norm_gradient(normed.mul_(weight), qkv[:, :rotated], inverse)
+        return out, None, None, None, None
+
+
+class SwiGlu(torch.autograd.Function):
+    """`silu(gate) · up` from one matrix that holds both side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        """[T, I] from [T, 2·I]."""
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The gradient for gate_up."""
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)
+        silu = sigmoid * gate
+        torch.mul(grad, silu, out=grad_up)
+        # d silu = sigmoid + silu · (1 - sigmoid) = sigmoid + silu - silu · sigmoid
+        slope = torch.addcmul(silu, silu, sigmoid, value=-1).add_(sigmoid)
+        torch.mul(grad, up, out=grad_gate)
+        grad_gate.mul_(slope)
+        return out
+
+
+def _base_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    return grad.mm(weight) if weight.dtype == torch.float32 else grad.to(weight.dtype).mm(weight).float()
+
+
+def _norm_gradient(scaled: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+    """The gradient through `x · inverse`, `scaled` being that for the normalised x; overwrites `scaled`."""
+    mean = (scaled * x).mean(-1, keepdim=True)
+    return scaled.mul_(inverse).addcmul_(x, mean.mul_(inverse.pow(3)), value=-1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """Rotates the pairs (x[i], x[i + D / 2]), as Hugging Face lays them out, into `out`."""
+    first, second = x.chunk(2, dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)

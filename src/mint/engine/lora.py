@@ -1,0 +1,171 @@
+"""A lora: its parts, their PEFT names, and their storage as one flat float32 vector.
+
+Parts that are multiplied together lie together (the A matrices of query, key and value are one matrix), so the decoder
+runs few products and the optimizer, digest and copies run over one vector. Knows nothing of training or sampling.
+
+Letters: I inputs · O outputs of a linear layer · r rank · S layers fused into one product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mint.engine.decoder_config import DecoderConfig
+from mint.engine.protocol import LORA_ALPHA, LoraSpec
+from mint.errors import CheckpointError
+
+UNEMBED = "lm_head"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One fused product of the decoder: the layers (PEFT module names) in it, all with the same inputs."""
+
+    name: str
+    modules: tuple[str, ...]
+    inputs: int
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SiteWeights:
+    """The trained matrices of a site: `a` [S·r, I] and one `b` [O, r] per layer."""
+
+    a: Tensor
+    bs: tuple[Tensor, ...]
+
+
+def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
+    """The sites that `lora` trains, in the order of their storage."""
+    hidden, inner, query = config.hidden_size, config.intermediate_size, config.query_size
+    kv = config.key_value_size
+    sites = []
+    for layer in range(config.num_hidden_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        if lora.train_attn:
+            modules = tuple(f"{attention}.{part}_proj" for part in "qkv")
+            sites.append(Site(f"{layer}.qkv", modules, hidden, (query, kv, kv)))
+            sites.append(Site(f"{layer}.o", (f"{attention}.o_proj",), query, (hidden,)))
+        if lora.train_mlp:
+            modules = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+            sites.append(Site(f"{layer}.gate_up", modules, hidden, (inner, inner)))
+            sites.append(Site(f"{layer}.down", (f"{mlp}.down_proj",), inner, (hidden,)))
+    if lora.train_unembed:
+        sites.append(Site(UNEMBED, (UNEMBED,), hidden, (config.vocab_size,)))
+    return sites
+
+
+class LoraWeights:
+    """The weights of one lora: `flat` holds all, `sites` and `named` are views into it."""
+
+    def __init__(self, config: DecoderConfig, lora: LoraSpec, device: torch.device) -> None:
+        """All zeros; see `initialise`."""
+        self.spec = lora
+        self.scale = LORA_ALPHA / lora.rank
+        self._sites = list_sites(config, lora)
+        self.flat = torch.zeros(sum(_size(site, lora.rank) for site in self._sites), device=device)
+        self.sites: dict[str, SiteWeights] = dict(self._cut(self.flat))
+
+    @property
+    def module_names(self) -> list[str]:
+        """The trained layers, as PEFT names them."""
+        return [module for site in self._sites for module in site.modules]
+
+    def initialise(self, seed: int) -> None:
+        """A as PEFT does it (kaiming uniform with a=√5, so ±1/√inputs), from `seed` alone; B zero."""
+        generator = torch.Generator().manual_seed(seed)
+        self.flat.zero_()
+        for site in self._sites:
+            bound = 1 / math.sqrt(site.inputs)
+            a = self.sites[site.name].a
+            drawn = torch.empty(a.shape).uniform_(-bound, bound, generator=generator)
+            with torch.no_grad():
+                a.copy_(drawn)
+
+    def enable_gradient(self) -> Tensor:
+        """Makes every part a leaf whose gradient is a view into one vector, which is returned (zeros)."""
+        gradient = torch.zeros_like(self.flat)
+        for name, parts in self._cut(gradient):
+            own = self.sites[name]
+            for tensor, grad in zip((own.a, *own.bs), (parts.a, *parts.bs), strict=True):
+                tensor.requires_grad_().grad = grad
+        return gradient
+
+    def copy(self, config: DecoderConfig) -> LoraWeights:
+        """A copy without gradient; later steps on this one do not touch it."""
+        other = LoraWeights(config, self.spec, self.flat.device)
+        other.flat.copy_(self.flat)
+        return other
+
+    def named(self, vector: Tensor | None = None) -> dict[str, np.ndarray]:
+        """`vector` (or the weights), cut into arrays by PEFT name: `{module}.lora_A.weight` [r, I], `lora_B` [O, r]."""
+        vector = self.flat if vector is None else vector
+        return {name: part.detach().cpu().numpy().copy() for name, part in self._name(vector)}
+
+    def assemble(self, arrays: Mapping[str, np.ndarray], what: str) -> Tensor:
+        """The vector of which `arrays` is the named form: the inverse of `named`.
+
+        Raises:
+            CheckpointError: a name is missing or too many, or a shape differs; `what` says of which arrays.
+        """
+        vector = torch.zeros_like(self.flat)
+        parts = dict(self._name(vector))
+        if parts.keys() != arrays.keys():
+            missing, extra = sorted(parts.keys() - arrays.keys()), sorted(arrays.keys() - parts.keys())
+            raise CheckpointError(f"{what} do not fit the model: missing {missing[:4]}, not expected {extra[:4]}")
+        for name, part in parts.items():
+            if arrays[name].shape != tuple(part.shape):
+                raise CheckpointError(f"{what}: {name} has shape {arrays[name].shape}, not {tuple(part.shape)}")
+            part.copy_(torch.from_numpy(np.array(arrays[name], dtype=np.float32)))
+        return vector
+
+    def _cut(self, vector: Tensor) -> Iterator[tuple[str, SiteWeights]]:
+        rank, start = self.spec.rank, 0
+        for site in self._sites:
+            shapes = [(rank * len(site.modules), site.inputs), *((out, rank) for out in site.outputs)]
+            views = []
+            for rows, columns in shapes:
+                views.append(vector[start : start + rows * columns].view(rows, columns))
+                start += rows * columns
+            yield site.name, SiteWeights(views[0], tuple(views[1:]))
+
+    def _name(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        rank = self.spec.rank
+        for site, (_, parts) in zip(self._sites, self._cut(vector), strict=True):
+            for index, (module, b) in enumerate(zip(site.modules, parts.bs, strict=True)):
+                yield f"{module}.lora_A.weight", parts.a[index * rank : (index + 1) * rank]
+                yield f"{module}.lora_B.weight", b
+
+
+@dataclass(frozen=True)
+class LoraRows:
+    """Rows `start:stop` of a batch run with `weights` (None: the base model alone)."""
+
+    start: int
+    stop: int
+    weights: LoraWeights | None
+
+    def site(self, name: str) -> SiteWeights | None:
+        """The trained matrices of a site for these rows, if any."""
+        return self.weights.sites.get(name) if self.weights is not None else None
+
+
+def rows_of(weights: Sequence[LoraWeights | None]) -> list[LoraRows]:
+    """Runs of equal weights in the row order of a batch."""
+    runs: list[LoraRows] = []
+    for row, own in enumerate(weights):
+        if runs and runs[-1].weights is own:
+            runs[-1] = LoraRows(runs[-1].start, row + 1, own)
+        else:
+            runs.append(LoraRows(row, row + 1, own))
+    return runs
+
+
+def _size(site: Site, rank: int) -> int:
+    return rank * (len(site.modules) * site.inputs + sum(site.outputs))

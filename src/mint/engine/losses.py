@@ -1,0 +1,156 @@
+"""The losses, token by token in float64: value and derivative with respect to the token's logprob, in closed form.
+
+Per token: p = logprob under the trained policy, q = logprob under the sampler, r = exp(p - q), A = advantage, w =
+weight. Every loss is multiplied by w, and where w is 0 nothing else is looked at: masked positions may hold anything.
+Losses are summed over tokens. Knows nothing of models or torch; names and defaults are in `protocol.LOSSES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mint.engine.protocol import LOSSES, LossSpec, TrainDatum
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Float64 arrays over the trained tokens of a pass; `low`, `high` are the bounds of the ratio."""
+
+    logprobs: np.ndarray
+    sampler_logprobs: np.ndarray
+    advantages: np.ndarray
+    low: np.ndarray | float
+    high: np.ndarray | float
+    beta: float
+
+    @property
+    def log_ratio(self) -> np.ndarray:
+        """p - q."""
+        return self.logprobs - self.sampler_logprobs
+
+    @property
+    def ratio(self) -> np.ndarray:
+        """exp(p - q)."""
+        return np.exp(self.log_ratio)
+
+
+LossFunction = Callable[[TokenInputs], tuple[np.ndarray, np.ndarray]]
+"""Trained tokens → (loss, d loss / d logprob), before the weights."""
+
+
+def _cross_entropy(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
+    """-p."""
+    return -t.logprobs, np.full_like(t.logprobs, -1.0)
+
+
+def _importance_sampling(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
+    """-r·A."""
+    loss = -t.ratio * t.advantages
+    return loss, loss
+
+
+def _ppo(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
+    """-min(r·A, clip(r)·A) (arXiv 1707.06347); on a bound the gradient still flows, as through torch.clamp."""
+    free = t.ratio * t.advantages
+    clipped = np.clip(t.ratio, t.low, t.high) * t.advantages
+    return -np.minimum(free, clipped), np.where(free <= clipped, -free, 0.0)
+
+
+def _cispo(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
+    """-stop_gradient(clip(r))·A·p (arXiv 2506.13585): every token keeps a gradient."""
+    slope = -np.clip(t.ratio, t.low, t.high) * t.advantages
+    return slope * t.logprobs, slope
+
+
+def _dro(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
+    """-(A·p - β/2·(p - q)²) (arXiv 2405.19107)."""
+    loss = -(t.advantages * t.logprobs - 0.5 * t.beta * t.log_ratio**2)
+    return loss, -(t.advantages - t.beta * t.log_ratio)
+
+
+_FUNCTIONS: Mapping[str, LossFunction] = {
+    "cross_entropy": _cross_entropy,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "dro": _dro,
+}
+
+
+def loss_and_slope(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weighted loss and its derivative with respect to each logprob, float64 [N]; both 0 where the weight is 0."""
+    trained = datum.weights != 0
+    loss, slope = np.zeros(len(trained)), np.zeros(len(trained))
+    weights = datum.weights[trained].astype(np.float64)
+    # A ratio beyond float64 is infinite; the optimizer refuses the step then, and says so.
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = _FUNCTIONS[spec.name](_select(spec, datum, logprobs, trained))
+        loss[trained], slope[trained] = weights * values[0], weights * values[1]
+    return loss, slope
+
+
+def measure(
+    spec: LossSpec, data: list[TrainDatum], logprobs: list[np.ndarray], entropies: list[np.ndarray]
+) -> dict[str, float]:
+    """The metrics of a pass, named `name:reduction`; those of the ratio only where the loss reads sampler logprobs.
+
+    Ratio, KL and entropy are over trained tokens (weight not 0) and unweighted; KL is of sampler from trained policy.
+    """
+    masks = [datum.weights != 0 for datum in data]
+    losses = [loss_and_slope(spec, datum, own)[0] for datum, own in zip(data, logprobs, strict=True)]
+    metrics = {
+        "loss:sum": float(sum(loss.sum() for loss in losses)),
+        "tokens:sum": float(sum(mask.sum() for mask in masks)),
+    }
+    if metrics["tokens:sum"] == 0:
+        return metrics
+    metrics["entropy:mean"] = float(np.concatenate(entropies).mean())
+    if "logprobs" not in LOSSES[spec.name].required:
+        return metrics
+    selected = [_select(spec, *parts) for parts in zip(data, logprobs, masks, strict=True)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        metrics |= _measure_ratio(np.concatenate([tokens.log_ratio for tokens in selected]))
+        if "clip_low_threshold" in LOSSES[spec.name].config:
+            below = np.concatenate([tokens.ratio < tokens.low for tokens in selected])
+            above = np.concatenate([tokens.ratio > tokens.high for tokens in selected])
+            metrics["clip_low_fraction:mean"] = float(below.mean())
+            metrics["clip_high_fraction:mean"] = float(above.mean())
+    return metrics
+
+
+def _measure_ratio(log_ratio: np.ndarray) -> dict[str, float]:
+    ratio = np.exp(log_ratio)
+    return {
+        "ratio:mean": float(ratio.mean()),
+        "ratio_max:max": float(ratio.max()),
+        "ratio_min:min": float(ratio.min()),
+        # Estimators of KL(sampler || policy), http://joschu.net/blog/kl-approx.html
+        "kl_k1:mean": float(-log_ratio.mean()),
+        "kl_k2:mean": float(0.5 * (log_ratio**2).mean()),
+        "kl_k3:mean": float((ratio - 1 - log_ratio).mean()),
+        "abs_logprob_diff:mean": float(np.abs(log_ratio).mean()),
+        "abs_logprob_diff_max:max": float(np.abs(log_ratio).max()),
+    }
+
+
+def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np.ndarray) -> TokenInputs:
+    """The trained tokens alone, so that nothing masked can reach the arithmetic."""
+
+    def read(name: str) -> np.ndarray | None:
+        array = datum.inputs.get(name)
+        return None if array is None else array[trained].astype(np.float64)
+
+    policy = "logprobs" in LOSSES[spec.name].required
+    own = logprobs[trained].astype(np.float64)
+    low, high = read("clip_low_threshold"), read("clip_high_threshold")
+    return TokenInputs(
+        logprobs=own,
+        sampler_logprobs=read("logprobs") if policy else own,
+        advantages=read("advantages") if policy else np.ones_like(own),
+        low=spec.config.get("clip_low_threshold", 0.0) if low is None else low,
+        high=spec.config.get("clip_high_threshold", np.inf) if high is None else high,
+        beta=spec.config.get("beta", 0.0),
+    )

@@ -1,0 +1,70 @@
+"""AdamW over one flat vector, step for step as `torch.optim.AdamW`, with clipping by the global norm.
+
+Knows nothing of layers, losses or where the gradient came from.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mint.engine.protocol import AdamSpec
+
+
+@dataclass
+class AdamState:
+    """The moments, as long as the weights, and the number of steps taken."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: int = 0
+
+    @classmethod
+    def fresh(cls, weights: Tensor) -> AdamState:
+        """No step taken."""
+        return cls(torch.zeros_like(weights), torch.zeros_like(weights))
+
+
+@torch.no_grad()
+def step_adam(weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec) -> dict[str, float]:
+    """Updates `weights` and `state` in place and clears `gradient`; returns what happened.
+
+    A step whose gradient, moments or weights would not be finite changes nothing but clears the gradient, and is
+    reported as `skipped_nonfinite`. `grad_norm` is always that before clipping.
+    """
+    norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    update_norm, skipped = 0.0, True
+    if math.isfinite(norm):
+        if 0 < adam.grad_clip_norm < norm:
+            gradient.mul_(adam.grad_clip_norm / (norm + 1e-6))  # the 1e-6 is torch's
+        updated, moved = _advance(weights, gradient, state, adam)
+        finite = (updated, moved.exp_avg_sq, moved.exp_avg)
+        skipped = not all(bool(tensor.isfinite().all()) for tensor in finite)
+        if not skipped:
+            update_norm = float(torch.linalg.vector_norm(updated - weights, dtype=torch.float64))
+            weights.copy_(updated)
+            state.exp_avg, state.exp_avg_sq, state.step = moved.exp_avg, moved.exp_avg_sq, moved.step
+    gradient.zero_()
+    return {
+        "grad_norm": norm,
+        "update_norm": update_norm,
+        "step": float(state.step),
+        "learning_rate": adam.learning_rate,
+        "skipped_nonfinite": float(skipped),
+    }
+
+
+def _advance(weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec) -> tuple[Tensor, AdamState]:
+    """The weights and the state after one step; the operations are those of torch's single-tensor AdamW, in order."""
+    step = state.step + 1
+    exp_avg = state.exp_avg.lerp(gradient, 1 - adam.beta1)
+    exp_avg_sq = (state.exp_avg_sq * adam.beta2).addcmul_(gradient, gradient, value=1 - adam.beta2)
+    # Torch raises on a factor beyond float32; as the largest one it overflows the weights, and the step is skipped.
+    step_size = min(adam.learning_rate / (1 - adam.beta1**step), torch.finfo(torch.float32).max)
+    decay = max(1 - adam.learning_rate * adam.weight_decay, -torch.finfo(torch.float32).max)
+    denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - adam.beta2**step)).add_(adam.eps)
+    updated = (weights * decay).addcdiv_(exp_avg, denominator, value=-step_size)
+    return updated, AdamState(exp_avg, exp_avg_sq, step)

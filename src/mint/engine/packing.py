@@ -1,0 +1,193 @@
+"""Packs examples into micro-batches without padding: which row is which token, and which rows attend to which.
+
+Everything here is a pure function of the examples, so that the same request always runs the same arithmetic. Examples
+with a common prefix (the samples of one prompt) share its rows: the prefix is computed once, exactly, for its hidden
+states depend on nothing that follows. Knows nothing of torch, losses or weights.
+
+Letters: T rows of a micro-batch · N positions of its examples · U distinct (row, target) pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mint.engine.protocol import TrainDatum
+
+MIN_SHARED = 8
+"""A shorter common prefix is not worth an attention call of its own."""
+
+MAX_MASK = 1 << 24
+"""Entries of the attention mask that a shared prefix needs; beyond this the prefix is computed per example."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows `start:stop` that attend causally to themselves, and to all of `prefix` before that."""
+
+    start: int
+    stop: int
+    prefix: tuple[int, int] = (0, 0)
+
+    @property
+    def prefix_length(self) -> int:
+        """Rows of the prefix; 0 for a span that stands alone."""
+        return self.prefix[1] - self.prefix[0]
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Spans of similar length, attended in one call.
+
+    `queries` [n, Lq] and `keys` [n, Lk] are row numbers, padded on the right; query i sees the keys up to `offset + i`,
+    which hides all padding. `rows` and `cells` say where results go: row `rows[j]` of the output is cell `cells[j]` of
+    the flattened [n·Lq].
+    """
+
+    queries: np.ndarray
+    keys: np.ndarray
+    offset: int
+    rows: np.ndarray
+    cells: np.ndarray
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What runs in one forward: `tokens`, `positions` int64 [T] and how they attend.
+
+    The examples `datum_ids` have their N positions, one example after the other, at the pairs `pair_of_position` [N];
+    pair u is target `pair_targets[u]` predicted from row `pair_rows[u]`.
+    """
+
+    datum_ids: list[int]
+    tokens: np.ndarray
+    positions: np.ndarray
+    blocks: list[AttentionBlock]
+    pair_rows: np.ndarray
+    pair_targets: np.ndarray
+    pair_of_position: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Examples whose first `shared` tokens are equal and computed once; `total` and `longest` count their tokens."""
+
+    datum_ids: list[int]
+    shared: int
+    total: int
+    longest: int
+
+    @property
+    def rows(self) -> int:
+        return self.total - self.saved
+
+    @property
+    def saved(self) -> int:
+        return (len(self.datum_ids) - 1) * self.shared
+
+
+def pack(data: Sequence[TrainDatum], token_budget: int) -> list[MicroBatch]:
+    """Micro-batches of about `token_budget` rows (one group that is larger stays whole if it shares a prefix)."""
+    batches: list[list[_Group]] = [[]]
+    used = 0
+    for group in _group(data, token_budget):
+        if batches[-1] and used + group.rows > token_budget:
+            batches.append([])
+            used = 0
+        batches[-1].append(group)
+        used += group.rows
+    return [_lay_out(groups, data) for groups in batches if groups]
+
+
+def attention_blocks(spans: Sequence[Span]) -> list[AttentionBlock]:
+    """Spans grouped by padded length (a function of a span's own length) and prefix length."""
+    groups: dict[tuple[int, int], list[Span]] = {}
+    for span in spans:
+        groups.setdefault((span.prefix_length, padded_length(span.stop - span.start)), []).append(span)
+    return [_block(prefix, length, members) for (prefix, length), members in sorted(groups.items())]
+
+
+def padded_length(length: int) -> int:
+    """`length` rounded up to a multiple of 8, or of about an eighth of it: few distinct shapes, little waste."""
+    step = max(8, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
+
+
+def _block(prefix: int, length: int, spans: list[Span]) -> AttentionBlock:
+    # Padded with a row of their own: another's could be NaN, and a hidden NaN still spoils the sum that it is not part of.
+    starts = np.array([[span.start] for span in spans])
+    queries, keys = np.repeat(starts, length, axis=1), np.repeat(starts, prefix + length, axis=1)
+    for index, span in enumerate(spans):
+        own = np.arange(span.start, span.stop)
+        queries[index, : len(own)] = own
+        keys[index, :prefix] = np.arange(*span.prefix)
+        keys[index, prefix : prefix + len(own)] = own
+    lengths = np.array([span.stop - span.start for span in spans])
+    real = np.arange(length) < lengths[:, None]
+    return AttentionBlock(queries, keys, prefix, queries[real], np.flatnonzero(real))
+
+
+def _group(data: Sequence[TrainDatum], token_budget: int) -> list[_Group]:
+    """Neighbours in token order share the longest prefix that saves the most rows."""
+    # Big-endian bytes sort as the tokens do, so equal prefixes become neighbours.
+    order = sorted(range(len(data)), key=lambda index: data[index].tokens.astype(">i8").tobytes())
+    groups: list[_Group] = []
+    for index in order:
+        joined = _join(groups[-1], index, data) if groups else None
+        if joined is not None and joined.rows <= token_budget:
+            groups[-1] = joined
+        else:
+            length = len(data[index].tokens)
+            groups.append(_Group([index], length, length, length))
+    return groups
+
+
+def _join(group: _Group, index: int, data: Sequence[TrainDatum]) -> _Group | None:
+    """The group with one more example, unless keeping it apart saves more rows."""
+    tokens, first = data[index].tokens, data[group.datum_ids[0]].tokens
+    limit = min(len(tokens), group.shared)
+    differs = np.flatnonzero(tokens[:limit] != first[:limit])
+    shared = int(differs[0]) if len(differs) else limit
+    longest = max(group.longest, len(tokens))
+    joined = _Group([*group.datum_ids, index], shared, group.total + len(tokens), longest)
+    mask = (longest - shared) * longest
+    return joined if shared >= MIN_SHARED and joined.saved >= group.saved and mask <= MAX_MASK else None
+
+
+def _lay_out(groups: list[_Group], data: Sequence[TrainDatum]) -> MicroBatch:
+    tokens: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    spans: list[Span] = []
+    rows_of_datum: dict[int, np.ndarray] = {}
+    start = 0
+    for group in groups:
+        prefix = (start, start + group.shared)
+        tokens.append(data[group.datum_ids[0]].tokens[: group.shared])
+        positions.append(np.arange(group.shared))
+        spans.append(Span(*prefix))
+        start += group.shared
+        for index in group.datum_ids:
+            own = data[index].tokens[group.shared :]
+            if len(own):
+                tokens.append(own)
+                positions.append(np.arange(group.shared, group.shared + len(own)))
+                spans.append(Span(start, start + len(own), prefix))
+            rows_of_datum[index] = np.concatenate([np.arange(*prefix), np.arange(start, start + len(own))])
+            start += len(own)
+    datum_ids = list(rows_of_datum)
+    rows = np.concatenate([rows_of_datum[index] for index in datum_ids])
+    targets = np.concatenate([data[index].targets for index in datum_ids])
+    # The positions of a shared prefix have equal targets, too, but for its last: each distinct pair is computed once.
+    width = int(targets.max()) + 1
+    pairs, pair_of_position = np.unique(rows * width + targets, return_inverse=True)
+    return MicroBatch(
+        datum_ids=datum_ids,
+        tokens=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        blocks=attention_blocks(spans),
+        pair_rows=pairs // width,
+        pair_targets=pairs % width,
+        pair_of_position=pair_of_position,
+    )

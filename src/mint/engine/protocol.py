@@ -1,0 +1,282 @@
+"""What every engine does (torch, fake, cluster) and the values that go in and out: numpy only, no torch.
+
+The service has validated everything that arrives here. An engine is called from one thread at a time.
+
+Letters: N tokens of one datum · K alternatives per position · P prompt tokens · T sampled tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from mint.errors import InvalidRequestError
+
+LORA_ALPHA = 32.0
+"""The lora's scale is LORA_ALPHA / rank, so that one learning rate serves all ranks (as Tinker's)."""
+
+
+@dataclass(frozen=True)
+class BaseInfo:
+    """A loaded base model. `settings` holds what took effect (dtype, device, threads, …)."""
+
+    name: str
+    arch: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """The shape of a lora and the seed of its A matrices (B starts at zero)."""
+
+    rank: int
+    seed: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+
+
+@dataclass(frozen=True)
+class TrainDatum:
+    """One example. All arrays have length N; `weights` multiply the loss and mask it before any exp.
+
+    `inputs` holds the further per-token float32 arrays of the loss: `logprobs`, `advantages`,
+    `clip_low_threshold`, `clip_high_threshold`.
+    """
+
+    tokens: np.ndarray  # int64 [N]
+    targets: np.ndarray  # int64 [N]
+    weights: np.ndarray  # float32 [N]
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """A loss by name, with its full configuration (defaults filled in)."""
+
+    name: str
+    config: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Logprobs of the targets, float32 [N] per datum in order, and metrics named `name:reduction`."""
+
+    logprobs: list[np.ndarray]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class AdamSpec:
+    """One step of AdamW with decoupled weight decay; `grad_clip_norm` 0 is off."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Everything that makes a model continue bit for bit: float32 arrays by name, and the optimizer's step count.
+
+    Weights are named as PEFT names modules (`model.layers.0.self_attn.q_proj.lora_A.weight`, `lm_head.lora_B.weight`);
+    the moments carry the same names in `exp_avg` and `exp_avg_sq` (None where the optimizer is not wanted).
+    """
+
+    weights: Mapping[str, np.ndarray]
+    step: int = 0
+    exp_avg: Mapping[str, np.ndarray] | None = None
+    exp_avg_sq: Mapping[str, np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When a sequence ends: at one of `token_ids`, or once its text ends with or contains one of `strings`.
+
+    `vocabulary[i]` is the bytes of token i; it is needed only where `strings` are given.
+    """
+
+    token_ids: frozenset[int] = frozenset()
+    strings: tuple[bytes, ...] = ()
+    vocabulary: Sequence[bytes] = ()
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """`num_samples` continuations of one prompt under one set of weights.
+
+    `weights_id` None samples from the base model `base`. Sample i draws its token at position t from the
+    counter-based stream `(seed, i, t)`, so nothing else in the batch can change it.
+    """
+
+    base: str
+    weights_id: str | None
+    prompt: np.ndarray  # int64 [P], P >= 1
+    num_samples: int
+    max_tokens: int  # 0 asks for the prompt's logprobs alone
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: StopRule
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation: tokens int64 [T], logprobs float32 [T] at temperature 1; `stopped` is False at max_tokens."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """The samples in order; prompt logprobs float32 [P] (first is NaN) and top-k pairs per position, where asked.
+
+    `samples` is empty where `max_tokens` was 0. With `error` the job failed (its weights give no finite logits) and the
+    rest is empty; the other jobs of the call are not touched by it.
+    """
+
+    samples: list[Sample]
+    prompt_logprobs: np.ndarray | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+    error: str | None = None
+
+
+class Engine(Protocol):
+    """The arithmetic behind the service."""
+
+    def load_base(self, name: str, path: str) -> BaseInfo:
+        """Loads the weights in `path` (a Hugging Face folder) as base `name`; again is a no-op."""
+        ...
+
+    def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
+        """A new lora with fresh optimizer; returns the settings that took effect (alpha, scale, parameters, …)."""
+        ...
+
+    def drop_model(self, model_id: str) -> None:
+        """Forgets a model; unknown ids are fine."""
+        ...
+
+    def has_model(self, model_id: str) -> bool:
+        """Whether the model is in memory."""
+        ...
+
+    def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
+        """Logprobs and loss, no gradient; the model does not change."""
+        ...
+
+    def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
+        """As `forward`, and adds the gradient of the summed loss to what is accumulated."""
+        ...
+
+    def clear_gradient(self, model_id: str) -> None:
+        """Throws the accumulated gradient away."""
+        ...
+
+    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        """Applies and clears the gradient; a non-finite one is dropped, and nothing else changes."""
+        ...
+
+    def read_state(self, model_id: str) -> ModelState:
+        """A copy of weights and optimizer."""
+        ...
+
+    def write_state(self, model_id: str, state: ModelState) -> None:
+        """Replaces weights and optimizer (moments None: a fresh optimizer) and clears the gradient.
+
+        Raises `CheckpointError`, with the model unchanged, where names or shapes differ.
+        """
+        ...
+
+    def state_digest(self, model_id: str) -> str:
+        """A hash of weights, moments and step count, bit for bit."""
+        ...
+
+    def publish(self, model_id: str, weights_id: str) -> None:
+        """Freezes a copy of the model's weights for sampling; later steps do not touch it."""
+        ...
+
+    def load_weights(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:
+        """Makes saved weights available for sampling."""
+        ...
+
+    def drop_weights(self, weights_id: str) -> None:
+        """Forgets published weights; unknown ids are fine."""
+        ...
+
+    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
+        """Samples all jobs together; the result of each is a function of that job alone."""
+        ...
+
+
+# --- losses ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """What a loss reads per token (required, optional) and its configuration with defaults."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    config: Mapping[str, float] = field(default_factory=dict)
+
+
+_POLICY = ("logprobs", "advantages")
+_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+
+LOSSES: Mapping[str, LossRule] = {
+    "cross_entropy": LossRule(),
+    "importance_sampling": LossRule(required=_POLICY),
+    "ppo": LossRule(required=_POLICY, optional=tuple(_CLIP), config=_CLIP),
+    "cispo": LossRule(required=_POLICY, optional=tuple(_CLIP), config=_CLIP),
+    "dro": LossRule(required=_POLICY, config={"beta": 0.05}),
+}
+"""Every loss: the one place where its name, inputs and configuration are declared; `losses` has the mathematics."""
+
+
+def resolve_loss(name: str, config: Mapping[str, float] | None = None) -> LossSpec:
+    """The loss with its full configuration, defaults filled in.
+
+    Raises:
+        InvalidRequestError: unknown loss, a key that the loss does not have, or a value that is not finite and >= 0.
+    """
+    rule = LOSSES.get(name)
+    if rule is None:
+        raise InvalidRequestError(
+            "is not a loss", field="loss_fn", value=name, remedy=f"Choose one of {', '.join(LOSSES)}"
+        )
+    given = dict(config or {})
+    for key, value in given.items():
+        if key not in rule.config:
+            has = ", ".join(rule.config) or "none"
+            raise InvalidRequestError(
+                f"{name} has no such setting", field="loss_fn_config", value=key, remedy=f"Its settings are: {has}"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise InvalidRequestError(
+                "is not a finite number >= 0", field=f"loss_fn_config.{key}", value=value, remedy="Pass a number"
+            )
+    full = {**rule.config, **{key: float(value) for key, value in given.items()}}
+    low, high = full.get("clip_low_threshold", 0.0), full.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise InvalidRequestError(
+            f"is above clip_high_threshold = {high}",
+            field="loss_fn_config.clip_low_threshold",
+            value=low,
+            remedy="Both bound the probability ratio: for example 0.8 and 1.2",
+        )
+    return LossSpec(name, full)

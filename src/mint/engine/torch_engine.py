@@ -1,0 +1,236 @@
+"""The engine on PyTorch: base models, loras in training with their optimizers, and published weights for sampling.
+
+Holds state and delegates the arithmetic: `training` runs a pass, `optimizer` a step, `sampler` the sampling. Knows
+nothing of tenants, journals or HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mint.engine.decoder import Decoder
+from mint.engine.decoder_config import read_decoder_config
+from mint.engine.lora import LoraWeights
+from mint.engine.optimizer import AdamState, step_adam
+from mint.engine.protocol import (
+    LORA_ALPHA,
+    AdamSpec,
+    BaseInfo,
+    LoraSpec,
+    LossSpec,
+    ModelState,
+    PassResult,
+    SampleJob,
+    SampleResult,
+    TrainDatum,
+)
+from mint.engine.sampler import Sampler
+from mint.engine.training import run_pass
+from mint.errors import CheckpointError, NotFoundError
+from mint.models.folder import ModelFolder
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class _Model:
+    base: str
+    weights: LoraWeights
+    gradient: Tensor
+    adam: AdamState
+    tokens: int = 0  # trained since the last step
+
+
+@dataclass(frozen=True)
+class _Published:
+    base: str
+    weights: LoraWeights
+
+
+class TorchEngine:
+    """`Engine` on one device. `threads` is part of what makes a run reproducible bit for bit."""
+
+    def __init__(
+        self,
+        *,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+        threads: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU."""
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._dtype = dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._bases: dict[str, tuple[Decoder, BaseInfo]] = {}
+        self._models: dict[str, _Model] = {}
+        self._published: dict[str, _Published] = {}
+
+    def load_base(self, name: str, path: str) -> BaseInfo:
+        """Loads a Hugging Face folder as base `name`; again is a no-op.
+
+        Raises:
+            InvalidRequestError: the folder is no Qwen3 dense model, or lacks or adds tensors.
+            CheckpointError: a weight file is damaged.
+        """
+        if name in self._bases:
+            return self._bases[name][1]
+        folder = ModelFolder(Path(path))
+        config = read_decoder_config(folder.config)
+        decoder = Decoder(config, folder.tensors(), dtype=_DTYPES[self._dtype], device=self._device)
+        settings = {
+            "engine": "torch",
+            "torch": torch.__version__,
+            "dtype": self._dtype,
+            "unembedding_dtype": "float32",
+            "device": str(self._device),
+            "threads": torch.get_num_threads(),
+            "path": path,
+        }
+        context = config.max_position_embeddings
+        info = BaseInfo(name, "qwen3", config.vocab_size, context, folder.eos_token_ids, settings)
+        self._bases[name] = (decoder, info)
+        return info
+
+    def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
+        """A new lora with fresh optimizer; returns the settings that took effect."""
+        decoder, info = self._base(base)
+        weights = LoraWeights(decoder.config, lora, self._device)
+        weights.initialise(lora.seed)
+        gradient = weights.enable_gradient()
+        self._models[model_id] = _Model(base, weights, gradient, AdamState.fresh(weights.flat))
+        return {
+            **info.settings,
+            "alpha": LORA_ALPHA,
+            "scale": weights.scale,
+            "rank": lora.rank,
+            "seed": lora.seed,
+            "trained_modules": sorted({name.rsplit(".", 1)[-1] for name in weights.module_names}),
+            "trainable_parameters": weights.flat.numel(),
+            "lora_dtype": "float32",
+        }
+
+    def drop_model(self, model_id: str) -> None:
+        """Forgets a model; unknown ids are fine."""
+        self._models.pop(model_id, None)
+
+    def has_model(self, model_id: str) -> bool:
+        """Whether the model is in memory."""
+        return model_id in self._models
+
+    def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
+        """Logprobs and loss; the model does not change."""
+        return self._pass(self._model(model_id), data, loss, gradient=False)
+
+    def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
+        """As `forward`, and adds the gradient of the summed loss to what is accumulated."""
+        model = self._model(model_id)
+        result = self._pass(model, data, loss, gradient=True)
+        model.tokens += int(result.metrics["tokens:sum"])
+        return result
+
+    def clear_gradient(self, model_id: str) -> None:
+        """Throws the accumulated gradient away."""
+        model = self._model(model_id)
+        model.gradient.zero_()
+        model.tokens = 0
+
+    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        """Applies and clears the gradient; `tokens` counts the tokens it was made of."""
+        model = self._model(model_id)
+        metrics = step_adam(model.weights.flat, model.gradient, model.adam, adam)
+        metrics["tokens"] = float(model.tokens)
+        model.tokens = 0
+        return metrics
+
+    def read_state(self, model_id: str) -> ModelState:
+        """A copy of weights and optimizer."""
+        model = self._model(model_id)
+        moments = (model.weights.named(moment) for moment in (model.adam.exp_avg, model.adam.exp_avg_sq))
+        return ModelState(model.weights.named(), model.adam.step, *moments)
+
+    def write_state(self, model_id: str, state: ModelState) -> None:
+        """Replaces weights and optimizer (moments None: a fresh optimizer) and clears the gradient.
+
+        Raises:
+            CheckpointError: names or shapes differ, or one moment is missing; the model is unchanged.
+        """
+        model = self._model(model_id)
+        weights = model.weights.assemble(state.weights, "the weights")
+        if (state.exp_avg is None) != (state.exp_avg_sq is None):
+            raise CheckpointError("the state has one of the optimizer's two moments, but not the other")
+        adam = AdamState.fresh(weights)
+        if state.exp_avg is not None and state.exp_avg_sq is not None:
+            adam.exp_avg = model.weights.assemble(state.exp_avg, "the optimizer's first moments")
+            adam.exp_avg_sq = model.weights.assemble(state.exp_avg_sq, "the optimizer's second moments")
+            adam.step = state.step
+        model.weights.flat.copy_(weights)
+        model.adam = adam
+        self.clear_gradient(model_id)
+
+    def state_digest(self, model_id: str) -> str:
+        """A hash of weights, moments and step count, bit for bit."""
+        model = self._model(model_id)
+        digest = hashlib.blake2b(model.adam.step.to_bytes(8, "little"), digest_size=16)
+        for vector in (model.weights.flat, model.adam.exp_avg, model.adam.exp_avg_sq):
+            digest.update(memoryview(vector.cpu().numpy()))
+        return digest.hexdigest()
+
+    def publish(self, model_id: str, weights_id: str) -> None:
+        """Freezes a copy of the model's weights for sampling; later steps do not touch it."""
+        model = self._model(model_id)
+        copy = model.weights.copy(self._base(model.base)[0].config)
+        self._published[weights_id] = _Published(model.base, copy)
+
+    def load_weights(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:
+        """Makes saved weights available for sampling.
+
+        Raises:
+            CheckpointError: names or shapes do not fit the base and `lora`.
+        """
+        loaded = LoraWeights(self._base(base)[0].config, lora, self._device)
+        loaded.flat.copy_(loaded.assemble(weights, f"the weights {weights_id}"))
+        self._published[weights_id] = _Published(base, loaded)
+
+    def drop_weights(self, weights_id: str) -> None:
+        """Forgets published weights; unknown ids are fine."""
+        self._published.pop(weights_id, None)
+
+    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
+        """Samples all jobs together; the result of each is a function of that job alone."""
+        results: dict[int, SampleResult] = {}
+        for base in dict.fromkeys(job.base for job in jobs):
+            own = [index for index, job in enumerate(jobs) if job.base == base]
+            loras = [self._lora(jobs[index]) for index in own]
+            sampler = Sampler(self._base(base)[0], [jobs[index] for index in own], loras)
+            results |= dict(zip(own, sampler.run(), strict=True))
+        return [results[index] for index in range(len(jobs))]
+
+    def _pass(self, model: _Model, data: Sequence[TrainDatum], loss: LossSpec, *, gradient: bool) -> PassResult:
+        return run_pass(self._base(model.base)[0], model.weights, data, loss, gradient=gradient)
+
+    def _base(self, name: str) -> tuple[Decoder, BaseInfo]:
+        if name not in self._bases:
+            raise NotFoundError("is not loaded", field="base_model", value=name)
+        return self._bases[name]
+
+    def _model(self, model_id: str) -> _Model:
+        if model_id not in self._models:
+            raise NotFoundError("is not in memory", field="model_id", value=model_id)
+        return self._models[model_id]
+
+    def _lora(self, job: SampleJob) -> LoraWeights | None:
+        if job.weights_id is None:
+            return None
+        published = self._published.get(job.weights_id)
+        if published is None or published.base != job.base:
+            raise NotFoundError(f"are no published weights of {job.base}", field="weights_id", value=job.weights_id)
+        return published.weights

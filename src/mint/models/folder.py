@@ -1,0 +1,63 @@
+"""A Hugging Face model folder: its configuration and its tensors, read lazily.
+
+Knows the file layout (config.json, generation_config.json, one safetensors file or an index with shards); knows
+nothing of what the configuration means, of torch, or of tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mint.errors import InvalidRequestError
+from mint.models.tensor_files import RawTensor, map_tensors
+
+
+class ModelFolder:
+    """One folder, opened. `config` is config.json as it stands."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the configuration files.
+
+        Raises:
+            InvalidRequestError: config.json is missing or is not a JSON object.
+        """
+        self.path = path
+        self.config = _read_json(path / "config.json")
+        generation = path / "generation_config.json"
+        self._generation = _read_json(generation) if generation.is_file() else {}
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text: those of generation_config.json, else of config.json."""
+        found = self._generation.get("eos_token_id", self.config.get("eos_token_id"))
+        if found is None:
+            return ()
+        return tuple(found) if isinstance(found, list) else (int(found),)
+
+    def tensors(self) -> dict[str, RawTensor]:
+        """All tensors by name, mapped and not read yet.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        index = self.path / "model.safetensors.index.json"
+        if (self.path / "model.safetensors").is_file() or not index.is_file():
+            return map_tensors(self.path / "model.safetensors")[0]
+        shards = sorted(set(_read_json(index)["weight_map"].values()))
+        return {name: tensor for shard in shards for name, tensor in map_tensors(self.path / shard)[0].items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(
+            f"cannot be read: {error}", field="base_model", value=str(path), remedy="Give a complete Hugging Face folder"
+        ) from error
+    if not isinstance(content, dict):
+        raise InvalidRequestError(
+            "is not a JSON object", field="base_model", value=str(path), remedy="Give a complete Hugging Face folder"
+        )
+    return content

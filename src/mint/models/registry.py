@@ -1,0 +1,106 @@
+"""Which folder of weights a base model's name stands for.
+
+Knows names, aliases and folders; reads neither the environment nor the weights, and never the network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mint.errors import InvalidRequestError, UnknownBaseModelError
+
+BUNDLED = {"mint/tiny": Path(__file__).parent / "tiny"}
+"""The base models that lie in the package."""
+
+HOW_TO_ADD = "Add one with MINT_MODELS=name=path, or download it into the Hugging Face cache"
+
+
+def available(aliases: Mapping[str, str]) -> list[str]:
+    """The names that can be resolved without a path: the bundled models and the aliases."""
+    return sorted({*BUNDLED, *aliases})
+
+
+def resolve(name: str, aliases: Mapping[str, str]) -> Path:
+    """The folder behind `name`: an alias (of a name or a folder), a bundled model, a local folder, or a Hugging Face
+    id whose files lie in the local cache.
+
+    An alias wins over everything else, so that an operator can put any weights behind any name.
+
+    Raises:
+        UnknownBaseModelError: nothing answers to that name.
+        InvalidRequestError: the folder is there but is not complete, or an alias leads back to itself.
+    """
+    target = _follow(name, aliases)
+    folder = BUNDLED.get(target) or _local_folder(target) or _cached_folder(target)
+    if folder is None:
+        known = ", ".join(available(aliases))
+        raise UnknownBaseModelError(
+            f"is not a known base model; available are {known}", field="base_model", value=name, remedy=HOW_TO_ADD
+        )
+    missing = missing_files(folder)
+    if missing:
+        raise InvalidRequestError(
+            f"stands for {folder}, which lacks {', '.join(missing)}",
+            field="base_model",
+            value=name,
+            remedy="Complete the folder, or name another one with MINT_MODELS=name=path",
+        )
+    return folder
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a Hugging Face folder still lacks to be usable here, in words; empty if nothing."""
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    return [*missing, *_missing_weights(folder)]
+
+
+def _missing_weights(folder: Path) -> list[str]:
+    if (folder / "model.safetensors").is_file():
+        return []
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors (or model.safetensors.index.json with its shards)"]
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):
+        return ["a readable weight_map in model.safetensors.index.json"]
+    return sorted(shard for shard in shards if not (folder / shard).is_file())
+
+
+def _follow(name: str, aliases: Mapping[str, str]) -> str:
+    seen = [name]
+    while seen[-1] in aliases:
+        target = aliases[seen[-1]]
+        if target == seen[-1]:  # `name=name` says only that the name is to be offered
+            return target
+        if target in seen:
+            raise InvalidRequestError(
+                f"leads back to itself: {' -> '.join([*seen, target])}",
+                field="MINT_MODELS",
+                value=name,
+                remedy="Let the chain end at a bundled model, a folder, or a cached Hugging Face id",
+            )
+        seen.append(target)
+    return seen[-1]
+
+
+def _local_folder(target: str) -> Path | None:
+    path = os.path.expanduser(target)
+    # os.path.isdir says False of over-long names and NUL bytes where Path.is_dir raises
+    return Path(path).resolve() if os.path.isdir(path) else None
+
+
+def _cached_folder(target: str) -> Path | None:
+    try:
+        # Deferred: 0.3 s, and absent from installs that use folders only.
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(target, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None

@@ -1,0 +1,429 @@
+"""The values that a user builds, and the results that a user gets.
+
+Knows nothing of requests and bytes (`wire`), HTTP (`client`, `server`) or arithmetic (`engine`). Values are checked
+here for their *type* only; whether they make sense for a model (token in the vocabulary, lengths, ranges) is checked by
+the service.
+
+Letters in the shape comments: N tokens of one datum · K alternatives per position.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from mint.errors import InvalidRequestError
+
+DType = Literal["int64", "float32"]
+StopReason = Literal["stop", "length"]
+Numbers = Annotated[list[int], Field(fail_fast=True)] | Annotated[list[float], Field(fail_fast=True)]
+LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+
+INT_INPUTS = frozenset({"target_tokens"})
+"""Keys of `Datum.loss_fn_inputs` that hold token ids; all others are float32."""
+
+
+class StrictValue(BaseModel):
+    """A strict value: no coercion, no unknown field. Infinities and NaN survive JSON."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class _Params(StrictValue):
+    """A strict value that users construct by hand, so that a wrong type is a `MintError` too."""
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise invalid_request(error, type(self).__name__) from error
+
+
+def invalid_request(error: ValidationError, where: str) -> InvalidRequestError:
+    """The first complaint of a pydantic error as a `MintError` that names field, value and remedy."""
+    first = error.errors()[0]
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, InvalidRequestError):
+        return inner
+    path = ".".join(str(part) for part in (where, *first["loc"]))
+    value = "(missing)" if first["type"] == "missing" else first.get("input")
+    remedy = "Remove it or correct its spelling" if first["type"] == "extra_forbidden" else None
+    return InvalidRequestError(first["msg"], field=path, value=value, remedy=remedy)
+
+
+# --- tensors, inputs, datums -------------------------------------------------------------------------------------
+
+
+class TensorData(StrictValue):
+    """A dense tensor: `data` flat in row-major order, `shape` (None means one-dimensional)."""
+
+    data: Annotated[Numbers, Field(union_mode="left_to_right")]
+    dtype: DType
+    shape: list[int] | None = None
+
+    @classmethod
+    def from_numpy(cls, array: np.ndarray) -> Self:
+        """Integers and bools become int64, everything else float32."""
+        whole = array.dtype.kind in "iub"
+        flat = np.ascontiguousarray(array, dtype=np.int64 if whole else np.float32).reshape(-1)
+        return cls.model_construct(data=flat.tolist(), dtype="int64" if whole else "float32", shape=list(array.shape))
+
+    @classmethod
+    def from_torch(cls, tensor: Any) -> Self:
+        """A `torch.Tensor` of any device and dtype."""
+        return cls.from_numpy(_torch_to_numpy(tensor))
+
+    @classmethod
+    def from_any(cls, values: Any, *, dtype: DType | None = None) -> Self:
+        """Lists, tuples, numpy arrays, torch tensors and `TensorData` alike; `dtype` overrides what was inferred."""
+        if isinstance(values, TensorData):
+            array = values.to_numpy()
+        elif hasattr(values, "detach"):
+            array = _torch_to_numpy(values)
+        else:
+            array = np.asarray(values)
+        if array.dtype.kind not in "iubf":
+            raise InvalidRequestError(
+                f"is not a tensor of numbers (numpy reads it as {array.dtype})",
+                field="TensorData",
+                value=values,
+                remedy="Pass a list, numpy array or torch tensor of equal-length rows of numbers",
+            )
+        if dtype == "int64" and array.dtype.kind == "f" and array.size:
+            raise InvalidRequestError(
+                "holds fractions where token ids belong",
+                field="TensorData",
+                value=values,
+                remedy="Pass integers",
+            )
+        if dtype is not None:
+            array = array.astype(np.int64 if dtype == "int64" else np.float32)
+        return cls.from_numpy(array)
+
+    def to_numpy(self) -> np.ndarray:
+        """An array of `shape` (or one-dimensional), int64 or float32."""
+        array = np.asarray(self.data, dtype=np.int64 if self.dtype == "int64" else np.float32)
+        return array if self.shape is None else array.reshape(self.shape)
+
+    def to_torch(self) -> Any:
+        """A `torch.Tensor` on the CPU; needs torch on this machine."""
+        import torch  # deferred: the SDK works without torch
+
+        return torch.from_numpy(self.to_numpy())
+
+    def tolist(self) -> list[Any]:
+        """Nested Python lists, in `shape`."""
+        return self.to_numpy().tolist()
+
+    def __len__(self) -> int:
+        return len(self.data) if self.shape is None else self.shape[0]
+
+
+def _torch_to_numpy(tensor: Any) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+
+
+class EncodedTextChunk(StrictValue):
+    """A run of token ids."""
+
+    tokens: list[int]
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class ModelInput(StrictValue):
+    """What the model reads: chunks of token ids, in order."""
+
+    chunks: list[EncodedTextChunk] = Field(default_factory=list)
+
+    @classmethod
+    def from_ints(cls, tokens: Any) -> Self:
+        """From any sequence of integers (list, numpy array, torch tensor)."""
+        ids = TensorData.from_any(tokens, dtype="int64").data if len(tokens) else []
+        return cls(chunks=[EncodedTextChunk.model_construct(tokens=ids, type="encoded_text")])
+
+    @classmethod
+    def empty(cls) -> Self:
+        """No tokens yet; grow it with `append_tokens`."""
+        return cls(chunks=[])
+
+    def to_ints(self) -> list[int]:
+        """All token ids, chunks joined."""
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+    def append(self, chunk: EncodedTextChunk) -> Self:
+        """A new input with one more chunk."""
+        return type(self)(chunks=[*self.chunks, chunk])
+
+    def append_int(self, token: int) -> Self:
+        """A new input with one more token."""
+        return self.append_tokens([token])
+
+    def append_tokens(self, tokens: Any) -> Self:
+        """A new input with more tokens."""
+        return type(self)(chunks=[*self.chunks, *type(self).from_ints(tokens).chunks])
+
+    def append_chunks(self, chunks: list[EncodedTextChunk]) -> Self:
+        """A new input with more chunks."""
+        return type(self)(chunks=[*self.chunks, *chunks])
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    def context_length(self) -> int:
+        """Number of tokens (MinT's name for `length`)."""
+        return self.length
+
+
+class Datum(StrictValue):
+    """One training example: an input of N tokens and the tensors that its loss reads, each of length N.
+
+    Position t of every tensor speaks of predicting `target_tokens[t]` from `model_input[: t + 1]`; so
+    `model_input = full[:-1]` and `target_tokens = full[1:]`. Values may be lists, numpy arrays, torch tensors or
+    `TensorData`; `loss_weights` is read as `weights`.
+    """
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, TensorData]
+
+    @field_validator("loss_fn_inputs", mode="before")
+    @classmethod
+    def _as_tensors(cls, inputs: Any) -> Any:
+        if not isinstance(inputs, dict):
+            return inputs
+        if "loss_weights" in inputs:
+            if "weights" in inputs:
+                raise InvalidRequestError(
+                    "is an alias of `weights`, and both were given",
+                    field="loss_fn_inputs.loss_weights",
+                    value="(given twice)",
+                    remedy="Give one of them",
+                )
+            inputs = {("weights" if key == "loss_weights" else key): value for key, value in inputs.items()}
+        return {key: _as_tensor(key, value) for key, value in inputs.items()}
+
+
+def _as_tensor(key: str, value: Any) -> Any:
+    dtype: DType = "int64" if key in INT_INPUTS else "float32"
+    if isinstance(value, TensorData) and value.dtype == dtype:
+        return value
+    if isinstance(value, dict):
+        value = TensorData.model_validate(value)
+        if value.dtype == dtype:
+            return value
+    try:
+        return TensorData.from_any(value, dtype=dtype)
+    except ValueError as error:
+        if isinstance(error, InvalidRequestError):
+            error.field = f"loss_fn_inputs.{key}"
+            raise
+        raise InvalidRequestError(
+            str(error), field=f"loss_fn_inputs.{key}", value=value, remedy="Pass numbers, one per token"
+        ) from error
+
+
+# --- parameters --------------------------------------------------------------------------------------------------
+
+
+class SamplingParams(_Params):
+    """How to sample.
+
+    `max_tokens` None means up to the context. `stop` is a string, strings or token ids; None keeps the model's own
+    end token, `[]` disables every stop. `stop_token_ids` adds token ids to whatever `stop` says. The stop token is
+    kept as the last of the sequence. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off. Logprobs are
+    always the policy's own: temperature 1, no top-k, no top-p.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    stop_token_ids: list[int] | None = None
+
+
+class AdamParams(_Params):
+    """One AdamW step. `grad_clip_norm` 0 means no clipping; `betas=(b1, b2)` may stand for `beta1` and `beta2`."""
+
+    learning_rate: float = 2e-5
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_betas(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict) or "betas" not in fields:
+            return fields
+        fields = dict(fields)
+        betas = fields.pop("betas")
+        if "beta1" in fields or "beta2" in fields or not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise InvalidRequestError(
+                "is not a pair (beta1, beta2), or was given together with beta1/beta2",
+                field="AdamParams.betas",
+                value=betas,
+                remedy="Pass betas=(0.9, 0.999), or beta1 and beta2",
+            )
+        return {**fields, "beta1": betas[0], "beta2": betas[1]}
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """`(beta1, beta2)`."""
+        return (self.beta1, self.beta2)
+
+
+class LoraConfig(_Params):
+    """Which linear layers get a lora, of which rank. The scale is alpha / rank with alpha = 32 for every rank."""
+
+    rank: int = 16
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+# --- results -----------------------------------------------------------------------------------------------------
+
+
+class _Result(BaseModel):
+    """A result: read leniently, so that a newer server may say more."""
+
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
+
+
+class UntypedPromise(_Result):
+    """An accepted request; its result is fetched by `request_id`."""
+
+    request_id: str
+    model_id: str | None = None
+    sample_sequence_ids: list[str] | None = None
+
+
+class CreateSessionResponse(_Result):
+    """A new session."""
+
+    session_id: str
+
+
+class CreateModelResponse(_Result):
+    """A new model."""
+
+    model_id: str
+
+
+class ModelData(_Result):
+    """Which base model, and whose tokenizer."""
+
+    model_name: str
+    tokenizer_id: str
+    arch: str = "qwen3"
+
+
+class GetInfoResponse(_Result):
+    """What a model is, and every setting that took effect."""
+
+    model_id: str
+    model_data: ModelData
+    is_lora: bool = True
+    lora_rank: int
+    effective: dict[str, Any] = Field(default_factory=dict)
+    """alpha, scale, seed, trained modules and parameter count, dtype, context length, vocabulary size, threads."""
+
+
+class ForwardBackwardOutput(_Result):
+    """Per datum `logprobs` [N] of its targets; `metrics` are named `name:reduction`; `warnings` name doubtful data."""
+
+    loss_fn_output_type: str = "ArrayRecord"
+    loss_fn_outputs: list[dict[str, TensorData]]
+    metrics: dict[str, float] = Field(default_factory=dict)
+    warnings: list[str] = Field(default_factory=list)
+
+
+class OptimStepResponse(_Result):
+    """`metrics` holds at least `grad_norm`, `step`, `learning_rate` and `skipped_nonfinite`; `state_digest` names the
+    weights and moments after the step."""
+
+    metrics: dict[str, float] = Field(default_factory=dict)
+    state_digest: str | None = None
+
+
+class SaveWeightsResponse(_Result):
+    """Where the checkpoint is: `mint://{model_id}/weights/{name}`."""
+
+    path: str
+
+
+class SaveWeightsForSamplerResponse(_Result):
+    """A path (named save) or a sampling session (published in memory)."""
+
+    path: str | None = None
+    sampling_session_id: str | None = None
+
+
+class LoadWeightsResponse(_Result):
+    """The loaded checkpoint, and the model that holds it now."""
+
+    path: str
+    model_id: str | None = None
+
+
+class CreateSamplingSessionResponse(_Result):
+    """A new sampler."""
+
+    sampling_session_id: str
+
+
+class SamplerInfo(_Result):
+    """What a sampler samples from."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+    tokenizer_id: str
+
+
+class SampledSequence(_Result):
+    """Token ids, and for each its logprob under the policy (temperature 1). Same length, always present."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+
+
+class SampleResponse(_Result):
+    """The samples; on request the prompt's logprobs (first None) and the top-k alternatives per prompt token."""
+
+    sequences: list[SampledSequence]
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+
+
+class WeightsInfoResponse(_Result):
+    """What a checkpoint was saved from."""
+
+    base_model: str
+    is_lora: bool = True
+    lora_rank: int
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+
+
+class SupportedModel(_Result):
+    """A base model that this server can train and sample."""
+
+    model_name: str
+    max_context_length: int | None = None
+
+
+class GetServerCapabilitiesResponse(_Result):
+    """What this server offers."""
+
+    supported_models: list[SupportedModel]

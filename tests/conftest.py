@@ -1,0 +1,19 @@
+"""Shared by all tests: no test touches the user's own `~/.mint`, network or settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+MINT_VARIABLES = (
+    "MINT_BASE_URL", "TINKER_BASE_URL", "MINT_API_KEY", "TINKER_API_KEY", "MINT_MODELS", "MINT_DTYPE", "MINT_THREADS",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in MINT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MINT_HOME", str(tmp_path / "mint-home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,0 +1,43 @@
+"""Random small models, written once per run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import write_model
+from transformers import Qwen3ForCausalLM
+
+from mint.engine.torch_engine import TorchEngine
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3ForCausalLM]:
+    """A folder and the model that transformers wrote there."""
+    folder = tmp_path_factory.mktemp("tied")
+    return folder, write_model(folder, "tied")
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3ForCausalLM]:
+    """As `tied`, with an unembedding of its own."""
+    folder = tmp_path_factory.mktemp("untied")
+    return folder, write_model(folder, "untied")
+
+
+@pytest.fixture
+def engine(tied: tuple[Path, Qwen3ForCausalLM]) -> TorchEngine:
+    """An engine with the tied model as base `base`."""
+    engine = TorchEngine(dtype="float32", threads=1, device="cpu")
+    engine.load_base("base", str(tied[0]))
+    return engine

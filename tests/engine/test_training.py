@@ -1,0 +1,208 @@
+"""Training passes: sums over examples, masks, determinism, and state that changes only where it should."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, random_data, train
+
+from mint.engine import packing, training
+from mint.engine.protocol import LOSSES, ModelState, TrainDatum, resolve_loss
+from mint.engine.torch_engine import TorchEngine
+from mint.errors import CheckpointError
+
+
+def _gradient(engine: TorchEngine, passes: list[list[TrainDatum]], loss: str = "importance_sampling") -> np.ndarray:
+    engine.clear_gradient("m")
+    for data in passes:
+        engine.forward_backward("m", data, resolve_loss(loss))
+    gradient = engine._models["m"].gradient.numpy().copy()
+    engine.clear_gradient("m")
+    return gradient
+
+
+@pytest.fixture
+def model(engine: TorchEngine) -> TorchEngine:
+    engine.create_model("m", "base", LORA)
+    train(engine, "m")
+    return engine
+
+
+def test_32_examples_at_once_equal_2_times_16_and_32_times_1(model: TorchEngine) -> None:
+    data = random_data(3, count=32, shared=10, policy=True)
+    whole = _gradient(model, [data])
+    halves = _gradient(model, [data[:16], data[16:]])
+    singles = _gradient(model, [[example] for example in data])
+    for other in (halves, singles):
+        assert np.abs(whole - other).max() <= 1e-6 * np.abs(whole).max()
+
+
+def test_sharing_a_prefix_changes_no_gradient(model: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random_data(4, count=12, shared=15, policy=True)
+    shared = _gradient(model, [data])
+    monkeypatch.setattr(packing, "MIN_SHARED", 10**9)
+    apart = _gradient(model, [data])
+    assert np.abs(shared - apart).max() <= 1e-6 * np.abs(shared).max()
+
+
+def test_small_micro_batches_give_the_same_gradient(model: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random_data(4, count=12, shared=15, policy=True)
+    whole = _gradient(model, [data])
+    monkeypatch.setattr(training, "TOKEN_BUDGET", 40)
+    parts = _gradient(model, [data])
+    assert np.abs(whole - parts).max() <= 1e-6 * np.abs(whole).max()
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+@pytest.mark.parametrize("garbage", [np.nan, -np.inf, 1e30])
+def test_garbage_at_weight_zero_changes_no_bit(model: TorchEngine, loss: str, garbage: float) -> None:
+    clean = random_data(5, policy=True, shared=10)
+    dirty = [
+        dataclasses.replace(
+            d, inputs={k: np.where(d.weights == 0, garbage, v).astype(np.float32) for k, v in d.inputs.items()}
+        )
+        for d in clean
+    ]
+    assert any((d.weights == 0).any() for d in clean)
+    assert _gradient(model, [clean], loss).tobytes() == _gradient(model, [dirty], loss).tobytes()
+
+
+def test_a_masked_token_has_no_gradient_of_its_own(model: TorchEngine) -> None:
+    """Other targets at masked positions change nothing: their logprobs are reported, not trained."""
+    example = datum([3, 4, 5, 6, 7, 8], prompt=4)
+    other = dataclasses.replace(example, targets=np.where(example.weights == 0, 9, example.targets))
+    assert _gradient(model, [[example]], "cross_entropy").tobytes() == _gradient(model, [[other]], "cross_entropy").tobytes()
+
+
+def test_logprobs_come_back_in_order_for_every_position(model: TorchEngine) -> None:
+    data = random_data(6, count=9, shared=12)
+    together = model.forward("m", data, CROSS_ENTROPY).logprobs
+    for example, own in zip(data, together, strict=True):
+        alone = model.forward("m", [example], CROSS_ENTROPY).logprobs[0]
+        assert own.dtype == np.float32 and own.shape == example.targets.shape and np.isfinite(own).all()
+        assert np.abs(own - alone).max() <= 1e-5
+
+
+def test_forward_changes_nothing(model: TorchEngine) -> None:
+    before = model.state_digest("m")
+    data = random_data(6)
+    first = model.forward("m", data, CROSS_ENTROPY)
+    assert not model._models["m"].gradient.any()
+    assert model.state_digest("m") == before
+    second = model.forward_backward("m", data, CROSS_ENTROPY)
+    assert first.metrics == second.metrics
+    assert [a.tobytes() for a in first.logprobs] == [b.tobytes() for b in second.logprobs]
+    assert model.state_digest("m") == before
+
+
+def test_weights_scale_the_gradient(model: TorchEngine) -> None:
+    data = random_data(7)
+    doubled = [dataclasses.replace(d, weights=2 * d.weights) for d in data]
+    single, double = (_gradient(model, [part], "cross_entropy") for part in (data, doubled))
+    np.testing.assert_allclose(double, 2 * single, rtol=1e-4, atol=1e-5 * np.abs(single).max())
+
+
+def test_the_same_operations_give_the_same_bits(engine: TorchEngine) -> None:
+    digests = []
+    for name in ("one", "two"):
+        engine.create_model(name, "base", LORA)
+        train(engine, name, steps=3)
+        digests.append(engine.state_digest(name))
+    assert digests[0] == digests[1]
+
+
+def test_another_seed_gives_another_lora(engine: TorchEngine) -> None:
+    engine.create_model("one", "base", LORA)
+    engine.create_model("two", "base", dataclasses.replace(LORA, seed=8))
+    assert engine.state_digest("one") != engine.state_digest("two")
+
+
+def test_neighbours_in_the_engine_do_not_change_the_bits(engine: TorchEngine) -> None:
+    engine.create_model("alone", "base", LORA)
+    train(engine, "alone", steps=2)
+    engine.create_model("m", "base", LORA)
+    engine.create_model("other", "base", dataclasses.replace(LORA, rank=3, seed=1))
+    for step in range(2):
+        train(engine, "other", steps=1, seed=50 + step)
+        train(engine, "m", steps=1, seed=step)
+    assert engine.state_digest("m") == engine.state_digest("alone")
+
+
+def test_a_non_finite_gradient_leaves_the_state_and_clears_itself(model: TorchEngine) -> None:
+    before = model.state_digest("m")
+    example = datum([3, 4, 5, 6], logprobs=[0, -4, -4], advantages=[np.inf, 1, 1])
+    model.forward_backward("m", [example], resolve_loss("importance_sampling"))
+    metrics = model.optim_step("m", ADAM)
+    assert metrics["skipped_nonfinite"] == 1 and not np.isfinite(metrics["grad_norm"])
+    assert model.state_digest("m") == before
+    assert not model._models["m"].gradient.any()
+    model.forward_backward("m", random_data(1), CROSS_ENTROPY)
+    assert model.optim_step("m", ADAM)["skipped_nonfinite"] == 0
+
+
+def test_a_step_that_would_break_the_weights_is_not_taken(model: TorchEngine) -> None:
+    before = model.state_digest("m")
+    model.forward_backward("m", random_data(1), CROSS_ENTROPY)
+    assert model.optim_step("m", dataclasses.replace(ADAM, learning_rate=1e39))["skipped_nonfinite"] == 1
+    assert model.state_digest("m") == before
+
+
+def test_a_step_without_a_gradient_reports_no_tokens(model: TorchEngine) -> None:
+    metrics = model.optim_step("m", ADAM)
+    assert metrics["grad_norm"] == 0 and metrics["tokens"] == 0 and metrics["step"] == 3
+
+
+def test_a_saved_state_continues_bit_for_bit(model: TorchEngine) -> None:
+    state = model.read_state("m")
+    model.create_model("copy", "base", dataclasses.replace(LORA, seed=99))
+    train(model, "copy", steps=1, seed=70)
+    model.forward_backward("copy", random_data(1), CROSS_ENTROPY)  # a pending gradient must go
+    model.write_state("copy", state)
+    assert model.state_digest("copy") == model.state_digest("m")
+    for name in ("m", "copy"):
+        train(model, name, steps=2, seed=80)
+    assert model.state_digest("copy") == model.state_digest("m")
+
+
+def test_weights_alone_start_a_fresh_optimizer(model: TorchEngine) -> None:
+    state = model.read_state("m")
+    model.write_state("m", ModelState(state.weights))
+    fresh = model.read_state("m")
+    assert fresh.step == 0 and fresh.exp_avg is not None
+    assert not any(array.any() for array in fresh.exp_avg.values())
+
+
+def _without_one(state: ModelState) -> ModelState:
+    return dataclasses.replace(state, weights=dict(list(state.weights.items())[1:]))
+
+
+def _with_one_more(state: ModelState) -> ModelState:
+    return dataclasses.replace(state, weights={**state.weights, "extra": np.zeros(2, np.float32)})
+
+
+def _with_a_wrong_shape(state: ModelState) -> ModelState:
+    name = min(state.weights)
+    return dataclasses.replace(state, weights={**state.weights, name: np.zeros((2, 2), np.float32)})
+
+
+def _with_wrong_moments(state: ModelState) -> ModelState:
+    return dataclasses.replace(state, exp_avg_sq={})
+
+
+def _with_half_the_moments(state: ModelState) -> ModelState:
+    return dataclasses.replace(state, exp_avg=None)
+
+
+@pytest.mark.parametrize(
+    "damage", [_without_one, _with_one_more, _with_a_wrong_shape, _with_wrong_moments, _with_half_the_moments]
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(model: TorchEngine, damage) -> None:  # noqa: ANN001
+    before, state = model.state_digest("m"), damage(model.read_state("m"))
+    train(model, "m", steps=1)
+    after = model.state_digest("m")
+    assert before != after
+    with pytest.raises(CheckpointError):
+        model.write_state("m", state)
+    assert model.state_digest("m") == after

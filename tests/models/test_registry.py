@@ -1,0 +1,89 @@
+"""Names of base models: aliases win, the message of a miss says what there is and how to add more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mint.errors import InvalidRequestError, UnknownBaseModelError
+from mint.models import registry
+from mint.models.registry import available, resolve
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (path / name).write_text("{}")
+    return path
+
+
+def test_a_folder_is_its_own_name(folder: Path) -> None:
+    assert resolve(str(folder), {}) == folder
+
+
+def test_an_alias_may_name_a_folder_or_another_name(folder: Path) -> None:
+    aliases = {"Qwen/Qwen3-0.6B": "mine", "mine": str(folder)}
+    assert resolve("Qwen/Qwen3-0.6B", aliases) == folder
+    assert available(aliases) == ["Qwen/Qwen3-0.6B", "mine", "mint/tiny"]
+
+
+def test_an_alias_wins_over_a_bundled_model(folder: Path) -> None:
+    assert resolve("mint/tiny", {"mint/tiny": str(folder)}) == folder
+
+
+def test_an_alias_of_itself_is_just_a_name(folder: Path) -> None:
+    assert resolve(str(folder), {str(folder): str(folder)}) == folder
+
+
+def test_the_bundled_model_has_a_folder_in_the_package() -> None:
+    assert registry.BUNDLED["mint/tiny"].parent == Path(registry.__file__).parent
+
+
+def test_an_unknown_name_lists_what_there_is_and_how_to_add() -> None:
+    with pytest.raises(UnknownBaseModelError) as caught:
+        resolve("acme/nothing", {"Qwen/Qwen3-0.6B": "mint/tiny"})
+    text = str(caught.value)
+    assert all(part in text for part in ("acme/nothing", "mint/tiny", "Qwen/Qwen3-0.6B", "MINT_MODELS=name=path"))
+
+
+@pytest.mark.parametrize("name", ["", "no such thing", "../nowhere", "a/b/c", "x" * 500, "a\0b"])
+def test_odd_names_are_unknown_names(name: str) -> None:
+    with pytest.raises(UnknownBaseModelError):
+        resolve(name, {})
+
+
+def test_aliases_that_lead_in_a_circle_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="a -> b -> a"):
+        resolve("a", {"a": "b", "b": "a"})
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_an_incomplete_folder_says_what_is_missing(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(InvalidRequestError, match=name):
+        resolve(str(folder), {})
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}')
+    (folder / "m-1.safetensors").write_text("")
+    with pytest.raises(InvalidRequestError, match=r"lacks m-2\.safetensors"):
+        resolve(str(folder), {})
+
+
+def test_a_model_in_the_hugging_face_cache_is_found_without_a_network(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    repo = tmp_path / "cache" / "models--acme--small"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    (repo / "snapshots").mkdir()
+    folder.rename(repo / "snapshots" / ("0" * 40))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert resolve("acme/small", {}) == repo / "snapshots" / ("0" * 40)

@@ -1,0 +1,201 @@
+"""The house rules that a machine can check: who imports whom, where heavy dependencies live, sizes, flatness."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "mint"
+
+EVERYTHING = frozenset(
+    "types errors config wire tokenizer models client engine server rl recipes bench embedded export cli".split()
+)
+ALLOWED: dict[str, frozenset[str]] = {
+    "types": frozenset({"errors"}),
+    "errors": frozenset(),
+    "config": frozenset({"types", "errors"}),
+    "wire": frozenset({"types", "errors"}),
+    "tokenizer": frozenset({"types", "errors"}),
+    "models": frozenset({"types", "errors", "config"}),
+    "client": frozenset({"types", "errors", "config", "wire", "tokenizer"}),
+    "engine": frozenset({"types", "errors", "config", "models"}),
+    "server": frozenset({"types", "errors", "config", "wire", "tokenizer", "models", "engine.protocol"}),
+    "rl": frozenset({"types", "errors", "config", "tokenizer", "client"}),
+    "recipes": frozenset({"rl", "client", "types", "errors"}),
+    "bench": frozenset({"types", "errors", "config"}),
+    "__init__": frozenset({"types", "errors", "client"}),
+    "embedded": EVERYTHING,
+    "export": EVERYTHING,
+    "cli": EVERYTHING,
+}
+"""Part → what it may import of mint (besides itself and, for rl and bench, the public names in `mint`)."""
+
+PUBLIC_NAMES_ALLOWED = frozenset({"rl", "recipes", "bench", "embedded", "cli"})
+
+EMBEDDED_DOOR = ("client", "embedded")
+"""The one join upwards: the client opens the embedded transport lazily, when no base URL is set."""
+
+HOMES: dict[str, frozenset[str]] = {
+    "torch": frozenset({"engine", "cluster"}),
+    "ray": frozenset({"cluster"}),
+    "httpx": frozenset({"client/http.py"}),
+    "fastapi": frozenset({"server/app.py"}),
+    "starlette": frozenset({"server/app.py"}),
+    "sqlalchemy": frozenset({"server/journal.py"}),
+    "safetensors": frozenset({"models"}),
+    "transformers": frozenset({"tokenizer.py"}),
+    "matplotlib": frozenset({"rl/plot.py"}),
+}
+TORCH_VALUES = {("types.py", "torch"), ("client/training_client.py", "torch")}
+"""Where a user's own torch tensors are made or read, imported inside the function."""
+
+MAX_TOTAL_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 12_000, 500, 80
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Relative path → syntax tree of every module of the package."""
+    files = sorted(SOURCE.rglob("*.py"))
+    return {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in files}
+
+
+def part_of(relative: str) -> str:
+    return relative.split("/")[0].removesuffix(".py")
+
+
+def imported_modules(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def mint_imports(relative: str) -> set[str]:
+    names = {name for name in imported_modules(sources()[relative]) if name == "mint" or name.startswith("mint.")}
+    modules = {path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for path in sources()}
+    known = {"mint"} | {f"mint.{module}" for module in modules if module != "__init__"}
+    return names & known
+
+
+def may_import(part: str, module: str) -> bool:
+    if module == "mint":
+        return part in PUBLIC_NAMES_ALLOWED
+    target = module.removeprefix("mint.")
+    if target.split(".")[0] == part or (part, target) == EMBEDDED_DOOR:
+        return True
+    return any(target == allowed or target.startswith(f"{allowed}.") for allowed in ALLOWED[part]) or (
+        target == "engine" and "engine.protocol" in ALLOWED[part]
+    )
+
+
+def test_every_part_of_the_package_has_an_import_rule() -> None:
+    assert {part_of(relative) for relative in sources()} <= ALLOWED.keys()
+
+
+def test_each_part_imports_only_what_the_design_allows() -> None:
+    wrong = [
+        f"{relative} imports {module}"
+        for relative in sources()
+        for module in sorted(mint_imports(relative))
+        if not may_import(part_of(relative), module)
+    ]
+    assert wrong == []
+
+
+def test_modules_form_no_cycle() -> None:
+    def name(relative: str) -> str:
+        return "mint." + relative.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+    graph = {name(relative): mint_imports(relative) - {name(relative)} for relative in sources()}
+    graph["mint"] = set()  # lazy public names
+    graph = {module: {target for target in targets if target != "mint"} for module, targets in graph.items()}
+    for module, targets in graph.items():
+        # `from mint.engine.protocol import X` names the package `mint.engine` too; a package is not its submodule.
+        graph[module] = {target for target in targets if not module.startswith(f"{target}.")}
+    graph.get("mint.client.http", set()).discard("mint.embedded")
+    graph.get("mint.client.service_client", set()).discard("mint.embedded")
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " → ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for target in graph.get(module, set()):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("dependency", HOMES)
+def test_each_heavy_dependency_has_one_home(dependency: str) -> None:
+    strangers = [
+        relative
+        for relative, tree in sources().items()
+        if any(name.split(".")[0] == dependency for name in imported_modules(tree))
+        and not HOMES[dependency] & {relative, part_of(relative)}
+        and (relative, dependency) not in TORCH_VALUES
+        and not relative.endswith("_peer.py")  # runs in the peer's own environment
+    ]
+    assert strangers == []
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = [
+        relative
+        for relative in sources()
+        if re.search(r"os\.environ|os\.getenv|load_dotenv\(|environb", (SOURCE / relative).read_text())
+        and relative != "config.py"
+    ]
+    assert [reader for reader in readers if reader != "config.py"] == []
+
+
+def test_the_library_never_imports_recipes() -> None:
+    users = [r for r in sources() if any(m.startswith("mint.recipes") for m in mint_imports(r))]
+    assert all(part_of(user) in {"recipes", "cli"} for user in users), users
+
+
+def test_nothing_is_unpickled() -> None:
+    for relative, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                called = ast.unparse(node)
+                assert called not in {"torch.load", "pickle.load", "pickle.loads"}, f"{relative}: {called}"
+
+
+def test_sizes_stay_small() -> None:
+    lines = {relative: len((SOURCE / relative).read_text().splitlines()) for relative in sources()}
+    assert sum(lines.values()) <= MAX_TOTAL_LINES
+    assert {relative: count for relative, count in lines.items() if count > MAX_FILE_LINES} == {}
+    long = [
+        f"{relative}:{node.lineno} {node.name}"
+        for relative, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_the_package_is_one_folder_deep() -> None:
+    assert [relative for relative in sources() if relative.count("/") > 1] == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert [relative for relative, tree in sources().items() if not ast.get_docstring(tree)] == []
+
+
+def test_every_part_is_in_the_map() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    missing = [relative for relative in sources() if f"`{relative.split('/')[-1]}`" not in text and "__init__" not in relative]
+    assert missing == []

@@ -1,0 +1,219 @@
+"""What every engine promises the service; a new engine adds one line to `ENGINES`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_data import ADAM, CROSS_ENTROPY, LORA, job, random_data
+from small_models import write_model
+
+from mint.engine.fake_engine import FakeEngine
+from mint.engine.protocol import Engine, ModelState, StopRule, resolve_loss
+from mint.engine.torch_engine import TorchEngine
+from mint.errors import CheckpointError, MintError, NotFoundError
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "fake": lambda: FakeEngine(vocab_size=97),
+    "torch": lambda: TorchEngine(dtype="float32", threads=1, device="cpu"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, "tied")
+    return path
+
+
+@pytest.fixture(params=list(ENGINES))
+def engine(request: pytest.FixtureRequest, folder: Path) -> Engine:
+    """An engine with base `base` and model `m` (whose lora is no longer the initial one)."""
+    engine = ENGINES[request.param]()
+    engine.load_base("base", str(folder))
+    engine.create_model("m", "base", LORA)
+    _step(engine, "m", 0)
+    return engine
+
+
+def _step(engine: Engine, model_id: str, seed: int) -> None:
+    engine.forward_backward(model_id, random_data(seed), CROSS_ENTROPY)
+    engine.optim_step(model_id, ADAM)
+
+
+def test_a_base_is_loaded_once(engine: Engine, folder: Path) -> None:
+    info = engine.load_base("base", str(folder))
+    assert info.name == "base" and info.vocab_size == 97 and info.context_length > 0
+    assert {"dtype", "device"} <= info.settings.keys()
+
+
+def test_a_new_model_reports_what_took_effect(engine: Engine) -> None:
+    settings = engine.create_model("new", "base", LORA)
+    assert settings["alpha"] == 32 and settings["scale"] == 32 / LORA.rank
+    assert engine.has_model("new") and not engine.has_model("other")
+
+
+def test_the_name_of_a_model_does_not_enter_its_state(engine: Engine) -> None:
+    engine.create_model("one", "base", LORA)
+    engine.create_model("two", "base", LORA)
+    assert engine.state_digest("one") == engine.state_digest("two")
+
+
+def test_the_seed_of_a_model_enters_its_state(engine: Engine) -> None:
+    engine.create_model("one", "base", LORA)
+    engine.create_model("two", "base", dataclasses.replace(LORA, seed=8))
+    assert engine.state_digest("one") != engine.state_digest("two")
+
+
+def test_a_dropped_model_is_gone_and_may_be_dropped_again(engine: Engine) -> None:
+    engine.drop_model("m")
+    engine.drop_model("m")
+    assert not engine.has_model("m")
+    for call in (engine.state_digest, engine.read_state, engine.clear_gradient):
+        with pytest.raises(NotFoundError):
+            call("m")
+
+
+def test_a_pass_returns_a_logprob_per_position_and_well_formed_metrics(engine: Engine) -> None:
+    data = random_data(1, policy=True)
+    for name in ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro"):
+        result = engine.forward("m", data, resolve_loss(name))
+        assert [own.shape for own in result.logprobs] == [example.targets.shape for example in data]
+        assert all(own.dtype == np.float32 and np.isfinite(own).all() for own in result.logprobs)
+        assert {"loss:sum", "tokens:sum"} <= result.metrics.keys()
+        assert all(metric.count(":") == 1 for metric in result.metrics)
+        assert result.metrics["tokens:sum"] == sum((example.weights != 0).sum() for example in data)
+
+
+def test_forward_changes_nothing_and_equals_forward_backward(engine: Engine) -> None:
+    data, before = random_data(1), engine.state_digest("m")
+    first = engine.forward("m", data, CROSS_ENTROPY)
+    second = engine.forward_backward("m", data, CROSS_ENTROPY)
+    assert engine.state_digest("m") == before
+    assert [own.tobytes() for own in first.logprobs] == [own.tobytes() for own in second.logprobs]
+
+
+def test_the_same_operations_give_the_same_digests(engine: Engine) -> None:
+    digests = []
+    for name in ("one", "two"):
+        engine.create_model(name, "base", LORA)
+        digests.append([])
+        for seed in range(3):
+            _step(engine, name, seed)
+            digests[-1].append(engine.state_digest(name))
+    assert digests[0] == digests[1] and len(set(digests[0])) == 3
+
+
+def test_every_pass_counts_and_clearing_forgets_them(engine: Engine) -> None:
+    state, digests = engine.read_state("m"), []
+    for passes in ([1], [1, 2], [2], [1, None, 2]):
+        engine.write_state("m", state)
+        for seed in passes:
+            if seed is None:
+                engine.clear_gradient("m")
+            else:
+                engine.forward_backward("m", random_data(seed), CROSS_ENTROPY)
+        engine.optim_step("m", ADAM)
+        digests.append(engine.state_digest("m"))
+    assert len(set(digests)) == 3 and digests[2] == digests[3]
+
+
+def test_a_step_reports_at_least_these(engine: Engine) -> None:
+    engine.forward_backward("m", random_data(1), CROSS_ENTROPY)
+    metrics = engine.optim_step("m", ADAM)
+    assert {"grad_norm", "step", "learning_rate", "skipped_nonfinite"} <= metrics.keys()
+    assert metrics["step"] == 2 and metrics["learning_rate"] == ADAM.learning_rate and metrics["skipped_nonfinite"] == 0
+
+
+def test_a_written_state_continues_bit_for_bit(engine: Engine) -> None:
+    state = engine.read_state("m")
+    engine.create_model("copy", "base", dataclasses.replace(LORA, seed=9))
+    engine.forward_backward("copy", random_data(5), CROSS_ENTROPY)
+    engine.write_state("copy", state)
+    assert engine.state_digest("copy") == engine.state_digest("m")
+    for name in ("m", "copy"):
+        _step(engine, name, 6)
+    assert engine.state_digest("copy") == engine.state_digest("m")
+
+
+def test_a_state_that_was_read_is_a_copy(engine: Engine) -> None:
+    state = engine.read_state("m")
+    before = {name: array.copy() for name, array in state.weights.items()}
+    _step(engine, "m", 6)
+    assert all(np.array_equal(before[name], array) for name, array in state.weights.items())
+
+
+def test_weights_alone_reset_the_optimizer(engine: Engine) -> None:
+    engine.write_state("m", ModelState(engine.read_state("m").weights))
+    assert engine.read_state("m").step == 0
+
+
+def test_a_foreign_state_is_refused_and_changes_nothing(engine: Engine) -> None:
+    before = engine.state_digest("m")
+    with pytest.raises(CheckpointError):
+        engine.write_state("m", ModelState({"nothing": np.zeros(3, np.float32)}))
+    assert engine.state_digest("m") == before
+
+
+def test_published_weights_stay_as_they_were(engine: Engine) -> None:
+    engine.publish("m", "w")
+    before = engine.sample([job([3, 4], weights_id="w", num_samples=3)])[0]
+    _step(engine, "m", 6)
+    after = engine.sample([job([3, 4], weights_id="w", num_samples=3)])[0]
+    for own, other in zip(before.samples, after.samples, strict=True):
+        assert own.tokens.tobytes() == other.tokens.tobytes() and own.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_saved_weights_sample_as_the_published_ones(engine: Engine) -> None:
+    engine.publish("m", "w")
+    engine.load_weights("saved", "base", LORA, engine.read_state("m").weights)
+    own, saved = engine.sample([job([3, 4], weights_id=name) for name in ("w", "saved")])
+    assert own.samples[0].logprobs.tobytes() == saved.samples[0].logprobs.tobytes()
+    engine.drop_weights("saved")
+    engine.drop_weights("saved")
+    with pytest.raises(MintError):
+        engine.sample([job([3, 4], weights_id="saved")])
+
+
+def test_samples_are_complete(engine: Engine) -> None:
+    results = engine.sample([job([3, 4], num_samples=n, max_tokens=6, seed=n) for n in (1, 4)])
+    assert [len(result.samples) for result in results] == [1, 4]
+    for sample in (sample for result in results for sample in result.samples):
+        assert sample.tokens.dtype == np.int64 and sample.logprobs.dtype == np.float32
+        assert sample.tokens.shape == sample.logprobs.shape == (6,) and not sample.stopped
+        assert ((sample.tokens >= 0) & (sample.tokens < 97)).all() and np.isfinite(sample.logprobs).all()
+
+
+def test_a_job_does_not_depend_on_its_neighbours(engine: Engine) -> None:
+    engine.publish("m", "w")
+    own = job([3, 4, 5], weights_id="w", num_samples=3, seed=5)
+    alone = engine.sample([own])[0]
+    mixed = engine.sample([job([9] * 40, num_samples=5), own, job([7], weights_id="w", max_tokens=20)])[1]
+    for one, other in zip(alone.samples, mixed.samples, strict=True):
+        assert one.tokens.tobytes() == other.tokens.tobytes() and one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_the_same_seed_gives_the_same_sample_and_samples_differ(engine: Engine) -> None:
+    first, second = engine.sample([job([3, 4], num_samples=4, max_tokens=12, seed=1)] * 2)
+    assert [s.tokens.tolist() for s in first.samples] == [s.tokens.tolist() for s in second.samples]
+    assert len({tuple(s.tokens.tolist()) for s in first.samples}) > 1
+
+
+def test_a_stop_token_is_the_last_one(engine: Engine) -> None:
+    free = engine.sample([job([3, 4], max_tokens=10)])[0].samples[0].tokens
+    stop = int(free[3])
+    sample = engine.sample([job([3, 4], max_tokens=10, stop=StopRule(frozenset([stop])))])[0].samples[0]
+    assert sample.stopped and sample.tokens.tolist() == free[: free.tolist().index(stop) + 1].tolist()
+
+
+def test_prompt_logprobs_start_with_none_and_match_forward(engine: Engine) -> None:
+    prompt = np.array([3, 4, 5, 6])
+    result = engine.sample([job(prompt, max_tokens=0, prompt_logprobs=True, topk_prompt_logprobs=3)])[0]
+    assert result.samples == [] and result.prompt_logprobs is not None and result.topk_prompt_logprobs is not None
+    assert result.prompt_logprobs.dtype == np.float32 and np.isnan(result.prompt_logprobs[0])
+    assert np.isfinite(result.prompt_logprobs[1:]).all() and len(result.prompt_logprobs) == 4
+    assert result.topk_prompt_logprobs[0] is None
+    assert all(pairs is not None and len(pairs) == 3 for pairs in result.topk_prompt_logprobs[1:])
