@@ -1,0 +1,98 @@
+"""Handles to what is under way: waited for with `.result()` in plain code, with `await` in async code.
+
+Knows threads and event loops, not requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Generator
+from typing import Any, Generic, Self, TypeVar, cast
+
+from mint.errors import ResultTimeoutError
+
+T = TypeVar("T")
+
+
+class APIFuture(Generic[T]):
+    """The result of one request, once it is there; any number of waiters get the same."""
+
+    def __init__(self, future: concurrent.futures.Future[T]) -> None:
+        """`future` is resolved by the session's own thread."""
+        self._future = future
+
+    def result(self, timeout: float | None = None) -> T:
+        """Waits at most `timeout` seconds (None: as long as it takes).
+
+        Raises:
+            ResultTimeoutError: the time ran out; the request goes on, and may be waited for again.
+            MintError: what the request failed with.
+        """
+        return wait(self._future, timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        """As `result`, without blocking the event loop."""
+        return await wait_async(self._future, timeout)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """The future of the standard library behind this one."""
+        return self._future
+
+    def done(self) -> bool:
+        """Whether the result, or the error, is there."""
+        return self._future.done()
+
+
+class ClientFuture:
+    """A client that is also the future of its own making: usable at once, and `.result()` or `await` give it back.
+
+    An error in the making is raised by `.result()`, by `await`, and by everything asked of the client.
+    """
+
+    _made: concurrent.futures.Future[Any]
+
+    def result(self, timeout: float | None = None) -> Self:
+        """This client, once the server has made it."""
+        wait(self._made, timeout)
+        return self
+
+    async def result_async(self, timeout: float | None = None) -> Self:
+        """As `result`, without blocking the event loop."""
+        await wait_async(self._made, timeout)
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.result_async().__await__()
+
+    def done(self) -> bool:
+        """Whether the server has made it, or has refused."""
+        return self._made.done()
+
+
+def wait(future: concurrent.futures.Future[T], timeout: float | None) -> T:
+    """The result; a time-out becomes a `ResultTimeoutError`."""
+    try:
+        return future.result(timeout)
+    except TimeoutError as error:
+        raise _timed_out(future, timeout, error) from None
+
+
+async def wait_async(future: concurrent.futures.Future[T], timeout: float | None) -> T:
+    """As `wait`; cancelling the waiter does not cancel the request."""
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout)
+    except TimeoutError as error:
+        raise _timed_out(future, timeout, error) from None
+
+
+def _timed_out(future: concurrent.futures.Future[Any], timeout: float | None, error: TimeoutError) -> Exception:
+    if future.done() and not future.cancelled() and future.exception() is error:
+        return cast("Exception", error)  # the request's own error, not ours
+    return ResultTimeoutError(
+        f"no result after {timeout:g} s" if timeout is not None else "no result",
+        remedy="The request goes on: call result() again, with a longer timeout or none",
+    )

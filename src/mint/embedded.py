@@ -1,0 +1,84 @@
+"""The composition root: settings → engine + service + app, running inside the caller's process.
+
+One service per data directory and process: several `ServiceClient`s share it, and its base models. The last one to
+close stops it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+from mint.config import Settings, read_settings
+from mint.engine.protocol import Engine
+from mint.errors import MissingExtraError
+
+_lock = threading.Lock()
+_running: dict[Hashable, EmbeddedService] = {}
+
+
+class EmbeddedService:
+    """A running service and its ASGI application."""
+
+    def __init__(self, data_dir: Path, engine: Engine, settings: Settings, **options: Any) -> None:
+        """Opens `data_dir` and begins to work; `options` are those of `Service`."""
+        try:
+            from mint.server.app import create_app  # deferred: sqlalchemy and starlette, which remote users lack
+            from mint.server.service import Service
+        except ImportError as error:
+            raise _missing(error) from error
+        self.data_dir = data_dir
+        self.service = Service(engine, data_dir, aliases=settings.model_aliases, **options)
+        self.service.start()
+        self.app = create_app(self.service)
+        self.users = 1
+
+    def release(self) -> None:
+        """One user fewer; the last one stops the service."""
+        with _lock:
+            self.users -= 1
+            if self.users > 0:
+                return
+            for key in [key for key, service in _running.items() if service is self]:
+                del _running[key]
+        self.service.stop()
+
+
+def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None, **options: Any) -> EmbeddedService:
+    """The service of a data directory (None: `MINT_HOME`), started if need be.
+
+    `engine` None is torch's, shared by everyone in this process with the same settings; an engine or options of one's
+    own make a service of one's own.
+
+    Raises:
+        MissingExtraError: the `local` extra is not installed.
+        JournalError: the directory cannot be used.
+    """
+    settings = read_settings()
+    folder = (data_dir or settings.home_dir).expanduser().resolve()
+    with _lock:
+        if engine is not None or options:
+            return EmbeddedService(folder, engine or _torch_engine(settings), settings, **options)
+        key = (folder, settings.models, settings.dtype, settings.threads)
+        if key in _running:
+            _running[key].users += 1
+        else:
+            _running[key] = EmbeddedService(folder, _torch_engine(settings), settings)
+        return _running[key]
+
+
+def _torch_engine(settings: Settings) -> Engine:
+    try:
+        from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
+    except ImportError as error:
+        raise _missing(error) from error
+    return TorchEngine(dtype=settings.dtype or "float32", threads=settings.threads)
+
+
+def _missing(error: ImportError) -> MissingExtraError:
+    return MissingExtraError(
+        f"running models on this machine needs an optional part of mint ({error})",
+        remedy="pip install 'mint[local]', or set MINT_BASE_URL to a server",
+    )

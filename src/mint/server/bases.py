@@ -1,0 +1,59 @@
+"""The base models that this service offers: which folder a name stands for, and what the engine says of it.
+
+Names are resolved on any thread; weights are loaded on the worker's thread only, when first needed. Two names of one
+folder share its weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+from mint.engine.protocol import BaseInfo, Engine
+from mint.models import registry
+
+
+class Bases:
+    """Base models by name."""
+
+    def __init__(self, engine: Engine, aliases: Mapping[str, str]) -> None:
+        """`aliases` is `MINT_MODELS` as a mapping."""
+        self._engine = engine
+        self._aliases = dict(aliases)
+        self._folders: dict[str, Path] = {}
+        self._infos: dict[str, BaseInfo] = {}
+
+    def folder(self, name: str) -> Path:
+        """The folder with the weights.
+
+        Raises:
+            UnknownBaseModelError: nothing answers to that name.
+            InvalidRequestError: its folder is incomplete.
+        """
+        if name not in self._folders:
+            self._folders[name] = registry.resolve(name, self._aliases)
+        return self._folders[name]
+
+    def key(self, name: str) -> str:
+        """The name under which the engine holds this base."""
+        return str(self.folder(name))
+
+    def load(self, name: str) -> BaseInfo:
+        """What the engine says of the base, loading it if need be. Worker's thread only."""
+        key = self.key(name)
+        if key not in self._infos:
+            self._infos[key] = self._engine.load_base(key, key)
+        return self._infos[key]
+
+    def context_length(self, name: str) -> int | None:
+        """The longest sequence, read from the folder's config."""
+        config = json.loads((self.folder(name) / "config.json").read_text())
+        length = config.get("max_position_embeddings")
+        return length if isinstance(length, int) else None
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names that can be resolved without a path."""
+        return registry.available(self._aliases)

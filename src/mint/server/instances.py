@@ -1,0 +1,78 @@
+"""Which process serves what: one locked file per running process, so that the dead can be told from the living.
+
+A process holds an exclusive `flock` on its own file for as long as it lives; the kernel lets go of it at any kind of
+death. Knows nothing of sessions or models: names of instances only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Instance:
+    """This process's place in a data directory."""
+
+    def __init__(self, data_dir: Path) -> None:
+        """Takes a new name and its lock."""
+        self._folder = data_dir / "instances"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.instance_id = uuid.uuid4().hex
+        self._file = os.open(self._path(self.instance_id), os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def mark(self, request: str) -> None:
+        """Notes what is being run now (or nothing), for those who find this process dead."""
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, request.encode(), 0)
+
+    def close(self) -> None:
+        """Gives the place up, as death would."""
+        self._path(self.instance_id).unlink(missing_ok=True)
+        os.close(self._file)
+
+    @contextmanager
+    def sole_adopter(self) -> Generator[None]:
+        """Only one process at a time looks for the dead."""
+        file = os.open(self._folder / "adopt.lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def dead_among(self, instance_ids: Iterable[str]) -> dict[str, str]:
+        """Those whose process is gone, and what each of them was running then. Call inside `sole_adopter`."""
+        others = sorted(set(instance_ids) - {self.instance_id})
+        return {instance_id: self._last_mark(instance_id) for instance_id in others if not self._is_held(instance_id)}
+
+    def bury(self, instance_ids: Iterable[str]) -> None:
+        """Removes the files of the dead, once what they had is in other hands."""
+        for instance_id in instance_ids:
+            self._path(instance_id).unlink(missing_ok=True)
+
+    def _last_mark(self, instance_id: str) -> str:
+        try:
+            return self._path(instance_id).read_text()
+        except FileNotFoundError:
+            return ""
+
+    def _is_held(self, instance_id: str) -> bool:
+        try:
+            file = os.open(self._path(instance_id), os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+        return False
+
+    def _path(self, instance_id: str) -> Path:
+        return self._folder / f"{instance_id}.lock"

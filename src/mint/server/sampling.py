@@ -1,0 +1,204 @@
+"""Runs sample requests: turns each into a `SampleJob`, and keeps the weights they need in the engine.
+
+A sampler's weights never change: they are frozen when published, and their file brings them back after a restart or
+when too many others were used since. Used on the worker's thread, except `info`. Knows no queue and no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mint import wire
+from mint.engine.protocol import Engine, LoraSpec, SampleJob, SampleResult, StopRule
+from mint.errors import MintError, NotFoundError
+from mint.server import checkpoints, validation
+from mint.server.bases import Bases
+from mint.server.futures import Answer
+from mint.server.identities import sample_seed, session_of
+from mint.server.journal import Journal, SamplerRow
+from mint.server.states import read_weights
+from mint.tokenizer import token_bytes
+from mint.types import SampledSequence, SampleResponse, SamplingParams
+from mint.wire import SampleRequest
+
+KEPT_IN_ENGINE = 16
+"""Sets of weights that stay in the engine's memory; the others wait in their files."""
+
+KEPT_PUBLISHED = 64
+"""Nameless published weights that a session keeps, by last use; older ones are forgotten, file and all."""
+
+
+@dataclass(frozen=True)
+class SampleWork:
+    """A sample request that waits."""
+
+    request_id: str
+    request: SampleRequest
+    arrived_at: float
+
+
+class Samplers:
+    """The sampling side of the worker."""
+
+    def __init__(self, engine: Engine, journal: Journal, bases: Bases, data_dir: Path) -> None:
+        self._engine = engine
+        self._journal = journal
+        self._bases = bases
+        self._data_dir = data_dir
+        self._rows: dict[str, SamplerRow] = {}
+        self._in_engine: OrderedDict[str, None] = OrderedDict()
+        self._used: OrderedDict[str, None] = OrderedDict()  # published samplers, least recently used first
+
+    def row(self, sampler_id: str) -> SamplerRow:
+        """The sampler.
+
+        Raises:
+            NotFoundError: there is none of that id (any more).
+        """
+        row = self._rows.get(sampler_id) or self._journal.sampler(sampler_id)
+        if row is None:
+            raise NotFoundError(
+                "is not a sampler here",
+                field="sampling_session_id",
+                value=sampler_id,
+                remedy="Weights published without a name are kept while they are used; save_weights_for_sampler(name) "
+                "keeps them for good",
+            )
+        self._rows[sampler_id] = row
+        return row
+
+    def published(self, row: SamplerRow) -> tuple[str, ...]:
+        """Notes weights that training has just put into the engine; the files that they push out."""
+        self._rows[row.sampler_id] = row
+        self._touch(row)
+        mine = [known for known in self._used if session_of(known) == row.session_id]
+        gone = mine[:-KEPT_PUBLISHED]
+        files = tuple(self._rows[known].file or "" for known in gone)
+        if gone:
+            self._journal.drop_samplers(gone)
+        for known in gone:
+            self._forget(known)
+        self._make_room(keep={row.weights_id or ""})
+        return files
+
+    def end_session(self, session_id: str) -> None:
+        """Forgets everything that a session has published."""
+        for sampler_id in [known for known in self._rows if session_of(known) == session_id]:
+            self._forget(sampler_id)
+
+    def run(self, works: Sequence[SampleWork]) -> dict[str, Answer]:
+        """The answers of all requests, sampled in one call of the engine; a wrong one fails alone."""
+        answers: dict[str, Answer] = {}
+        jobs: list[SampleJob] = []
+        names: list[str] = []
+        needed: set[str] = set()
+        for work in works:
+            try:
+                row = self.row(work.request.sampling_session_id)
+                jobs.append(self._job(work.request, row))
+                self._bring(row)
+            except MintError as error:
+                answers[work.request_id] = Answer(wire.encode_error(error), failed=True)
+                del jobs[len(names) :]
+                continue
+            names.append(work.request_id)
+            needed.add(row.weights_id or "")
+        if jobs:
+            results = self._engine.sample(jobs)
+            for name, result in zip(names, results, strict=True):
+                answers[name] = Answer(wire.encode(_response(result)))
+        self._make_room(keep=needed)
+        return answers
+
+    def _job(self, request: SampleRequest, row: SamplerRow) -> SampleJob:
+        """Checks a request against its base model, and fills in what it left open."""
+        base = self._bases.load(row.base_model)
+        params = request.sampling_params
+        max_tokens = validation.check_sample(request, base)
+        seed = params.seed if params.seed is not None else sample_seed(row.seed_root, request.seq_id)
+        return SampleJob(
+            base=base.name,
+            weights_id=row.weights_id,
+            prompt=np.asarray(request.prompt.to_ints(), dtype=np.int64),
+            num_samples=request.num_samples,
+            max_tokens=max_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=seed,
+            stop=self._stop_rule(params, base.eos_token_ids, row.base_model),
+            prompt_logprobs=request.prompt_logprobs or request.topk_prompt_logprobs > 0,
+            topk_prompt_logprobs=request.topk_prompt_logprobs,
+        )
+
+    def _stop_rule(self, params: SamplingParams, eos: tuple[int, ...], base_model: str) -> StopRule:
+        """None: the model's own end. A non-empty `stop` adds to it. `[]`: nothing but `stop_token_ids`."""
+        extra = frozenset(params.stop_token_ids or ())
+        stop = params.stop
+        if stop is None:
+            return StopRule(frozenset(eos) | extra)
+        items = [stop] if isinstance(stop, str) else list(stop)
+        ids = frozenset(item for item in items if isinstance(item, int))
+        strings = tuple(item.encode() for item in items if isinstance(item, str))
+        ends = frozenset(eos) if items else frozenset()
+        vocabulary = token_bytes(self._bases.folder(base_model)) if strings else ()
+        return StopRule(ids | ends | extra, strings, vocabulary)
+
+    def _bring(self, row: SamplerRow) -> None:
+        """Makes sure that the engine holds the sampler's weights."""
+        if row.weights_id is None:
+            return
+        if row.weights_id not in self._in_engine:
+            assert row.lora is not None  # whatever has weights of its own has the shape of a lora
+            weights = self._read(row)
+            self._engine.load_weights(row.weights_id, self._bases.key(row.base_model), LoraSpec(**row.lora), weights)
+        self._touch(row)
+
+    def _read(self, row: SamplerRow) -> dict[str, np.ndarray]:
+        if row.file is not None:
+            return read_weights(self._data_dir / row.file)
+        found = checkpoints.find_checkpoint(self._journal, row.model_path or "")
+        _, state = checkpoints.read_checkpoint(self._data_dir / found.folder, optimizer=False)
+        return dict(state.weights)
+
+    def _touch(self, row: SamplerRow) -> None:
+        self._in_engine[row.weights_id or ""] = None
+        self._in_engine.move_to_end(row.weights_id or "")
+        if row.file is not None:
+            self._used[row.sampler_id] = None
+            self._used.move_to_end(row.sampler_id)
+
+    def _make_room(self, *, keep: set[str]) -> None:
+        idle = [name for name in self._in_engine if name not in keep]
+        for weights_id in idle[: max(0, len(self._in_engine) - KEPT_IN_ENGINE)]:
+            self._engine.drop_weights(weights_id)
+            del self._in_engine[weights_id]
+
+    def _forget(self, sampler_id: str) -> None:
+        row = self._rows.pop(sampler_id)
+        self._used.pop(sampler_id, None)
+        if row.file is not None and row.weights_id in self._in_engine:
+            self._engine.drop_weights(row.weights_id)
+            del self._in_engine[row.weights_id]
+
+
+def _response(result: SampleResult) -> SampleResponse:
+    sequences = [
+        SampledSequence.model_construct(
+            tokens=sample.tokens.tolist(),
+            logprobs=sample.logprobs.tolist(),
+            stop_reason="stop" if sample.stopped else "length",
+        )
+        for sample in result.samples
+    ]
+    prompt_logprobs = None
+    if result.prompt_logprobs is not None:
+        prompt_logprobs = [None, *result.prompt_logprobs[1:].tolist()]
+    return SampleResponse.model_construct(
+        sequences=sequences, prompt_logprobs=prompt_logprobs, topk_prompt_logprobs=result.topk_prompt_logprobs
+    )

@@ -1,0 +1,80 @@
+"""Which sessions live, who serves them, and when they were last heard of.
+
+A session ends when its client says so, or after `EXPIRY_S` without a request or heartbeat. Whatever belongs to it goes
+with it, except named checkpoints. Any thread may ask.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from mint.errors import NotFoundError, SessionEndedError
+from mint.server.identities import new_session_id
+from mint.server.journal import Journal, SessionRow
+
+EXPIRY_S = 900.0
+STALE_S = 24 * 3600.0
+"""Sessions of a dead process that were silent for this long before are not taken over."""
+
+
+class Sessions:
+    """The sessions that this process serves."""
+
+    def __init__(self, journal: Journal, instance_id: str) -> None:
+        self._journal = journal
+        self._instance_id = instance_id
+        self._lock = threading.Lock()
+        self._heard_at: dict[str, float] = {}  # monotonic seconds; this process's live sessions
+
+    def create(self, user_metadata: dict[str, Any] | None) -> str:
+        """A new session's id."""
+        session_id = new_session_id()
+        self._journal.add_session(SessionRow(session_id, self._instance_id, user_metadata, time.time()))
+        self.resume(session_id)
+        return session_id
+
+    def resume(self, session_id: str) -> None:
+        """Serves a session from now on; its silence is counted from here."""
+        with self._lock:
+            self._heard_at[session_id] = time.monotonic()
+
+    def require(self, session_id: str) -> None:
+        """Notes that the session was heard of.
+
+        Raises:
+            NotFoundError: there never was such a session here, or another process serves it.
+            SessionEndedError: it has ended.
+        """
+        with self._lock:
+            if session_id in self._heard_at:
+                self._heard_at[session_id] = time.monotonic()
+                return
+        row = self._journal.session(session_id)
+        if row is None or row.ended_at is None:
+            why = "is not a session here" if row is None else "is served by another process"
+            raise NotFoundError(why, field="session_id", value=session_id, remedy="Make a new ServiceClient")
+        raise SessionEndedError(
+            "has ended, and its models and futures with it",
+            field="session_id",
+            value=session_id,
+            remedy="Make a new ServiceClient, and load a named checkpoint with create_training_client_from_state",
+        )
+
+    def end(self, session_id: str) -> bool:
+        """Forgets a session; False if it was not served here."""
+        with self._lock:
+            return self._heard_at.pop(session_id, None) is not None
+
+    def expired(self) -> list[str]:
+        """Sessions that have been silent for too long."""
+        limit = time.monotonic() - EXPIRY_S
+        with self._lock:
+            return [session_id for session_id, heard_at in self._heard_at.items() if heard_at < limit]
+
+    def last_seen(self) -> dict[str, float]:
+        """When each live session was last heard of, in seconds since the epoch."""
+        offset = time.time() - time.monotonic()
+        with self._lock:
+            return {session_id: heard_at + offset for session_id, heard_at in self._heard_at.items()}

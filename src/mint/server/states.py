@@ -1,0 +1,92 @@
+"""A model's state as safetensors files, and back.
+
+Knows arrays and file layouts; it does not know when a state is saved or under which name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mint.engine.protocol import ModelState
+from mint.errors import CheckpointError
+from mint.models.tensor_files import read_tensors, write_tensors
+
+
+def write_snapshot(path: Path, state: ModelState, *, digest: str) -> None:
+    """Weights and optimizer in one file, durable when this returns."""
+    write_tensors(path, {**_prefixed("weights", state.weights), **_moments(state)}, _metadata(state, digest))
+
+
+def read_snapshot(path: Path) -> ModelState:
+    """What `write_snapshot` wrote.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    arrays, metadata = read_tensors(path)
+    return ModelState(
+        _picked("weights", arrays), _step(metadata, path), _picked("exp_avg", arrays), _picked("exp_avg_sq", arrays)
+    )
+
+
+def write_weights(path: Path, state: ModelState) -> None:
+    """The weights alone, under their own names."""
+    write_tensors(path, state.weights, {})
+
+
+def write_optimizer(path: Path, state: ModelState) -> None:
+    """Moments and step count."""
+    write_tensors(path, _moments(state), _metadata(state, ""))
+
+
+def read_weights(path: Path) -> dict[str, np.ndarray]:
+    """What `write_weights` wrote, or the weights of a snapshot.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    arrays, metadata = read_tensors(path)
+    return _picked("weights", arrays) if "step" in metadata else arrays
+
+
+def read_optimizer(path: Path, weights: Mapping[str, np.ndarray]) -> ModelState:
+    """`weights` together with what `write_optimizer` wrote.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    arrays, metadata = read_tensors(path)
+    return ModelState(weights, _step(metadata, path), _picked("exp_avg", arrays), _picked("exp_avg_sq", arrays))
+
+
+def size_bytes(state: ModelState) -> int:
+    """How much a snapshot of this state weighs."""
+    parts = (state.weights, state.exp_avg or {}, state.exp_avg_sq or {})
+    return sum(array.nbytes for part in parts for array in part.values())
+
+
+def _moments(state: ModelState) -> dict[str, np.ndarray]:
+    return {**_prefixed("exp_avg", state.exp_avg or {}), **_prefixed("exp_avg_sq", state.exp_avg_sq or {})}
+
+
+def _metadata(state: ModelState, digest: str) -> dict[str, str]:
+    return {"format": "mint-state-1", "step": str(state.step), "digest": digest}
+
+
+def _prefixed(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {f"{prefix}/{name}": array for name, array in arrays.items()}
+
+
+def _picked(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    start = f"{prefix}/"
+    return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
+
+
+def _step(metadata: Mapping[str, str], path: Path) -> int:
+    try:
+        return int(metadata["step"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} has no step count", remedy="Use another checkpoint") from error

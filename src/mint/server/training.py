@@ -1,0 +1,368 @@
+"""Runs the training requests of a model, one at a time and in order, and says what each of them makes true.
+
+What it guarantees: after a failed pass the next step is refused and the gradient cleared, never a half step; a step is
+told to the journal together with a digest of the state it led to, and with a snapshot of it where the state is small.
+Used on the worker's thread only. Does not know how requests arrive or who waits; nothing is true until the journal has
+committed the `Outcome`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from mint import wire
+from mint.engine.protocol import BaseInfo, Engine, LoraSpec, ModelState
+from mint.errors import ConflictError, InvalidRequestError, MintError, StepRefusedError
+from mint.server import checkpoints, validation
+from mint.server.bases import Bases
+from mint.server.checkpoints import CheckpointPath, Manifest
+from mint.server.identities import file_stem, sampler_id, seed_root, session_of
+from mint.server.journal import CheckpointRow, Finish, Journal, SamplerRow, SnapshotRow
+from mint.server.states import size_bytes, write_snapshot, write_weights
+from mint.types import (
+    CreateModelResponse,
+    ForwardBackwardOutput,
+    LoadWeightsResponse,
+    OptimStepResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+    TensorData,
+)
+from mint.wire import (
+    CreateModelRequest,
+    ForwardBackwardInput,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+
+SMALL_STATE_BYTES = 20 * 1024 * 1024
+"""States up to this size are saved before every step is acknowledged."""
+
+SNAPSHOT_INTERVAL_S = 10.0
+KEPT_SNAPSHOTS = 3
+
+REQUESTS: dict[str, type[BaseModel]] = {
+    "create_model": CreateModelRequest,
+    "forward": ForwardRequest,
+    "forward_backward": ForwardBackwardRequest,
+    "optim_step": OptimStepRequest,
+    "save_weights": SaveWeightsRequest,
+    "save_weights_for_sampler": SaveWeightsForSamplerRequest,
+    "load_weights": LoadWeightsRequest,
+}
+"""Every kind of request that is journaled, and the type of its body."""
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A request that the journal has accepted. `request` is the decoded payload, or why it cannot be decoded."""
+
+    model_id: str
+    seq_id: int
+    kind: str
+    request: BaseModel | MintError
+    arrived_at: float = 0.0
+
+    @staticmethod
+    def decode(kind: str, payload: bytes) -> BaseModel | MintError:
+        """The request in a payload; a wrong one is the reason for which its job fails in its turn."""
+        try:
+            return wire.decode(REQUESTS[kind], payload)
+        except InvalidRequestError as error:
+            return error
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the journal shall commit, and the files that nobody needs after that."""
+
+    finish: Finish
+    obsolete_files: tuple[str, ...] = ()
+
+
+@dataclass
+class LiveModel:
+    """A model in the engine. `poisoned`: a pass has failed since the last step, so the next step is refused."""
+
+    base_model: str
+    base: BaseInfo
+    lora: LoraSpec
+    seed_given: bool
+    poisoned: bool = False
+    snapshots: list[SnapshotRow] = field(default_factory=list)  # newest first
+    snapshot_at: float = 0.0
+    weights_seq: int = 0  # the job that last changed the weights
+    pruned_below: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """What a request that succeeded has done."""
+
+    result: BaseModel
+    digest: str | None = None
+    changes: dict[str, Any] = field(default_factory=dict)  # fields of `Finish`
+    obsolete_files: tuple[str, ...] = ()
+
+
+class Trainer:
+    """The training side of the worker."""
+
+    def __init__(self, engine: Engine, journal: Journal, bases: Bases, data_dir: Path) -> None:
+        self.engine = engine
+        self.journal = journal
+        self.bases = bases
+        self.data_dir = data_dir
+        self.live: dict[str, LiveModel] = {}
+        self._runners: dict[str, Callable[[TrainingJob, Any], _Effect]] = {
+            "create_model": self._create_model,
+            "forward": self._forward,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_weights_for_sampler,
+            "load_weights": self._load_weights,
+        }
+
+    def run(self, job: TrainingJob) -> Outcome:
+        """Runs a request whose turn it is, on a model that is in the engine or is to be made by it."""
+        try:
+            if job.kind == "optim_step":
+                self._refuse_half_step(job.model_id)
+            if isinstance(job.request, MintError):
+                raise job.request
+            effect = self._runners[job.kind](job, job.request)
+        except MintError as error:
+            return self.fail(job, error)
+        body = wire.encode(effect.result)
+        finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes)
+        return Outcome(finish, effect.obsolete_files)
+
+    def fail(self, job: TrainingJob, error: MintError) -> Outcome:
+        """The outcome of a request that cannot be carried out; after a pass, the gradient is gone too."""
+        if job.kind == "forward_backward":
+            self.note_failed(job.model_id, job.kind)
+        return Outcome(Finish(job.model_id, job.seq_id, "failed", wire.encode_error(error)))
+
+    def note_failed(self, model_id: str, kind: str) -> None:
+        """What a failed request does to a model: a pass poisons its gradient, a step that was refused ends that."""
+        live = self.live.get(model_id)
+        if live is None:
+            return
+        if kind in ("forward_backward", "missing"):
+            self.engine.clear_gradient(model_id)
+            live.poisoned = True
+        elif kind == "optim_step" and live.poisoned:
+            self.engine.clear_gradient(model_id)
+            live.poisoned = False
+
+    def forget(self, model_id: str) -> None:
+        """Takes a model out of the engine; it is restored from the journal when it is next needed."""
+        self.engine.drop_model(model_id)
+        self.live.pop(model_id, None)
+
+    def discard(self, files: tuple[str, ...]) -> None:
+        """Removes files and folders of the data directory that no row names any more."""
+        for name in files:
+            path = self.data_dir / name
+            if path.is_dir():
+                for part in path.iterdir():
+                    part.unlink(missing_ok=True)
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+
+    # --- passes and steps ----------------------------------------------------------------------------------------
+
+    def run_pass(self, model_id: str, content: ForwardBackwardInput, *, gradient: bool) -> ForwardBackwardOutput:
+        """Checks the data against the model and runs them; raises before anything has changed if they are wrong."""
+        checked = validation.check_pass(content, self.live[model_id].base)
+        run = self.engine.forward_backward if gradient else self.engine.forward
+        result = run(model_id, checked.data, checked.loss)
+        return ForwardBackwardOutput.model_construct(
+            loss_fn_output_type="ArrayRecord",
+            loss_fn_outputs=[{"logprobs": TensorData.from_numpy(row)} for row in result.logprobs],
+            metrics=result.metrics,
+            warnings=checked.warnings,
+        )
+
+    def step(self, model_id: str, request: OptimStepRequest) -> tuple[dict[str, float], str]:
+        """Applies the gradient; the metrics, and the digest of the state it led to."""
+        metrics = self.engine.optim_step(model_id, validation.check_adam(request.adam_params))
+        return metrics, self.engine.state_digest(model_id)
+
+    def _forward(self, job: TrainingJob, request: ForwardRequest) -> _Effect:
+        return _Effect(self.run_pass(job.model_id, request.forward_input, gradient=False))
+
+    def _forward_backward(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Effect:
+        content = request.forward_backward_input
+        return _Effect(self.run_pass(job.model_id, content, gradient=not request.forward_only))
+
+    def _optim_step(self, job: TrainingJob, request: OptimStepRequest) -> _Effect:
+        metrics, digest = self.step(job.model_id, request)
+        changes, obsolete = self._snapshot(job, digest, force=False)
+        return _Effect(OptimStepResponse(metrics=metrics, state_digest=digest), digest, changes, obsolete)
+
+    def _refuse_half_step(self, model_id: str) -> None:
+        if not self.live[model_id].poisoned:
+            return
+        self.note_failed(model_id, "optim_step")
+        raise StepRefusedError(
+            "the step was refused: a forward_backward since the last step failed, so the gradient is incomplete; "
+            "all of it was cleared, and the weights are unchanged",
+            remedy="Correct the pass that failed, then call forward_backward and optim_step again",
+        )
+
+    # --- making and loading --------------------------------------------------------------------------------------
+
+    def make(self, model_id: str, base_model: str, spec: LoraSpec, *, seed_given: bool) -> dict[str, Any]:
+        """Puts a new model into the engine; the columns of its row, with every setting that took effect."""
+        base = self.bases.load(base_model)
+        self.forget(model_id)
+        settings = self.engine.create_model(model_id, self.bases.key(base_model), spec)
+        self.live[model_id] = LiveModel(base_model, base, spec, seed_given)
+        sizes = {"context_length": base.context_length, "vocab_size": base.vocab_size, "arch": base.arch}
+        effective = {**base.settings, **sizes, **asdict(spec), **settings}
+        return {"base_model": base_model, "lora": asdict(spec), "seed_given": seed_given, "effective": effective}
+
+    def load(self, model_id: str, manifest: Manifest, state: ModelState) -> str:
+        """Puts a checkpoint's state into a model of the same shape; the digest of the result."""
+        live = self.live[model_id]
+        shape, saved = _shape(live.lora), _shape(manifest.lora_spec)
+        if shape != saved or self.bases.key(live.base_model) != self.bases.key(manifest.base_model):
+            raise InvalidRequestError(
+                f"was saved from {manifest.base_model} with {saved}, but this model is {live.base_model} with {shape}",
+                field="path",
+                value=manifest.path,
+                remedy="Use create_training_client_from_state, which makes a model of the checkpoint's own shape",
+            )
+        self.engine.write_state(model_id, state)
+        live.poisoned = False
+        return self.engine.state_digest(model_id)
+
+    def _create_model(self, job: TrainingJob, request: CreateModelRequest) -> _Effect:
+        config = validation.check_lora(request.lora_config)
+        seed = secrets.randbits(31) if config.seed is None else config.seed
+        spec = LoraSpec(config.rank, seed, config.train_attn, config.train_mlp, config.train_unembed)
+        columns = self.make(job.model_id, request.base_model, spec, seed_given=config.seed is not None)
+        return _Effect(CreateModelResponse(model_id=job.model_id), changes={"model": columns})
+
+    def _load_weights(self, job: TrainingJob, request: LoadWeightsRequest) -> _Effect:
+        row = checkpoints.find_checkpoint(self.journal, request.path)
+        manifest, state = checkpoints.read_checkpoint(self.data_dir / row.folder, optimizer=request.optimizer)
+        made: dict[str, Any] = {}
+        if job.seq_id == 0:
+            seed_given = manifest.seed_given
+            made = {"model": self.make(job.model_id, manifest.base_model, manifest.lora_spec, seed_given=seed_given)}
+        digest = self.load(job.model_id, manifest, state)
+        changes, obsolete = self._snapshot(job, digest, force=True)
+        result = LoadWeightsResponse(path=request.path, model_id=job.model_id)
+        return _Effect(result, digest, {**changes, **made}, obsolete)
+
+    # --- saving --------------------------------------------------------------------------------------------------
+
+    def _save_weights(self, job: TrainingJob, request: SaveWeightsRequest) -> _Effect:
+        row, replaced = self._save(job, checkpoints.TRAINING, request.path, overwrite=request.overwrite)
+        path = CheckpointPath(row.model_id, row.kind, row.name)
+        return _Effect(SaveWeightsResponse(path=path.uri), None, {"checkpoint": row}, replaced)
+
+    def _save_weights_for_sampler(self, job: TrainingJob, request: SaveWeightsForSamplerRequest) -> _Effect:
+        if request.sampling_session_seq_id is not None:
+            return self._publish(job, request.sampling_session_seq_id)
+        if request.path is None:
+            raise InvalidRequestError("is missing", field="path", value="(none)", remedy="Give the checkpoint a name")
+        row, replaced = self._save(job, checkpoints.SAMPLER, request.path, overwrite=False)
+        path = CheckpointPath(row.model_id, row.kind, row.name)
+        return _Effect(SaveWeightsForSamplerResponse(path=path.uri), None, {"checkpoint": row}, replaced)
+
+    def _save(
+        self, job: TrainingJob, kind: str, name: str, *, overwrite: bool
+    ) -> tuple[CheckpointRow, tuple[str, ...]]:
+        """The new checkpoint's row, and the folder that it replaces."""
+        path = CheckpointPath(job.model_id, kind, checkpoints.check_name(name))
+        existing = self.journal.checkpoint(job.model_id, kind, name)
+        if existing is not None and not overwrite:
+            remedy = "Choose another name, or call save_state with overwrite=True"
+            raise ConflictError("names a checkpoint that exists already", field="name", value=name, remedy=remedy)
+        live = self.live[job.model_id]
+        state = self.engine.read_state(job.model_id)
+        folder = f"checkpoints/{uuid.uuid5(uuid.NAMESPACE_URL, f'{job.model_id}/{job.seq_id}')}"
+        now = time.time()
+        manifest = Manifest(path.uri, live.base_model, asdict(live.lora), live.seed_given, state.step, now)
+        with_optimizer = kind == checkpoints.TRAINING
+        checkpoints.write_checkpoint(self.data_dir / folder, state, manifest, optimizer=with_optimizer)
+        return CheckpointRow(job.model_id, kind, name, folder, now), (existing.folder,) if existing else ()
+
+    def _publish(self, job: TrainingJob, number: int) -> _Effect:
+        """Freezes the weights for a new sampling session, in the engine and in a file."""
+        session_id = session_of(job.model_id)
+        published_id = sampler_id(session_id, number)
+        if self.journal.sampler(published_id) is not None:
+            raise ConflictError("is taken", field="sampling_session_seq_id", value=number, remedy="Count upwards")
+        live = self.live[job.model_id]
+        file = f"published/{file_stem(published_id)}.safetensors"
+        self._write_published(job.model_id, self.data_dir / file)
+        self.engine.publish(job.model_id, published_id)
+        root = seed_root(live.lora.seed if live.seed_given else None, number)
+        lora = asdict(live.lora)
+        row = SamplerRow(published_id, session_id, live.base_model, None, published_id, file, lora, root)
+        return _Effect(SaveWeightsForSamplerResponse(sampling_session_id=published_id), changes={"sampler": row})
+
+    def _write_published(self, model_id: str, path: Path) -> None:
+        """The current weights in `path`, durable; a link where a snapshot holds them already."""
+        live = self.live[model_id]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        if live.snapshots and live.snapshots[0].seq_id == live.weights_seq:
+            os.link(self.data_dir / live.snapshots[0].file, path)
+            _sync_folder(path.parent)
+        else:
+            write_weights(path, self.engine.read_state(model_id))
+
+    def _snapshot(self, job: TrainingJob, digest: str, *, force: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Saves the state that a step or a load has led to, if it is time; what to commit, and files to discard."""
+        live = self.live[job.model_id]
+        live.weights_seq = job.seq_id
+        now = time.monotonic()
+        due = live.snapshot_at == 0.0 or now - live.snapshot_at >= SNAPSHOT_INTERVAL_S
+        if not (force or due or live.size_bytes <= SMALL_STATE_BYTES):
+            return {}, ()
+        state = self.engine.read_state(job.model_id)
+        live.size_bytes, live.snapshot_at = size_bytes(state), now
+        file = f"snapshots/{file_stem(job.model_id)}-{job.seq_id}.safetensors"
+        write_snapshot(self.data_dir / file, state, digest=digest)
+        row = SnapshotRow(job.model_id, job.seq_id, file, digest)
+        kept = [row, *live.snapshots]
+        live.snapshots, old = kept[:KEPT_SNAPSHOTS], kept[KEPT_SNAPSHOTS:]
+        changes: dict[str, Any] = {"snapshot": row, "dropped_snapshots": tuple(gone.seq_id for gone in old)}
+        if old:
+            first, live.pruned_below = live.pruned_below, live.snapshots[-1].seq_id + 1
+            changes["pruned_payloads"] = (first, live.pruned_below)
+        return changes, tuple(gone.file for gone in old)
+
+
+def _shape(lora: LoraSpec) -> str:
+    trained = [name for name in ("attn", "mlp", "unembed") if getattr(lora, f"train_{name}")]
+    return f"rank {lora.rank} on {'+'.join(trained)}"
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,174 @@
+"""The engine's thread: plan → run → finish, until it is told to stop.
+
+All calls to the engine happen here, one at a time. Nothing escapes: an error becomes the failed future of its request,
+and the loop goes on. Does not know HTTP, nor what makes a request valid.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from mint import wire
+from mint.errors import JournalError, MintError, RequestFailedError
+from mint.server import recovery
+from mint.server.futures import Answer, FutureBook
+from mint.server.identities import request_id
+from mint.server.inbox import Inbox
+from mint.server.sampling import Samplers
+from mint.server.scheduler import GAP_TIMEOUT_S, GiveUp, RunSamples, RunTraining, plan
+from mint.server.training import Outcome, Trainer, TrainingJob
+
+log = logging.getLogger("mint.worker")
+
+HOUSEKEEPING_S = 10.0
+JOURNAL_RETRY_S = 1.0
+
+
+class Worker:
+    """One thread, one engine."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        futures: FutureBook,
+        trainer: Trainer,
+        samplers: Samplers,
+        *,
+        housekeeping: Callable[[], None],
+        mark: Callable[[str], None],
+        gap_timeout_s: float = GAP_TIMEOUT_S,
+    ) -> None:
+        """`housekeeping` is called every now and then; `mark` is told what is being run, so that a death in it counts."""
+        self._inbox = inbox
+        self._futures = futures
+        self._trainer = trainer
+        self._samplers = samplers
+        self._housekeeping = housekeeping
+        self._mark = mark
+        self._gap_timeout_s = gap_timeout_s
+        self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="mint-worker", daemon=True)
+
+    def start(self) -> None:
+        """Begins to work."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends after the request that is running; what waits stays in the journal."""
+        self._stopping.set()
+        self._inbox.wake()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are being worked on."""
+        return self._thread.is_alive()
+
+    def run_soon(self, errand: Callable[[], None]) -> None:
+        """Runs something else that touches the engine, between two requests."""
+        self._errands.put(errand)
+        self._inbox.wake()
+
+    def _loop(self) -> None:
+        housekeeping_at = time.monotonic() + HOUSEKEEPING_S
+        while not self._stopping.is_set():
+            try:
+                self._run_errands()
+                if time.monotonic() >= housekeeping_at:
+                    self._housekeeping()
+                    housekeeping_at = time.monotonic() + HOUSEKEEPING_S
+                self._work(housekeeping_at)
+            except JournalError as error:
+                log.error("journal unavailable: %s", error)
+                self._stopping.wait(JOURNAL_RETRY_S)
+            except Exception:  # the boundary: whatever went wrong here must not end the service
+                log.exception("the worker failed between two requests")
+                self._stopping.wait(JOURNAL_RETRY_S)
+
+    def _run_errands(self) -> None:
+        while not self._errands.empty():
+            self._errands.get()()
+
+    def _work(self, housekeeping_at: float) -> None:
+        now = time.monotonic()
+        match plan(self._inbox.pending(), now, gap_timeout_s=self._gap_timeout_s):
+            case RunTraining(model_id, seq_id):
+                self._train(self._inbox.job(model_id, seq_id))
+            case RunSamples(request_ids):
+                self._sample(request_ids)
+            case GiveUp(model_id, missing, waiting):
+                self._give_up(model_id, missing, waiting)
+            case wait:
+                until = housekeeping_at if wait.until is None else min(wait.until, housekeeping_at)
+                self._inbox.wait(max(0.0, until - now))
+
+    def _train(self, job: TrainingJob) -> None:
+        self._mark(request_id(job.model_id, job.seq_id))
+        outcome = self._outcome(job)
+        try:
+            known = self._trainer.journal.finish_job(outcome.finish)
+        except JournalError:
+            self._trainer.forget(job.model_id)  # the engine is ahead of the journal: restore, then run it again
+            raise
+        if not known:  # its session has ended meanwhile
+            self._trainer.forget(job.model_id)
+            return
+        finish = outcome.finish
+        gone = outcome.obsolete_files
+        if finish.sampler is not None:
+            gone += self._samplers.published(finish.sampler)
+        self._mark("")
+        self._inbox.advance(job.model_id, job.seq_id)
+        answer = Answer(finish.result, failed=finish.status == "failed")
+        self._futures.finish({request_id(job.model_id, job.seq_id): answer})
+        self._trainer.discard(gone)
+
+    def _outcome(self, job: TrainingJob) -> Outcome:
+        try:
+            if job.seq_id > 0:
+                recovery.require_live(self._trainer, job.model_id)
+            return self._trainer.run(job)
+        except JournalError:
+            raise
+        except MintError as error:
+            return self._trainer.fail(job, error)
+        except Exception as error:  # the boundary: an engine may raise anything, and the request must hear of it
+            log.exception("request %d (%s) of %s failed", job.seq_id, job.kind, job.model_id)
+            outcome = self._trainer.fail(job, _as_failure(error))
+            if job.kind != "forward_backward":
+                self._trainer.forget(job.model_id)  # its state is not known any more: restore it from the journal
+            return outcome
+
+    def _sample(self, request_ids: tuple[str, ...]) -> None:
+        works = self._inbox.take_samples(request_ids)
+        try:
+            answers = self._samplers.run(works)
+        except Exception as error:  # the boundary: as above, for all requests of the batch
+            log.exception("sampling %d requests failed", len(works))
+            body = wire.encode_error(error if isinstance(error, MintError) else _as_failure(error))
+            answers = {work.request_id: Answer(body, failed=True) for work in works}
+        self._futures.finish(answers)
+
+    def _give_up(self, model_id: str, missing: tuple[int, ...], waiting: tuple[int, ...]) -> None:
+        numbers = ", ".join(str(seq_id) for seq_id in missing)
+        error = RequestFailedError(
+            f"request {numbers} of {model_id} never arrived, and those behind it waited {self._gap_timeout_s:g} s",
+            remedy="Send them again, with new numbers",
+        )
+        body = wire.encode_error(error)
+        kinds = {seq_id: self._inbox.job(model_id, seq_id).kind for seq_id in waiting}
+        self._trainer.journal.give_up(model_id, missing, waiting, body)
+        for seq_id in sorted([*missing, *waiting]):
+            self._trainer.note_failed(model_id, kinds.get(seq_id, "missing"))
+        self._inbox.advance(model_id, max(waiting))
+        self._futures.finish({request_id(model_id, seq_id): Answer(body, failed=True) for seq_id in waiting})
+        log.warning("%s: requests %s never arrived, %s given up", model_id, missing, waiting)
+
+
+def _as_failure(error: Exception) -> MintError:
+    return RequestFailedError(f"the engine failed: {type(error).__name__}: {error}", remedy="See the server's log")

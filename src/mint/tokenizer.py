@@ -1,0 +1,99 @@
+"""A model's tokenizer: the Hugging Face object for users, and the bytes of every token for stop strings.
+
+Knows folders with a `tokenizer.json`; it does not know which folder a base model stands for, and reads no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mint.errors import InvalidRequestError, MissingExtraError, NotFoundError
+
+_TOKENIZERS: dict[str, Any] = {}
+
+
+def load_tokenizer(tokenizer_id: str, base_model: str) -> Any:
+    """The Hugging Face tokenizer in the folder that the server names, or where that is elsewhere, of `base_model`.
+
+    Made once per process.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        NotFoundError: neither a folder nor a reachable name.
+    """
+    source = tokenizer_id if Path(tokenizer_id).is_dir() else base_model
+    if source not in _TOKENIZERS:
+        _TOKENIZERS[source] = _load(source)
+    return _TOKENIZERS[source]
+
+
+def _load(tokenizer_id: str) -> Any:
+    try:
+        from transformers import AutoTokenizer  # deferred: 2 s, and not part of the base install
+    except ImportError as error:
+        raise MissingExtraError(
+            "get_tokenizer() needs transformers", remedy="pip install 'mint[local]', or pip install transformers"
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer_id)
+    except (OSError, ValueError) as error:
+        raise NotFoundError(
+            f"has no tokenizer that can be loaded ({error})",
+            field="tokenizer_id",
+            value=tokenizer_id,
+            remedy="Name a folder with tokenizer.json, or a Hugging Face model in the local cache",
+        ) from error
+
+
+@cache
+def token_bytes(folder: Path) -> tuple[bytes, ...]:
+    """For each token id the bytes it stands for; b"" for ids without a token.
+
+    Reads byte-level vocabularies (GPT-2's mapping of bytes to letters: Qwen, Llama 3) and SentencePiece's
+    (`▁` and `<0x0A>`).
+
+    Raises:
+        InvalidRequestError: the folder has no readable `tokenizer.json`, so stop strings cannot be matched.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        content = json.loads(path.read_bytes())
+        vocabulary = dict[str, int](content["model"]["vocab"])
+        added = list[dict[str, Any]](content.get("added_tokens") or [])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequestError(
+            f"cannot be used: {path} cannot be read ({error})", field="stop", remedy="Stop on token ids instead"
+        ) from error
+    size = max([*vocabulary.values(), *(token["id"] for token in added)], default=-1) + 1
+    table: list[bytes] = [b"" for _ in range(size)]
+    letters = _byte_of_letter()
+    byte_level = "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+    for text, token in vocabulary.items():
+        table[token] = _byte_level(text, letters) if byte_level else _sentencepiece(text)
+    for token in added:
+        table[token["id"]] = str(token["content"]).encode()
+    return tuple(table)
+
+
+def _byte_level(text: str, letters: dict[str, int]) -> bytes:
+    if all(letter in letters for letter in text):
+        return bytes(letters[letter] for letter in text)
+    return text.encode()
+
+
+def _sentencepiece(text: str) -> bytes:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return bytes([int(text[3:5], 16)])
+    return text.replace("\u2581", " ").encode()
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    return {**table, **{chr(0x100 + index): byte for index, byte in enumerate(hidden)}}

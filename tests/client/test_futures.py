@@ -1,0 +1,167 @@
+"""Waiting: time-outs, threads, event loops, Ctrl-C, and the end of the session."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import mint
+from mint.engine.fake_engine import FakeEngine
+from mint.engine.protocol import LossSpec, PassResult, TrainDatum
+from mint.errors import ResultTimeoutError, SessionEndedError
+from mint.types import AdamParams, Datum, ModelInput, SamplingParams
+
+DATA = [Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3]})]
+
+
+class Gated(FakeEngine):
+    """Passes wait until they are let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
+        self.gate.wait(30)
+        return super().forward(model_id, data, loss)
+
+
+@pytest.fixture
+def gated(make_client: Any) -> tuple[Gated, mint.ServiceClient, mint.TrainingClient]:
+    engine = Gated()
+    client = make_client(engine=engine)
+    return engine, client, client.create_lora_training_client("mint/tiny", rank=4, seed=1)
+
+
+def test_a_time_out_is_typed_and_the_request_goes_on(gated: Any) -> None:
+    engine, _, training = gated
+    future = training.forward_backward(DATA, "cross_entropy")
+    began = time.monotonic()
+    with pytest.raises(ResultTimeoutError, match="0.05 s"):
+        future.result(timeout=0.05)
+    with pytest.raises(TimeoutError):
+        asyncio.run(future.result_async(timeout=0.05))
+    assert time.monotonic() - began < 5
+    assert not future.done()
+    engine.gate.set()
+    assert future.result(timeout=30).metrics["tokens:sum"] == 2.0
+    assert future.done() and future.result(timeout=0) is future.result()
+
+
+def test_a_future_may_be_waited_for_in_every_way_at_once(gated: Any) -> None:
+    engine, _, training = gated
+    future = training.forward_backward(DATA, "cross_entropy")
+    threading.Timer(0.05, engine.gate.set).start()
+
+    async def wait() -> list[Any]:
+        return await asyncio.gather(future.result_async(), asyncio.wrap_future(future.future()), _awaited(future))
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        threads = [pool.submit(future.result) for _ in range(3)]
+        seen = [*asyncio.run(wait()), *(thread.result() for thread in threads)]
+    assert all(value is seen[0] for value in seen)
+
+
+async def _awaited(future: Any) -> Any:
+    return await future
+
+
+def test_cancelling_a_waiter_does_not_cancel_the_request(gated: Any) -> None:
+    engine, _, training = gated
+    future = training.forward_backward(DATA, "cross_entropy")
+
+    async def give_up() -> None:
+        waiter = asyncio.ensure_future(future.result_async())
+        await asyncio.sleep(0.02)
+        waiter.cancel()
+
+    asyncio.run(give_up())
+    engine.gate.set()
+    assert future.result(timeout=30).metrics
+
+
+def test_a_future_asked_for_after_the_session_has_ended_is_a_typed_error(gated: Any) -> None:
+    engine, client, training = gated
+    waiting = [training.forward_backward(DATA, "cross_entropy"), training.optim_step(AdamParams())]
+    time.sleep(0.05)
+    engine.gate.set()
+    waiting[0].result()
+    engine.gate.clear()
+    open_future = training.forward_backward(DATA, "cross_entropy")
+    time.sleep(0.05)
+    threading.Timer(0.1, engine.gate.set).start()
+    client.close()
+    for future in (open_future, training.forward_backward(DATA, "cross_entropy"), training.optim_step()):
+        with pytest.raises(SessionEndedError) as caught:
+            future.result(timeout=5)
+        assert caught.value.field == "session_id" and caught.value.remedy
+    with pytest.raises(SessionEndedError):
+        client.create_lora_training_client("mint/tiny")
+    with pytest.raises(SessionEndedError):
+        training.get_info()
+    client.close()
+
+
+def test_a_client_that_was_never_used_opens_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_HOME", str(tmp_path / "never"))
+    with mint.ServiceClient():
+        pass
+    assert not (tmp_path / "never").exists()
+
+
+def test_many_threads_share_one_client(make_client: Any) -> None:
+    training = make_client().create_lora_training_client("mint/tiny", rank=4, seed=1)
+    sampler = training.save_weights_and_get_sampling_client()
+    params = SamplingParams(max_tokens=2)
+
+    def work(place: int) -> Any:
+        return sampler.sample(ModelInput.from_ints([1 + place]), 1, params.model_copy(update={"seed": place})).result()
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        concurrent_answers = list(pool.map(work, range(64)))
+    assert concurrent_answers == [work(place) for place in range(64)]
+
+
+SCRIPT = """
+import sys, time, threading
+import mint
+from mint.embedded import open_embedded
+from mint.engine.fake_engine import FakeEngine
+from mint.types import Datum, ModelInput
+from pathlib import Path
+
+class Slow(FakeEngine):
+    def forward(self, *args):
+        time.sleep(1.0)
+        return super().forward(*args)
+
+client = mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=Path(sys.argv[1]), engine=Slow()))
+training = client.create_lora_training_client("mint/tiny", rank=4)
+future = training.forward_backward([Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})], "cross_entropy")
+print("waiting", flush=True)
+try:
+    future.result()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_ends_a_wait_and_the_program_ends_cleanly(tmp_path: Any) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "waiting\n"
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=30)
+    assert (out, err, child.returncode) == ("interrupted\n", "", 0)
+    assert not list((tmp_path / "instances").glob("?" * 32 + ".lock"))

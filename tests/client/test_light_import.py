@@ -1,0 +1,36 @@
+"""`import mint` is light, and the SDK needs no torch, no server and no database."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = ["torch", "transformers", "fastapi", "starlette", "sqlalchemy", "tokenizers", "safetensors", "matplotlib"]
+
+
+def loaded_by(code: str) -> list[str]:
+    check = f"import sys; {code}; print([name for name in {HEAVY} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    return eval(run.stdout)
+
+
+def test_the_sdk_loads_nothing_heavy() -> None:
+    assert loaded_by("import mint; mint.ServiceClient; mint.TrainingClient; from mint import types, errors") == []
+
+
+def test_a_client_of_a_server_loads_nothing_heavy() -> None:
+    assert loaded_by("import mint; mint.ServiceClient(base_url='http://127.0.0.1:9')") == []
+
+
+def test_the_service_loads_no_torch() -> None:
+    assert "torch" not in loaded_by(
+        "import mint.server.app, mint.server.service, mint.embedded, mint.engine.fake_engine"
+    )
+
+
+def test_a_tokenizer_needs_no_torch() -> None:
+    code = (
+        "from mint.tokenizer import load_tokenizer; import mint; from pathlib import Path; "
+        "load_tokenizer(str(Path(mint.__file__).parent / 'models' / 'tiny'), '').encode('a')"
+    )
+    assert "torch" not in loaded_by(code)

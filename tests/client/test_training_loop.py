@@ -1,0 +1,267 @@
+"""The loop of the first seed, through the SDK and the whole service, with an engine that shows every slip."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import mint
+from mint.client import chunks
+from mint.errors import CheckpointError, InvalidRequestError, StepRefusedError, UnknownBaseModelError
+from mint.types import AdamParams, Datum, ModelInput, SamplingParams
+
+ADAM = AdamParams(learning_rate=1e-3)
+PROMPT = ModelInput.from_ints([5, 6, 7])
+
+
+def datum(*tokens: int, **inputs: list[float]) -> Datum:
+    whole = {"target_tokens": list(tokens[1:]), **inputs}
+    return Datum(model_input=ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=whole)
+
+
+DATA = [datum(1, 2, 3, 4, weights=[0.0, 1.0, 1.0]), datum(5, 6, 7)]
+
+
+def trainer(client: mint.ServiceClient, **options: Any) -> mint.TrainingClient:
+    return client.create_lora_training_client(base_model="mint/tiny", **{"rank": 8, "seed": 1, **options})
+
+
+def test_the_whole_loop(client: mint.ServiceClient) -> None:
+    training = trainer(client)
+    info = training.get_info()
+    assert (info.lora_rank, info.model_data.model_name, info.effective["seed"]) == (8, "mint/tiny", 1)
+    for step in range(3):
+        sampler = training.save_weights_and_get_sampling_client(name=f"rl-step-{step}")
+        answer = sampler.sample(prompt=PROMPT, num_samples=2, sampling_params=SamplingParams(max_tokens=4)).result()
+        datums = []
+        for sequence in answer.sequences:
+            assert len(sequence.tokens) == len(sequence.logprobs) == 4
+            full = [*PROMPT.to_ints(), *sequence.tokens]
+            inputs = {
+                "target_tokens": full[1:],
+                "weights": [0.0] * 2 + [1.0] * 4,
+                "logprobs": [0.0] * 2 + sequence.logprobs,
+                "advantages": [0.0] * 2 + [0.5] * 4,
+            }
+            datums.append(Datum(model_input=ModelInput.from_ints(full[:-1]), loss_fn_inputs=inputs))
+        passed = training.forward_backward(datums, loss_fn="importance_sampling")
+        stepped = training.optim_step(ADAM)
+        for output, sequence in zip(passed.result().loss_fn_outputs, answer.sequences, strict=True):
+            assert output["logprobs"].tolist()[2:] == sequence.logprobs
+        assert stepped.result().metrics["step"] == step + 1
+    path = training.save_state("end").result().path
+    again = client.create_training_client_from_state_with_optimizer(path)
+    assert again.optim_step(ADAM).result() == training.optim_step(ADAM).result()
+
+
+def test_a_sampler_shows_the_step_before_it_and_never_the_step_after(client: mint.ServiceClient) -> None:
+    training = trainer(client)
+    params = SamplingParams(max_tokens=4, seed=9)
+    samplers = []
+    for _ in range(3):
+        training.forward_backward(DATA, "cross_entropy")
+        training.optim_step(ADAM)
+        samplers.append(training.save_weights_and_get_sampling_client())
+    pipelined = [sampler.sample(PROMPT, 1, params).result() for sampler in samplers]
+    careful = trainer(client)
+    for seen in pipelined:
+        careful.forward_backward(DATA, "cross_entropy").result()
+        careful.optim_step(ADAM).result()
+        assert careful.save_weights_and_get_sampling_client().sample(PROMPT, 1, params).result() == seen
+    assert len({str(seen) for seen in pipelined}) == 3
+
+
+def test_the_same_seed_is_the_same_run(make_client: Any) -> None:
+    def run(folder: str) -> list[Any]:
+        training = trainer(make_client(folder))
+        seen = []
+        for _ in range(3):
+            sampler = training.save_weights_and_get_sampling_client()
+            futures = [sampler.sample(PROMPT, 2, SamplingParams(max_tokens=3)) for _ in range(8)]
+            seen.append([future.result() for future in futures])
+            training.forward_backward(DATA, "cross_entropy")
+            seen.append(training.optim_step(ADAM).result())
+        return seen
+
+    assert run("one") == run("two")
+
+
+def test_every_twin_gives_what_its_sync_form_gives(make_client: Any) -> None:
+    def steps(training: mint.TrainingClient, path: str | None = None) -> list[Any]:
+        result = [
+            training.forward(DATA, "cross_entropy").result(),
+            training.forward_backward(DATA, "cross_entropy").result(),
+            training.optim_step(ADAM).result(),
+            training.save_state("a").result().path.rpartition("/")[2],
+            training.save_weights_for_sampler("b").result().path.rpartition("/")[2],
+        ]
+        path = training.save_state("c").result().path
+        result.append(bool(training.load_state(path).result().path))
+        result.append(bool(training.load_state_with_optimizer(path).result().path))
+        sampler = training.save_weights_and_get_sampling_client()
+        result.append(sampler.sample(PROMPT, 2, SamplingParams(max_tokens=3)).result())
+        result.append(sampler.compute_logprobs(PROMPT).result())
+        result.append(sampler.get_base_model())
+        result.append(training.create_sampling_client(path).sample(PROMPT, 1, SamplingParams(max_tokens=2)).result())
+        result.append(training.get_info().effective)
+        return result
+
+    async def async_steps(client: mint.ServiceClient) -> list[Any]:
+        training = await client.create_lora_training_client_async("mint/tiny", rank=8, seed=1)
+        result: list[Any] = [
+            await (await training.forward_async(DATA, "cross_entropy")),
+            await (await training.forward_backward_async(DATA, "cross_entropy")),
+            await (await training.optim_step_async(ADAM)),
+            (await (await training.save_state_async("a"))).path.rpartition("/")[2],
+            ((await (await training.save_weights_for_sampler_async("b"))).path or "").rpartition("/")[2],
+        ]
+        path = (await (await training.save_state_async("c"))).path
+        result.append(bool((await (await training.load_state_async(path))).path))
+        result.append(bool((await (await training.load_state_with_optimizer_async(path))).path))
+        sampler = await training.save_weights_and_get_sampling_client_async()
+        result.append(await sampler.sample_async(PROMPT, 2, SamplingParams(max_tokens=3)))
+        result.append(await sampler.compute_logprobs_async(PROMPT))
+        result.append(await sampler.get_base_model_async())
+        other = await training.create_sampling_client_async(path)
+        result.append(await other.sample_async(PROMPT, 1, SamplingParams(max_tokens=2)))
+        result.append((await training.get_info_async()).effective)
+        assert (await client.get_server_capabilities_async()) == client.get_server_capabilities()
+        assert (await client.create_training_client_from_state_async(path)).model_id.endswith(":train:1")
+        assert (await client.create_training_client_from_state_with_optimizer_async(path)).done()
+        assert (await client.create_sampling_client_async(base_model="mint/tiny")).done()
+        return result
+
+    assert steps(trainer(make_client("sync"))) == asyncio.run(async_steps(make_client("async")))
+
+
+def test_compute_logprobs_agrees_with_forward(client: mint.ServiceClient) -> None:
+    training = trainer(client)
+    sampler = training.save_weights_and_get_sampling_client()
+    tokens = [1, 2, 3, 4]
+    first, *rest = sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()
+    assert first is None
+    assert rest == training.forward([datum(*tokens)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
+
+
+def test_large_batches_are_split_and_joined_without_a_trace(
+    client: mint.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [datum(1 + i, 2, 3, 4 + i) for i in range(10)]
+    whole = trainer(client).forward(data, "cross_entropy").result()
+    monkeypatch.setattr(chunks, "MAX_DATUMS", 3)
+    training = trainer(client)
+    parts = training.forward(data, "cross_entropy").result()
+    assert parts.loss_fn_outputs == whole.loss_fn_outputs
+    assert parts.metrics == pytest.approx(whole.metrics)
+    training.forward_backward(data, "cross_entropy")
+    assert training.optim_step(ADAM).result().metrics["step"] == 1.0
+
+
+def test_a_bad_chunk_fails_the_step(client: mint.ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "MAX_DATUMS", 2)
+    training = trainer(client)
+    passed = training.forward_backward([*DATA, *DATA, datum(1, 2, 5000)], "cross_entropy")
+    stepped = training.optim_step(ADAM)
+    with pytest.raises(InvalidRequestError, match="5000"):
+        passed.result()
+    with pytest.raises(StepRefusedError):
+        stepped.result()
+    training.forward_backward(DATA, "cross_entropy")
+    assert training.optim_step(ADAM).result().metrics["step"] == 1.0
+
+
+def test_a_custom_loss_that_is_cross_entropy_takes_the_same_step(client: mint.ServiceClient) -> None:
+    built_in, custom = trainer(client), trainer(client)
+    weights = [[0.0, 1.0, 1.0], [1.0, 1.0]]
+
+    def loss(_data: list[Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        total = -sum((row * row.new_tensor(w)).sum() for row, w in zip(logprobs, weights, strict=True))
+        return total, {"rows:sum": float(len(logprobs))}
+
+    built_in.forward_backward(DATA, "cross_entropy")
+    passed = custom.forward_backward_custom(DATA, loss)
+    stepped = custom.optim_step(ADAM)
+    assert stepped.result().state_digest == built_in.optim_step(ADAM).result().state_digest
+    metrics = passed.result().metrics
+    assert metrics["rows:sum"] == 2.0
+    assert metrics["loss:sum"] == pytest.approx(metrics["surrogate_loss:sum"])
+
+
+def test_a_custom_loss_that_raises_refuses_the_step(client: mint.ServiceClient) -> None:
+    training = trainer(client)
+
+    def loss(_data: list[Datum], _logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        raise ZeroDivisionError("mine")
+
+    passed, stepped = training.forward_backward_custom(DATA, loss), training.optim_step(ADAM)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        passed.result()
+    with pytest.raises(StepRefusedError):
+        stepped.result()
+    training.forward_backward(DATA, "cross_entropy")
+    assert training.optim_step(ADAM).result().metrics["step"] == 1.0
+
+
+def test_a_wrong_base_model_raises_where_it_was_named(client: mint.ServiceClient) -> None:
+    with pytest.raises(UnknownBaseModelError, match="mint/tiny"):
+        client.create_lora_training_client("no/such-model")
+    with pytest.raises(UnknownBaseModelError):
+        client.create_sampling_client(base_model="no/such-model")
+    with pytest.raises(InvalidRequestError, match="rank"):
+        trainer(client, rank=0)
+    trainer(client)
+
+
+def test_in_async_code_making_a_client_does_not_block_and_awaiting_raises(client: mint.ServiceClient) -> None:
+    async def make() -> None:
+        wrong = client.create_lora_training_client("no/such-model")
+        passed = wrong.forward_backward(DATA, "cross_entropy")
+        with pytest.raises(UnknownBaseModelError):
+            await wrong
+        with pytest.raises(UnknownBaseModelError):
+            await passed
+        right = client.create_lora_training_client("mint/tiny")
+        assert await right is right
+
+    asyncio.run(make())
+
+
+def test_checkpoints_outlive_their_client(make_client: Any) -> None:
+    first = make_client()
+    training = trainer(first)
+    training.forward_backward(DATA, "cross_entropy")
+    training.optim_step(ADAM)
+    saved, sampled = training.save_state("a").result().path, training.save_weights_for_sampler("b").result().path
+    expected = training.optim_step(ADAM).result()
+    first.close()
+
+    second = make_client()
+    assert second.create_training_client_from_state_with_optimizer(saved).optim_step(ADAM).result() == expected
+    params = SamplingParams(max_tokens=2, seed=1)
+    one = second.create_sampling_client(model_path=saved).sample(PROMPT, 1, params).result()
+    assert one == second.create_sampling_client(model_path=sampled).sample(PROMPT, 1, params).result()
+    with pytest.raises(CheckpointError, match="no optimizer"):
+        second.create_training_client_from_state_with_optimizer(sampled)
+    info = second.create_rest_client().get_weights_info_by_tinker_path(saved).result()
+    assert (info.base_model, info.lora_rank) == ("mint/tiny", 8)
+
+
+def test_the_tokenizer_is_a_hugging_face_one(client: mint.ServiceClient) -> None:
+    tokenizer = trainer(client).get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("3 + 5")) == "3 + 5"
+    assert tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert client.create_sampling_client(base_model="mint/tiny").get_tokenizer() is tokenizer
+
+
+def test_a_base_model_s_name_may_stand_for_other_weights(make_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_MODELS", "Qwen/Qwen3-0.6B=mint/tiny")
+    client = make_client()
+    training = client.create_lora_training_client("Qwen/Qwen3-0.6B")
+    assert training.get_info().model_data.model_name == "Qwen/Qwen3-0.6B"
+    assert training.get_tokenizer().encode("a")
+    names = [model.model_name for model in client.get_server_capabilities().supported_models]
+    assert names == ["Qwen/Qwen3-0.6B", "mint/tiny"]

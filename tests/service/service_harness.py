@@ -1,0 +1,163 @@
+"""Talks to a `Service` without HTTP, one request at a time, and runs a fixed script of operations through it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mint import wire
+from mint.engine.fake_engine import POISON_TOKEN, FakeEngine
+from mint.errors import MintError, from_wire
+from mint.server.service import Service
+
+BASE = "mint/tiny"
+Op = tuple[str, dict[str, Any]]
+"""Kind of request, and its body without model_id and seq_id."""
+
+
+def open_service(data_dir: Path, **options: Any) -> Service:
+    service = Service(options.pop("engine", None) or FakeEngine(), data_dir, aliases={}, **options)
+    service.start()
+    return service
+
+
+def datum(*tokens: int, **inputs: Sequence[float]) -> dict[str, Any]:
+    tensors = {key: {"data": list(row), "dtype": "float32"} for key, row in inputs.items()}
+    tensors["target_tokens"] = {"data": list(tokens[1:]), "dtype": "int64"}
+    return {"model_input": {"chunks": [{"tokens": list(tokens[:-1])}]}, "loss_fn_inputs": tensors}
+
+
+def pass_body(*data: dict[str, Any], loss: str = "cross_entropy", **more: Any) -> dict[str, Any]:
+    return {"forward_backward_input": {"data": list(data), "loss_fn": loss, **more}}
+
+
+GOOD_PASS = pass_body(datum(1, 2, 3, 4))
+STEP: dict[str, Any] = {"adam_params": {"learning_rate": 0.001}}
+
+
+class Harness:
+    """One session; requests as dicts, answers as dicts or raised errors."""
+
+    def __init__(self, service: Service, session_id: str | None = None) -> None:
+        self.service = service
+        self.session_id = session_id or service.create_session(b"{}").session_id
+
+    def create_model(self, number: int = 0, *, seed: int | None = 7, rank: int = 8, **lora: Any) -> str:
+        config = {"rank": rank, **({} if seed is None else {"seed": seed}), **lora}
+        body = {"session_id": self.session_id, "model_seq_id": number, "base_model": BASE, "lora_config": config}
+        return self.wait(self.submit("create_model", body))["model_id"]
+
+    def submit(self, kind: str, body: dict[str, Any]) -> str:
+        return self.service.submit(kind, json.dumps(body).encode()).request_id
+
+    def send(self, kind: str, model_id: str, seq_id: int, body: dict[str, Any]) -> str:
+        return self.submit(kind, {"model_id": model_id, "seq_id": seq_id, **body})
+
+    def run(self, kind: str, model_id: str, seq_id: int, body: dict[str, Any]) -> dict[str, Any]:
+        return self.wait(self.send(kind, model_id, seq_id, body))
+
+    def answer(self, request_id: str) -> bytes:
+        body = json.dumps({"request_id": request_id}).encode()
+        while (answer := asyncio.run(self.service.retrieve(body))) is None:
+            pass
+        return answer.body
+
+    def wait(self, request_id: str) -> dict[str, Any]:
+        body = self.answer(request_id)
+        error = wire.decode_error(body)
+        if error is not None:
+            raise from_wire(error)
+        return json.loads(body)
+
+    def digest(self, model_id: str) -> str:
+        """That of the state which the engine holds now."""
+        return self.service._trainer.engine.state_digest(model_id)
+
+    def sample(self, sampler_id: str, seq_id: int, **fields: Any) -> dict[str, Any]:
+        params = {"max_tokens": 3, **fields.pop("params", {})}
+        body = {
+            "sampling_session_id": sampler_id,
+            "seq_id": seq_id,
+            "prompt": {"chunks": [{"tokens": fields.pop("prompt", [5, 6])}]},
+            "sampling_params": params,
+            **fields,
+        }
+        return self.wait(self.service.sample(json.dumps(body).encode()).request_id)
+
+
+def script(steps: int) -> list[Op]:
+    """Operations of every kind, good and bad; the one at index i has seq_id i + 1."""
+    ops: list[Op] = []
+    for step in range(steps):
+        ops.append(("forward_backward", pass_body(datum(1, 2, 3 + step, 4), datum(5, 6, 7))))
+        if step % 4 == 1:
+            ops.append(("forward_backward", pass_body(datum(1, POISON_TOKEN, 3))))
+        if step % 4 == 2:
+            ops.append(("forward_backward", pass_body(datum(1, 2, -3))))
+        if step % 5 == 3:
+            ops.append(("optim_step", {"adam_params": {"learning_rate": -1.0}}))
+        ops.append(("optim_step", {"adam_params": {"learning_rate": 0.001 * (step + 1)}}))
+        if step % 3 == 0:
+            ops.append(("save_weights", {"path": f"s{step}"}))
+            ops.append(("save_weights_for_sampler", {"sampling_session_seq_id": step}))
+        if step % 6 == 4:
+            ops.append(("forward_backward", {**pass_body(datum(9, 8, 7)), "forward_only": True}))
+            ops.append(("load_weights", {"path": "mint://MODEL/weights/s3", "optimizer": step % 2 == 0}))
+    return ops
+
+
+def run_script(
+    harness: Harness, model_id: str, ops: Sequence[Op], *, seed: int | None, on_result: Callable[[int, bytes], None]
+) -> None:
+    """Submits all operations (shuffled in windows and doubled, with a seed), and waits for all results."""
+    order = list(range(len(ops)))
+    rng = random.Random(seed)
+    if seed is not None:
+        order = [
+            i
+            for start in range(0, len(ops), 5)
+            for i in rng.sample(order[start : start + 5], len(order[start : start + 5]))
+        ]
+        order = [copy for i in order for copy in ([i, i] if rng.random() < 0.25 else [i])]
+    waiting: dict[int, str] = {}
+    for place, i in enumerate(order):
+        kind, body = ops[i]
+        body = {
+            key: value.replace("MODEL", model_id) if isinstance(value, str) else value for key, value in body.items()
+        }
+        waiting[i] = harness.send(kind, model_id, i + 1, body)
+        if place % 5 == 4 and set(range(max(waiting) + 1)) == set(waiting):
+            _collect(harness, waiting, on_result)
+    _collect(harness, waiting, on_result)
+
+
+def _collect(harness: Harness, waiting: dict[int, str], on_result: Callable[[int, bytes], None]) -> None:
+    for i, request_id in sorted(waiting.items()):
+        body = harness.answer(request_id).replace(harness.session_id.encode(), b"SESSION")
+        on_result(i, body)
+
+
+def clean_results(data_dir: Path, ops: Sequence[Op]) -> tuple[dict[int, bytes], str]:
+    """The results of an undisturbed run, and the digest of the state it ends in."""
+    service = open_service(data_dir)
+    try:
+        harness = Harness(service)
+        model_id = harness.create_model()
+        results: dict[int, bytes] = {}
+        run_script(harness, model_id, ops, seed=None, on_result=results.__setitem__)
+        return results, harness.digest(model_id)
+    finally:
+        service.stop()
+
+
+def failure(call: Callable[[], object]) -> MintError:
+    """The error that a call raises."""
+    try:
+        call()
+    except MintError as error:
+        return error
+    raise AssertionError("nothing was raised")

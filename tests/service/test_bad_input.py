@@ -1,0 +1,224 @@
+"""Every bad request is a typed error that names field, value and remedy; the state is unchanged and work goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from service_harness import BASE, GOOD_PASS, STEP, Harness, datum, failure, open_service, pass_body
+
+from mint.errors import InvalidRequestError, MintError, NotFoundError, PromptTooLongError, UnknownBaseModelError
+from mint.server.service import Service
+
+NAN, INF = float("nan"), float("inf")
+POLICY = {"logprobs": [-1.0, -1.0], "advantages": [0.5, 0.5], "weights": [1.0, 1.0]}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = open_service(tmp_path_factory.mktemp("data"))
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def harness(service: Service) -> Harness:
+    """A session of its own on one service: what one user does wrong is nobody else's trouble."""
+    return Harness(service)
+
+
+def policy(**changed: Any) -> dict[str, Any]:
+    inputs = {key: row for key, row in {**POLICY, **changed}.items() if row is not None}
+    return pass_body(datum(1, 2, 3, **inputs), loss="ppo")
+
+
+def without(key: str) -> dict[str, Any]:
+    body = pass_body(datum(1, 2, 3))
+    del body["forward_backward_input"]["data"][0]["loss_fn_inputs"][key]
+    return body
+
+
+BAD_PASSES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
+    # name: (body, part of the field, part of the value, kind of error)
+    "token negative": (pass_body(datum(1, -2, 3)), "data[0].model_input[1]", "-2", InvalidRequestError),
+    "token beyond the vocabulary": (pass_body(datum(1, 2, 3), datum(1024, 2, 3)), "data[1].model_input[0]", "1024", InvalidRequestError),
+    "target beyond the vocabulary": (pass_body(datum(1, 2, 4096)), "target_tokens[1]", "4096", InvalidRequestError),
+    "token beyond 64 bits": (pass_body(datum(1, 2**70, 3)), "model_input", "1180591620717411303424", InvalidRequestError),
+    "empty data": (pass_body(), "data", "[]", InvalidRequestError),
+    "empty datum": (pass_body(datum(1)), "data[0].model_input", "[]", InvalidRequestError),
+    "unequal lengths": (pass_body(datum(1, 2, 3, weights=[1.0])), "data[0].loss_fn_inputs.weights", "length 1", InvalidRequestError),
+    "longer than the context": (pass_body(datum(*range(1, 520))), "data[0].model_input", "518 tokens", PromptTooLongError),
+    "target_tokens missing": (without("target_tokens"), "target_tokens", "(missing)", InvalidRequestError),
+    "logprobs missing": (policy(logprobs=None), "logprobs", "(missing)", InvalidRequestError),
+    "advantages missing": (policy(advantages=None), "advantages", "(missing)", InvalidRequestError),
+    "unknown input": (policy(mask=[1.0, 1.0]), "loss_fn_inputs", "mask", InvalidRequestError),
+    "advantage NaN": (policy(advantages=[0.5, NAN]), "advantages[1]", "nan", InvalidRequestError),
+    "advantage infinite": (policy(advantages=[INF, 0.5]), "advantages[0]", "inf", InvalidRequestError),
+    "logprob NaN": (policy(logprobs=[-1.0, NAN]), "logprobs[1]", "nan", InvalidRequestError),
+    "weight infinite": (policy(weights=[1.0, -INF]), "weights[1]", "-inf", InvalidRequestError),
+    "unknown loss": (pass_body(datum(1, 2, 3), loss="ppo2"), "loss_fn", "ppo2", InvalidRequestError),
+    "unknown setting": ({**pass_body(datum(1, 2, 3, **POLICY), loss="ppo", loss_fn_config={"clip_hi": 1.0})}, "loss_fn_config", "clip_hi", InvalidRequestError),
+    "unknown field": ({**GOOD_PASS, "surprise": 1}, "surprise", "1", InvalidRequestError),
+    "not even data": ({"forward_backward_input": 3}, "forward_backward_input", "3", InvalidRequestError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_PASSES)
+def test_a_bad_pass_is_named_and_changes_nothing(harness: Harness, name: str) -> None:
+    body, field, value, kind = BAD_PASSES[name]
+    model_id = harness.create_model()
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    digest = harness.run("optim_step", model_id, 2, STEP)["state_digest"]
+    error = failure(lambda: harness.run("forward_backward", model_id, 3, body))
+    assert type(error) is kind
+    assert field in (error.field or "") and value in str(error.value)
+    assert error.remedy or name in ("not even data",)
+    assert harness.digest(model_id) == digest
+    failure(lambda: harness.run("optim_step", model_id, 4, STEP))
+    harness.run("forward_backward", model_id, 5, GOOD_PASS)
+    assert harness.run("optim_step", model_id, 6, STEP)["metrics"]["step"] == 2.0
+
+
+def test_garbage_logprobs_are_legal_where_the_weight_is_zero(harness: Harness) -> None:
+    model_id = harness.create_model()
+    for garbage in (-INF, NAN, INF):
+        output = harness.run("forward_backward", model_id, 1, policy(logprobs=[garbage, -1.0], weights=[0.0, 1.0]))
+        assert output["metrics"]["tokens:sum"] == 1.0
+        model_id = harness.create_model(int(model_id.rsplit(":", 1)[1]) + 1)
+
+
+def test_missing_weights_of_a_policy_loss_follow_the_advantages_and_say_so(harness: Harness) -> None:
+    model_id = harness.create_model()
+    output = harness.run("forward_backward", model_id, 1, policy(weights=None, advantages=[0.0, -0.5]))
+    assert output["metrics"]["tokens:sum"] == 1.0
+    assert "weights are missing in 1 of 1 datums" in output["warnings"][0]
+    assert harness.run("forward_backward", model_id, 2, pass_body(datum(1, 2, 3)))["metrics"]["tokens:sum"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", -1.0), ("learning_rate", NAN), ("learning_rate", INF), ("beta1", 1.0), ("beta1", -0.1),
+        ("beta2", 1.5), ("eps", 0.0), ("eps", -1e-8), ("weight_decay", -0.1), ("grad_clip_norm", -1.0),
+        ("grad_clip_norm", NAN), ("learning_rate", "fast"), ("momentum", 0.9),
+    ],
+)  # fmt: skip
+def test_a_bad_step_is_named_and_changes_nothing(harness: Harness, field: str, value: object) -> None:
+    model_id = harness.create_model()
+    digest = harness.digest(model_id)
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    error = failure(lambda: harness.run("optim_step", model_id, 2, {"adam_params": {field: value}}))
+    assert isinstance(error, InvalidRequestError)
+    assert field in (error.field or "") and str(value) in str(error.value)
+    assert harness.digest(model_id) == digest
+    assert harness.run("optim_step", model_id, 3, STEP)["metrics"]["step"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rank", 0), ("rank", -4), ("rank", 257), ("rank", 10**9), ("rank", 1.5), ("seed", -1), ("seed", 2**63)],
+)
+def test_a_bad_lora_is_named(harness: Harness, field: str, value: object) -> None:
+    error = failure(lambda: harness.create_model(**{field: value}))
+    assert isinstance(error, InvalidRequestError)
+    assert field in (error.field or "") and str(error.value) == str(value)
+    harness.create_model(1)
+
+
+def test_a_lora_on_nothing_is_refused(harness: Harness) -> None:
+    nothing = {"train_attn": False, "train_mlp": False, "train_unembed": False}
+    error = failure(lambda: harness.create_model(**nothing))
+    assert isinstance(error, InvalidRequestError) and "train_attn" in (error.field or "") and error.remedy
+
+
+def test_an_unknown_base_model_lists_what_there_is_and_how_to_add_one(harness: Harness) -> None:
+    body = {"session_id": harness.session_id, "model_seq_id": 0, "base_model": "Qwen/Qwen9-0.1B"}
+    error = failure(lambda: harness.wait(harness.submit("create_model", body)))
+    assert isinstance(error, UnknownBaseModelError)
+    assert BASE in str(error) and "MINT_MODELS" in str(error) and "Qwen9" in str(error)
+    missing = failure(lambda: harness.run("forward_backward", f"{harness.session_id}:train:0", 1, GOOD_PASS))
+    assert isinstance(missing, NotFoundError)
+
+
+def base_sampler(harness: Harness, number: int = 0) -> str:
+    body = {"session_id": harness.session_id, "sampling_session_seq_id": number, "base_model": BASE}
+    return harness.service.create_sampling_session(json.dumps(body).encode()).sampling_session_id
+
+
+BAD_SAMPLES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
+    "empty prompt": ({"prompt": []}, "prompt", "[]", InvalidRequestError),
+    "token negative": ({"prompt": [5, -1]}, "prompt[1]", "-1", InvalidRequestError),
+    "token beyond the vocabulary": ({"prompt": [1024]}, "prompt[0]", "1024", InvalidRequestError),
+    "prompt longer than the context": ({"prompt": [1] * 513}, "prompt", "513 tokens", PromptTooLongError),
+    "prompt that fills the context": ({"prompt": [1] * 512, "params": {"max_tokens": None}}, "prompt", "512 tokens", PromptTooLongError),
+    "prompt with max_tokens beyond": ({"params": {"max_tokens": 511}}, "prompt", "2 tokens", PromptTooLongError),
+    "max_tokens 0": ({"params": {"max_tokens": 0}}, "max_tokens", "0", InvalidRequestError),
+    "max_tokens negative": ({"params": {"max_tokens": -3}}, "max_tokens", "-3", InvalidRequestError),
+    "temperature negative": ({"params": {"temperature": -0.1}}, "temperature", "-0.1", InvalidRequestError),
+    "temperature NaN": ({"params": {"temperature": NAN}}, "temperature", "nan", InvalidRequestError),
+    "top_p 0": ({"params": {"top_p": 0.0}}, "top_p", "0.0", InvalidRequestError),
+    "top_p above 1": ({"params": {"top_p": 1.1}}, "top_p", "1.1", InvalidRequestError),
+    "top_k 0": ({"params": {"top_k": 0}}, "top_k", "0", InvalidRequestError),
+    "top_k below -1": ({"params": {"top_k": -2}}, "top_k", "-2", InvalidRequestError),
+    "num_samples 0": ({"num_samples": 0}, "num_samples", "0", InvalidRequestError),
+    "num_samples absurd": ({"num_samples": 1025}, "num_samples", "1025", InvalidRequestError),
+    "seed negative": ({"params": {"seed": -5}}, "seed", "-5", InvalidRequestError),
+    "stop empty": ({"params": {"stop": ["a", ""]}}, "stop", "", InvalidRequestError),
+    "stops without end": ({"params": {"stop": ["a"] * 65}}, "stop", "65 entries", InvalidRequestError),
+    "stop token unknown": ({"params": {"stop_token_ids": [7, 5000]}}, "stop_token_ids[1]", "5000", InvalidRequestError),
+    "topk absurd": ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs", "5000", InvalidRequestError),
+    "unknown parameter": ({"params": {"typical_p": 0.5}}, "typical_p", "0.5", InvalidRequestError),
+    "unknown field": ({"beam_width": 4}, "beam_width", "4", InvalidRequestError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_SAMPLES)
+def test_a_bad_sample_request_is_named_and_fails_alone(harness: Harness, name: str) -> None:
+    fields, field, value, kind = BAD_SAMPLES[name]
+    sampler = base_sampler(harness)
+    error = failure(lambda: harness.sample(sampler, 0, **dict(fields)))
+    assert type(error) is kind
+    assert field in (error.field or "") and value in str(error.value)
+    assert error.remedy
+    assert len(harness.sample(sampler, 1)["sequences"][0]["tokens"]) == 3
+
+
+def test_the_prompt_too_long_message_has_the_numbers(harness: Harness) -> None:
+    error = failure(lambda: harness.sample(base_sampler(harness), 0, prompt=[1] * 500, params={"max_tokens": 20}))
+    assert "500 tokens" in str(error) and "512" in str(error) and "at most 12 tokens" in str(error)
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "..", "a b", "ü", "a" * 129, "a\0b", "a\n"])
+def test_a_bad_checkpoint_name_is_refused(harness: Harness, name: str) -> None:
+    model_id = harness.create_model()
+    error = failure(lambda: harness.run("save_weights", model_id, 1, {"path": name}))
+    assert isinstance(error, InvalidRequestError) and error.field == "name" and error.remedy
+    assert harness.run("save_weights", model_id, 2, {"path": "a" * 128})["path"].endswith("a" * 128)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("nothing", InvalidRequestError), ("mint://a/b", InvalidRequestError), ("mint://a/optimizer/c", InvalidRequestError),
+        ("mint://x:train:0/weights/never", NotFoundError), ("mint://../weights/..", NotFoundError),
+    ],
+)  # fmt: skip
+def test_a_bad_checkpoint_path_is_refused(harness: Harness, path: str, kind: type[MintError]) -> None:
+    model_id = harness.create_model()
+    digest = harness.digest(model_id)
+    error = failure(lambda: harness.run("load_weights", model_id, 1, {"path": path, "optimizer": True}))
+    assert isinstance(error, kind) and error.field == "path" and error.value == path and error.remedy
+    assert harness.digest(model_id) == digest
+
+
+def test_a_sampler_needs_something_to_sample_from(harness: Harness) -> None:
+    def create(**fields: Any) -> None:
+        body = {"session_id": harness.session_id, "sampling_session_seq_id": 0, **fields}
+        harness.service.create_sampling_session(json.dumps(body).encode())
+
+    assert isinstance(failure(create), InvalidRequestError)
+    assert isinstance(failure(lambda: create(base_model="nope")), UnknownBaseModelError)
+    assert isinstance(failure(lambda: create(model_path="mint://x:train:0/weights/a")), NotFoundError)
+    assert isinstance(failure(lambda: harness.sample(f"{harness.session_id}:sample:77", 0)), NotFoundError)

@@ -1,0 +1,287 @@
+"""A model comes back with the bits that were acknowledged, or it stops and says why; it never goes on silently."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from service_harness import BASE, GOOD_PASS, STEP, Harness, datum, failure, open_service, pass_body
+
+from mint.engine.fake_engine import FakeEngine
+from mint.engine.protocol import AdamSpec, LossSpec, PassResult, TrainDatum
+from mint.errors import CheckpointError, JournalError, NotFoundError, RecoveryDivergedError, RequestFailedError
+from mint.server import training
+from mint.server.checkpoints import JOURNAL_FILE
+from mint.server.journal import Finish, Journal
+from mint.server.service import Service
+
+
+def train(harness: Harness, model_id: str, steps: int, *, first_seq: int = 1) -> list[str]:
+    """The digest after each step."""
+    digests = []
+    for step in range(steps):
+        seq_id = first_seq + 2 * step
+        harness.run("forward_backward", model_id, seq_id, pass_body(datum(1, 2, 3 + step)))
+        digests.append(harness.run("optim_step", model_id, seq_id + 1, STEP)["state_digest"])
+    return digests
+
+
+def reopen(harness: Harness, **options: object) -> Harness:
+    """The same session in a new service over the same folder, as after a crash."""
+    harness.service.stop()
+    return Harness(open_service(harness.service.data_dir, **options), harness.session_id)
+
+
+def test_an_open_gradient_survives_a_restart(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path / "one"))
+    model_id = harness.create_model()
+    train(harness, model_id, 3)
+    harness.run("forward_backward", model_id, 7, GOOD_PASS)
+    harness = reopen(harness)
+    interrupted = harness.run("optim_step", model_id, 8, STEP)["state_digest"]
+    harness.service.stop()
+
+    other = Harness(open_service(tmp_path / "two"))
+    name = other.create_model()
+    train(other, name, 3)
+    other.run("forward_backward", name, 7, GOOD_PASS)
+    assert other.run("optim_step", name, 8, STEP)["state_digest"] == interrupted
+    other.service.stop()
+
+
+def test_a_failed_pass_still_counts_after_a_restart(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    (digest,) = train(harness, model_id, 1)
+    failure(lambda: harness.run("forward_backward", model_id, 3, pass_body(datum(1, 2, -3))))
+    harness = reopen(harness)
+    assert "refused" in str(failure(lambda: harness.run("optim_step", model_id, 4, STEP)))
+    assert harness.digest(model_id) == digest
+    train(harness, model_id, 1, first_seq=5)
+    harness.service.stop()
+
+
+@pytest.mark.parametrize("damaged", [1, 2], ids=["newest", "two newest"])
+@pytest.mark.parametrize("how", ["bit", "cut", "gone"])
+def test_a_damaged_snapshot_is_found_and_an_older_one_replayed(tmp_path: Path, damaged: int, how: str) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    digests = train(harness, model_id, 6)
+    harness.service.stop()
+    newest = sorted((tmp_path / "snapshots").iterdir(), key=lambda path: int(path.stem.split("-")[1]))[-damaged:]
+    for path in newest:
+        content = path.read_bytes()
+        if how == "bit":
+            path.write_bytes(content[:-3] + bytes([content[-3] ^ 0x40]) + content[-2:])
+        elif how == "cut":
+            path.write_bytes(content[:-8])
+        else:
+            path.unlink()
+    harness = Harness(open_service(tmp_path), harness.session_id)
+    harness.run("forward_backward", model_id, 13, GOOD_PASS)
+    assert harness.digest(model_id) == digests[-1]
+    harness.service.stop()
+
+
+def test_a_model_without_any_good_snapshot_stops_and_the_others_go_on(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    lost, kept = harness.create_model(0), harness.create_model(1, seed=8)
+    train(harness, lost, 6)
+    digest = train(harness, kept, 6)[-1]
+    harness.service.stop()
+    journal = Journal(tmp_path / JOURNAL_FILE)
+    for row in journal.snapshots(lost):
+        (tmp_path / row.file).write_bytes(b"nothing of use")
+    journal.close()
+    harness = Harness(open_service(tmp_path), harness.session_id)
+    first = failure(lambda: harness.run("forward_backward", lost, 13, GOOD_PASS))
+    assert isinstance(first, CheckpointError) and first.remedy
+    again = failure(lambda: harness.run("forward_backward", lost, 14, GOOD_PASS))
+    assert isinstance(again, RecoveryDivergedError)
+    harness.run("forward_backward", kept, 13, GOOD_PASS)
+    assert harness.digest(kept) == digest
+    harness.service.stop()
+
+
+class OtherSteps(FakeEngine):
+    """As if torch had been updated: the same step gives other bits."""
+
+    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        return super().optim_step(model_id, AdamSpec(2 * adam.learning_rate, 0.9, 0.9, 1.0, 0.0, 0.0))
+
+
+class OtherPasses(FakeEngine):
+    """The same pass gives other bits."""
+
+    def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
+        result = super().forward(model_id, data, loss)
+        return PassResult([row * 1.001 for row in result.logprobs], result.metrics)
+
+
+@pytest.mark.parametrize("engine", [OtherSteps, OtherPasses])
+def test_a_replay_with_other_bits_stops_the_model_and_names_the_request(
+    tmp_path: Path, engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "SMALL_STATE_BYTES", 0)
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    train(harness, model_id, 2)
+    harness.run("forward_backward", model_id, 5, GOOD_PASS)
+    harness = reopen(harness, engine=engine())
+    error = failure(lambda: harness.run("optim_step", model_id, 6, STEP))
+    assert isinstance(error, RecoveryDivergedError)
+    assert "replaying request" in str(error) and error.remedy
+    harness.service.stop()
+
+
+def test_large_states_are_saved_at_intervals_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "SMALL_STATE_BYTES", 1000)
+    harness = Harness(open_service(tmp_path, engine=FakeEngine(state_bytes=4000)))
+    model_id = harness.create_model()
+    digests = train(harness, model_id, 5)
+    assert len(list((tmp_path / "snapshots").iterdir())) == 1
+    harness = reopen(harness, engine=FakeEngine(state_bytes=4000))
+    harness.run("forward_backward", model_id, 11, GOOD_PASS)
+    assert harness.digest(model_id) == digests[-1]
+    harness.service.stop()
+
+
+def test_three_snapshots_are_kept_and_older_payloads_given_up(harness: Harness) -> None:
+    model_id = harness.create_model()
+    train(harness, model_id, 6)
+    until = time.monotonic() + 5  # files go after the answer is out
+    while len(list((harness.service.data_dir / "snapshots").iterdir())) != 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    rows = harness.service.journal.snapshots(model_id)
+    assert [row.seq_id for row in rows] == [12, 10, 8]
+    names = {
+        str(path.relative_to(harness.service.data_dir)) for path in (harness.service.data_dir / "snapshots").iterdir()
+    }
+    assert names == {row.file for row in rows}
+    jobs = harness.service.journal.jobs(model_id, after=-1)
+    assert [job.seq_id for job in jobs if job.payload is not None] == [9, 10, 11, 12]
+    assert all(job.result is not None for job in jobs)
+
+
+def test_two_processes_share_a_folder_and_only_the_dead_are_taken_over(tmp_path: Path) -> None:
+    one, two = Harness(open_service(tmp_path)), Harness(open_service(tmp_path))
+    mine, theirs = one.create_model(), two.create_model()
+    train(one, mine, 1)
+    train(two, theirs, 1)
+    error = failure(lambda: Harness(two.service, one.session_id).run("forward_backward", mine, 3, GOOD_PASS))
+    assert isinstance(error, NotFoundError) and "another process" in str(error)
+    one.service.stop()
+    three = open_service(tmp_path)
+    Harness(three, one.session_id).run("forward_backward", mine, 3, GOOD_PASS)
+    stranger = Harness(three, two.session_id)
+    assert isinstance(failure(lambda: stranger.run("forward_backward", theirs, 3, GOOD_PASS)), NotFoundError)
+    two.run("forward_backward", theirs, 3, GOOD_PASS)
+    two.service.stop()
+    three.stop()
+
+
+class Fragile(Journal):
+    """A journal on a disk that is full now and then."""
+
+    broken = threading.Event()
+
+    def finish_job(self, finish: Finish) -> bool:
+        if self.broken.is_set():
+            raise JournalError("no space left on device")
+        return super().finish_job(finish)
+
+
+def test_a_full_disk_delays_a_result_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mint.server.worker.JOURNAL_RETRY_S", 0.05)
+    monkeypatch.setattr("mint.server.service.Journal", Fragile)
+    harness = Harness(open_service(tmp_path / "one"))
+    model_id = harness.create_model()
+    train(harness, model_id, 2)
+    Fragile.broken.set()
+    pending = [harness.send("forward_backward", model_id, 5, GOOD_PASS), harness.send("optim_step", model_id, 6, STEP)]
+    time.sleep(0.2)
+    Fragile.broken.clear()
+    digest = [harness.wait(request_id) for request_id in pending][1]["state_digest"]
+    harness.service.stop()
+
+    other = Harness(open_service(tmp_path / "two"))
+    name = other.create_model()
+    train(other, name, 2)
+    other.run("forward_backward", name, 5, GOOD_PASS)
+    assert other.run("optim_step", name, 6, STEP)["state_digest"] == digest
+    other.service.stop()
+
+
+class Breaks(FakeEngine):
+    """An engine that fails in the middle of a step."""
+
+    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        metrics = super().optim_step(model_id, adam)
+        if adam.learning_rate == 0.5:
+            raise ZeroDivisionError("in the middle")
+        return metrics
+
+
+def test_an_engine_that_breaks_in_a_step_leaves_the_state_before_it(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path, engine=Breaks()))
+    model_id = harness.create_model()
+    train(harness, model_id, 1)
+    harness.run("forward_backward", model_id, 3, GOOD_PASS)
+    error = failure(lambda: harness.run("optim_step", model_id, 4, {"adam_params": {"learning_rate": 0.5}}))
+    assert isinstance(error, RequestFailedError) and "ZeroDivisionError" in str(error)
+    broken = harness.run("optim_step", model_id, 5, STEP)["state_digest"]
+    other = harness.create_model(1)
+    train(harness, other, 1)
+    harness.run("forward_backward", other, 3, GOOD_PASS)
+    assert harness.run("optim_step", other, 4, STEP)["state_digest"] == broken
+    harness.service.stop()
+
+
+def test_a_request_that_keeps_killing_processes_is_failed_alone(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    harness.service._worker.stop()
+    harness.send("forward_backward", model_id, 1, GOOD_PASS)
+    for life in range(5):
+        harness.service.instance.mark(f"{model_id}:1")
+        harness = Harness(after_a_death(harness.service), harness.session_id)
+        if life < 4:
+            assert harness.service.journal.job(model_id, 1).status == "pending"
+    harness.service._worker.start()
+    error = failure(lambda: harness.wait(f"{model_id}:1"))
+    assert isinstance(error, RequestFailedError) and "died 5 times" in str(error)
+    failure(lambda: harness.run("optim_step", model_id, 2, STEP))
+    train(harness, model_id, 1, first_seq=3)
+    harness.service.stop()
+
+
+def after_a_death(old: Service) -> Service:
+    """A new service that has taken over, but does not work yet; what the old one was running stays noted."""
+    old.journal.close()
+    os.close(old.instance._file)
+    service = Service(FakeEngine(), old.data_dir, aliases={})
+    with service.instance.sole_adopter():
+        service._adopt()
+    return service
+
+
+def test_orphans_are_swept_and_young_files_left_alone(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    train(harness, model_id, 1)
+    for name in ("snapshots/old.safetensors", "checkpoints/old", "published/young.safetensors"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if name.endswith("/old") else path.write_bytes(b"x")
+        if "old" in name:
+            os.utime(path, (1, 1))
+    harness = reopen(harness)
+    assert not (tmp_path / "snapshots/old.safetensors").exists() and not (tmp_path / "checkpoints/old").exists()
+    assert (tmp_path / "published/young.safetensors").exists()
+    train(harness, model_id, 1, first_seq=3)
+    assert BASE in [model.model_name for model in harness.service.capabilities().supported_models]
+    harness.service.stop()

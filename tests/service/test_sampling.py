@@ -1,0 +1,129 @@
+"""A sampler never sees two versions of the weights, and the same program samples the same tokens everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_service
+
+from mint.engine.fake_engine import FakeEngine
+from mint.errors import ConflictError, NotFoundError
+from mint.server import sampling
+
+
+def publish(harness: Harness, model_id: str, seq_id: int, number: int) -> str:
+    body = {"sampling_session_seq_id": number}
+    return harness.run("save_weights_for_sampler", model_id, seq_id, body)["sampling_session_id"]
+
+
+def step(harness: Harness, model_id: str, seq_id: int) -> None:
+    harness.run("forward_backward", model_id, seq_id, GOOD_PASS)
+    harness.run("optim_step", model_id, seq_id + 1, STEP)
+
+
+def program(harness: Harness, *, seed: int | None = 3) -> list[object]:
+    """A small run: what it samples."""
+    model_id = harness.create_model(seed=seed)
+    seen: list[object] = []
+    for number in range(3):
+        sampler = publish(harness, model_id, 3 * number + 1, number)
+        seen += [harness.sample(sampler, i, num_samples=2)["sequences"] for i in range(2)]
+        step(harness, model_id, 3 * number + 2)
+    return seen
+
+
+def test_the_same_seed_samples_the_same_in_every_process(tmp_path: Path) -> None:
+    runs = []
+    for name in ("one", "two"):
+        harness = Harness(open_service(tmp_path / name))
+        runs.append(program(harness))
+        harness.service.stop()
+    assert runs[0] == runs[1]
+    assert len({json.dumps(part) for part in runs[0]}) == len(runs[0])
+
+
+def test_without_a_seed_runs_differ(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    one = program(harness, seed=None)
+    assert one != program(Harness(harness.service), seed=None)
+    harness.service.stop()
+
+
+def test_a_sampler_keeps_its_version_while_training_goes_on_and_after_a_restart(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    step(harness, model_id, 1)
+    sampler = publish(harness, model_id, 3, 0)
+    first = harness.sample(sampler, 0, num_samples=3, prompt_logprobs=True)
+    step(harness, model_id, 4)
+    newer = publish(harness, model_id, 6, 1)
+    params = {"seed": 11}
+    old, new = (harness.sample(name, 1, params=dict(params)) for name in (sampler, newer))
+    assert old != new
+    harness.service.stop()
+    harness = Harness(open_service(tmp_path), harness.session_id)
+    assert harness.sample(sampler, 0, num_samples=3, prompt_logprobs=True) == first
+    assert harness.sample(sampler, 2, params=dict(params)) == old
+    assert harness.sample(newer, 2, params=dict(params)) == new
+    harness.service.stop()
+
+
+def test_many_versions_leave_the_engine_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "KEPT_IN_ENGINE", 2)
+    monkeypatch.setattr(sampling, "KEPT_PUBLISHED", 4)
+    engine = FakeEngine()
+    harness = Harness(open_service(tmp_path, engine=engine))
+    model_id = harness.create_model()
+    samplers, seen = [], []
+    for number in range(4):
+        samplers.append(publish(harness, model_id, 3 * number + 1, number))
+        seen.append(harness.sample(samplers[-1], 0, params={"seed": 1}))
+        step(harness, model_id, 3 * number + 2)
+    assert len(engine._weights) == 2
+    assert [harness.sample(name, 1, params={"seed": 1}) for name in samplers] == seen
+    harness.sample(samplers[0], 2)
+    publish(harness, model_id, 13, 4)  # pushes out the one that was not used for longest
+    assert isinstance(failure(lambda: harness.sample(samplers[1], 3)), NotFoundError)
+    assert harness.sample(samplers[0], 4, params={"seed": 1}) == seen[0]
+    assert len(list((tmp_path / "published").iterdir())) == 4
+    harness.service.stop()
+
+
+def test_a_copy_of_a_sample_request_gets_the_same_answer_and_another_is_refused(harness: Harness) -> None:
+    sampler = publish(harness, harness.create_model(), 1, 0)
+    first = harness.sample(sampler, 0, num_samples=2)
+    assert harness.sample(sampler, 0, num_samples=2) == first
+    assert isinstance(failure(lambda: harness.sample(sampler, 0, num_samples=3)), ConflictError)
+
+
+def test_greedy_samples_agree_and_random_ones_do_not(harness: Harness) -> None:
+    sampler = publish(harness, harness.create_model(), 1, 0)
+    greedy = harness.sample(sampler, 0, num_samples=3, params={"temperature": 0.0})["sequences"]
+    assert greedy[0] == greedy[1] == greedy[2]
+    drawn = harness.sample(sampler, 1, num_samples=3)["sequences"]
+    assert len({json.dumps(sequence) for sequence in drawn}) == 3
+
+
+def test_a_saved_sampler_samples_as_the_published_one(harness: Harness) -> None:
+    model_id = harness.create_model()
+    step(harness, model_id, 1)
+    published = publish(harness, model_id, 3, 0)
+    path = harness.run("save_weights_for_sampler", model_id, 4, {"path": "s"})["path"]
+    body = {"session_id": harness.session_id, "sampling_session_seq_id": 1, "model_path": path}
+    saved = harness.service.create_sampling_session(json.dumps(body).encode()).sampling_session_id
+    one, two = (harness.sample(name, 0, params={"seed": 5}) for name in (published, saved))
+    assert one == two
+    info = harness.service.sampler_info(saved)
+    assert (info.base_model, info.model_path) == (BASE, path)
+
+
+def test_prompt_logprobs_alone_need_no_room_for_samples(harness: Harness) -> None:
+    sampler = publish(harness, harness.create_model(), 1, 0)
+    prompt = [1 + i % 50 for i in range(512)]
+    answer = harness.sample(sampler, 0, prompt=prompt, prompt_logprobs=True, params={"max_tokens": 0})
+    assert answer["sequences"] == [] and len(answer["prompt_logprobs"]) == 512
+    assert answer["prompt_logprobs"][0] is None and all(value <= 0 for value in answer["prompt_logprobs"][1:])
+    topk = harness.sample(sampler, 1, topk_prompt_logprobs=2)["topk_prompt_logprobs"]
+    assert topk[0] is None and len(topk[1]) == 2

@@ -1,0 +1,65 @@
+"""The torch engine behind the service: a restart, from a snapshot or by replay, continues with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_harness import Harness, datum, open_service, pass_body
+
+from mint.engine.torch_engine import TorchEngine
+from mint.server import training
+
+STEP: dict[str, Any] = {"adam_params": {"learning_rate": 0.003, "weight_decay": 0.01, "grad_clip_norm": 1.0}}
+
+
+def torch_service(data_dir: Path) -> Any:
+    return open_service(data_dir, engine=TorchEngine(dtype="float32", threads=1))
+
+
+def train(harness: Harness, model_id: str, steps: range) -> list[tuple[Any, str]]:
+    """What each step answered: the pass's outputs, and the digest after it."""
+    seen = []
+    for step in steps:
+        data = [datum(1 + step, 20, 30, 40 + step, 50), datum(7, 8, 9 + step)]
+        output = harness.run("forward_backward", model_id, 3 * step + 1, pass_body(*data))
+        more = harness.run("forward_backward", model_id, 3 * step + 2, pass_body(datum(100, 101, 102, 103)))
+        digest = harness.run("optim_step", model_id, 3 * step + 3, STEP)["state_digest"]
+        seen.append(((output["loss_fn_outputs"], more["loss_fn_outputs"]), digest))
+    return seen
+
+
+@pytest.mark.parametrize("small_state_bytes", [training.SMALL_STATE_BYTES, 0], ids=["snapshot", "replay"])
+def test_a_restart_in_the_middle_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_state_bytes: int
+) -> None:
+    monkeypatch.setattr(training, "SMALL_STATE_BYTES", small_state_bytes)
+    whole = Harness(torch_service(tmp_path / "whole"))
+    uninterrupted = train(whole, whole.create_model(), range(4))
+    whole.service.stop()
+
+    harness = Harness(torch_service(tmp_path / "cut"))
+    model_id = harness.create_model()
+    seen = train(harness, model_id, range(2))
+    data = [datum(3, 20, 30, 42, 50), datum(7, 8, 11)]
+    harness.run("forward_backward", model_id, 7, pass_body(*data))  # a gradient is open
+    harness.service.stop()
+    harness = Harness(torch_service(tmp_path / "cut"), harness.session_id)
+    seen += train(harness, model_id, range(2, 4))
+    assert seen == uninterrupted
+    harness.service.stop()
+
+
+def test_a_sampler_survives_a_restart_with_the_same_samples(tmp_path: Path) -> None:
+    harness = Harness(torch_service(tmp_path))
+    model_id = harness.create_model()
+    train(harness, model_id, range(2))
+    body = {"sampling_session_seq_id": 0}
+    sampler = harness.run("save_weights_for_sampler", model_id, 7, body)["sampling_session_id"]
+    asked: dict[str, Any] = {"num_samples": 4, "prompt": [10, 11, 12], "prompt_logprobs": True}
+    first = harness.sample(sampler, 0, **asked)
+    harness.service.stop()
+    harness = Harness(torch_service(tmp_path), harness.session_id)
+    assert harness.sample(sampler, 0, **asked) == first
+    harness.service.stop()
