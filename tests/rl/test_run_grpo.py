@@ -1,0 +1,162 @@
+"""The shared loop on the bundled model: it learns, it repeats, it resumes, and nothing that fails is silent."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mint.errors import InvalidRequestError
+from mint.recipes.math import DEMO, MathAdapter
+from mint.rl import RLAdapter, RLConfig, RunResult, run_grpo
+
+SMALL = DEMO.model_copy(update={"batch_size": 4, "group_size": 4, "steps": 3, "heldout_size": 16})
+
+
+class Constant(RLAdapter):
+    """Every completion earns the same."""
+
+    def build_dataset(self) -> Sequence[str]:
+        return ["1 + 1", "2 + 2", "3 + 3"]
+
+    def make_prompt(self, sample: str, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(f"Q: What is {sample}?\nA:")
+
+    def compute_reward(self, response: str, sample: str) -> float:
+        return 0.0
+
+
+class ManyDigits(Constant):
+    """More digits, more reward: any policy can climb it, and it always differs within a group."""
+
+    def compute_reward(self, response: str, sample: str) -> float:
+        return sum(character.isdigit() for character in response) / 16
+
+
+def rows(result: RunResult, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (result.run_dir / name).read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+
+
+def assert_same_bits(one: RunResult, other: RunResult) -> None:
+    assert one.state_digest == other.state_digest is not None
+    assert rows(one, "metrics.jsonl") == rows(other, "metrics.jsonl")
+    assert rows(one, "rollouts.jsonl") == rows(other, "rollouts.jsonl")
+    assert one.heldout_after == other.heldout_after
+
+
+def test_the_policy_learns_arithmetic_that_it_was_never_trained_on() -> None:
+    config = DEMO.model_copy(update={"steps": 12, "heldout_size": 192})
+    result = run_grpo(MathAdapter(seed=0), config)
+    before, after = result.heldout_before[1.0], result.heldout_after[1.0]
+    assert after.low > before.high, (before, after)
+    assert result.heldout_after[0.0].mean > result.heldout_before[0.0].mean
+    assert result.max_abs_logprob_diff <= 1e-5
+
+
+def test_the_same_seed_gives_the_same_run_bit_for_bit_and_another_seed_another() -> None:
+    one, again = (run_grpo(MathAdapter(seed=1), SMALL.model_copy(update={"seed": 1})) for _ in range(2))
+    assert_same_bits(one, again)
+    other = run_grpo(MathAdapter(seed=1), SMALL.model_copy(update={"seed": 2}))
+    assert other.state_digest != one.state_digest
+
+
+KILLED_RUN = """
+import os, signal, sys
+from pathlib import Path
+from mint.recipes.math import MathAdapter
+from mint.rl import RLConfig, run_grpo
+config = RLConfig(**eval(sys.argv[1])).model_copy(update={"run_dir": Path(sys.argv[2])})
+def on_progress(event, fields):
+    if event == "step" and fields["step"] == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+run_grpo(MathAdapter(seed=3), config, on_progress=on_progress)
+"""
+
+
+def test_a_run_that_was_killed_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    config = SMALL.model_copy(update={"seed": 3, "steps": 5, "save_every": 2})
+    clean = run_grpo(MathAdapter(seed=3), config.model_copy(update={"run_dir": tmp_path / "clean"}))
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-c", KILLED_RUN, repr(config.model_dump(exclude={"run_dir"})), str(folder)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    resumed = run_grpo(MathAdapter(seed=3), config.model_copy(update={"run_dir": folder}), resume=True)
+    assert_same_bits(clean, resumed)
+    assert (resumed.samples, resumed.tokens) == (clean.samples, clean.tokens)
+
+
+def test_groups_without_a_signal_are_counted_no_step_is_taken_and_the_run_says_so() -> None:
+    config = RLConfig(base_model="mint/tiny", steps=3, batch_size=2, max_tokens=4, heldout_size=0)
+    result = run_grpo(Constant(), config)
+    metrics = rows(result, "metrics.jsonl")
+    assert [row["groups/all_bad"] for row in metrics] == [2.0, 2.0, 2.0]
+    assert [row["datums"] for row in metrics] == [0.0, 0.0, 0.0]
+    assert result.state_digest is None
+    assert "no_learning_signal" in {finding.name for finding in result.findings}
+    assert rows(result, "findings.jsonl")
+
+
+def test_a_failing_grader_costs_its_sample_and_is_shown() -> None:
+    class FailsOnSome(ManyDigits):
+        def compute_reward(self, response: str, sample: str) -> float:
+            if sample == "2 + 2":
+                raise ValueError("the judge is away")
+            return super().compute_reward(response, sample)
+
+    config = RLConfig(base_model="mint/tiny", steps=1, batch_size=3, max_tokens=4, heldout_size=0)
+    result = run_grpo(FailsOnSome(), config)
+    (metrics,) = rows(result, "metrics.jsonl")
+    assert metrics["rollouts/ungraded"] == 4.0
+    assert metrics["groups/failed"] == 1.0
+    errors = {row["error"] for row in rows(result, "rollouts.jsonl") if row["reward"] is None}
+    assert errors == {"ValueError: the judge is away"}
+    assert "grader_errors" in {finding.name for finding in result.findings}
+
+
+def test_a_prompt_that_cannot_be_sampled_costs_its_group() -> None:
+    class OneTooLong(ManyDigits):
+        def make_prompt(self, sample: str, tokenizer: Any) -> list[int]:
+            prompt = super().make_prompt(sample, tokenizer)
+            return prompt * 2000 if sample == "2 + 2" else prompt
+
+    result = run_grpo(OneTooLong(), RLConfig(base_model="mint/tiny", steps=1, batch_size=3, heldout_size=0))
+    failed = [row for row in rows(result, "rollouts.jsonl") if "tokens" not in row]
+    assert len(failed) == 1
+    assert "context" in failed[0]["error"]
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    class Empty(Constant):
+        def build_dataset(self) -> Sequence[str]:
+            return []
+
+    with pytest.raises(InvalidRequestError, match="build_dataset"):
+        run_grpo(Empty(), RLConfig(base_model="mint/tiny"))
+
+
+def test_the_kl_penalty_holds_the_policy_near_the_base_model() -> None:
+    def drift(coef: float) -> float:
+        config = RLConfig(
+            base_model="mint/tiny", steps=6, batch_size=4, group_size=8, max_tokens=6, temperature=1.0,
+            learning_rate=2e-3, kl_penalty_coef=coef, heldout_size=0,
+        )  # fmt: skip
+        result = run_grpo(ManyDigits(), config)
+        return rows(result, "metrics.jsonl")[-1]["kl/policy_base"]
+
+    assert drift(2.0) < 0.5 * drift(1e-6)
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "dro"])
+def test_each_policy_loss_climbs_a_reward(loss_fn: str) -> None:
+    config = RLConfig(
+        base_model="mint/tiny", loss_fn=loss_fn, steps=8, batch_size=4, group_size=8, max_tokens=6, temperature=1.0,
+        learning_rate=3e-3, heldout_size=0,
+    )  # fmt: skip
+    rewards = [row["reward/mean"] for row in rows(run_grpo(ManyDigits(), config), "metrics.jsonl")]
+    assert sum(rewards[-2:]) > sum(rewards[:2])
