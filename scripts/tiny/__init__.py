@@ -1,0 +1,1 @@
+"""How the bundled base model is made: skills -> corpus -> tokenizer -> pretrain -> probes."""
