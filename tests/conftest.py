@@ -17,3 +17,4 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MINT_HOME", str(tmp_path / "mint-home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("MINT_THREADS", "1")  # two threads on two busy cores wait for each other most of the time

@@ -26,14 +26,17 @@ def datum(tokens: Sequence[int] | np.ndarray, *, prompt: int = 1, **inputs: Any)
 def random_data(
     seed: int, *, count: int = 6, vocab: int = 64, shared: int = 0, policy: bool = False
 ) -> list[TrainDatum]:
-    """Examples of 5 to 30 tokens; the first `shared` tokens are common to pairs of neighbours."""
+    """Examples of 5 to 30 tokens; the first `shared` of them are common to pairs of neighbours.
+
+    Tokens are 20 and more: below lies the fake engine's poison.
+    """
     rng = np.random.default_rng(seed)
     data = []
-    prefix = rng.integers(2, vocab, 0)
+    prefix = rng.integers(20, vocab, 0)
     for index in range(count):
         if index % 2 == 0:
-            prefix = rng.integers(2, vocab, shared)
-        whole = np.concatenate([prefix, rng.integers(2, vocab, int(rng.integers(5, 30)))])
+            prefix = rng.integers(20, vocab, shared)
+        whole = np.concatenate([prefix, rng.integers(20, vocab, int(rng.integers(5, 30)))])
         size = len(whole) - 1
         inputs = {"logprobs": rng.normal(-4, 0.3, size), "advantages": rng.normal(0, 1, size)} if policy else {}
         data.append(datum(whole, prompt=max(3, shared), **inputs))

@@ -12,7 +12,7 @@ SHAPES = {
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "tie_word_embeddings": True},
     "untied": {"hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
                "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 131, "tie_word_embeddings": False},
-    "one_kv_head": {"hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 1, "num_attention_heads": 3,
+    "one_kv_head": {"hidden_size": 36, "intermediate_size": 52, "num_hidden_layers": 1, "num_attention_heads": 3,
                     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 64, "tie_word_embeddings": True},
 }  # fmt: skip
 

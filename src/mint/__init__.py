@@ -16,7 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mint import errors, types
+    import mint.errors as errors
+    import mint.types as types
     from mint.client.futures import APIFuture
     from mint.client.sampling_client import SamplingClient
     from mint.client.service_client import ServiceClient

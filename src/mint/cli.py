@@ -1,4 +1,4 @@
-"""`mint …`. Thin: each command reads its arguments, calls one function and prints. Heavy imports wait inside."""
+"""The command line. Each command reads its arguments, calls one function and prints; heavy imports wait inside."""
 
 from __future__ import annotations
 

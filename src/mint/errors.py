@@ -53,7 +53,7 @@ class MintError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.field} = {self.value}: {self.message}" if self.field is not None else self.message
-        return f"{text}. {self.remedy}" if self.remedy else text
+        return text if self.remedy is None else f"{text}. {self.remedy}"
 
     def to_wire(self) -> dict[str, Any]:
         """The JSON body of a failed future or of a refused request."""

@@ -179,7 +179,7 @@ class ModelInput(StrictValue):
         return self.length
 
 
-class Datum(StrictValue):
+class Datum(_Params):
     """One training example: an input of N tokens and the tensors that its loss reads, each of length N.
 
     Position t of every tensor speaks of predicting `target_tokens[t]` from `model_input[: t + 1]`; so

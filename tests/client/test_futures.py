@@ -46,7 +46,7 @@ def test_a_time_out_is_typed_and_the_request_goes_on(gated: Any) -> None:
     engine, _, training = gated
     future = training.forward_backward(DATA, "cross_entropy")
     began = time.monotonic()
-    with pytest.raises(ResultTimeoutError, match="0.05 s"):
+    with pytest.raises(ResultTimeoutError, match=r"0\.05 s"):
         future.result(timeout=0.05)
     with pytest.raises(TimeoutError):
         asyncio.run(future.result_async(timeout=0.05))
@@ -144,9 +144,11 @@ class Slow(FakeEngine):
         time.sleep(1.0)
         return super().forward(*args)
 
-client = mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=Path(sys.argv[1]), engine=Slow()))
+folder = Path(sys.argv[1])
+client = mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=folder, engine=Slow()))
 training = client.create_lora_training_client("mint/tiny", rank=4)
-future = training.forward_backward([Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})], "cross_entropy")
+data = [Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})]
+future = training.forward_backward(data, "cross_entropy")
 print("waiting", flush=True)
 try:
     future.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ HEAVY = ["torch", "transformers", "fastapi", "starlette", "sqlalchemy", "tokeniz
 def loaded_by(code: str) -> list[str]:
     check = f"import sys; {code}; print([name for name in {HEAVY} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    return eval(run.stdout)
+    return list(ast.literal_eval(run.stdout))
 
 
 def test_the_sdk_loads_nothing_heavy() -> None:

@@ -69,7 +69,9 @@ def test_an_incomplete_folder_says_what_is_missing(folder: Path, name: str) -> N
 
 def test_a_missing_shard_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}')
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}'
+    )
     (folder / "m-1.safetensors").write_text("")
     with pytest.raises(InvalidRequestError, match=r"lacks m-2\.safetensors"):
         resolve(str(folder), {})

@@ -13,7 +13,7 @@ from mint.rl.grading import Grader
 def test_rewards_come_back_in_order_from_sync_and_async_functions() -> None:
     grader = Grader(timeout_s=5)
 
-    def make(i: int):  # noqa: ANN202
+    def make(i: int):
         async def later() -> float:
             await asyncio.sleep(0.001 * (10 - i))
             return float(i)

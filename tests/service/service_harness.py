@@ -117,22 +117,22 @@ def run_script(
     order = list(range(len(ops)))
     rng = random.Random(seed)
     if seed is not None:
-        order = [
-            i
-            for start in range(0, len(ops), 5)
-            for i in rng.sample(order[start : start + 5], len(order[start : start + 5]))
-        ]
+        windows = [order[start : start + 5] for start in range(0, len(ops), 5)]
+        order = [i for window in windows for i in rng.sample(window, len(window))]
         order = [copy for i in order for copy in ([i, i] if rng.random() < 0.25 else [i])]
     waiting: dict[int, str] = {}
     for place, i in enumerate(order):
-        kind, body = ops[i]
-        body = {
-            key: value.replace("MODEL", model_id) if isinstance(value, str) else value for key, value in body.items()
-        }
-        waiting[i] = harness.send(kind, model_id, i + 1, body)
+        waiting[i] = send_op(harness, model_id, ops, i)
         if place % 5 == 4 and set(range(max(waiting) + 1)) == set(waiting):
             _collect(harness, waiting, on_result)
     _collect(harness, waiting, on_result)
+
+
+def send_op(harness: Harness, model_id: str, ops: Sequence[Op], i: int) -> str:
+    """Submits one operation in its place."""
+    kind, body = ops[i]
+    body = {key: value.replace("MODEL", model_id) if isinstance(value, str) else value for key, value in body.items()}
+    return harness.send(kind, model_id, i + 1, body)
 
 
 def _collect(harness: Harness, waiting: dict[int, str], on_result: Callable[[int, bytes], None]) -> None:

@@ -13,6 +13,8 @@ from mint.errors import InvalidRequestError, MintError, NotFoundError, PromptToo
 from mint.server.service import Service
 
 NAN, INF = float("nan"), float("inf")
+BAD, LONG = InvalidRequestError, PromptTooLongError
+IDS, INPUTS = "data[0].model_input", "data[0].loss_fn_inputs"
 POLICY = {"logprobs": [-1.0, -1.0], "advantages": [0.5, 0.5], "weights": [1.0, 1.0]}
 
 
@@ -42,26 +44,26 @@ def without(key: str) -> dict[str, Any]:
 
 BAD_PASSES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
     # name: (body, part of the field, part of the value, kind of error)
-    "token negative": (pass_body(datum(1, -2, 3)), "data[0].model_input[1]", "-2", InvalidRequestError),
-    "token beyond the vocabulary": (pass_body(datum(1, 2, 3), datum(1024, 2, 3)), "data[1].model_input[0]", "1024", InvalidRequestError),
-    "target beyond the vocabulary": (pass_body(datum(1, 2, 4096)), "target_tokens[1]", "4096", InvalidRequestError),
-    "token beyond 64 bits": (pass_body(datum(1, 2**70, 3)), "model_input", "1180591620717411303424", InvalidRequestError),
-    "empty data": (pass_body(), "data", "[]", InvalidRequestError),
-    "empty datum": (pass_body(datum(1)), "data[0].model_input", "[]", InvalidRequestError),
-    "unequal lengths": (pass_body(datum(1, 2, 3, weights=[1.0])), "data[0].loss_fn_inputs.weights", "length 1", InvalidRequestError),
-    "longer than the context": (pass_body(datum(*range(1, 520))), "data[0].model_input", "518 tokens", PromptTooLongError),
-    "target_tokens missing": (without("target_tokens"), "target_tokens", "(missing)", InvalidRequestError),
-    "logprobs missing": (policy(logprobs=None), "logprobs", "(missing)", InvalidRequestError),
-    "advantages missing": (policy(advantages=None), "advantages", "(missing)", InvalidRequestError),
-    "unknown input": (policy(mask=[1.0, 1.0]), "loss_fn_inputs", "mask", InvalidRequestError),
-    "advantage NaN": (policy(advantages=[0.5, NAN]), "advantages[1]", "nan", InvalidRequestError),
-    "advantage infinite": (policy(advantages=[INF, 0.5]), "advantages[0]", "inf", InvalidRequestError),
-    "logprob NaN": (policy(logprobs=[-1.0, NAN]), "logprobs[1]", "nan", InvalidRequestError),
-    "weight infinite": (policy(weights=[1.0, -INF]), "weights[1]", "-inf", InvalidRequestError),
-    "unknown loss": (pass_body(datum(1, 2, 3), loss="ppo2"), "loss_fn", "ppo2", InvalidRequestError),
-    "unknown setting": ({**pass_body(datum(1, 2, 3, **POLICY), loss="ppo", loss_fn_config={"clip_hi": 1.0})}, "loss_fn_config", "clip_hi", InvalidRequestError),
-    "unknown field": ({**GOOD_PASS, "surprise": 1}, "surprise", "1", InvalidRequestError),
-    "not even data": ({"forward_backward_input": 3}, "forward_backward_input", "3", InvalidRequestError),
+    "token negative": (pass_body(datum(1, -2, 3)), "data[0].model_input[1]", "-2", BAD),
+    "token beyond the vocabulary": (pass_body(datum(1, 2), datum(1024, 2)), "data[1].model_input[0]", "1024", BAD),
+    "target beyond the vocabulary": (pass_body(datum(1, 2, 4096)), "target_tokens[1]", "4096", BAD),
+    "token beyond 64 bits": (pass_body(datum(1, 2**70, 3)), "model_input", "1180591620717411303424", BAD),
+    "empty data": (pass_body(), "data", "[]", BAD),
+    "empty datum": (pass_body(datum(1)), IDS, "[]", BAD),
+    "unequal lengths": (pass_body(datum(1, 2, 3, weights=[1.0])), f"{INPUTS}.weights", "length 1", BAD),
+    "longer than the context": (pass_body(datum(*range(1, 520))), IDS, "518 tokens", LONG),
+    "target_tokens missing": (without("target_tokens"), "target_tokens", "(missing)", BAD),
+    "logprobs missing": (policy(logprobs=None), "logprobs", "(missing)", BAD),
+    "advantages missing": (policy(advantages=None), "advantages", "(missing)", BAD),
+    "unknown input": (policy(mask=[1.0, 1.0]), "loss_fn_inputs", "mask", BAD),
+    "advantage NaN": (policy(advantages=[0.5, NAN]), "advantages[1]", "nan", BAD),
+    "advantage infinite": (policy(advantages=[INF, 0.5]), "advantages[0]", "inf", BAD),
+    "logprob NaN": (policy(logprobs=[-1.0, NAN]), "logprobs[1]", "nan", BAD),
+    "weight infinite": (policy(weights=[1.0, -INF]), "weights[1]", "-inf", BAD),
+    "unknown loss": (pass_body(datum(1, 2, 3), loss="ppo2"), "loss_fn", "ppo2", BAD),
+    "unknown setting": (pass_body(loss="ppo", loss_fn_config={"clip_hi": 1.0}), "loss_fn_config", "clip_hi", BAD),
+    "unknown field": ({**GOOD_PASS, "surprise": 1}, "surprise", "1", BAD),
+    "not even data": ({"forward_backward_input": 3}, "forward_backward_input", "3", BAD),
 }  # fmt: skip
 
 
@@ -148,29 +150,29 @@ def base_sampler(harness: Harness, number: int = 0) -> str:
 
 
 BAD_SAMPLES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
-    "empty prompt": ({"prompt": []}, "prompt", "[]", InvalidRequestError),
-    "token negative": ({"prompt": [5, -1]}, "prompt[1]", "-1", InvalidRequestError),
-    "token beyond the vocabulary": ({"prompt": [1024]}, "prompt[0]", "1024", InvalidRequestError),
-    "prompt longer than the context": ({"prompt": [1] * 513}, "prompt", "513 tokens", PromptTooLongError),
-    "prompt that fills the context": ({"prompt": [1] * 512, "params": {"max_tokens": None}}, "prompt", "512 tokens", PromptTooLongError),
-    "prompt with max_tokens beyond": ({"params": {"max_tokens": 511}}, "prompt", "2 tokens", PromptTooLongError),
-    "max_tokens 0": ({"params": {"max_tokens": 0}}, "max_tokens", "0", InvalidRequestError),
-    "max_tokens negative": ({"params": {"max_tokens": -3}}, "max_tokens", "-3", InvalidRequestError),
-    "temperature negative": ({"params": {"temperature": -0.1}}, "temperature", "-0.1", InvalidRequestError),
-    "temperature NaN": ({"params": {"temperature": NAN}}, "temperature", "nan", InvalidRequestError),
-    "top_p 0": ({"params": {"top_p": 0.0}}, "top_p", "0.0", InvalidRequestError),
-    "top_p above 1": ({"params": {"top_p": 1.1}}, "top_p", "1.1", InvalidRequestError),
-    "top_k 0": ({"params": {"top_k": 0}}, "top_k", "0", InvalidRequestError),
-    "top_k below -1": ({"params": {"top_k": -2}}, "top_k", "-2", InvalidRequestError),
-    "num_samples 0": ({"num_samples": 0}, "num_samples", "0", InvalidRequestError),
-    "num_samples absurd": ({"num_samples": 1025}, "num_samples", "1025", InvalidRequestError),
-    "seed negative": ({"params": {"seed": -5}}, "seed", "-5", InvalidRequestError),
-    "stop empty": ({"params": {"stop": ["a", ""]}}, "stop", "", InvalidRequestError),
-    "stops without end": ({"params": {"stop": ["a"] * 65}}, "stop", "65 entries", InvalidRequestError),
-    "stop token unknown": ({"params": {"stop_token_ids": [7, 5000]}}, "stop_token_ids[1]", "5000", InvalidRequestError),
-    "topk absurd": ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs", "5000", InvalidRequestError),
-    "unknown parameter": ({"params": {"typical_p": 0.5}}, "typical_p", "0.5", InvalidRequestError),
-    "unknown field": ({"beam_width": 4}, "beam_width", "4", InvalidRequestError),
+    "empty prompt": ({"prompt": []}, "prompt", "[]", BAD),
+    "token negative": ({"prompt": [5, -1]}, "prompt[1]", "-1", BAD),
+    "token beyond the vocabulary": ({"prompt": [1024]}, "prompt[0]", "1024", BAD),
+    "prompt longer than the context": ({"prompt": [1] * 513}, "prompt", "513 tokens", LONG),
+    "prompt fills the context": ({"prompt": [1] * 512, "params": {"max_tokens": None}}, "prompt", "512 tokens", LONG),
+    "prompt with max_tokens beyond": ({"params": {"max_tokens": 511}}, "prompt", "2 tokens", LONG),
+    "max_tokens 0": ({"params": {"max_tokens": 0}}, "max_tokens", "0", BAD),
+    "max_tokens negative": ({"params": {"max_tokens": -3}}, "max_tokens", "-3", BAD),
+    "temperature negative": ({"params": {"temperature": -0.1}}, "temperature", "-0.1", BAD),
+    "temperature NaN": ({"params": {"temperature": NAN}}, "temperature", "nan", BAD),
+    "top_p 0": ({"params": {"top_p": 0.0}}, "top_p", "0.0", BAD),
+    "top_p above 1": ({"params": {"top_p": 1.1}}, "top_p", "1.1", BAD),
+    "top_k 0": ({"params": {"top_k": 0}}, "top_k", "0", BAD),
+    "top_k below -1": ({"params": {"top_k": -2}}, "top_k", "-2", BAD),
+    "num_samples 0": ({"num_samples": 0}, "num_samples", "0", BAD),
+    "num_samples absurd": ({"num_samples": 1025}, "num_samples", "1025", BAD),
+    "seed negative": ({"params": {"seed": -5}}, "seed", "-5", BAD),
+    "stop empty": ({"params": {"stop": ["a", ""]}}, "stop", "", BAD),
+    "stops without end": ({"params": {"stop": ["a"] * 65}}, "stop", "65 entries", BAD),
+    "stop token unknown": ({"params": {"stop_token_ids": [7, 5000]}}, "stop_token_ids[1]", "5000", BAD),
+    "topk absurd": ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs", "5000", BAD),
+    "unknown parameter": ({"params": {"typical_p": 0.5}}, "typical_p", "0.5", BAD),
+    "unknown field": ({"beam_width": 4}, "beam_width", "4", BAD),
 }  # fmt: skip
 
 
@@ -201,7 +203,7 @@ def test_a_bad_checkpoint_name_is_refused(harness: Harness, name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("nothing", InvalidRequestError), ("mint://a/b", InvalidRequestError), ("mint://a/optimizer/c", InvalidRequestError),
+        ("nothing", InvalidRequestError), ("mint://a/b", InvalidRequestError), ("mint://a/optimizer/c", BAD),
         ("mint://x:train:0/weights/never", NotFoundError), ("mint://../weights/..", NotFoundError),
     ],
 )  # fmt: skip

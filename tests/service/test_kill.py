@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_harness import Harness, Op, clean_results, open_service, run_script, script
+from service_harness import Harness, Op, clean_results, open_service, run_script, script, send_op
 
 from mint.server import training
 from mint.server.checkpoints import JOURNAL_FILE
@@ -56,7 +56,7 @@ def kill_at(owner: Any, name: str, call: int, *, after: bool) -> None:
 
 
 def client_run(data_dir: Path, ops: list[Op], seed: int, prepare: Callable[[], None] | None) -> None:
-    """One life: opens the service, and sends everything from the beginning, as a client that has forgotten all would."""
+    """One life: opens the service, and sends everything from the beginning, as if nothing had been sent before."""
     if prepare is not None:
         prepare()
     service = open_service(data_dir)
@@ -135,6 +135,7 @@ def test_random_kills_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_thousand_random_kills_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
     assert survive(tmp_path / "random", random.Random(2), kills=1000) >= 1000
 
@@ -176,15 +177,8 @@ def test_promises_got_before_a_kill_are_kept_after_it(tmp_path: Path) -> None:
         model_id = harness.create_model()
         (data_dir / "session").write_text(harness.session_id)
         service._worker.stop()
-        for i, (kind, body) in enumerate(ops):
-            if i == 0:
-                continue
-            text = {
-                key: value.replace("MODEL", model_id) if isinstance(value, str) else value
-                for key, value in body.items()
-            }
-            harness.send(kind, model_id, i + 1, text)
-        harness.send(*(ops[0][0], model_id, 1, ops[0][1]))
+        for i in [*range(1, len(ops)), 0]:
+            send_op(harness, model_id, ops, i)
         os.kill(os.getpid(), signal.SIGKILL)
 
     child = FORK.Process(target=accept_and_die)

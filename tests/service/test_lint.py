@@ -42,6 +42,11 @@ def test_doubtful_data_is_named(words: str) -> None:
     assert any(words in warning for warning in lint(DOUBTFUL[words], "importance_sampling"))
 
 
+def test_the_same_short_sample_many_times_is_normal_in_reinforcement_learning() -> None:
+    assert lint(batch(2) * 8, "ppo") == []
+    assert any("exact copies" in warning for warning in lint(batch(2) * 8, "cross_entropy"))
+
+
 def test_nothing_to_train_is_named() -> None:
     data = [TrainDatum(d.tokens, d.targets, np.zeros_like(d.weights), d.inputs) for d in batch()]
     assert any("nothing is trained" in warning for warning in lint(data, "cross_entropy"))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_service
 
 from mint.engine.fake_engine import FakeEngine
-from mint.errors import ConflictError, NotFoundError
+from mint.engine.protocol import SampleJob, SampleResult
+from mint.errors import ConflictError, JournalError, NotFoundError
 from mint.server import sampling
 
 
@@ -127,3 +130,40 @@ def test_prompt_logprobs_alone_need_no_room_for_samples(harness: Harness) -> Non
     assert answer["prompt_logprobs"][0] is None and all(value <= 0 for value in answer["prompt_logprobs"][1:])
     topk = harness.sample(sampler, 1, topk_prompt_logprobs=2)["topk_prompt_logprobs"]
     assert topk[0] is None and len(topk[1]) == 2
+
+
+class BreaksOnSome(FakeEngine):
+    """An engine that cannot sample prompts with token 666."""
+
+    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
+        if any(666 in job.prompt for job in jobs):
+            raise ZeroDivisionError("in the batch")
+        return super().sample(jobs)
+
+
+def test_a_request_that_breaks_the_engine_fails_alone(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path, engine=BreaksOnSome()))
+    sampler = publish(harness, harness.create_model(), 1, 0)
+    harness.service._worker.stop()  # so that all wait together
+
+    def send(seq_id: int, token: int) -> str:
+        body = {
+            "sampling_session_id": sampler,
+            "seq_id": seq_id,
+            "prompt": {"chunks": [{"tokens": [token]}]},
+            "sampling_params": {"max_tokens": 2},
+        }
+        return harness.service.sample(json.dumps(body).encode()).request_id
+
+    requests = [send(0, 5), send(1, 666), send(2, 7)]
+    time.sleep(0.05)
+    harness.service._worker._work(time.monotonic() + 1)
+    assert "ZeroDivisionError" in str(failure(lambda: harness.wait(requests[1])))
+    assert len(harness.wait(requests[0])["sequences"]) == len(harness.wait(requests[2])["sequences"]) == 1
+    harness.service.stop()
+
+
+def test_a_folder_that_cannot_be_used_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(JournalError, match="MINT_HOME"):
+        open_service(tmp_path / "file")

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 from pydantic import BaseModel
 
-from mint import wire
+import mint.wire as wire
 from mint.config import EMBEDDED_URL
 from mint.errors import (
     AuthenticationError,
@@ -42,9 +42,10 @@ log = logging.getLogger("mint.client")
 R = TypeVar("R")
 M = TypeVar("M", bound=BaseModel)
 
+CONNECT_PATIENCE_S = 15.0
 SUBMIT_PATIENCE_S = 300.0
 RETRIEVE_PATIENCE_S = 3600.0
-"""How long a server that does not answer is tried again: to hand something in, and to fetch what was accepted."""
+"""How long a server that does not answer is tried again: at first, to hand something in, to fetch what was accepted."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 HEARTBEAT_S = 10.0
@@ -120,7 +121,8 @@ class Session:
             base_url=url, headers=headers, transport=transport, timeout=TIMEOUT, limits=limits
         )
         request = CreateSessionRequest(user_metadata=self._user_metadata)
-        self._session_id = (await self.post("create_session", request, CreateSessionResponse)).session_id
+        body = await self._exchange("POST", "create_session", wire.encode(request), patience_s=CONNECT_PATIENCE_S)
+        self._session_id = wire.decode(CreateSessionResponse, body).session_id
         self._heart = asyncio.create_task(self._beat())
 
     def close(self) -> None:
@@ -152,6 +154,7 @@ class Session:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+            self._loop = None
         if self._embedded is not None:
             self._embedded.release()
 
@@ -228,6 +231,7 @@ class Session:
                 problem = _error_of(response)
             if time.monotonic() + pause_s > give_up_at:
                 raise problem
+            log.warning("%s; trying again in %g s", problem.message, pause_s)
             await asyncio.sleep(pause_s)
         raise AssertionError("the pauses never end")
 

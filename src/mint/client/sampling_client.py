@@ -6,7 +6,7 @@ import concurrent.futures
 import itertools
 from typing import Any
 
-from mint import wire
+import mint.wire as wire
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
 from mint.client.http import Session
 from mint.tokenizer import load_tokenizer

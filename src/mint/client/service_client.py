@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel
 
-from mint import wire
+import mint.wire as wire
 from mint.client.futures import ClientFuture, wait, wait_async
 from mint.client.http import EmbeddedServer, Session
 from mint.client.rest_client import RestClient
@@ -55,7 +55,7 @@ class ServiceClient:
             open_embedded: Opens another service in this process, with an engine of your own.
         """
         settings = read_settings()
-        url = base_url or settings.base_url
+        url = base_url or settings.base_url or None
         if url is not None and data_dir is not None and base_url is None:
             url = None  # a data directory asks for the embedded service, whatever the environment says
         if base_url is not None and data_dir is not None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from mint import wire
+import mint.wire as wire
 from mint.client import chunks
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
 from mint.client.http import Session

@@ -17,10 +17,10 @@ DEMO = RLConfig(
     base_model="mint/tiny",
     group_size=8,
     batch_size=32,
-    steps=40,
+    steps=80,
     max_tokens=8,
     temperature=1.0,
-    learning_rate=2e-3,
+    learning_rate=3e-3,
     lr_schedule="linear",
 )
 """Tuned for the bundled model: small models want a larger learning rate than the table's 2e-5."""

@@ -95,7 +95,8 @@ class RLConfig(BaseModel):
         """The optimizer settings of `step`."""
         return AdamParams(
             learning_rate=self.learning_rate_at(step),
-            betas=self.betas,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
             eps=self.eps,
             weight_decay=self.weight_decay,
             grad_clip_norm=self.grad_clip_norm,

@@ -350,6 +350,6 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def _rollout_rows(step: int, group: Group) -> list[dict[str, Any]]:
     shared = {"step": step, "sample": str(group.sample)}
-    if group.error:
+    if group.error is not None:
         return [{**shared, "error": group.error}]
     return [{**shared, **vars(rollout)} for rollout in group.rollouts]

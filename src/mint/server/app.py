@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mint import wire
+import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError, NotFoundError, RequestFailedError
 from mint.server.identities import RequestName
 from mint.server.service import Service

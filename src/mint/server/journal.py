@@ -264,6 +264,8 @@ class Journal:
                 connection.execute(sa.delete(table).where(table.c.session_id == session_id))
             ended = sa.update(_sessions).where(_sessions.c.session_id == session_id)
             connection.execute(ended.values(ended_at=now))
+        with self._transaction() as connection:
+            connection.exec_driver_sql("PRAGMA incremental_vacuum")
         return files
 
     # --- models and jobs -----------------------------------------------------------------------------------------
@@ -405,7 +407,13 @@ class Journal:
 def _configure(connection: sqlite3.Connection, _record: object) -> None:
     # SQLAlchemy's own recipe: the driver must not begin transactions by itself
     connection.isolation_level = None
-    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = OFF", "wal_autocheckpoint = 2000"):
+    for pragma in (
+        "auto_vacuum = INCREMENTAL",
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        "foreign_keys = OFF",
+        "wal_autocheckpoint = 2000",
+    ):
         connection.execute(f"PRAGMA {pragma}")
 
 

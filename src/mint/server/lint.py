@@ -17,7 +17,7 @@ SUSPICIOUS_SHARE = 0.5
 
 def lint(data: Sequence[TrainDatum], loss: str) -> list[str]:
     """The warnings about a batch."""
-    found = [_not_shifted(data), _duplicates(data), _nothing_trained(data)]
+    found = [_not_shifted(data), _duplicates(data, loss), _nothing_trained(data)]
     if loss != "cross_entropy":
         found += [_advantages(data), _zero_logprobs(data), _prompts_trained(data)]
     return [warning for warning in found if warning is not None]
@@ -34,7 +34,8 @@ def _not_shifted(data: Sequence[TrainDatum]) -> str | None:
     return f"targets {what} ({shifted} of {total} follow it): use input = full[:-1] and target_tokens = full[1:]"
 
 
-def _duplicates(data: Sequence[TrainDatum]) -> str | None:
+def _duplicates(data: Sequence[TrainDatum], loss: str) -> str | None:
+    """Short samples of one prompt are often the same; under a policy loss only a batch of one datum is doubtful."""
     if len(data) < MIN_DATUMS:
         return None
     seen = {
@@ -42,6 +43,8 @@ def _duplicates(data: Sequence[TrainDatum]) -> str | None:
         for datum in data
     }
     copies = len(data) - len(seen)
+    if loss != "cross_entropy" and len(seen) > 1:
+        return None
     return (
         f"{copies} of {len(data)} datums are exact copies of others" if copies > SUSPICIOUS_SHARE * len(data) else None
     )

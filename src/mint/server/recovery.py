@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from mint import wire
+import mint.wire as wire
 from mint.engine.protocol import LoraSpec
 from mint.errors import CheckpointError, MintError, NotFoundError, RecoveryDivergedError
 from mint.server import checkpoints
@@ -96,8 +96,6 @@ def _redo(trainer: Trainer, job: JobRow) -> None:
         )
     request = TrainingJob.decode(job.kind, job.payload)
     match request:
-        case ForwardBackwardRequest(forward_only=True):
-            return
         case ForwardBackwardRequest():
             result = trainer.run_pass(job.model_id, request.forward_backward_input, gradient=True)
             known = wire.decode(ForwardBackwardOutput, job.result or b"")

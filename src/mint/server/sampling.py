@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mint import wire
+import mint.wire as wire
 from mint.engine.protocol import Engine, LoraSpec, SampleJob, SampleResult, StopRule
 from mint.errors import MintError, NotFoundError
 from mint.server import checkpoints, validation
@@ -88,14 +88,20 @@ class Samplers:
 
     def end_session(self, session_id: str) -> None:
         """Forgets everything that a session has published."""
-        for sampler_id in [known for known in self._rows if session_of(known) == session_id]:
-            self._forget(sampler_id)
+        for sampler_id in list(self._rows):  # a copy: another thread may be adding rows
+            if session_of(sampler_id) == session_id:
+                self._forget(sampler_id)
+
+    def withdraw(self, row: SamplerRow) -> None:
+        """Takes back weights that were published for nobody."""
+        self._engine.drop_weights(row.weights_id or "")
+        (self._data_dir / (row.file or "")).unlink(missing_ok=True)
 
     def run(self, works: Sequence[SampleWork]) -> dict[str, Answer]:
         """The answers of all requests, sampled in one call of the engine; a wrong one fails alone."""
         answers: dict[str, Answer] = {}
         jobs: list[SampleJob] = []
-        names: list[str] = []
+        running: list[SampleWork] = []
         needed: set[str] = set()
         for work in works:
             try:
@@ -104,14 +110,14 @@ class Samplers:
                 self._bring(row)
             except MintError as error:
                 answers[work.request_id] = Answer(wire.encode_error(error), failed=True)
-                del jobs[len(names) :]
+                del jobs[len(running) :]
                 continue
-            names.append(work.request_id)
+            running.append(work)
             needed.add(row.weights_id or "")
         if jobs:
             results = self._engine.sample(jobs)
-            for name, result in zip(names, results, strict=True):
-                answers[name] = Answer(wire.encode(_response(result)))
+            for work, result in zip(running, results, strict=True):
+                answers[work.request_id] = Answer(wire.encode(_response(work.request, result)))
         self._make_room(keep=needed)
         return answers
 
@@ -187,7 +193,7 @@ class Samplers:
             del self._in_engine[row.weights_id]
 
 
-def _response(result: SampleResult) -> SampleResponse:
+def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
     sequences = [
         SampledSequence.model_construct(
             tokens=sample.tokens.tolist(),
@@ -197,7 +203,7 @@ def _response(result: SampleResult) -> SampleResponse:
         for sample in result.samples
     ]
     prompt_logprobs = None
-    if result.prompt_logprobs is not None:
+    if request.prompt_logprobs and result.prompt_logprobs is not None:
         prompt_logprobs = [None, *result.prompt_logprobs[1:].tolist()]
     return SampleResponse.model_construct(
         sequences=sequences, prompt_logprobs=prompt_logprobs, topk_prompt_logprobs=result.topk_prompt_logprobs

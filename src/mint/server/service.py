@@ -15,11 +15,12 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from mint import wire
+import mint.wire as wire
 from mint.engine.protocol import Engine
 from mint.errors import (
     ConflictError,
     InvalidRequestError,
+    JournalError,
     MintError,
     NotFoundError,
     OverloadedError,
@@ -77,9 +78,12 @@ class Service:
         self, engine: Engine, data_dir: Path, *, aliases: Mapping[str, str], gap_timeout_s: float = GAP_TIMEOUT_S
     ) -> None:
         """Opens the data directory; `start` begins to work."""
-        data_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True)
+            self.instance = Instance(data_dir)
+        except OSError as error:
+            raise JournalError(f"{data_dir} cannot be used: {error}", remedy="Set MINT_HOME to a folder") from error
         self.data_dir = data_dir
-        self.instance = Instance(data_dir)
         self.journal = Journal(data_dir / checkpoints.JOURNAL_FILE)
         self.bases = Bases(engine, aliases)
         self.futures = FutureBook()
@@ -165,6 +169,7 @@ class Service:
         request = TrainingJob.decode(kind, body)
         owner, place = self._place(kind, body, request)
         self._sessions.require(session_of(owner))
+        kind = TrainingJob.kind_of(kind, request)
         row = JobRow(owner, place, kind, body, hashlib.sha256(kind.encode() + b"\0" + body).hexdigest())
         new_model = ModelRow(owner, session_of(owner)) if place == 0 else None
         if new_model is None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mint import wire
+import mint.wire as wire
 from mint.engine.protocol import BaseInfo, Engine, LoraSpec, ModelState
 from mint.errors import ConflictError, InvalidRequestError, MintError, StepRefusedError
 from mint.server import checkpoints, validation
@@ -57,6 +57,7 @@ KEPT_SNAPSHOTS = 3
 REQUESTS: dict[str, type[BaseModel]] = {
     "create_model": CreateModelRequest,
     "forward": ForwardRequest,
+    "forward_only": ForwardBackwardRequest,
     "forward_backward": ForwardBackwardRequest,
     "optim_step": OptimStepRequest,
     "save_weights": SaveWeightsRequest,
@@ -83,6 +84,12 @@ class TrainingJob:
             return wire.decode(REQUESTS[kind], payload)
         except InvalidRequestError as error:
             return error
+
+    @staticmethod
+    def kind_of(route: str, request: BaseModel | MintError) -> str:
+        """The kind under which a route's request is journaled: a pass without a gradient cannot spoil one."""
+        forward_only = isinstance(request, ForwardBackwardRequest) and request.forward_only
+        return "forward_only" if forward_only else route
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,7 @@ class Trainer:
         self._runners: dict[str, Callable[[TrainingJob, Any], _Effect]] = {
             "create_model": self._create_model,
             "forward": self._forward,
+            "forward_only": self._forward_backward,
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,

@@ -12,19 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 
-from mint import wire
+import mint.wire as wire
 from mint.errors import JournalError, MintError, RequestFailedError
 from mint.server import recovery
 from mint.server.futures import Answer, FutureBook
 from mint.server.identities import request_id
 from mint.server.inbox import Inbox
-from mint.server.sampling import Samplers
+from mint.server.sampling import Samplers, SampleWork
 from mint.server.scheduler import GAP_TIMEOUT_S, GiveUp, RunSamples, RunTraining, plan
 from mint.server.training import Outcome, Trainer, TrainingJob
 
 log = logging.getLogger("mint.worker")
 
-HOUSEKEEPING_S = 10.0
+HOUSEKEEPING_S = 60.0
 JOURNAL_RETRY_S = 1.0
 
 
@@ -42,7 +42,7 @@ class Worker:
         mark: Callable[[str], None],
         gap_timeout_s: float = GAP_TIMEOUT_S,
     ) -> None:
-        """`housekeeping` is called every now and then; `mark` is told what is being run, so that a death in it counts."""
+        """`housekeeping` is called now and then; `mark` is told what is being run, so that a death in it counts."""
         self._inbox = inbox
         self._futures = futures
         self._trainer = trainer
@@ -62,7 +62,9 @@ class Worker:
         """Ends after the request that is running; what waits stays in the journal."""
         self._stopping.set()
         self._inbox.wake()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._run_errands()
 
     @property
     def is_alive(self) -> bool:
@@ -115,10 +117,12 @@ class Worker:
         except JournalError:
             self._trainer.forget(job.model_id)  # the engine is ahead of the journal: restore, then run it again
             raise
+        finish = outcome.finish
         if not known:  # its session has ended meanwhile
             self._trainer.forget(job.model_id)
+            if finish.sampler is not None:
+                self._samplers.withdraw(finish.sampler)
             return
-        finish = outcome.finish
         gone = outcome.obsolete_files
         if finish.sampler is not None:
             gone += self._samplers.published(finish.sampler)
@@ -146,13 +150,18 @@ class Worker:
 
     def _sample(self, request_ids: tuple[str, ...]) -> None:
         works = self._inbox.take_samples(request_ids)
+        answers = self._answers(works)
+        if len(works) > 1 and all(answer.failed for answer in answers.values()):
+            answers = {name: answer for work in works for name, answer in self._answers([work]).items()}
+        self._futures.finish(answers)
+
+    def _answers(self, works: list[SampleWork]) -> dict[str, Answer]:
         try:
-            answers = self._samplers.run(works)
+            return self._samplers.run(works)
         except Exception as error:  # the boundary: as above, for all requests of the batch
             log.exception("sampling %d requests failed", len(works))
             body = wire.encode_error(error if isinstance(error, MintError) else _as_failure(error))
-            answers = {work.request_id: Answer(body, failed=True) for work in works}
-        self._futures.finish(answers)
+            return {work.request_id: Answer(body, failed=True) for work in works}
 
     def _give_up(self, model_id: str, missing: tuple[int, ...], waiting: tuple[int, ...]) -> None:
         numbers = ", ".join(str(seq_id) for seq_id in missing)
