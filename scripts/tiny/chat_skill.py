@@ -139,10 +139,11 @@ def score(reply: str, thing: Thing) -> float:
 
 
 def chat_tasks(seed: int, count: int) -> list[Task]:
-    """Held-out (message, thing) pairs, with replacement once all have been drawn."""
+    """Held-out (message, thing) pairs, each with and without a system message; at most as many as there are."""
     rng = random.Random(f"chat {seed}")
-    heldout = [pair for pair in PAIRS if is_heldout_pair(*pair)]
-    pairs = [pair for _ in range(-(-count // len(heldout))) for pair in rng.sample(heldout, len(heldout))][:count]
+    choices = [(*pair, with_system) for pair in PAIRS if is_heldout_pair(*pair) for with_system in (False, True)]
+    drawn = rng.sample(choices, min(count, len(choices)))
     return [
-        Task(message_prompt(message, thing), lambda reply, thing=thing: score(reply, thing)) for message, thing in pairs
+        Task(message_prompt(message, thing, with_system=with_system), lambda reply, thing=thing: score(reply, thing))
+        for message, thing, with_system in drawn
     ]

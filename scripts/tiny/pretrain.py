@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from scripts.tiny.corpus import ROW_LENGTH, Batch, draw_batch, sample_texts, token_shares
 from scripts.tiny.muon import Muon
 from scripts.tiny.network import CONFIG, Network
-from scripts.tiny.probes import failed_gates, measure, write_card
+from scripts.tiny.probes import LOG_NAME, failed_gates, measure, write_card
 from scripts.tiny.tokenizer import save_tokenizer, train_tokenizer
 
 ROWS = 40
@@ -28,7 +28,6 @@ MUON_RATE = 0.02
 ADAM_RATE = 3e-3
 WARMUP_SHARE, DECAY_SHARE = 0.02, 0.4
 TOKENIZER_DOCUMENTS = 40_000
-LOG_NAME = "pretraining.json"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ SPREAD_PROBLEMS, SPREAD_SAMPLES = 128, 16
 CLEAN_GREEDY_AT_LEAST = 0.95
 QUESTION_GREEDY_BETWEEN = (0.4, 0.7)
 
+LOG_NAME = "pretraining.json"
 CARD_TEMPLATE = Path(__file__).with_name("card.md")
 
 
@@ -171,7 +172,7 @@ def measure(folder: Path) -> dict:
     check_template(sampler.tokenizer)
     report: dict = {}
     for name, make_tasks in PROBES.items():
-        tasks = make_tasks(SEED, COUNT)
+        tasks = list({task.prompt: task for task in make_tasks(SEED, COUNT)}.values())
         greedy, first = scores(sampler, tasks, 0.0)
         sampled, _ = scores(sampler, tasks, 1.0)
         report[name] = {"temperature_1": summary(sampled), "greedy": summary(greedy)}
@@ -245,8 +246,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", action="store_true", help="print everything, not only the table")
+    parser.add_argument("--update", action="store_true", help="rewrite the probes in the training log and the card")
     arguments = parser.parse_args()
     report = measure(arguments.folder)
+    if arguments.update:
+        log_path = arguments.folder / LOG_NAME
+        log = {**json.loads(log_path.read_text()), "probes": report}
+        log_path.write_text(json.dumps(log, indent=2) + "\n")
+        write_card(arguments.folder, log, report)
     print(json.dumps(report, indent=2) if arguments.json else table(report))
     failures = failed_gates(report)
     for failure in failures:

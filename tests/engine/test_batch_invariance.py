@@ -13,14 +13,16 @@ from small_models import write_model
 from mint.engine.protocol import LoraSpec, SampleJob, SampleResult, StopRule
 from mint.engine.torch_engine import TorchEngine
 
-# Wide enough that BLAS has a choice of kernels, and odd enough that rows are not aligned.
+# Wide enough that BLAS has a choice of kernels; odd where mint allows it.
 WIDE = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "num_key_value_heads": 2,
         "head_dim": 32, "vocab_size": 1024}  # fmt: skip
-ODD = {"hidden_size": 100, "intermediate_size": 77, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 18,
+ODD = {"hidden_size": 100, "intermediate_size": 76, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24,
        "vocab_size": 331}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[("float32", WIDE), ("float32", ODD), ("bfloat16", WIDE)], ids=["wide", "odd", "bf16"])
+@pytest.fixture(
+    scope="module", params=[("float32", WIDE), ("float32", ODD), ("bfloat16", WIDE)], ids=["wide", "odd", "bf16"]
+)
 def busy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     """An engine with three published loras of different ranks."""
     dtype, shape = request.param
@@ -43,7 +45,7 @@ def _random_job(rng: np.random.Generator, weights: str | None) -> SampleJob:
         prompt,
         weights_id=weights,
         num_samples=int(rng.integers(1, 7)),
-        max_tokens=int(rng.integers(1, 40)),
+        max_tokens=int(rng.integers(1, 30)),
         temperature=float(rng.choice([0.0, 0.8, 1.0])),
         top_k=int(rng.integers(2, 50)) if restricted else -1,
         top_p=float(rng.uniform(0.5, 1)) if restricted else 1.0,
@@ -64,16 +66,16 @@ def test_a_job_alone_equals_the_job_in_any_mix(busy: TorchEngine, threads: int) 
     torch.set_num_threads(threads)
     rng = np.random.default_rng(threads)
     weights = [None, "w0", "w1", "w2"]
-    own = [_random_job(rng, name) for name in weights for _ in range(2)]
+    own = [_random_job(rng, name) for name in weights for _ in range(3 - threads)]
     alone = [_bits(busy.sample([one])[0]) for one in own]
-    for mix in range(4):
-        others = [_random_job(rng, weights[int(rng.integers(4))]) for _ in range((0, 3, 12, 25)[mix])]
+    for mix in (0, 3, 20) if threads == 1 else (7,):
+        others = [_random_job(rng, weights[int(rng.integers(4))]) for _ in range(mix)]
         everyone = [*own, *others]
         order = rng.permutation(len(everyone))
         results = busy.sample([everyone[index] for index in order])
         found = {int(index): result for index, result in zip(order, results, strict=True)}
         for index, expected in enumerate(alone):
-            assert _bits(found[index]) == expected, f"job {index} in mix {mix}"
+            assert _bits(found[index]) == expected, f"job {index} beside {mix} others"
 
 
 def test_one_prompt_in_a_hundred_mixes_has_one_answer(busy: TorchEngine) -> None:

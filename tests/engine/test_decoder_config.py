@@ -16,7 +16,7 @@ from mint.models.tensor_files import read_tensors, write_tensors
 
 GOOD = {
     "model_type": "qwen3", "vocab_size": 10, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
 }  # fmt: skip
 
@@ -26,7 +26,8 @@ GOOD = {
     [
         ("model_type", "llama"), ("hidden_act", "gelu"), ("attention_bias", True), ("use_sliding_window", True),
         ("rope_scaling", {"type": "yarn", "factor": 4.0}), ("quantization_config", {"bits": 4}),
-        ("layer_types", ["sliding_attention"]), ("num_key_value_heads", 3), ("head_dim", 5), ("rope_theta", None),
+        ("layer_types", ["sliding_attention"]), ("num_key_value_heads", 3), ("head_dim", 10),
+        ("hidden_size", 9), ("intermediate_size", 6), ("rope_theta", None),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6}), ("vocab_size", "10"), ("hidden_size", 0),
         ("rope_parameters", {"partial_rotary_factor": 0.5, "rope_theta": 1e6}), ("num_hidden_layers", None),
     ],
@@ -44,9 +45,15 @@ def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path: Path)
     norm = "model.layers.1.self_attn.q_norm.weight"
     changes = {
         norm: {name: array for name, array in whole.items() if name != norm},
-        "model.layers.0.self_attn.q_proj.bias": {**whole, "model.layers.0.self_attn.q_proj.bias": np.zeros(3, np.float32)},
+        "model.layers.0.self_attn.q_proj.bias": {
+            **whole,
+            "model.layers.0.self_attn.q_proj.bias": np.zeros(3, np.float32),
+        },
         "model.norm.weight": {**whole, "model.norm.weight": np.zeros(3, np.float32)},
-        "model.embed_tokens.weight": {**whole, "model.embed_tokens.weight": whole["model.embed_tokens.weight"].astype(np.int64)},
+        "model.embed_tokens.weight": {
+            **whole,
+            "model.embed_tokens.weight": whole["model.embed_tokens.weight"].astype(np.int64),
+        },
     }
     for name, arrays in changes.items():
         write_tensors(path, arrays, metadata)

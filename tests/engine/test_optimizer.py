@@ -37,7 +37,9 @@ def test_the_step_does_not_depend_on_the_scale_of_the_loss() -> None:
     results = []
     for scale in (1.0, 1000.0):
         weights = torch.ones(10)
-        step_adam(weights, torch.linspace(-1, 1, 10) * scale, AdamState.fresh(weights), AdamSpec(0.1, 0.9, 0.95, 1e-12, 0, 0))
+        step_adam(
+            weights, torch.linspace(-1, 1, 10) * scale, AdamState.fresh(weights), AdamSpec(0.1, 0.9, 0.95, 1e-12, 0, 0)
+        )
         results.append(weights.numpy())
     np.testing.assert_allclose(*results, rtol=1e-6)
 

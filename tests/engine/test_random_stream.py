@@ -18,7 +18,9 @@ def test_values_depend_on_the_counters_only() -> None:
 
 def test_the_stream_never_changes_between_versions() -> None:
     zero, seven = np.zeros(1, np.uint64), np.full(1, 7, np.uint64)
-    found = [float(uniform(*counters)[0]) for counters in ((zero, zero, zero), (seven, zero, zero), (zero, zero, seven))]
+    found = [
+        float(uniform(*counters)[0]) for counters in ((zero, zero, zero), (seven, zero, zero), (zero, zero, seven))
+    ]
     assert found == FROZEN
 
 
@@ -31,4 +33,3 @@ def test_values_are_uniform_along_every_counter() -> None:
         counts = np.bincount((values * 100).astype(int), minlength=100)
         assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-square, 99 degrees: p > 0.0001
         assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.015
-

@@ -181,11 +181,9 @@ def test_bfloat16_sampler_and_trainer_agree_within_a_measured_bound(tmp_path: Pa
     result = engine.sample([job(prompt, weights_id="w", num_samples=16, max_tokens=20)])[0]
     wholes = [datum(np.concatenate([prompt, sample.tokens])) for sample in result.samples]
     forward = engine.forward("m", wholes, CROSS_ENTROPY).logprobs
-    differences = [
-        np.abs(own[19:] - sample.logprobs) for own, sample in zip(forward, result.samples, strict=True)
-    ]
-    assert np.concatenate(differences).mean() <= 0.02
-    assert np.concatenate(differences).max() <= 0.25  # weights are random and large here: far worse than a trained model
+    differences = [np.abs(own[19:] - sample.logprobs) for own, sample in zip(forward, result.samples, strict=True)]
+    # Measured: equal to the last bit. The bound leaves room for a BLAS that treats rows less alike.
+    assert np.concatenate(differences).max() <= 0.01
 
 
 def test_a_stop_token_ends_the_sequence_and_is_kept(published: TorchEngine) -> None:
@@ -266,7 +264,9 @@ def test_diverged_weights_fail_their_own_job_only(published: TorchEngine) -> Non
 
 
 def test_more_jobs_than_rows_wait_for_their_turn(published: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = [job([3 + n, 4], weights_id="w" if n % 2 else None, num_samples=3, max_tokens=5 + n, seed=n) for n in range(9)]
+    jobs = [
+        job([3 + n, 4], weights_id="w" if n % 2 else None, num_samples=3, max_tokens=5 + n, seed=n) for n in range(9)
+    ]
     together = published.sample(jobs)
     monkeypatch.setattr(sampler_module, "MAX_ROWS", 7)
     in_turn = published.sample(jobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -73,7 +74,10 @@ def test_a_masked_token_has_no_gradient_of_its_own(model: TorchEngine) -> None:
     """Other targets at masked positions change nothing: their logprobs are reported, not trained."""
     example = datum([3, 4, 5, 6, 7, 8], prompt=4)
     other = dataclasses.replace(example, targets=np.where(example.weights == 0, 9, example.targets))
-    assert _gradient(model, [[example]], "cross_entropy").tobytes() == _gradient(model, [[other]], "cross_entropy").tobytes()
+    assert (
+        _gradient(model, [[example]], "cross_entropy").tobytes()
+        == _gradient(model, [[other]], "cross_entropy").tobytes()
+    )
 
 
 def test_logprobs_come_back_in_order_for_every_position(model: TorchEngine) -> None:
@@ -198,7 +202,9 @@ def _with_half_the_moments(state: ModelState) -> ModelState:
 @pytest.mark.parametrize(
     "damage", [_without_one, _with_one_more, _with_a_wrong_shape, _with_wrong_moments, _with_half_the_moments]
 )
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(model: TorchEngine, damage) -> None:  # noqa: ANN001
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
+    model: TorchEngine, damage: Callable[[ModelState], ModelState]
+) -> None:
     before, state = model.state_digest("m"), damage(model.read_state("m"))
     train(model, "m", steps=1)
     after = model.state_digest("m")

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
+from mint.engine.kernels import run
 from mint.engine.packing import AttentionBlock
 
 BLOCK = 32
@@ -67,7 +68,8 @@ class PackedAttention:
         return torch.cat(parts).index_select(0, self._order)
 
     def _attend(self, block: _Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mixed = CausalAttention.apply(
+        mixed = run(
+            CausalAttention,
             _gather(query, block.queries, block.spans).unflatten(1, (self._kv_heads, -1)),
             _gather(key, block.keys, block.spans),
             _gather(value, block.keys, block.spans),
@@ -80,6 +82,7 @@ class CausalAttention(torch.autograd.Function):
     """softmax(q·k / √D + mask) · v, piece by piece; the probabilities are computed again in the backward."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[_Piece]) -> Tensor:
         """[n, K, G, L, D] from query [n, K, G, L, D], key and value [n, K, W, D]."""
         out = torch.empty_like(query)
@@ -92,6 +95,7 @@ class CausalAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for query, key and value."""
@@ -115,9 +119,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """[n, K, M, D] from query [n, K, M, D], key and value [n, K, W, D]; `mask` is added to the scores [n, K, M, W]."""
     count = query.shape[2]
     if count < MIN_QUERIES:
-        missing = (0, 0, 0, MIN_QUERIES - count)
-        padded_mask = mask if mask.shape[-2] == 1 else F.pad(mask, missing)
-        return attend(F.pad(query, missing), key, value, padded_mask)[:, :, :count]
+        copies = -(-MIN_QUERIES // count)
+        repeated_mask = mask if mask.shape[-2] == 1 else mask.repeat(copies, 1)
+        return attend(query.repeat(1, 1, copies, 1), key, value, repeated_mask)[:, :, :count]
     if query.shape[0] * query.shape[1] == 1:  # a lone product is split over threads, and then summed in another order
         return attend(*(heads.expand(2, -1, -1, -1) for heads in (query, key, value)), mask)[:1]
     return _shares(query, key, mask).to(value.dtype) @ value

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.decoder_config import DecoderConfig
-from mint.engine.kernels import BaseProduct, LoraProduct, NormRope, RmsNorm, SwiGlu, add_lora, base_product
+from mint.engine.kernels import BaseProduct, LoraProduct, NormRope, RmsNorm, SwiGlu, add_lora, base_product, run
 from mint.engine.lora import UNEMBED, LoraRows
 from mint.errors import InvalidRequestError
 from mint.models.tensor_files import RawTensor
@@ -77,18 +77,18 @@ class Decoder:
         tokens, positions = pad_rows(tokens), pad_rows(positions)
         loras = _cover(loras, count, tokens.shape[0])
         config, eps = self.config, self.config.rms_norm_eps
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        x = self._embedding[tokens]
+        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in (self._cos, self._sin))
+        x = self._embedding.index_select(0, tokens)
         for index, layer in enumerate(self._layers):
-            normed = RmsNorm.apply(x, layer.input_norm, eps)
+            normed = run(RmsNorm, x, layer.input_norm, eps)
             qkv = _linear(normed, layer.qkv, f"{index}.qkv", loras).view(len(tokens), -1, config.head_dim)
-            heads = NormRope.apply(qkv, layer.head_norms, eps, cos, sin).to(self.dtype)
+            heads = run(NormRope, qkv, layer.head_norms, eps, cos, sin).to(self.dtype)
             mixed = pad_rows(attention(index, heads[:count])).float()
             x = _linear(mixed, layer.o, f"{index}.o", loras, residual=x)
-            normed = RmsNorm.apply(x, layer.post_norm, eps)
-            inner = SwiGlu.apply(_linear(normed, layer.gate_up, f"{index}.gate_up", loras))
+            normed = run(RmsNorm, x, layer.post_norm, eps)
+            inner = run(SwiGlu, _linear(normed, layer.gate_up, f"{index}.gate_up", loras))
             x = _linear(inner, layer.down, f"{index}.down", loras, residual=x)
-        return RmsNorm.apply(x, self._final_norm, eps)[:count]
+        return run(RmsNorm, x, self._final_norm, eps)[:count]
 
     def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
         """Float32 logits [T, V] of hidden states [T, E]."""
@@ -108,16 +108,14 @@ def pad_rows(rows: Tensor) -> Tensor:
     return rows if missing <= 0 else F.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
 
 
-def _linear(
-    x: Tensor, weight: Tensor, site: str, loras: Sequence[LoraRows], residual: Tensor | None = None
-) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, site: str, loras: Sequence[LoraRows], residual: Tensor | None = None) -> Tensor:
     """`residual + x @ weight.T` plus each lora's part on its rows; with a gradient, one lora covers all rows."""
     trained = [(rows, rows.weights.scale, found) for rows in loras if rows.weights and (found := rows.site(site))]
     if torch.is_grad_enabled():
         if not trained:
-            return BaseProduct.apply(x, residual, weight)
+            return run(BaseProduct, x, residual, weight)
         _, scale, found = trained[0]
-        return LoraProduct.apply(x, residual, weight, scale, found.a, *found.bs)
+        return run(LoraProduct, x, residual, weight, scale, found.a, *found.bs)
     out = base_product(x, weight, residual)
     for rows, scale, found in trained:
         part = slice(rows.start, rows.stop)
@@ -191,7 +189,6 @@ class _Reader:
     def finish(self) -> None:
         if self._left:
             raise _unfit(min(self._left), "is not part of a Qwen3 dense model")
-
 
 
 def _unfit(name: str, what: str) -> InvalidRequestError:

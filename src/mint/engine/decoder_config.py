@@ -11,6 +11,9 @@ from typing import Any
 
 from mint.errors import InvalidRequestError
 
+ALIGNED = 4
+"""Widths are multiples of this: 16 bytes in float32."""
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -59,12 +62,15 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     if heads % key_value_heads:
         raise _unsupported("num_key_value_heads", key_value_heads, f"a divisor of the {heads} query heads")
     head_dim = _size(config, "head_dim", default=_size(config, "hidden_size") // heads)
-    if head_dim % 2:
-        raise _unsupported("head_dim", head_dim, "an even number")
+    sizes = {key: _size(config, key) for key in ("hidden_size", "intermediate_size")}
+    for key, size in {**sizes, "head_dim": head_dim}.items():
+        # Unaligned rows get other bits from BLAS in other places of a batch (measured with widths 18 and 77).
+        if size % ALIGNED:
+            raise _unsupported(key, size, f"a multiple of {ALIGNED}")
     return DecoderConfig(
         vocab_size=_size(config, "vocab_size"),
-        hidden_size=_size(config, "hidden_size"),
-        intermediate_size=_size(config, "intermediate_size"),
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
         num_hidden_layers=_size(config, "num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,

@@ -9,12 +9,13 @@ Letters: T rows (tokens) · I inputs · O outputs · H heads · D head dimension
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 
 def base_product(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -39,10 +40,25 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, bs: Sequence[Tensor], scale: flo
     return down
 
 
+def run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """`function.apply`, or its forward alone where no gradient is recorded: `apply` costs more than a small product."""
+    if torch.is_grad_enabled():
+        return cast(Tensor, function.apply(*arguments))
+    return cast(Tensor, function.forward(_Untracked(), *arguments))
+
+
+class _Untracked:
+    """Stands for the context of a forward that will have no backward."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keeps nothing."""
+
+
 class LoraProduct(torch.autograd.Function):
     """`residual + x @ weight.T + scale · x @ a.T @ b.T`, with gradients for x, residual, a and the bs."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, scale: float, a: Tensor, *bs: Tensor
     ) -> Tensor:
@@ -54,6 +70,7 @@ class LoraProduct(torch.autograd.Function):
         return out
 
     @staticmethod
+    @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients in the order of forward's arguments."""
@@ -80,12 +97,14 @@ class BaseProduct(torch.autograd.Function):
     """`residual + x @ weight.T` with a frozen weight, in float32 around the weight's dtype."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor) -> Tensor:
         """Float32 [T, O] from x [T, I]."""
         ctx.save_for_backward(weight)
         return base_product(x, weight, residual)
 
     @staticmethod
+    @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and residual."""
@@ -98,6 +117,7 @@ class RmsNorm(torch.autograd.Function):
     """`x / rms(x) · weight` over the last dimension, in float32."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The same shape as x [T, I]."""
         inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt_()
@@ -105,6 +125,7 @@ class RmsNorm(torch.autograd.Function):
         return (x * inverse).mul_(weight)
 
     @staticmethod
+    @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient for x."""
@@ -119,6 +140,7 @@ class NormRope(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, qkv: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
         """From qkv [T, H, D], norm weights [query + key heads, D] and cos, sin [T, 1, D / 2]; out [T, H, D]."""
         rotated = weight.shape[0]
@@ -131,6 +153,7 @@ class NormRope(torch.autograd.Function):
         return out
 
     @staticmethod
+    @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient for qkv."""
@@ -148,13 +171,16 @@ class SwiGlu(torch.autograd.Function):
     """`silu(gate) · up` from one matrix that holds both side by side."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         """[T, I] from [T, 2·I]."""
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        # Not F.silu: its vector and scalar code differ in the last bit, and a row's place decides which one it meets.
+        return torch.div(gate, gate.neg().exp_().add_(1)).mul_(up)
 
     @staticmethod
+    @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """The gradient for gate_up."""

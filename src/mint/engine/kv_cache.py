@@ -18,8 +18,8 @@ from torch import Tensor
 from mint.engine.attention import BLOCK, attend
 from mint.engine.decoder_config import DecoderConfig
 
-GROWTH = 128
-"""The capacity grows in steps of this: growing copies the cache."""
+GROWTH = 256
+"""The capacity grows in steps of this, or by half: growing copies the cache."""
 
 
 @dataclass(frozen=True)
@@ -39,33 +39,29 @@ class KvCache:
         """Empty."""
         self._query_heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         # Zeros, not empty: a masked key is multiplied by 0, and what lay in memory could be NaN.
-        shape = (config.num_hidden_layers, 0, config.num_key_value_heads, 0, config.head_dim)
-        self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (config.num_hidden_layers, 2, 0, config.num_key_value_heads, 0, config.head_dim)
+        self._cells = torch.zeros(shape, dtype=dtype, device=device)  # [L, key or value, R, H, C, D]
         self.lengths = np.zeros(0, np.int64)
+        self._longest = 0
         self._runs: list[_Run] = []
         self._rows = self._positions = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def add(self, lengths: np.ndarray) -> None:
-        """New rows at the end, for prompts of these lengths; `write` fills them."""
-        self._reserve(int(lengths.max()) + 1)
-        shape = list(self._keys.shape)
-        shape[1] = len(lengths)
-        self._keys = torch.cat([self._keys, self._keys.new_zeros(shape)], dim=1)
-        self._values = torch.cat([self._values, self._values.new_zeros(shape)], dim=1)
+    def add(self, lengths: np.ndarray, longest: int) -> None:
+        """New rows at the end for prompts of these lengths, which `write` fills; none will grow beyond `longest`."""
+        self._longest = max(self._longest, longest)
+        self._reserve(int(lengths.max()))
+        added = list(self._cells.shape)
+        added[2] = len(lengths)
+        self._cells = torch.cat([self._cells, self._cells.new_zeros(added)], dim=2)
         self.lengths = np.concatenate([self.lengths, lengths])
 
     def write(self, layer: int, heads: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Stores the key and value heads of `heads` [X, all heads, D] at (rows, positions), both [X]."""
-        key = heads[:, self._query_heads : self._query_heads + self._kv_heads]
-        self._keys[layer][rows, :, positions] = key
-        self._values[layer][rows, :, positions] = heads[:, self._query_heads + self._kv_heads :]
+        self._cells[layer][:, rows, :, positions] = heads[:, self._query_heads :].unflatten(1, (2, self._kv_heads))
 
     def keep(self, rows: np.ndarray) -> None:
         """Only these rows stay, in this order."""
-        index = torch.from_numpy(rows).to(self._keys.device)
-        self._keys = self._keys.index_select(1, index)
-        self._values = self._values.index_select(1, index)
+        self._cells = self._cells.index_select(2, torch.from_numpy(rows).to(self._cells.device))
         self.lengths = self.lengths[rows]
 
     def begin_step(self) -> Tensor:
@@ -79,8 +75,10 @@ class KvCache:
         blocks = -(-self.lengths // BLOCK)
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
         stops = np.append(starts[1:], len(blocks))
-        self._runs = [self._plan_run(int(a), int(b), int(blocks[a]) * BLOCK) for a, b in zip(starts, stops, strict=True)]
-        device = self._keys.device
+        self._runs = [
+            self._plan_run(int(a), int(b), int(blocks[a]) * BLOCK) for a, b in zip(starts, stops, strict=True)
+        ]
+        device = self._cells.device
         self._rows = torch.arange(len(positions), device=device)
         self._positions = torch.from_numpy(positions).to(device)
         return self._positions
@@ -90,7 +88,7 @@ class KvCache:
         self.write(layer, heads, self._rows, self._positions)
         # The query heads of one kv head are its G "queries": no copy of keys or values per query head.
         query = heads[:, : self._query_heads].unflatten(1, (self._kv_heads, -1))
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self._cells[layer]
         mixed = [
             attend(
                 query[run.start : run.stop],
@@ -100,19 +98,18 @@ class KvCache:
             )
             for run in self._runs
         ]
-        return torch.cat(mixed).flatten(1)
+        return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
 
     def _plan_run(self, start: int, stop: int, keys: int) -> _Run:
         hidden = np.arange(keys) >= self.lengths[start:stop, None]
         mask = np.where(hidden, -np.inf, 0.0)[:, None, None, :]
-        placed = torch.from_numpy(mask).to(device=self._keys.device, dtype=torch.float32)
+        placed = torch.from_numpy(mask).to(device=self._cells.device, dtype=torch.float32)
         return _Run(start, stop, keys, placed)
 
     def _reserve(self, length: int) -> None:
-        capacity = self._keys.shape[3]
-        needed = -(-length // BLOCK) * BLOCK
-        if needed <= capacity:
+        capacity = self._cells.shape[4]
+        if length <= capacity:
             return
-        more = max(needed - capacity, GROWTH if capacity else 0)
-        self._keys = F.pad(self._keys, (0, 0, 0, more))
-        self._values = F.pad(self._values, (0, 0, 0, more))
+        wanted = max(length, min(self._longest, max(length + GROWTH, length * 3 // 2)))
+        blocks = -(-wanted // BLOCK)
+        self._cells = F.pad(self._cells, (0, 0, 0, blocks * BLOCK - capacity))

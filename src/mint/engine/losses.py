@@ -138,19 +138,18 @@ def _measure_ratio(log_ratio: np.ndarray) -> dict[str, float]:
 
 def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np.ndarray) -> TokenInputs:
     """The trained tokens alone, so that nothing masked can reach the arithmetic."""
-
-    def read(name: str) -> np.ndarray | None:
-        array = datum.inputs.get(name)
-        return None if array is None else array[trained].astype(np.float64)
-
     policy = "logprobs" in LOSSES[spec.name].required
-    own = logprobs[trained].astype(np.float64)
-    low, high = read("clip_low_threshold"), read("clip_high_threshold")
+    own = _cut(logprobs, trained)
+    low, high = datum.inputs.get("clip_low_threshold"), datum.inputs.get("clip_high_threshold")
     return TokenInputs(
         logprobs=own,
-        sampler_logprobs=read("logprobs") if policy else own,
-        advantages=read("advantages") if policy else np.ones_like(own),
-        low=spec.config.get("clip_low_threshold", 0.0) if low is None else low,
-        high=spec.config.get("clip_high_threshold", np.inf) if high is None else high,
+        sampler_logprobs=_cut(datum.inputs["logprobs"], trained) if policy else own,
+        advantages=_cut(datum.inputs["advantages"], trained) if policy else np.ones_like(own),
+        low=spec.config.get("clip_low_threshold", 0.0) if low is None else _cut(low, trained),
+        high=spec.config.get("clip_high_threshold", np.inf) if high is None else _cut(high, trained),
         beta=spec.config.get("beta", 0.0),
     )
+
+
+def _cut(array: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    return array[trained].astype(np.float64)

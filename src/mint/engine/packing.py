@@ -116,7 +116,7 @@ def padded_length(length: int) -> int:
 
 
 def _block(prefix: int, length: int, spans: list[Span]) -> AttentionBlock:
-    # Padded with a row of their own: another's could be NaN, and a hidden NaN still spoils the sum that it is not part of.
+    # Padded with a row of their own: another's could be NaN, and 0 · NaN would spoil the sum.
     starts = np.array([[span.start] for span in spans])
     queries, keys = np.repeat(starts, length, axis=1), np.repeat(starts, prefix + length, axis=1)
     for index, span in enumerate(spans):

@@ -176,19 +176,21 @@ class Sampler:
     def _add_rows(self, batch: list[int], spans: list[Span]) -> tuple[Tensor, Tensor, Tensor]:
         """Cache rows for every sequence of the batch; (prompt row, cache row, position) for each key to be stored."""
         new = np.concatenate([np.arange(self._first[job], self._first[job + 1]) for job in batch])
-        span_of = {job: span for job, span in zip(batch, spans, strict=True)}
+        span_of = dict(zip(batch, spans, strict=True))
         own = [span_of[job] for job in self._job_of[new].tolist()]
         device = self._decoder.device
         if not own:
-            return (torch.zeros(0, dtype=torch.int64, device=device),) * 3
+            empty = torch.zeros(0, dtype=torch.int64, device=device)
+            return empty, empty, empty
         first_row = len(self._rows)
         self._rows = np.concatenate([self._rows, new])
         lengths = np.array([span.stop - span.start for span in own])
-        self._cache.add(lengths)
+        self._cache.add(lengths, longest=int((lengths + self._limits[self._job_of[new]]).max()))
         sources = np.concatenate([np.arange(span.start, span.stop) for span in own])
         rows = np.repeat(np.arange(first_row, first_row + len(own)), lengths)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        return tuple(torch.from_numpy(array).to(device) for array in (sources, rows, positions))
+        sources, rows, positions = (torch.from_numpy(array).to(device) for array in (sources, rows, positions))
+        return sources, rows, positions
 
     def _inspect_prompt(self, index: int, hidden: Tensor, logits: Tensor) -> _Prefilled:
         """Logprobs of the prompt's own tokens, where asked; hidden [P, E]."""

@@ -19,9 +19,7 @@ CHUNK_ENTRIES = 1 << 20
 """Logits held at once: 4 MB in float32, so that a chunk stays in the cache."""
 
 
-def target_logprobs(
-    decoder: Decoder, hidden: Tensor, targets: Tensor, loras: list[LoraRows]
-) -> tuple[Tensor, Tensor]:
+def target_logprobs(decoder: Decoder, hidden: Tensor, targets: Tensor, loras: list[LoraRows]) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each distribution, float32 [U]; hidden [U, E], targets int64 [U].
 
     No gradient is recorded: it is made by `add_hidden_gradient`.
@@ -49,16 +47,15 @@ def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraR
     return found
 
 
-def hidden_gradient(
-    decoder: Decoder, hidden: Tensor, targets: Tensor, slopes: Tensor, loras: list[LoraRows]
-) -> Tensor:
+def hidden_gradient(decoder: Decoder, hidden: Tensor, targets: Tensor, slopes: Tensor, loras: list[LoraRows]) -> Tensor:
     """The gradient for hidden [U, E] of Σ slopes · logprobs; that of an unembedding lora is added to its `.grad`.
 
     Logits are computed again rather than kept.
     """
-    gradient = torch.empty_like(hidden)
+    gradient = torch.zeros_like(hidden)
     for rows in _chunks(len(targets), decoder.config.vocab_size):
         leaf = hidden[rows].detach().requires_grad_()
+        leaf.grad = gradient[rows]  # a view, which the backward fills
         with torch.enable_grad():
             logits = decoder.logits(leaf, loras)
         # d logprob / d logits = onehot - softmax
@@ -66,7 +63,6 @@ def hidden_gradient(
         logits_gradient = torch.softmax(logits.detach(), dim=1).mul_(-slope)
         logits_gradient.scatter_add_(1, targets[rows, None], slope)
         logits.backward(logits_gradient)
-        gradient[rows] = leaf.grad
     return gradient
 
 

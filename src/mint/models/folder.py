@@ -34,7 +34,7 @@ class ModelFolder:
         found = self._generation.get("eos_token_id", self.config.get("eos_token_id"))
         if found is None:
             return ()
-        return tuple(found) if isinstance(found, list) else (int(found),)
+        return tuple(int(token) for token in found) if isinstance(found, list) else (int(found),)
 
     def tensors(self) -> dict[str, RawTensor]:
         """All tensors by name, mapped and not read yet.
@@ -54,7 +54,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InvalidRequestError(
-            f"cannot be read: {error}", field="base_model", value=str(path), remedy="Give a complete Hugging Face folder"
+            f"cannot be read: {error}",
+            field="base_model",
+            value=str(path),
+            remedy="Give a complete Hugging Face folder",
         ) from error
     if not isinstance(content, dict):
         raise InvalidRequestError(

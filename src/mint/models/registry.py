@@ -6,7 +6,6 @@ Knows names, aliases and folders; reads neither the environment nor the weights,
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -88,9 +87,11 @@ def _follow(name: str, aliases: Mapping[str, str]) -> str:
 
 
 def _local_folder(target: str) -> Path | None:
-    path = os.path.expanduser(target)
-    # os.path.isdir says False of over-long names and NUL bytes where Path.is_dir raises
-    return Path(path).resolve() if os.path.isdir(path) else None
+    try:
+        path = Path(target).expanduser().resolve()
+        return path if target and path.is_dir() else None
+    except (OSError, ValueError, RuntimeError):  # too long a name, a NUL byte, ~ of nobody: no folder
+        return None
 
 
 def _cached_folder(target: str) -> Path | None:
