@@ -129,8 +129,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 
 def _shares(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
     """The probabilities [n, K, M, W] in float32."""
-    scores = (query @ key.transpose(2, 3)).float().mul_(1 / math.sqrt(query.shape[-1]))
-    return torch.softmax(scores.add_(mask), dim=-1)
+    scaled = query * (1 / math.sqrt(query.shape[-1]))
+    return torch.softmax((scaled @ key.transpose(2, 3)).float().add_(mask), dim=-1)
 
 
 def _rows_of(heads: Tensor, piece: _Piece) -> Tensor:

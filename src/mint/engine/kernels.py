@@ -188,13 +188,8 @@ class SwiGlu(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)
-        sigmoid = torch.sigmoid(gate)
-        silu = sigmoid * gate
-        torch.mul(grad, silu, out=grad_up)
-        # d silu = sigmoid + silu · (1 - sigmoid) = sigmoid + silu - silu · sigmoid
-        slope = torch.addcmul(silu, silu, sigmoid, value=-1).add_(sigmoid)
-        torch.mul(grad, up, out=grad_gate)
-        grad_gate.mul_(slope)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return out
 
 

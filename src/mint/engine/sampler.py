@@ -103,6 +103,8 @@ class Sampler:
         if not alive.all() and alive.sum() <= 0.75 * len(alive):
             self._keep(np.flatnonzero(alive))
         admitted: list[int] = []
+        if not self._waiting:
+            return admitted
         rows = len(self._rows)
         used = sum(self._cache_bytes(self._jobs[self._job_of[row]]) for row in self._rows)
         while self._waiting:
