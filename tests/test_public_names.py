@@ -49,7 +49,9 @@ def test_import_mint_is_fast_and_without_torch() -> None:
 
 def test_the_command_line_answers_without_torch() -> None:
     began = time.process_time()
-    code = "import sys; from mint.cli import app; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    code = (
+        "import sys; from mint.cli import app; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert time.process_time() - began < 5
 

@@ -1,4 +1,4 @@
-"""`mint export`: a checkpoint's path → a folder that other tools load. Joins checkpoints, the registry and the formats."""
+"""`mint export`: a checkpoint becomes a folder that other tools load. Joins checkpoints, registry and formats."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mint.engine.protocol import TrainDatum
-from mint.server.lint import lint
+from mint.server import lint as rules
 
 
 def batch(count: int = 8, *, shift: int = 1, first_weight: float = 0.0, **inputs: list[float]) -> list[TrainDatum]:
@@ -19,6 +19,10 @@ def batch(count: int = 8, *, shift: int = 1, first_weight: float = 0.0, **inputs
         arrays = {key: np.array(row, dtype=np.float32) for key, row in chosen.items()}
         data.append(TrainDatum(full[:6], full[shift : shift + 6], weights, arrays))
     return data
+
+
+def lint(data: list[TrainDatum], loss: str, logprob: float = -1.0) -> list[str]:
+    return rules.lint(data, loss, [np.full(datum.weights.shape, logprob, np.float32) for datum in data])
 
 
 def test_good_data_has_no_warning() -> None:
@@ -45,6 +49,10 @@ def test_doubtful_data_is_named(words: str) -> None:
 def test_the_same_short_sample_many_times_is_normal_in_reinforcement_learning() -> None:
     assert lint(batch(2) * 8, "ppo") == []
     assert any("exact copies" in warning for warning in lint(batch(2) * 8, "cross_entropy"))
+
+
+def test_logprobs_of_exactly_zero_are_normal_where_the_policy_is_certain() -> None:
+    assert lint(batch(logprobs=[0.0] * 6), "ppo", logprob=-1e-6) == []
 
 
 def test_nothing_to_train_is_named() -> None:

@@ -12,7 +12,7 @@ from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_servic
 
 from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import SampleJob, SampleResult
-from mint.errors import ConflictError, JournalError, NotFoundError
+from mint.errors import ConflictError, JournalError, NotFoundError, RequestFailedError
 from mint.server import sampling
 
 
@@ -167,3 +167,21 @@ def test_a_folder_that_cannot_be_used_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(JournalError, match="MINT_HOME"):
         open_service(tmp_path / "file")
+
+
+class Diverged(FakeEngine):
+    """Its second job has weights that give no finite logits."""
+
+    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
+        results = super().sample(jobs)
+        return [SampleResult([], error="the weights have diverged") if job.seed == 666 else result
+                for job, result in zip(jobs, results, strict=True)]  # fmt: skip
+
+
+def test_weights_that_have_diverged_fail_the_request_instead_of_answering_nothing(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path, engine=Diverged()))
+    sampler = publish(harness, harness.create_model(), 1, 0)
+    with pytest.raises(RequestFailedError, match="diverged"):
+        harness.sample(sampler, 0, params={"seed": 666})
+    assert harness.sample(sampler, 1, params={"seed": 1})["sequences"]
+    harness.service.stop()

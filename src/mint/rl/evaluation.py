@@ -84,4 +84,6 @@ def evaluate(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [0.0 if rollout.reward is None else rollout.reward for rollout in rollouts]
     missing = len(samples) - len(rollouts) + sum(rollout.reward is None for rollout in rollouts)
-    return estimate([*rewards, *[0.0] * (len(samples) - len(rollouts))], temperature=temperature, ungraded=missing), rollouts
+    return estimate(
+        [*rewards, *[0.0] * (len(samples) - len(rollouts))], temperature=temperature, ungraded=missing
+    ), rollouts

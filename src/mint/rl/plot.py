@@ -28,7 +28,9 @@ def plot_run(
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     steps = [row["step"] for row in metrics]
-    axes.plot(steps, [row["reward/mean"] for row in metrics], color=GREY, label="training reward (temperature of the run)")
+    axes.plot(
+        steps, [row["reward/mean"] for row in metrics], color=GREY, label="training reward (temperature of the run)"
+    )
     last = max(steps, default=0)
     for temperature, color, shift in ((0.0, BLUE, 0.0), (1.0, ORANGE, 0.012 * max(1, last))):
         rows = [row for row in evaluations if row["temperature"] == temperature]

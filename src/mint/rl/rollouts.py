@@ -64,7 +64,8 @@ def roll_out(
     """
     prompts = [list(adapter.make_prompt(sample, tokenizer)) for sample in samples]
     futures = [
-        sampler.sample(ModelInput.from_ints(prompt), num_samples, how) for prompt, how in zip(prompts, params, strict=True)
+        sampler.sample(ModelInput.from_ints(prompt), num_samples, how)
+        for prompt, how in zip(prompts, params, strict=True)
     ]
     groups = []
     for sample, prompt, future in zip(samples, prompts, futures, strict=True):

@@ -1,11 +1,11 @@
 """A run is a folder. This file writes and reads it; it does not know what the numbers mean.
 
-    config.json       the settings, and what the run is (task, base model, held-out set)
-    metrics.jsonl     one line per step
-    rollouts.jsonl    one line per completion of every step
-    evaluations.jsonl one line per reading of the held-out set
-    findings.jsonl    one line per finding: what looked wrong, the evidence, a remedy
-    state.json        the last resumable step and its checkpoint; replaced atomically
+config.json       the settings, and what the run is (task, base model, held-out set)
+metrics.jsonl     one line per step
+rollouts.jsonl    one line per completion of every step
+evaluations.jsonl one line per reading of the held-out set
+findings.jsonl    one line per finding: what looked wrong, the evidence, a remedy
+state.json        the last resumable step and its checkpoint; replaced atomically
 """
 
 from __future__ import annotations

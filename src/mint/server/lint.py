@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from mint.engine.protocol import TrainDatum
 
 MIN_DATUMS = 8
@@ -15,11 +17,15 @@ MIN_DATUMS = 8
 SUSPICIOUS_SHARE = 0.5
 
 
-def lint(data: Sequence[TrainDatum], loss: str) -> list[str]:
-    """The warnings about a batch."""
+CERTAIN_LOGPROB = -0.01
+"""A policy this sure of a token may well report a logprob of exactly 0."""
+
+
+def lint(data: Sequence[TrainDatum], loss: str, logprobs: Sequence[np.ndarray]) -> list[str]:
+    """The warnings about a batch; `logprobs` float32 [N] per datum are those that the pass computed."""
     found = [_not_shifted(data), _duplicates(data, loss), _nothing_trained(data)]
     if loss != "cross_entropy":
-        found += [_advantages(data), _zero_logprobs(data), _prompts_trained(data)]
+        found += [_advantages(data), _zero_logprobs(data, logprobs), _prompts_trained(data)]
     return [warning for warning in found if warning is not None]
 
 
@@ -69,12 +75,19 @@ def _advantages(data: Sequence[TrainDatum]) -> str | None:
     return None
 
 
-def _zero_logprobs(data: Sequence[TrainDatum]) -> str | None:
+def _zero_logprobs(data: Sequence[TrainDatum], logprobs: Sequence[np.ndarray]) -> str | None:
+    """A logprob of 0 says that the sampler was certain; the policy must nearly be so, too."""
     trained = sum(int((datum.weights != 0).sum()) for datum in data)
-    zero = sum(int(((datum.inputs["logprobs"] == 0) & (datum.weights != 0)).sum()) for datum in data)
+    zero = sum(
+        int(((datum.inputs["logprobs"] == 0) & (datum.weights != 0) & (own < CERTAIN_LOGPROB)).sum())
+        for datum, own in zip(data, logprobs, strict=True)
+    )
     if not trained or zero <= SUSPICIOUS_SHARE * trained:
         return None
-    return f"logprobs are exactly 0 on {zero} of {trained} trained tokens: pass those that sample() returned"
+    return (
+        f"logprobs are exactly 0 on {zero} of {trained} trained tokens of which the policy is not certain: "
+        "pass those that sample() returned"
+    )
 
 
 def _prompts_trained(data: Sequence[TrainDatum]) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 import mint.wire as wire
 from mint.engine.protocol import Engine, LoraSpec, SampleJob, SampleResult, StopRule
-from mint.errors import MintError, NotFoundError
+from mint.errors import MintError, NotFoundError, RequestFailedError
 from mint.server import checkpoints, validation
 from mint.server.bases import Bases
 from mint.server.futures import Answer
@@ -117,7 +117,7 @@ class Samplers:
         if jobs:
             results = self._engine.sample(jobs)
             for work, result in zip(running, results, strict=True):
-                answers[work.request_id] = Answer(wire.encode(_response(work.request, result)))
+                answers[work.request_id] = _answer(work.request, result)
         self._make_room(keep=needed)
         return answers
 
@@ -191,6 +191,12 @@ class Samplers:
         if row.file is not None and row.weights_id in self._in_engine:
             self._engine.drop_weights(row.weights_id)
             del self._in_engine[row.weights_id]
+
+
+def _answer(request: SampleRequest, result: SampleResult) -> Answer:
+    if result.error is not None:
+        return Answer(wire.encode_error(RequestFailedError(result.error)), failed=True)
+    return Answer(wire.encode(_response(request, result)))
 
 
 def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:

@@ -27,6 +27,7 @@ from mint.server.bases import Bases
 from mint.server.checkpoints import CheckpointPath, Manifest
 from mint.server.identities import file_stem, sampler_id, seed_root, session_of
 from mint.server.journal import CheckpointRow, Finish, Journal, SamplerRow, SnapshotRow
+from mint.server.lint import lint
 from mint.server.states import size_bytes, write_snapshot, write_weights
 from mint.types import (
     CreateModelResponse,
@@ -205,7 +206,7 @@ class Trainer:
             loss_fn_output_type="ArrayRecord",
             loss_fn_outputs=[{"logprobs": TensorData.from_numpy(row)} for row in result.logprobs],
             metrics=result.metrics,
-            warnings=checked.warnings,
+            warnings=[*checked.warnings, *lint(checked.data, checked.loss.name, result.logprobs)],
         )
 
     def step(self, model_id: str, request: OptimStepRequest) -> tuple[dict[str, float], str]:

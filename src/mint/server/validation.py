@@ -14,7 +14,6 @@ import numpy as np
 
 from mint.engine.protocol import LOSSES, AdamSpec, BaseInfo, LossRule, LossSpec, TrainDatum, resolve_loss
 from mint.errors import InvalidRequestError, PromptTooLongError
-from mint.server.lint import lint
 from mint.types import AdamParams, Datum, LoraConfig, SamplingParams, TensorData
 from mint.wire import ForwardBackwardInput, SampleRequest
 
@@ -45,7 +44,7 @@ def check_pass(content: ForwardBackwardInput, base: BaseInfo) -> CheckedPass:
     if not content.data:
         raise InvalidRequestError("is empty", field="data", value="[]", remedy="Pass at least one Datum")
     data = [_check_datum(datum, loss.name, base, f"data[{index}]") for index, datum in enumerate(content.data)]
-    return CheckedPass(data, loss, [*_weight_warnings(content.data, loss.name), *lint(data, loss.name)])
+    return CheckedPass(data, loss, _weight_warnings(content.data, loss.name))
 
 
 def check_adam(params: AdamParams) -> AdamSpec:
