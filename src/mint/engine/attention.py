@@ -28,6 +28,10 @@ from mint.engine.packing import AttentionBlock
 BLOCK = 32
 """Queries whose positions agree in t // BLOCK attend to equally many keys."""
 
+KEPT_SHARES = 1 << 19
+"""Probabilities of a piece kept for the backward (2 MB); more are computed again, so that memory does not grow with
+the square of the length."""
+
 MIN_QUERIES = 4
 """Below this, BLAS multiplies matrix and vector in another order (measured)."""
 
@@ -79,19 +83,20 @@ class PackedAttention:
 
 
 class CausalAttention(torch.autograd.Function):
-    """softmax(q·k / √D + mask) · v, piece by piece; the probabilities are computed again in the backward."""
+    """softmax(q·k / √D + mask) · v, piece by piece; large probabilities are computed again in the backward."""
 
     @staticmethod
     @override
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[_Piece]) -> Tensor:
         """[n, K, G, L, D] from query [n, K, G, L, D], key and value [n, K, W, D]."""
         out = torch.empty_like(query)
+        kept = []
         for piece in pieces:
-            own = _rows(query, piece)
-            mixed = attend(own, key[:, :, : piece.keys], value[:, :, : piece.keys], piece.mask)
+            mixed, shares = _attend(_rows(query, piece), key[:, :, : piece.keys], value[:, :, : piece.keys], piece.mask)
             _rows_of(out, piece).copy_(mixed.unflatten(2, (query.shape[2], -1)))
-        ctx.save_for_backward(query, key, value)
-        ctx.pieces = pieces
+            kept.append(shares if shares.numel() <= KEPT_SHARES else None)
+        ctx.save_for_backward(query, key, value, out)
+        ctx.pieces, ctx.kept = pieces, kept
         return out
 
     @staticmethod
@@ -99,17 +104,17 @@ class CausalAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for query, key and value."""
-        query, key, value = ctx.saved_tensors
+        query, key, value, out = ctx.saved_tensors
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         scale = 1 / math.sqrt(query.shape[-1])
-        for piece in ctx.pieces:
+        for piece, kept in zip(ctx.pieces, ctx.kept, strict=True):
             own, own_grad = _rows(query, piece), _rows(grad, piece)
             seen, read = key[:, :, : piece.keys], value[:, :, : piece.keys]
-            shares = _shares(own, seen, piece.mask)
+            shares = _shares(own, seen, piece.mask) if kept is None else kept
             grad_value[:, :, : piece.keys] += shares.to(grad.dtype).transpose(2, 3) @ own_grad
-            slopes = (own_grad @ read.transpose(2, 3)).float()
-            # d softmax: p · (slope - Σ p · slope)
-            slopes = shares.mul(slopes.sub_((shares * slopes).sum(-1, keepdim=True))).mul_(scale).to(grad.dtype)
+            # d softmax: p · (slope - Σ p · slope), and Σ p · slope = Σ out · grad
+            mean = (_rows(out, piece) * own_grad).float().sum(-1, keepdim=True)
+            slopes = (own_grad @ read.transpose(2, 3)).float().sub_(mean).mul_(shares).mul_(scale).to(grad.dtype)
             _rows_of(grad_query, piece).copy_((slopes @ seen).unflatten(2, (query.shape[2], -1)))
             grad_key[:, :, : piece.keys] += slopes.transpose(2, 3) @ own
         return grad_query, grad_key, grad_value, None
@@ -117,14 +122,22 @@ class CausalAttention(torch.autograd.Function):
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """[n, K, M, D] from query [n, K, M, D], key and value [n, K, W, D]; `mask` is added to the scores [n, K, M, W]."""
+    return _attend(query, key, value, mask)[0]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The result of `attend`, and the probabilities [n, K, M, W] in float32."""
     count = query.shape[2]
     if count < MIN_QUERIES:
         copies = -(-MIN_QUERIES // count)
         repeated_mask = mask if mask.shape[-2] == 1 else mask.repeat(copies, 1)
-        return attend(query.repeat(1, 1, copies, 1), key, value, repeated_mask)[:, :, :count]
+        mixed, shares = _attend(query.repeat(1, 1, copies, 1), key, value, repeated_mask)
+        return mixed[:, :, :count], shares[:, :, :count]
     if query.shape[0] * query.shape[1] == 1:  # a lone product is split over threads, and then summed in another order
-        return attend(*(heads.expand(2, -1, -1, -1) for heads in (query, key, value)), mask)[:1]
-    return _shares(query, key, mask).to(value.dtype) @ value
+        mixed, shares = _attend(*(heads.expand(2, -1, -1, -1) for heads in (query, key, value)), mask)
+        return mixed[:1], shares[:1]
+    shares = _shares(query, key, mask)
+    return shares.to(value.dtype) @ value, shares
 
 
 def _shares(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from mint.engine.packing import Span, attention_blocks
 from mint.engine.protocol import Sample, SampleJob, SampleResult
 from mint.engine.random_stream import uniform
 from mint.engine.stopping import StopWatch
-from mint.engine.unembedding import target_logprobs, top_logprobs
+from mint.engine.unembedding import TargetLogprobs, top_logprobs
 
 MAX_ROWS = 512
 """Sequences decoded together; further jobs wait until rows are free."""
@@ -201,7 +201,7 @@ class Sampler:
         loras = [LoraRows(0, len(hidden), self._loras[index])]
         if job.prompt_logprobs:
             targets = torch.from_numpy(np.append(job.prompt[1:], 0)).to(hidden.device)
-            logprobs, _ = target_logprobs(self._decoder, hidden, targets, loras)
+            logprobs = TargetLogprobs(self._decoder, hidden, targets, loras).logprobs
             found.prompt_logprobs = np.append(np.float32(np.nan), logprobs.cpu().numpy()[:-1])
         if job.topk_prompt_logprobs:
             top = top_logprobs(self._decoder, hidden, job.topk_prompt_logprobs, loras)

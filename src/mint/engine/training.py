@@ -17,7 +17,7 @@ from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
 from mint.engine.packing import MicroBatch, pack
 from mint.engine.protocol import LossSpec, PassResult, TrainDatum
-from mint.engine.unembedding import hidden_gradient, target_logprobs
+from mint.engine.unembedding import TargetLogprobs
 
 TOKEN_BUDGET = 4096
 """Rows of a micro-batch. A constant, for the split decides the bits of the result."""
@@ -56,27 +56,23 @@ def _run(
         hidden = decoder.forward(tokens, positions, attention, [LoraRows(0, len(tokens), lora)])
     pair_hidden = hidden.detach().index_select(0, rows)
     loras = [LoraRows(0, len(rows), lora)]
-    pair_logprobs, pair_entropies = target_logprobs(decoder, pair_hidden, targets, loras)
+    pairs = TargetLogprobs(decoder, pair_hidden, targets, loras, gradient=gradient)
     ends = np.cumsum([len(data[index].targets) for index in batch.datum_ids])[:-1]
-    logprobs = np.split(pair_logprobs.cpu().numpy()[batch.pair_of_position], ends)
-    entropies = np.split(pair_entropies.cpu().numpy()[batch.pair_of_position], ends)
+    logprobs = np.split(pairs.logprobs.cpu().numpy()[batch.pair_of_position], ends)
+    entropies = np.split(pairs.entropies.cpu().numpy()[batch.pair_of_position], ends)
     if gradient:
         slopes = [loss_and_slope(loss, data[i], own)[1] for i, own in zip(batch.datum_ids, logprobs, strict=True)]
-        _backward(decoder, lora, batch, hidden, np.concatenate(slopes))
+        # Positions that share a pair (a common prefix) add up.
+        weights = np.concatenate(slopes)
+        pair_slopes = np.bincount(batch.pair_of_position, weights=weights, minlength=len(batch.pair_rows))
+        _backward(hidden, rows, pairs, torch.from_numpy(pair_slopes.astype(np.float32)).to(device))
     return list(zip(batch.datum_ids, logprobs, entropies, strict=True))
 
 
-def _backward(decoder: Decoder, lora: LoraWeights, batch: MicroBatch, hidden: Tensor, slopes: np.ndarray) -> None:
-    """From d loss / d logprob per position to the lora's gradient; untrained positions cost nothing here."""
-    # Positions that share a pair (a common prefix) add up.
-    pair_slopes = np.bincount(batch.pair_of_position, weights=slopes, minlength=len(batch.pair_rows))
-    trained = np.flatnonzero(pair_slopes)
-    if not len(trained):
+def _backward(hidden: Tensor, rows: Tensor, pairs: TargetLogprobs, slopes: Tensor) -> None:
+    """From d loss / d logprob per pair to the lora's gradient; pair u was predicted from row `rows[u]` of `hidden`."""
+    if not slopes.any():
         return
-    device = decoder.device
-    rows, targets = (torch.from_numpy(a[trained]).to(device) for a in (batch.pair_rows, batch.pair_targets))
-    weights = torch.from_numpy(pair_slopes[trained].astype(np.float32)).to(device)
-    loras = [LoraRows(0, len(rows), lora)]
-    part = hidden_gradient(decoder, hidden.detach().index_select(0, rows), targets, weights, loras)
+    part = pairs.hidden_gradient(slopes)
     if hidden.requires_grad:  # not so where the unembedding alone is trained
         hidden.backward(torch.zeros_like(hidden).index_add_(0, rows, part))

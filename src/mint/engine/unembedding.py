@@ -16,24 +16,58 @@ from mint.engine.decoder import Decoder
 from mint.engine.lora import LoraRows
 
 CHUNK_ENTRIES = 1 << 20
-"""Logits held at once: 4 MB in float32, so that a chunk stays in the cache."""
+"""Logits computed at once: 4 MB in float32, so that a chunk stays in the cache."""
+
+KEPT_ENTRIES = 1 << 22
+"""Up to this many logits (16 MB, and their softmax) are kept for the backward instead of being computed again."""
 
 
-def target_logprobs(decoder: Decoder, hidden: Tensor, targets: Tensor, loras: list[LoraRows]) -> tuple[Tensor, Tensor]:
-    """Logprob of each target and entropy of each distribution, float32 [U]; hidden [U, E], targets int64 [U].
+class TargetLogprobs:
+    """Logprob of each target and entropy of each distribution, float32 [U]; and, if asked, their gradient."""
 
-    No gradient is recorded: it is made by `add_hidden_gradient`.
-    """
-    logprobs, entropies = torch.empty(len(targets)), torch.empty(len(targets))
-    with torch.no_grad():
+    def __init__(
+        self, decoder: Decoder, hidden: Tensor, targets: Tensor, loras: list[LoraRows], *, gradient: bool = False
+    ) -> None:
+        """Hidden states [U, E], targets int64 [U]; with `gradient`, one lora covers all rows."""
+        self._decoder, self._hidden, self._targets, self._loras = decoder, hidden, targets, loras
+        self._kept: list[tuple[slice, Tensor, Tensor, Tensor]] = []
+        self.logprobs, self.entropies = torch.empty(len(targets)), torch.empty(len(targets))
+        keep = gradient and len(targets) * decoder.config.vocab_size <= KEPT_ENTRIES
         for rows in _chunks(len(targets), decoder.config.vocab_size):
-            logits = decoder.logits(hidden[rows], loras)
-            chosen = logits.gather(1, targets[rows, None]).squeeze(1)
-            normaliser = logits.logsumexp(1)
-            logprobs[rows] = chosen - normaliser
-            # H = log Z - Σ p·z
-            entropies[rows] = normaliser - torch.linalg.vecdot((logits - normaliser[:, None]).exp_(), logits)
-    return logprobs, entropies
+            self._run(rows, keep=keep)
+
+    def hidden_gradient(self, slopes: Tensor) -> Tensor:
+        """The gradient for hidden of Σ slopes · logprobs, slopes float32 [U]; that of an unembedding lora is added to
+        its `.grad`. Many logits are computed again rather than kept. To be called once.
+        """
+        gradient = torch.zeros_like(self._hidden)
+        for rows, leaf, logits, shares in self._kept:
+            gradient[rows] = _pull_back(leaf, logits, shares, self._targets[rows], slopes[rows])
+        if self._kept:
+            return gradient
+        trained = slopes.nonzero().squeeze(1)
+        for rows in _chunks(len(trained), self._decoder.config.vocab_size):
+            own = trained[rows]
+            leaf = self._hidden[own].requires_grad_()
+            with torch.enable_grad():
+                logits = self._decoder.logits(leaf, self._loras)
+            shares = torch.softmax(logits.detach(), dim=1)
+            gradient[own] = _pull_back(leaf, logits, shares, self._targets[own], slopes[own])
+        return gradient
+
+    def _run(self, rows: slice, *, keep: bool) -> None:
+        leaf = self._hidden[rows].detach().requires_grad_(keep)
+        with torch.set_grad_enabled(keep):
+            recorded = self._decoder.logits(leaf, self._loras)
+        logits = recorded.detach()
+        chosen = logits.gather(1, self._targets[rows, None]).squeeze(1)
+        normaliser = logits.logsumexp(1)
+        self.logprobs[rows] = chosen - normaliser
+        # H = log Z - Σ p·z
+        shares = (logits - normaliser[:, None]).exp_()
+        self.entropies[rows] = normaliser - torch.linalg.vecdot(shares, logits)
+        if keep:
+            self._kept.append((rows, leaf, recorded, shares))
 
 
 def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraRows]) -> list[list[tuple[int, float]]]:
@@ -47,23 +81,13 @@ def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraR
     return found
 
 
-def hidden_gradient(decoder: Decoder, hidden: Tensor, targets: Tensor, slopes: Tensor, loras: list[LoraRows]) -> Tensor:
-    """The gradient for hidden [U, E] of Σ slopes · logprobs; that of an unembedding lora is added to its `.grad`.
-
-    Logits are computed again rather than kept.
-    """
-    gradient = torch.zeros_like(hidden)
-    for rows in _chunks(len(targets), decoder.config.vocab_size):
-        leaf = hidden[rows].detach().requires_grad_()
-        leaf.grad = gradient[rows]  # a view, which the backward fills
-        with torch.enable_grad():
-            logits = decoder.logits(leaf, loras)
-        # d logprob / d logits = onehot - softmax
-        slope = slopes[rows, None]
-        logits_gradient = torch.softmax(logits.detach(), dim=1).mul_(-slope)
-        logits_gradient.scatter_add_(1, targets[rows, None], slope)
-        logits.backward(logits_gradient)
-    return gradient
+def _pull_back(hidden: Tensor, logits: Tensor, shares: Tensor, targets: Tensor, slopes: Tensor) -> Tensor:
+    """The gradient for the leaf `hidden` of Σ slopes · logprobs; overwrites `shares`, the softmax of `logits`."""
+    # d logprob / d logits = onehot - softmax
+    gradient = shares.mul_(-slopes[:, None])
+    gradient.scatter_add_(1, targets[:, None], slopes[:, None])
+    logits.backward(gradient)
+    return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
 
 
 def _chunks(count: int, vocab_size: int) -> Iterator[slice]:

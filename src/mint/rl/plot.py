@@ -37,8 +37,8 @@ def plot_run(
         places = [(0 if row["when"] == "before" else last) + shift for row in rows]
         means = [row["mean"] for row in rows]
         spread = [[row["mean"] - row["low"] for row in rows], [row["high"] - row["mean"] for row in rows]]
-        label = "held-out, greedy" if temperature == 0 else f"held-out, temperature {temperature:g}"
-        axes.errorbar(places, means, yerr=spread, color=color, fmt="o--", capsize=4, linewidth=1, label=label)
+        label = "held-out, before and after: greedy" if temperature == 0 else f"the same at temperature {temperature:g}"
+        axes.errorbar(places, means, yerr=spread, color=color, fmt="o", capsize=4, label=label)
     axes.set(xlabel="step", ylabel="reward", ylim=(-0.02, 1.04), title=title)
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right", frameon=False)
