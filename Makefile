@@ -51,7 +51,7 @@ bench: $(VENV)/.local  ## mint against TRL, in turns, in one run
 	$(BIN)/mint bench grpo --peer trl --json
 
 pretrain: $(VENV)/.local  ## make the bundled model again, from its seed (an hour on 2 cores)
-	$(BIN)/python -m scripts.tiny.pretrain
+	$(BIN)/python -m scripts.tiny.pretrain --tokens 17000000 --seed 0 --output src/mint/models/tiny
 
 clean:           ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist

@@ -232,10 +232,10 @@ def _as_tensor(key: str, value: Any) -> Any:
 class SamplingParams(_Params):
     """How to sample.
 
-    `max_tokens` None means up to the context. `stop` is a string, strings or token ids; None keeps the model's own
-    end token, `[]` disables every stop. `stop_token_ids` adds token ids to whatever `stop` says. The stop token is
-    kept as the last of the sequence. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off. Logprobs are
-    always the policy's own: temperature 1, no top-k, no top-p.
+    `max_tokens` None means up to the context. `stop` is a string, strings or token ids, besides the model's own end
+    token; None keeps that alone, `[]` disables every stop. `stop_token_ids` adds token ids to whatever `stop` says.
+    The stop token is kept as the last of the sequence. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off.
+    Logprobs are always the policy's own: temperature 1, no top-k, no top-p.
     """
 
     max_tokens: int | None = None

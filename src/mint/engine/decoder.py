@@ -22,7 +22,7 @@ from mint.engine.decoder_config import DecoderConfig
 from mint.engine.kernels import BaseProduct, LoraProduct, NormRope, RmsNorm, SwiGlu, add_lora, base_product, run
 from mint.engine.lora import UNEMBED, LoraRows
 from mint.errors import InvalidRequestError
-from mint.models.tensor_files import RawTensor
+from mint.models.tensor_files import StoredTensor
 
 MIN_ROWS, MIN_ROWS_PER_THREAD = 16, 4
 """Below 4 rows, and below about 2 for each thread, MKL sums in another order (measured with 1 to 16 threads)."""
@@ -30,7 +30,7 @@ MIN_ROWS, MIN_ROWS_PER_THREAD = 16, 4
 Attention = Callable[[int, Tensor], Tensor]
 """(layer, normed and rotated heads [T, H, D]) → attended values [T, query heads · D], both in the base's dtype."""
 
-_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Decoder:
     """The base model's weights and its forward."""
 
     def __init__(
-        self, config: DecoderConfig, tensors: Mapping[str, RawTensor], *, dtype: torch.dtype, device: torch.device
+        self, config: DecoderConfig, tensors: Mapping[str, StoredTensor], *, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Takes every tensor of a Hugging Face state dict.
 
@@ -169,19 +169,18 @@ def _read_layer(reader: _Reader, config: DecoderConfig, index: int, dtype: torch
 class _Reader:
     """Hands out the tensors of a state dict one by one in float32, and notices what is missing or left over."""
 
-    def __init__(self, tensors: Mapping[str, RawTensor], device: torch.device) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
         self._left = dict(tensors)
         self._device = device
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        raw = self._left.pop(name, None)
-        if raw is None:
+        stored = self._left.pop(name, None)
+        if stored is None:
             raise _unfit(name, "is missing")
-        if raw.shape != shape or raw.dtype not in _TORCH_DTYPES:
-            raise _unfit(name, f"is {raw.dtype} {raw.shape}; config.json says a float of {shape}")
-        # bytearray: torch wants writable memory, and the file is mapped read-only.
-        flat = torch.frombuffer(bytearray(raw.data), dtype=_TORCH_DTYPES[raw.dtype])
-        return flat.view(shape).to(device=self._device, dtype=torch.float32)
+        if stored.shape != shape or stored.dtype not in _FLOATS:
+            raise _unfit(name, f"is {stored.dtype} {stored.shape}; config.json says a float of {shape}")
+        tensor: Tensor = stored.read()
+        return tensor.to(device=self._device, dtype=torch.float32)
 
     def ignore(self, name: str) -> None:
         self._left.pop(name, None)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import InvalidRequestError
-from mint.models.tensor_files import RawTensor, map_tensors
+from mint.models.tensor_files import StoredTensor, open_tensors
 
 
 class ModelFolder:
@@ -36,17 +36,17 @@ class ModelFolder:
             return ()
         return tuple(int(token) for token in found) if isinstance(found, list) else (int(found),)
 
-    def tensors(self) -> dict[str, RawTensor]:
-        """All tensors by name, mapped and not read yet.
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors by name, not read yet.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
         index = self.path / "model.safetensors.index.json"
         if (self.path / "model.safetensors").is_file() or not index.is_file():
-            return map_tensors(self.path / "model.safetensors")[0]
+            return open_tensors(self.path / "model.safetensors")
         shards = sorted(set(_read_json(index)["weight_map"].values()))
-        return {name: tensor for shard in shards for name, tensor in map_tensors(self.path / shard)[0].items()}
+        return {name: tensor for shard in shards for name, tensor in open_tensors(self.path / shard).items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

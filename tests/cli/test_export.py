@@ -1,0 +1,77 @@
+"""A lora trained with mint, exported, and loaded by others: the same logprobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+import mint
+from mint import types
+from mint.errors import InvalidRequestError
+from mint.export import export_checkpoint
+from mint.models.registry import BUNDLED
+
+TEXT = "Q: What is 34 + 58?\nA: 92"
+
+
+def datum(tokens: list[int], weight: float = 1.0) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [weight] * (len(tokens) - 1)},
+    )
+
+
+@pytest.fixture
+def trained() -> tuple[str, list[int], np.ndarray]:
+    """(checkpoint, tokens, their logprobs under the trained policy); all layers, the tied unembedding too."""
+    with mint.ServiceClient() as service:
+        client = service.create_lora_training_client(base_model="mint/tiny", rank=8, seed=1)
+        tokens = client.get_tokenizer().encode(TEXT)
+        for _ in range(3):
+            client.forward_backward([datum(tokens)], "cross_entropy")
+            client.optim_step(types.AdamParams(learning_rate=5e-3)).result()
+        logprobs = client.forward([datum(tokens)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+        path = client.save_state(name="trained").result().path
+    return path, tokens, logprobs
+
+
+def reference_logprobs(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens[:-1]])).logits[0].double()
+    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).numpy()
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_peft_computes_the_same_from_an_exported_adapter(
+    trained: tuple[str, list[int], np.ndarray], tmp_path: Path
+) -> None:
+    path, tokens, logprobs = trained
+    export_checkpoint(path, output=tmp_path / "adapter", format="peft")
+    base = load(BUNDLED["mint/tiny"])
+    before = reference_logprobs(base, tokens)
+    after = reference_logprobs(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), tokens)
+    assert np.abs(after - before).max() > 0.1
+    np.testing.assert_allclose(after, logprobs, atol=1e-4)
+
+
+def test_transformers_computes_the_same_from_an_exported_merged_model(
+    trained: tuple[str, list[int], np.ndarray], tmp_path: Path
+) -> None:
+    path, tokens, logprobs = trained
+    export_checkpoint(path, output=tmp_path / "merged", format="hf")
+    np.testing.assert_allclose(reference_logprobs(load(tmp_path / "merged"), tokens), logprobs, atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert tokenizer.encode(TEXT) == tokens
+
+
+def test_an_export_does_not_overwrite(trained: tuple[str, list[int], np.ndarray], tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="exists already"):
+        export_checkpoint(trained[0], output=tmp_path, format="peft")
