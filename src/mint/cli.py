@@ -32,6 +32,13 @@ class BenchWork(StrEnum):
     GRPO = "grpo"
 
 
+class BenchDtype(StrEnum):
+    """In which precision `mint bench` computes."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 class ExportFormat(StrEnum):
     """What `mint export` can write."""
 
@@ -91,6 +98,7 @@ def bench(
     peer: Annotated[list[str] | None, typer.Option(help="whom to time against (trl); may be repeated")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="timed steps of each")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each")] = 1,
+    dtype: Annotated[BenchDtype, typer.Option(help="of the frozen base model, on every side")] = BenchDtype.FLOAT32,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON line for each, on stdout")] = False,
 ) -> None:
     """Times mint and its peers in turns, in one run; peers are installed into their own environment."""
@@ -99,7 +107,8 @@ def bench(
     from mint.config import read_settings
 
     try:
-        rows = run_grpo_bench(peers=peer or [], repeats=repeats, threads=threads, home=read_settings().home_dir)
+        home = read_settings().home_dir
+        rows = run_grpo_bench(peers=peer or [], repeats=repeats, threads=threads, home=home, dtype=dtype.value)
     except MintError as error:
         _fail(error)
     if as_json:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -27,12 +27,15 @@ from mint.bench.shapes import GrpoShape, make_prompts, write_base_model
 from mint.bench.turns import Worker
 from mint.errors import InvalidRequestError, MissingExtraError
 
+DType = Literal["float32", "bfloat16"]
+"""Of the frozen base, on both sides; the lora and its optimizer are float32."""
+
 WARM_UP_STEPS = 2
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 600.0
 SEED = 0
 
-REMOTE_VARIABLES = ("MINT_BASE_URL", "TINKER_BASE_URL", "MINT_MODELS", "MINT_DTYPE")
+REMOTE_VARIABLES = ("MINT_BASE_URL", "TINKER_BASE_URL", "MINT_MODELS")
 """Settings of the caller's that would change what mint's side measures."""
 
 KEEP_FREED_MEMORY = {
@@ -60,7 +63,9 @@ PEERS = {
 """Peers by name: TRL as its documentation has it, and with the fastest settings that were found for it."""
 
 
-def run_grpo_bench(*, peers: list[str], repeats: int, threads: int, home: Path) -> list[dict[str, Any]]:
+def run_grpo_bench(
+    *, peers: list[str], repeats: int, threads: int, home: Path, dtype: DType = "float32"
+) -> list[dict[str, Any]]:
     """One row for mint, one for each peer, and a last one with the ratios (`mint.bench.report` has their fields).
 
     Peers are installed below `home/peers`, once. Progress is told on stderr.
@@ -78,7 +83,7 @@ def run_grpo_bench(*, peers: list[str], repeats: int, threads: int, home: Path) 
     work_dir = Path(tempfile.mkdtemp(prefix="grpo-", dir=home / "bench"))
     say(f"working in {work_dir}")
     write_base_model(work_dir / "base", shape.model, seed=SEED)
-    spec = make_spec(shape, base_model=work_dir / "base", steps=WARM_UP_STEPS + repeats, threads=threads)
+    spec = make_spec(shape, base_model=work_dir / "base", steps=WARM_UP_STEPS + repeats, threads=threads, dtype=dtype)
     workers = [mint_worker(spec, work_dir)]
     workers += [trl_worker(name, PEERS[name], python, spec, work_dir) for name in peers if python is not None]
     load_before = os.getloadavg()[0]
@@ -125,7 +130,9 @@ def torch_version() -> str:
         raise MissingExtraError("the benchmark needs mint's engine", remedy="pip install 'mint[local]'") from error
 
 
-def make_spec(shape: GrpoShape, *, base_model: Path, steps: int, threads: int) -> dict[str, Any]:
+def make_spec(
+    shape: GrpoShape, *, base_model: Path, steps: int, threads: int, dtype: DType = "float32"
+) -> dict[str, Any]:
     """What every side is told: the shape, the prompts of all steps, and the settings that must be the same."""
     return {
         "base_model": str(base_model),
@@ -140,6 +147,7 @@ def make_spec(shape: GrpoShape, *, base_model: Path, steps: int, threads: int) -
         "probe_tokens": list(range(1, 1 + shape.prompt_tokens + shape.max_tokens)),
         "seed": SEED,
         "threads": threads,
+        "dtype": dtype,
     }
 
 
@@ -149,7 +157,9 @@ def mint_worker(spec: dict[str, Any], work_dir: Path) -> Worker:
         "mint",
         [sys.executable, "-m", "mint.bench.mint_peer", str(_write_spec(spec, work_dir, "mint"))],
         log_path=work_dir / "mint.log",
-        environment=_environment(spec) | {"MINT_HOME": str(work_dir / "mint"), "MINT_THREADS": str(spec["threads"])},
+        environment=_environment(spec)
+        | {"MINT_HOME": str(work_dir / "mint"), "MINT_THREADS": str(spec["threads"])}
+        | {"MINT_DTYPE": spec["dtype"]},
         without=REMOTE_VARIABLES,
     )
 

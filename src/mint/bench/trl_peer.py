@@ -116,7 +116,7 @@ def make_trainer(spec: dict[str, Any], turns: Turns) -> GRPOTrainer:
         "adam_beta2": 0.999,
         "adam_epsilon": 1e-8,
         "max_grad_norm": 0.0,
-        "bf16": False,
+        "bf16": spec["dtype"] == "bfloat16",
         "use_cpu": True,
         "use_vllm": False,
         "gradient_checkpointing": False,
@@ -129,7 +129,7 @@ def make_trainer(spec: dict[str, Any], turns: Turns) -> GRPOTrainer:
         "seed": spec["seed"],
     }
     return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(spec["base_model"], dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(spec["base_model"], dtype=getattr(torch, spec["dtype"])),
         processing_class=AutoTokenizer.from_pretrained(spec["base_model"]),
         args=GRPOConfig(**(settings | spec["overrides"])),
         reward_funcs=turns.reward,
