@@ -92,10 +92,14 @@ def print_report(console: Console, adapter: RLAdapter, result: RunResult) -> Non
     console.print(
         f"{result.steps} steps in {result.seconds:.1f} s ({result.seconds_setup:.1f} s of setup before), "
         f"{result.samples} completions ({rate:.0f}/s), "
-        f"sampler and trainer agree within {result.max_abs_logprob_diff:.1e} per logprob"
+        f"the logprobs of sampler and trainer {_agreement(result.max_abs_logprob_diff)}"
     )
     for finding in result.findings:
         console.print(f"[yellow]{finding.name}[/yellow] (step {finding.step}): {finding.evidence}. {finding.remedy}.")
     console.print(f"run folder  {result.run_dir}  (curve.png, metrics.jsonl, rollouts.jsonl)", soft_wrap=True)
     console.print(f"checkpoint  {result.checkpoint}", soft_wrap=True)
     console.print(f"export it   mint export {result.checkpoint} --format peft --output adapter", soft_wrap=True)
+
+
+def _agreement(max_abs_diff: float) -> str:
+    return "are equal to the last bit" if max_abs_diff == 0 else f"differ by at most {max_abs_diff:.1e}"

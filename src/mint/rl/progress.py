@@ -43,7 +43,7 @@ class LiveProgress:
                 f"  held-out {fields['when']:<6} {how:<14} {fields['mean']:.3f}"
                 f"  (95 %: {fields['low']:.3f} to {fields['high']:.3f}, n = {fields['n']})"
             )
-            self._bar.update(self._task, numbers="sampling")
+            self._bar.update(self._task, numbers="sampling" if fields["when"] == "before" else "done")
             return
         self._bar.update(self._task, completed=int(fields["step"]), numbers=step_line(fields))
 
