@@ -24,6 +24,7 @@ def test_three_steps_without_signal_are_named_with_the_remedy_for_their_side() -
     assert names(hard, hard, hard) == ["no_learning_signal"]
     assert "easier" in step_findings([hard] * 3, [])[0].remedy
     solved = {**HEALTHY, "groups/used": 0.0, "groups/all_good": 8.0}
+    assert names(solved, solved, solved) == ["saturated"]
     assert "harder" in step_findings([solved] * 3, [])[0].remedy
 
 

@@ -68,12 +68,13 @@ def _no_signal(step: int, recent: Sequence[Mapping[str, float]]) -> Finding:
     good = sum(metrics["groups/all_good"] for metrics in recent)
     bad = sum(metrics["groups/all_bad"] for metrics in recent)
     if good > bad:
-        remedy = "The task is solved at this difficulty: use harder samples"
+        name, remedy = "saturated", "The task is solved at this difficulty: stop here, or use harder samples"
     else:
+        name = "no_learning_signal"
         remedy = "Use easier samples, partial credit, a larger group_size or a higher temperature; or start with SFT"
     return Finding(
         step,
-        "no_learning_signal",
+        name,
         f"in {len(recent)} steps every group had equal rewards ({good:.0f} all good, {bad:.0f} all bad)",
         remedy,
     )
