@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-import time
 
 import mint
 from mint import rl, types
@@ -48,12 +47,8 @@ def test_import_mint_is_fast_and_without_torch() -> None:
 
 
 def test_the_command_line_answers_without_torch() -> None:
-    began = time.process_time()
-    code = (
-        "import sys; from mint.cli import app; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert time.process_time() - began < 5
+    code = "import sys; from mint.cli import app; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 TABLE = {

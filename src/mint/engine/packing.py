@@ -19,9 +19,6 @@ from mint.engine.protocol import TrainDatum
 MIN_SHARED = 8
 """A shorter common prefix is not worth an attention call of its own."""
 
-MAX_MASK = 1 << 24
-"""Entries of the attention mask that a shared prefix needs; beyond this the prefix is computed per example."""
-
 
 @dataclass(frozen=True)
 class Span:
@@ -72,12 +69,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Group:
-    """Examples whose first `shared` tokens are equal and computed once; `total` and `longest` count their tokens."""
+    """Examples whose first `shared` tokens are equal and computed once; `total` counts their tokens."""
 
     datum_ids: list[int]
     shared: int
     total: int
-    longest: int
 
     @property
     def rows(self) -> int:
@@ -140,7 +136,7 @@ def _group(data: Sequence[TrainDatum], token_budget: int) -> list[_Group]:
             groups[-1] = joined
         else:
             length = len(data[index].tokens)
-            groups.append(_Group([index], length, length, length))
+            groups.append(_Group([index], length, length))
     return groups
 
 
@@ -150,10 +146,8 @@ def _join(group: _Group, index: int, data: Sequence[TrainDatum]) -> _Group | Non
     limit = min(len(tokens), group.shared)
     differs = np.flatnonzero(tokens[:limit] != first[:limit])
     shared = int(differs[0]) if len(differs) else limit
-    longest = max(group.longest, len(tokens))
-    joined = _Group([*group.datum_ids, index], shared, group.total + len(tokens), longest)
-    mask = (longest - shared) * longest
-    return joined if shared >= MIN_SHARED and joined.saved >= group.saved and mask <= MAX_MASK else None
+    joined = _Group([*group.datum_ids, index], shared, group.total + len(tokens))
+    return joined if shared >= MIN_SHARED and joined.saved >= group.saved else None
 
 
 def _lay_out(groups: list[_Group], data: Sequence[TrainDatum]) -> MicroBatch:

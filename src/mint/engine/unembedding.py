@@ -1,4 +1,4 @@
-"""Logprobs of targets and their gradient, in chunks of rows: [rows, vocabulary] never exists for all rows at once.
+"""Logprobs of targets and their gradient, in chunks of rows: past `KEPT_ENTRIES`, one chunk of logits exists at a time.
 
 Knows nothing of losses, examples or sampling.
 

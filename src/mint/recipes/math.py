@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from mint.recipes.arithmetic import Problem, all_problems, draw_problems, is_heldout
+from mint.recipes.arithmetic import Problem, draw_problems
 from mint.rl import RLAdapter, RLConfig
 
 DEMO = RLConfig(
@@ -58,6 +58,3 @@ def exact_match(response: str, answer: str) -> bool:
     """Whether `response`, white space at its ends aside, is the whole number `answer` (no leading zeros)."""
     text = response.strip()
     return bool(WHOLE_NUMBER.fullmatch(text)) and text == answer
-
-
-__all__ = ["DEMO", "MathAdapter", "Problem", "all_problems", "exact_match", "is_heldout"]

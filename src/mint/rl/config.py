@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -125,8 +124,3 @@ def mix_seed(*parts: int) -> int:
 
 
 _MASK = (1 << 64) - 1
-
-
-def is_finite_number(value: object) -> bool:
-    """Whether `value` can be a reward: an int or float (not bool's sake: True is 1), neither NaN nor infinite."""
-    return isinstance(value, int | float) and math.isfinite(value)

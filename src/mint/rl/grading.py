@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import queue
 import threading
 import time
@@ -15,8 +16,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-
-from mint.rl.config import is_finite_number
 
 RewardFunction = Callable[[], "float | Awaitable[float]"]
 
@@ -99,7 +98,7 @@ def _compute(function: RewardFunction, timeout_s: float) -> Grade:
         return Grade(None, f"no reward within {timeout_s:g} s")
     except Exception as error:  # noqa: BLE001 - the boundary to the user's code: whatever it raises is this sample's data
         return Grade(None, f"{type(error).__name__}: {error}")
-    if not is_finite_number(reward):
+    if not (isinstance(reward, int | float) and math.isfinite(reward)):
         return Grade(None, f"the reward {reward!r} is not a finite number")
     return Grade(float(reward))
 
