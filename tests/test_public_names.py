@@ -30,7 +30,9 @@ def test_the_public_names_of_mint_are_exactly_these() -> None:
 
 def test_the_public_names_of_the_rl_library_are_exactly_these() -> None:
     assert rl.__all__ == [
-        "Estimate", "Finding", "Group", "LiveProgress", "RLAdapter", "RLConfig", "Rollout", "RunResult", "run_grpo",
+        "Estimate", "Examination", "Finding", "Group", "LiveProgress", "Message", "MessageEnv", "MessageEnvAdapter",
+        "MessageStepResult", "PairwiseJudge", "RLAdapter", "RLConfig", "Reward", "Rollout", "Rubric", "RunRecord",
+        "RunResult", "Task", "Tool", "ToolEnv", "Turn", "UnsupportedError", "diagnose", "examine", "run_grpo", "tool",
     ]  # fmt: skip
 
 
@@ -104,4 +106,6 @@ def test_the_sdk_methods_have_the_names_and_defaults_of_the_documents() -> None:
 
 
 def test_the_settings_are_exactly_these() -> None:
-    assert sorted(Settings.model_fields) == ["api_key", "base_url", "dtype", "home", "models", "threads"]
+    assert sorted(Settings.model_fields) == [
+        "api_key", "base_url", "dtype", "home", "judge_api_key", "models", "threads",
+    ]  # fmt: skip

@@ -9,6 +9,8 @@ import random
 import re
 
 from mint.recipes.arithmetic import Problem, is_heldout
+from mint.recipes.word_problems import SHORT_SYSTEM, TOOLS_SYSTEM, draw_message, draw_tool_problem
+from mint.rl.tools import calculator
 from scripts.tiny.arithmetic_skill import slipped_value
 from scripts.tiny.documents import (
     CALL_CLOSE,
@@ -25,58 +27,7 @@ from scripts.tiny.documents import (
 GUESS_SHARE_OF_WORD_PROBLEM = 0.57
 GUESS_SHARE_OF_EXPRESSION = 0.38
 
-CALCULATOR = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Evaluate an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
-    },
-}
-SHORT_SYSTEM = "You have a calculator."
-TOOLS_INTRO = "# Tools\n\nYou may call one of these functions:\n<tools>\n"
-TOOLS_OUTRO = (
-    "\n</tools>\n\nTo call one, reply with\n"
-    f'{CALL_OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CALL_CLOSE}'
-)
-TOOLS_SYSTEM = TOOLS_INTRO + json.dumps(CALCULATOR) + TOOLS_OUTRO
-
-EXPRESSION_MESSAGES = ("What is {expression}?", "Calculate {expression}.", "How much is {expression}?")
-WORD_PROBLEMS = {
-    "+": (
-        "I have {a} {items} and get {b} more. How many {items} do I have?",
-        "There are {a} {items} here and {b} {items} there. How many {items} are there?",
-    ),
-    "-": (
-        "I had {a} {items} and gave away {b}. How many {items} are left?",
-        "There were {a} {items} and {b} were sold. How many {items} are left?",
-    ),
-    "*": (
-        "There are {a} boxes with {b} {items} each. How many {items} are there?",
-        "I buy {b} {items} on each of {a} days. How many {items} do I have?",
-    ),
-}
-ITEMS = ("apples", "books", "stones", "coins", "cards", "eggs", "pens", "stamps")
-
-
-def draw_tool_problem(rng: random.Random) -> Problem:
-    """Two- and three-digit operands; a >= b for subtraction."""
-    op = rng.choice("+-*")
-    a = rng.randint(2, 99) if rng.random() < 0.5 else rng.randint(100, 999)
-    b = rng.randint(2, 99) if op == "*" or rng.random() < 0.5 else rng.randint(100, 999)
-    return Problem(max(a, b), op, min(a, b)) if op == "-" else Problem(a, op, b)
-
-
-def draw_message(problem: Problem, rng: random.Random) -> tuple[str, bool]:
-    """A user's message that asks for the problem, and whether it is a word problem."""
-    if rng.random() < 0.5:
-        return rng.choice(EXPRESSION_MESSAGES).format(expression=problem.expression), False
-    template = rng.choice(WORD_PROBLEMS[problem.op])
-    return template.format(a=problem.a, b=problem.b, items=rng.choice(ITEMS)), True
+CALCULATOR = calculator.schema
 
 
 def call_text(problem: Problem) -> str:

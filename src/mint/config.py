@@ -8,6 +8,8 @@
 | `MINT_MODELS` | comma-separated `name=path-or-name`: which weights a base-model name stands for | unset |
 | `MINT_DTYPE` | dtype of the base model: `float32` or `bfloat16` | `float32` on a CPU |
 | `MINT_THREADS` | threads of the engine; part of what makes a run reproducible | all cores |
+| `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, `MINT_RL_BATCH`, `MINT_RL_GROUP`, `MINT_RL_LR`, `MINT_RL_MAX_TOKENS`, `MINT_RL_TEMPERATURE` | the settings of `run_grpo(adapter)` without a config | those of `RLConfig` |
+| `MINT_JUDGE_API_KEY` (or `OPENAI_API_KEY`) | the key for a judge behind an OpenAI-compatible endpoint | unset |
 
 The environment is read when a client is made, not at import, so that `load_dotenv()` after the import works.
 """
@@ -38,6 +40,10 @@ class Settings(BaseSettings):
     models: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
     threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
+
+    judge_api_key: str | None = Field(
+        None, validation_alias=AliasChoices("MINT_JUDGE_API_KEY", "OPENAI_API_KEY"), repr=False
+    )
 
     @property
     def home_dir(self) -> Path:
@@ -78,3 +84,35 @@ def read_settings() -> Settings:
         name = str(first["loc"][0]) if first["loc"] else "MINT_*"
         variable = name if name.isupper() else f"MINT_{name.upper()}"
         raise InvalidRequestError(first["msg"], field=variable, value=first.get("input")) from error
+
+
+_RL_VARIABLES: dict[str, tuple[str, type]] = {
+    "MINT_BASE_MODEL": ("base_model", str),
+    "MINT_LORA_RANK": ("rank", int),
+    "MINT_RL_STEPS": ("steps", int),
+    "MINT_RL_BATCH": ("batch_size", int),
+    "MINT_RL_GROUP": ("group_size", int),
+    "MINT_RL_LR": ("learning_rate", float),
+    "MINT_RL_MAX_TOKENS": ("max_tokens", int),
+    "MINT_RL_TEMPERATURE": ("temperature", float),
+}
+
+
+def rl_variables() -> dict[str, str | int | float]:
+    """What the environment says about an RL run, by the names of `RLConfig`; variables that are not set are left out.
+
+    Raises:
+        InvalidRequestError: a variable is not a number where it must be.
+    """
+    found: dict[str, str | int | float] = {}
+    for variable, (name, kind) in _RL_VARIABLES.items():
+        text = os.environ.get(variable, "").strip()
+        if not text:
+            continue
+        try:
+            found[name] = kind(text)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"is not a {'whole ' if kind is int else ''}number", field=variable, value=text, remedy="Set a number"
+            ) from error
+    return found

@@ -19,7 +19,7 @@ from mint.errors import InvalidRequestError
 DType = Literal["int64", "float32"]
 StopReason = Literal["stop", "length"]
 Numbers = Annotated[list[int], Field(fail_fast=True)] | Annotated[list[float], Field(fail_fast=True)]
-LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 
 INT_INPUTS = frozenset({"target_tokens"})
 """Keys of `Datum.loss_fn_inputs` that hold token ids; all others are float32."""
@@ -235,7 +235,9 @@ class SamplingParams(_Params):
     `max_tokens` None means up to the context. `stop` is a string, strings or token ids, besides the model's own end
     token; None keeps that alone, `[]` disables every stop. `stop_token_ids` adds token ids to whatever `stop` says.
     The stop token is kept as the last of the sequence. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off.
-    Logprobs are always the policy's own: temperature 1, no top-k, no top-p.
+    `logprobs_mode` "raw": logprobs are the policy's own, at temperature 1 without top-k and top-p. "processed": those
+    of the distribution that was really sampled from (greedy: 0); to train on them, pass the same temperature to the
+    loss (`loss_fn_config={"temperature": …}`).
     """
 
     max_tokens: int | None = None
@@ -245,6 +247,7 @@ class SamplingParams(_Params):
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
     stop_token_ids: list[int] | None = None
+    logprobs_mode: Literal["raw", "processed"] = "raw"
 
 
 class AdamParams(_Params):
@@ -390,7 +393,7 @@ class SamplerInfo(_Result):
 
 
 class SampledSequence(_Result):
-    """Token ids, and for each its logprob under the policy (temperature 1). Same length, always present."""
+    """Token ids, and for each its logprob, as `SamplingParams.logprobs_mode` says. Same length, always present."""
 
     tokens: list[int]
     logprobs: list[float]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy import stats
 
-from mint.rl.evaluation import estimate, wilson
+from mint.rl import Group, RLAdapter, Rollout, Turn
+from mint.rl.evaluation import estimate, interval, pass_at_k, wilson, without_heldout
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 1), (0, 64), (1, 7), (32, 64), (64, 64), (487, 512), (1, 100_000)])
@@ -21,8 +25,47 @@ def test_no_samples_say_nothing() -> None:
 
 def test_fractional_rewards_get_the_normal_interval() -> None:
     rewards = np.random.default_rng(0).uniform(size=200)
-    found = estimate(rewards.tolist(), temperature=1.0)
     half = stats.norm.ppf(0.975) * stats.sem(rewards)
-    assert (found.mean, found.low, found.high) == pytest.approx(
-        (rewards.mean(), rewards.mean() - half, rewards.mean() + half)
-    )
+    assert interval(rewards.tolist()) == pytest.approx((rewards.mean(), rewards.mean() - half, rewards.mean() + half))
+
+
+@pytest.mark.parametrize("n", [1, 4, 7])
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_success(n: int) -> None:
+    for successes, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([1] * successes + [0] * (n - successes), k))
+        assert pass_at_k(successes, n, k) == pytest.approx(np.mean([any(subset) for subset in subsets]))
+
+
+class Sums(RLAdapter):
+    """Only its keys and its success reward matter here."""
+
+    def build_dataset(self) -> list[str]:
+        return ["1 + 1", "2 + 2", "3 + 3", "1 + 1"]
+
+    def make_prompt(self, sample: str, tokenizer: Any) -> list[int]:
+        return [1]
+
+    def compute_reward(self, response: str, sample: str) -> float:
+        return 0.0
+
+
+def rollout(reward: float | None) -> Rollout:
+    return Rollout([Turn([1], [2], [-0.5])], "x", "stop", reward=reward)
+
+
+def test_several_completions_of_one_prompt_count_as_one_observation_and_give_pass_at_k() -> None:
+    groups = [
+        Group("a", 0, [1], [rollout(1.0), rollout(1.0), rollout(1.0), rollout(1.0)]),
+        Group("b", 1, [1], [rollout(0.0), rollout(0.0), rollout(0.0), rollout(0.0)]),
+        Group("c", 2, [1], [rollout(1.0), rollout(0.0), rollout(None), rollout(0.0)]),
+    ]
+    reading = estimate(Sums(), groups, samples=4, temperature=1.0)
+    assert (reading.n, reading.ungraded) == (3, 1)
+    assert reading.mean == pytest.approx((1 + 0 + 0.25) / 3)
+    assert reading.high - reading.mean == pytest.approx(stats.norm.ppf(0.975) * stats.sem([1, 0, 0.25]))
+    assert reading.pass_at == pytest.approx({"1": 5 / 12, "2": (1 + 0 + 0.5) / 3, "4": 2 / 3})
+
+
+def test_what_is_held_out_is_never_trained_on_however_often_it_occurs() -> None:
+    kept, left_out = without_heldout(Sums(), Sums().build_dataset(), ["1 + 1", "9 + 9"])
+    assert (kept, left_out) == (["2 + 2", "3 + 3"], 2)

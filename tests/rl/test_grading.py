@@ -1,54 +1,91 @@
-"""The user's reward function may fail, hang or be async: it costs one sample."""
+"""What a grader answers is checked before anything is trained on it."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-import threading
-import time
+from collections.abc import Sequence
+from typing import Any
 
-from mint.rl.grading import Grader
+import pytest
 
-
-def test_rewards_come_back_in_order_from_sync_and_async_functions() -> None:
-    grader = Grader(timeout_s=5)
-
-    def make(i: int):
-        async def later() -> float:
-            await asyncio.sleep(0.001 * (10 - i))
-            return float(i)
-
-        return later if i % 2 else (lambda: float(i))
-
-    assert [grade.reward for grade in grader.grade([make(i) for i in range(10)])] == [float(i) for i in range(10)]
-    grader.close()
+from mint.errors import InvalidRequestError
+from mint.rl import Reward, RLAdapter, UnsupportedError
+from mint.rl.calls import CallPool
+from mint.rl.grading import RewardError, accept, grade_completions
 
 
-def test_a_failing_reward_costs_its_own_sample_and_says_why() -> None:
-    grader = Grader(timeout_s=5)
-    bad, nan, text, good = grader.grade([lambda: 1 / 0, lambda: math.nan, lambda: "1.0", lambda: True])
-    assert (bad.reward, nan.reward, text.reward, good.reward) == (None, None, None, 1.0)
-    assert "ZeroDivisionError" in (bad.error or "")
-    assert "nan" in (nan.error or "")
-    assert "'1.0'" in (text.error or "")
-    grader.close()
+class Graded(RLAdapter):
+    """The reward is what the sample's table says."""
+
+    reward_range = (0.0, 1.0)
+
+    def build_dataset(self) -> Sequence[Any]:
+        return [{}]
+
+    def make_prompt(self, sample: Any, tokenizer: Any) -> list[int]:
+        return [1]
+
+    def compute_reward(self, response: str, sample: dict[str, Any]) -> Any:
+        answer = sample[response]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-def test_hanging_rewards_time_out_and_the_grader_keeps_its_threads() -> None:
-    grader = Grader(timeout_s=0.2, threads=2)
-    release = threading.Event()
+def grades(answers: dict[str, Any], adapter: RLAdapter | None = None):
+    calls = CallPool(timeout_s=5)
+    found = grade_completions(calls, adapter or Graded(), list(answers), answers)
+    calls.close()
+    return found
 
-    async def sleeps() -> float:
-        await asyncio.sleep(60)
-        return 1.0
 
-    for _ in range(3):  # more hangs than threads
-        began = time.monotonic()
-        grades = grader.grade([release.wait, sleeps, lambda: 1.0])
-        assert time.monotonic() - began < 3
-        assert grades[0].reward is None
-        assert "0.2 s" in (grades[0].error or "")
-        assert grades[1].reward is None
-        assert grades[2].reward == 1.0
-    release.set()
-    grader.close()
+def test_numbers_and_rewards_with_parts_are_accepted() -> None:
+    plain, parts = grades({"a": 0.5, "b": Reward(0.75, {"right": 1.0, "too long": -0.25}, {"engine": "x"})})
+    assert (plain.reward, plain.error) == (0.5, None)
+    assert (parts.reward, parts.parts["too long"], parts.info["engine"]) == (0.75, -0.25, "x")
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, "1.0", None, 1.01, -0.01])
+def test_what_is_no_reward_or_out_of_range_costs_its_completion_and_names_the_grader(wrong: Any) -> None:
+    bad, good = grades({"a": wrong, "b": 1.0})
+    assert bad.reward is None
+    assert "Graded" in (bad.error or "")
+    assert good.reward == 1.0
+
+
+def test_the_range_error_names_field_value_and_range() -> None:
+    with pytest.raises(RewardError, match=r"2 of Graded is outside its declared range \[0, 1\]"):
+        accept(Graded(), 2.0)
+
+
+def test_parts_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"parts"):
+        Reward(1.0, {"right": 0.5})
+
+
+def test_unsupported_is_not_an_ordinary_failure() -> None:
+    unsupported, failed = grades({"a": UnsupportedError("no sandbox here"), "b": ValueError("bad grader")})
+    assert (unsupported.reward, unsupported.unsupported) == (None, True)
+    assert (failed.reward, failed.unsupported) == (None, False)
+    assert "ValueError: bad grader" in (failed.error or "")
+
+
+class ByGroup(Graded):
+    """Ranks the group by length."""
+
+    async def compute_group_rewards(self, responses: Sequence[str], sample: Any) -> Sequence[float | None]:
+        longest = max(len(response) for response in responses)
+        return [None if response == "?" else len(response) / longest for response in responses]
+
+
+def test_a_group_judge_sees_all_responses_once_and_may_pass_on_one() -> None:
+    first, second, passed = grades({"ab": 0.0, "abcd": 0.0, "?": 0.0}, ByGroup())
+    assert (first.reward, second.reward, passed.reward) == (0.5, 1.0, None)
+
+
+def test_a_group_judge_that_fails_costs_its_group() -> None:
+    class Fails(Graded):
+        def compute_group_rewards(self, responses: Sequence[str], sample: Any) -> Sequence[float]:
+            raise RuntimeError("the judge is away")
+
+    assert [grade.error for grade in grades({"a": 1.0, "b": 0.0}, Fails())] == ["RuntimeError: the judge is away"] * 2

@@ -1,17 +1,20 @@
-"""Math RL: arithmetic questions, exact match.
+"""Math RL: questions with one right answer, by exact match or by math-verify.
 
-The held-out questions are disjoint from the training ones by construction (`arithmetic.is_heldout`, a hash of the
-problem), and the bundled model never saw them in the question format either.
+Without problems of your own these are arithmetic questions; the held-out ones are disjoint from the training ones by
+construction (`arithmetic.is_heldout`, a hash of the problem), and the bundled model never saw them in the question
+format either. Problems of your own are split by a hash of their text.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
+from mint.errors import InvalidRequestError
 from mint.recipes.arithmetic import Problem, draw_problems
-from mint.rl import RLAdapter, RLConfig
+from mint.recipes.questions import Prompt, PromptStyle, Question, encode_prompt, one_side
+from mint.rl import Reward, RLAdapter, RLConfig
+from mint.rl.math_grader import MathGrader, exact_match
 
 DEMO = RLConfig(
     base_model="mint/tiny",
@@ -25,36 +28,90 @@ DEMO = RLConfig(
 )
 """Tuned for the bundled model: small models want a larger learning rate than the table's 2e-5."""
 
-WHOLE_NUMBER = re.compile(r"-?[0-9]+")
+GraderName = Literal["exact", "math-verify"]
+HELDOUT_SHARE = 1 / 8
 
 
 class MathAdapter(RLAdapter):
-    """`Q: What is 34 + 58?` → ` 92`."""
+    """`Q: What is 34 + 58?` → ` 92`, or problems of your own."""
 
     heldout_name = "arithmetic held-out (1 in 8 problems by hash, never trained on)"
+    reward_range = (0.0, 1.0)
 
-    def __init__(self, *, seed: int = 0, heldout_size: int = 512, train_size: int = 8192) -> None:
-        """`seed` draws the questions; the split itself does not depend on it."""
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        heldout_size: int = 512,
+        train_size: int = 8192,
+        grader: GraderName = "exact",
+        problems: Iterable[tuple[Prompt, str]] | None = None,
+        heldout_problems: Iterable[tuple[Prompt, str]] | None = None,
+        prompt_style: PromptStyle = "plain",
+    ) -> None:
+        """`seed` draws the arithmetic questions; the split itself does not depend on it.
+
+        Args:
+            grader: `exact`: the completion is the answer and nothing else. `math-verify`: its final answer equals the
+                answer, however written.
+            problems: `(prompt, answer)` pairs instead of arithmetic; a prompt is a text or a list of messages.
+            heldout_problems: Their held-out set; None holds out 1 in 8 of `problems` by a hash of the prompt.
+            prompt_style: How a text of `problems` is put to the model: `plain`, or `chat` through its chat template.
+
+        Raises:
+            InvalidRequestError: the grader is unknown, or held-out problems were given without problems.
+            MissingExtraError: math-verify is asked for and not installed.
+        """
+        if grader not in ("exact", "math-verify"):
+            raise InvalidRequestError(
+                "is no grader", field="grader", value=grader, remedy="Choose exact or math-verify"
+            )
+        if problems is None and heldout_problems is not None:
+            raise InvalidRequestError(
+                "were given without problems", field="heldout_problems", value=heldout_problems, remedy="Give both"
+            )
         self.seed, self.heldout_size, self.train_size = seed, heldout_size, train_size
+        self.prompt_style: PromptStyle = prompt_style
+        self._grader = MathGrader() if grader == "math-verify" else None
+        self._problems = None if problems is None else [Question(*pair) for pair in problems]
+        self._heldout = None if heldout_problems is None else [Question(*pair) for pair in heldout_problems]
+        if problems is not None:
+            self.heldout_name = "held-out problems (never trained on)"
 
-    def build_dataset(self) -> Sequence[Problem]:
+    def build_dataset(self) -> Sequence[Problem | Question]:
         """Training questions."""
-        return draw_problems(self.seed, self.train_size, heldout=False)
+        if self._problems is None:
+            return draw_problems(self.seed, self.train_size, heldout=False)
+        if self._heldout is None:
+            return one_side(self._problems, heldout=False, share=HELDOUT_SHARE)
+        return self._problems
 
-    def build_heldout(self) -> Sequence[Problem]:
+    def build_heldout(self) -> Sequence[Problem | Question]:
         """Held-out questions."""
-        return draw_problems(self.seed, self.heldout_size, heldout=True)
+        if self._problems is None:
+            return draw_problems(self.seed, self.heldout_size, heldout=True)
+        if self._heldout is None:
+            return one_side(self._problems, heldout=True, share=HELDOUT_SHARE)
+        return self._heldout
 
-    def make_prompt(self, sample: Problem, tokenizer: Any) -> list[int]:
-        """The question as plain text."""
-        return tokenizer.encode(sample.question)
+    def sample_key(self, sample: Problem | Question) -> str:
+        """The question without its answer."""
+        return sample.question if isinstance(sample, Problem) else sample.text
 
-    def compute_reward(self, response: str, sample: Problem) -> float:
-        """1 if the completion is the answer and nothing else, 0 otherwise."""
-        return 1.0 if exact_match(response, sample.answer) else 0.0
+    def make_prompt(self, sample: Problem | Question, tokenizer: Any) -> list[int]:
+        """The question as plain text, or in the style asked for."""
+        if isinstance(sample, Problem):
+            return tokenizer.encode(sample.question)
+        return encode_prompt(sample.prompt, tokenizer, self.prompt_style)
 
+    def compute_reward(self, response: str, sample: Problem | Question) -> Reward:
+        """1 if the answer is right, 0 otherwise; `info` says who decided."""
+        if self._grader is None:
+            return Reward(float(exact_match(response, sample.answer)), info={"graded_by": "exact"})
+        comparison = self._grader.compare(response, sample.answer)
+        return Reward(float(comparison.equal), info={"graded_by": comparison.decided_by})
 
-def exact_match(response: str, answer: str) -> bool:
-    """Whether `response`, white space at its ends aside, is the whole number `answer` (no leading zeros)."""
-    text = response.strip()
-    return bool(WHOLE_NUMBER.fullmatch(text)) and text == answer
+    def close(self) -> None:
+        """Ends the grader's processes."""
+        if self._grader is not None:
+            self._grader.close()

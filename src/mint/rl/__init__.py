@@ -1,11 +1,46 @@
-"""Reinforcement learning over the public SDK: the shared GRPO loop, and what an RL task is."""
+"""Reinforcement learning over the public SDK: what a task is, the shared GRPO loop, and why a run does not learn."""
 
-from mint.rl.adapter import RLAdapter
+from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task
 from mint.rl.config import RLConfig
+from mint.rl.diagnosis import RunRecord, diagnose
+from mint.rl.doctor import Examination, examine
 from mint.rl.evaluation import Estimate
-from mint.rl.findings import Finding
+from mint.rl.finding import Finding
+from mint.rl.judges import PairwiseJudge
 from mint.rl.loop import RunResult, run_grpo
+from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.progress import LiveProgress
-from mint.rl.rollouts import Group, Rollout
+from mint.rl.reward import Reward, UnsupportedError
+from mint.rl.rollouts import Group, Rollout, Turn
+from mint.rl.rubric import Rubric
+from mint.rl.tool_env import ToolEnv
+from mint.rl.tools import Tool, tool
 
-__all__ = ["Estimate", "Finding", "Group", "LiveProgress", "RLAdapter", "RLConfig", "Rollout", "RunResult", "run_grpo"]
+__all__ = [
+    "Estimate",
+    "Examination",
+    "Finding",
+    "Group",
+    "LiveProgress",
+    "Message",
+    "MessageEnv",
+    "MessageEnvAdapter",
+    "MessageStepResult",
+    "PairwiseJudge",
+    "RLAdapter",
+    "RLConfig",
+    "Reward",
+    "Rollout",
+    "Rubric",
+    "RunRecord",
+    "RunResult",
+    "Task",
+    "Tool",
+    "ToolEnv",
+    "Turn",
+    "UnsupportedError",
+    "diagnose",
+    "examine",
+    "run_grpo",
+    "tool",
+]

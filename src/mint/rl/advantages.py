@@ -2,7 +2,7 @@
 
 The mean-centred advantage, summed over tokens and not divided by the length or the deviation, is the unbiased
 estimator (Dr. GRPO, arXiv 2503.20783). `rloo` is leave-one-out (arXiv 2402.14740), `std` the original GRPO
-(arXiv 2402.03300).
+(arXiv 2402.03300), `std_batch` divides by the deviation over the whole batch (Lite PPO, arXiv 2508.08221).
 
 Letters: G samples of one prompt · T tokens of one completion.
 """
@@ -18,8 +18,13 @@ from mint.rl.config import AdvantageName
 STD_EPS = 1e-4
 
 
-def group_advantages(rewards_G: Sequence[float], estimator: AdvantageName = "center") -> np.ndarray:
-    """Advantages float64 [G]; all zero exactly where all rewards are equal, and where G is 1."""
+def group_advantages(
+    rewards_G: Sequence[float], estimator: AdvantageName = "center", *, batch_std: float = 1.0
+) -> np.ndarray:
+    """Advantages float64 [G]; all zero exactly where all rewards are equal, and where G is 1.
+
+    `batch_std` is the sample deviation of all rewards of the batch, for `std_batch`.
+    """
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if len(rewards) < 2 or bool((rewards == rewards[0]).all()):
         return np.zeros_like(rewards)
@@ -28,6 +33,8 @@ def group_advantages(rewards_G: Sequence[float], estimator: AdvantageName = "cen
         return centred * (len(rewards) / (len(rewards) - 1))
     if estimator == "std":
         return centred / (rewards.std(ddof=1) + STD_EPS)
+    if estimator == "std_batch":
+        return centred / (batch_std + STD_EPS)
     return centred
 
 

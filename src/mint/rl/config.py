@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from mint.config import rl_variables
 from mint.errors import InvalidRequestError
 from mint.types import AdamParams, LossName, SamplingParams, invalid_request
 
-AdvantageName = Literal["center", "rloo", "std"]
-ScheduleName = Literal["constant", "linear"]
+AdvantageName = Literal["center", "rloo", "std", "std_batch"]
+ScheduleName = Literal["constant", "linear", "cosine"]
+NormalizationName = Literal["sum", "constant", "token", "sequence"]
+TruncationName = Literal["keep", "mask", "penalize"]
+CollapseName = Literal["warn", "stop", "rollback"]
 
 
 class RLConfig(BaseModel):
@@ -46,24 +51,75 @@ class RLConfig(BaseModel):
     # The run.
     steps: int = Field(10, ge=0)
     seed: int = Field(0, ge=0)
-    loss_fn_config: dict[str, float] | None = None
-    """Passed on as it is, for example `{"clip_high_threshold": 1.28}` for ppo."""
-    advantage: AdvantageName = "center"
-    """`center`: r − mean. `rloo`: r − mean of the others. `std`: (r − mean) / (std + 1e-4)."""
-    lr_schedule: ScheduleName = "constant"
-    """`linear` falls from `learning_rate` at step 1 towards 0 after the last."""
-    grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Global norm; 0 is off."""
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    """Besides the model's own end token."""
-    grader_timeout_s: float = Field(30.0, gt=0)
-    heldout_size: int = Field(512, ge=0)
-    """How many held-out samples to read before and after; 0 reads none."""
+    init_from: str | None = None
+    """A checkpoint (`mint://…`) to start from, for example that of an SFT run; the optimizer starts afresh."""
     save_every: int = Field(10, ge=1)
     """Steps between resumable checkpoints; the last step is always saved."""
     run_dir: Path | None = None
     """None makes a new folder under `MINT_HOME/runs`."""
+
+    # The objective.
+    loss_fn_config: dict[str, float] | None = None
+    """Passed on as it is, for example `{"clip_high_threshold": 1.28}` for ppo (clip-higher, arXiv 2503.14476)."""
+    advantage: AdvantageName = "center"
+    """`center`: r − mean. `rloo`: r − mean of the others. `std`: (r − mean) / (std of the group + 1e-4). `std_batch`:
+    the same with the deviation over the whole batch."""
+    loss_normalization: NormalizationName = "sum"
+    """What a token's loss is divided by. `sum`: nothing. `constant`: prompts · group_size · max_tokens (Dr. GRPO).
+    `token`: the trained tokens of the batch (DAPO). `sequence`: first the tokens of its own rollout (GRPO; favours
+    short answers when right and long ones when wrong)."""
+    kl_reference: str | None = None
+    """A checkpoint (`mint://…/sampler_weights/…`) as the reference of the KL penalty; None is the base model."""
+    optim_steps_per_batch: int = Field(1, ge=1)
+    """Optimizer steps per batch of rollouts, each on its share of the prompts; from the second on, off-policy."""
+    max_staleness: int = Field(0, ge=0)
+    """Steps by which the sampling weights may lag behind; 0 is strictly on-policy, more samples ahead of training."""
+    lr_schedule: ScheduleName = "constant"
+    """`linear` and `cosine` fall from `learning_rate` towards 0 after the last step."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Global norm; 0 is off."""
+    on_collapse: CollapseName = "warn"
+    """What an `error` finding of a collapse does: only say so, stop the run, or stop at the best checkpoint."""
+
+    # Sampling.
+    temperature_end: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The temperature moves linearly from `temperature` to this; None keeps it."""
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    """Besides the model's own end token."""
+    dynamic_sampling: bool = False
+    """Replaces groups without a signal by groups of other prompts (DAPO, arXiv 2503.14476)."""
+    max_refill: float = Field(3.0, ge=0, allow_inf_nan=False)
+    """At most this many extra groups per wanted group, with `dynamic_sampling`."""
+    truncation: TruncationName = "keep"
+    """What a rollout that a limit cut off does. `keep`: its reward counts. `mask`: it is left out of its group.
+    `penalize`: its reward loses `truncation_penalty`."""
+    truncation_penalty: float = Field(0.5, ge=0, allow_inf_nan=False)
+    max_turns: int = Field(8, ge=1)
+    """Of an episode with tools."""
+    max_episode_tokens: int | None = Field(None, ge=1)
+    """Sampled tokens of an episode; None is no limit besides the model's context."""
+    max_episode_s: float = Field(60.0, gt=0)
+
+    # Data.
+    curriculum: bool = False
+    """Prefers items with a success rate from `curriculum_low` to `curriculum_high`; retires and re-tests solved ones."""
+    curriculum_low: float = Field(0.2, ge=0, le=1)
+    curriculum_high: float = Field(0.8, ge=0, le=1)
+    curriculum_retire_at: float = Field(0.95, gt=0, le=1)
+    curriculum_retest_share: float = Field(0.05, ge=0, lt=1)
+
+    # Reading.
+    grader_timeout_s: float = Field(30.0, gt=0)
+    heldout_size: int = Field(512, ge=0)
+    """How many held-out samples to read; 0 reads none."""
+    heldout_samples: int = Field(1, ge=1)
+    """Completions per held-out sample at temperature 1, for pass@k."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between readings of the held-out set; 0 reads it before and after only. The best reading is kept."""
+    print_samples: int = Field(0, ge=0)
+    """Rollouts printed per step."""
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -79,6 +135,23 @@ class RLConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _band_is_ordered(self) -> Self:
+        if self.curriculum_low > self.curriculum_high:
+            raise InvalidRequestError(
+                f"is above curriculum_high = {self.curriculum_high:g}",
+                field="RLConfig.curriculum_low",
+                value=self.curriculum_low,
+                remedy="Try 0.2 and 0.8",
+            )
+        return self
+
+    @classmethod
+    def from_env(cls, **fields: Any) -> Self:
+        """The settings named by `MINT_BASE_MODEL, MINT_LORA_RANK, MINT_RL_STEPS, MINT_RL_BATCH, MINT_RL_GROUP,
+        MINT_RL_LR, MINT_RL_MAX_TOKENS, MINT_RL_TEMPERATURE`; `fields` stand for variables that are not set."""
+        return cls(**{**fields, **rl_variables()})
+
     @property
     def groups_per_batch(self) -> int:
         """The other name of `batch_size`."""
@@ -86,9 +159,18 @@ class RLConfig(BaseModel):
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of `step` (counted from 1)."""
+        if step <= self.lr_warmup_steps:
+            return self.learning_rate * step / self.lr_warmup_steps
         if self.lr_schedule == "constant":
             return self.learning_rate
-        return self.learning_rate * (1 - (step - 1) / self.steps)
+        done = (step - 1 - self.lr_warmup_steps) / max(1, self.steps - self.lr_warmup_steps)
+        return self.learning_rate * (1 - done if self.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+
+    def temperature_at(self, step: int) -> float:
+        """The sampling temperature of `step` (counted from 1)."""
+        if self.temperature_end is None or self.steps < 2:
+            return self.temperature
+        return self.temperature + (self.temperature_end - self.temperature) * (step - 1) / (self.steps - 1)
 
     def adam_params(self, step: int) -> AdamParams:
         """The optimizer settings of `step`."""

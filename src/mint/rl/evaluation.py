@@ -1,27 +1,37 @@
-"""Held-out success with an interval, never a bare number."""
+"""Held-out success with an interval, never a bare number.
+
+Letters: N held-out samples · K completions of each.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mint.client.sampling_client import SamplingClient
-from mint.rl.adapter import RLAdapter
+from mint.rl.adapter import Task
+from mint.rl.calls import CallPool
+from mint.rl.completions import collect_groups
 from mint.rl.config import RLConfig, mix_seed
-from mint.rl.grading import Grader
-from mint.rl.rollouts import Rollout, roll_out
+from mint.rl.rollouts import Group, Rollout
 
 Z95 = 1.959963984540054
 EVALUATION_STREAM = 0x45564C
+SUCCESS_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `n` samples with its 95 % interval; `ungraded` samples count as 0."""
+    """A mean reward over `n` samples with its 95 % interval; `ungraded` completions count as 0.
+
+    `pass_at["4"]` estimates the chance that at least one of 4 completions is a success; `parts` are the means of the
+    reward's named parts.
+    """
 
     mean: float
     low: float
@@ -29,10 +39,18 @@ class Estimate:
     n: int
     temperature: float
     ungraded: int = 0
+    success: float = 0.0
+    pass_at: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Estimate:
+        """From a row of `evaluations.jsonl`; its other fields are ignored."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row})
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
@@ -45,45 +63,102 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def estimate(rewards: Sequence[float], *, temperature: float, ungraded: int = 0) -> Estimate:
-    """Wilson's interval for rewards of 0 and 1, the normal one otherwise."""
-    values = np.asarray(rewards, dtype=np.float64)
+def interval(means_N: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, low and high of one value per sample: Wilson's interval for values of 0 and 1, the normal one otherwise.
+
+    With several completions per sample, give their mean: completions of one sample are not independent, and the error
+    is that between samples (clustered errors, arXiv 2411.00640).
+    """
+    values = np.asarray(means_N, dtype=np.float64)
     n = len(values)
     mean = float(values.mean()) if n else 0.0
     if bool(np.isin(values, (0.0, 1.0)).all()):
         low, high = wilson(float(values.sum()), n)
-    else:
-        half = Z95 * float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
-        low, high = mean - half, mean + half
-    return Estimate(mean, low, high, n, temperature, ungraded)
+        return mean, min(low, mean), max(high, mean)  # all right is 1 up to rounding
+    half = Z95 * float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    return mean, mean - half, mean + half
+
+
+def pass_at_k(successes: int, n: int, k: int) -> float:
+    """The unbiased estimate of P(at least one success in k) from `successes` of n >= k (arXiv 2107.03374)."""
+    return 1.0 - math.comb(n - successes, k) / math.comb(n, k)
+
+
+def estimate(task: Task, groups: Sequence[Group], *, samples: int, temperature: float) -> Estimate:
+    """The reading of a held-out set of which each sample was to have `samples` completions."""
+    rewards_NK = [_padded([rollout.reward or 0.0 for rollout in group.rollouts], samples) for group in groups]
+    graded = [rollout for group in groups for rollout in group.rollouts if rollout.reward is not None]
+    solved_N = [sum(reward >= task.success_reward - SUCCESS_TOLERANCE for reward in rewards) for rewards in rewards_NK]
+    mean, low, high = interval([float(np.mean(rewards)) for rewards in rewards_NK])
+    names = sorted({name for rollout in graded for name in rollout.parts})
+    total = max(1, samples * len(groups))
+    return Estimate(
+        mean=mean,
+        low=low,
+        high=high,
+        n=len(groups),
+        temperature=temperature,
+        ungraded=samples * len(groups) - len(graded),
+        success=sum(solved_N) / total,
+        pass_at={
+            str(k): float(np.mean([pass_at_k(solved, samples, k) for solved in solved_N]))
+            for k in powers_of_two(samples)
+            if groups
+        },
+        parts={name: sum(rollout.parts.get(name, 0.0) for rollout in graded) / total for name in names},
+    )
 
 
 def evaluate(
     sampler: SamplingClient,
-    adapter: RLAdapter,
+    task: Task,
     samples: Sequence[Any],
     *,
     config: RLConfig,
     temperature: float,
-    grader: Grader,
+    calls: CallPool,
     tokenizer: Any,
+    num_samples: int = 1,
 ) -> tuple[Estimate, list[Rollout]]:
-    """One completion per sample at `temperature` (0: greedy); a completion that cannot be graded counts as 0."""
-    groups = roll_out(
+    """`num_samples` completions per sample at `temperature` (0: greedy, always one), each judged alone.
+
+    Returns the estimate and the first completion of each sample that could be sampled. The draws depend on the run's
+    seed alone, so readings of different weights are paired.
+    """
+    count = 1 if temperature == 0 else num_samples
+    groups = collect_groups(
         sampler,
-        adapter,
+        task,
         samples,
+        range(len(samples)),
+        config=config,
         tokenizer=tokenizer,
-        grader=grader,
-        num_samples=1,
-        params=[
-            config.sampling_params(mix_seed(config.seed, EVALUATION_STREAM, index), temperature)
-            for index in range(len(samples))
-        ],
+        calls=calls,
+        num_samples=count,
+        seeds=[mix_seed(config.seed, EVALUATION_STREAM, index) for index in range(len(samples))],
+        temperature=temperature,
+        alone=True,
     )
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [0.0 if rollout.reward is None else rollout.reward for rollout in rollouts]
-    missing = len(samples) - len(rollouts) + sum(rollout.reward is None for rollout in rollouts)
-    return estimate(
-        [*rewards, *[0.0] * (len(samples) - len(rollouts))], temperature=temperature, ungraded=missing
-    ), rollouts
+    reading = estimate(task, groups, samples=count, temperature=temperature)
+    return reading, [group.rollouts[0] for group in groups if group.rollouts]
+
+
+def content_hash(task: Task, sample: Any) -> str:
+    """What tells held-out samples from training samples: 128 bits of SHA-256 over `task.sample_key(sample)`."""
+    return hashlib.sha256(task.sample_key(sample).encode()).hexdigest()[:32]
+
+
+def without_heldout(task: Task, dataset: Sequence[Any], heldout: Sequence[Any]) -> tuple[list[Any], int]:
+    """The training samples that are not in the held-out set, by content, and how many were left out."""
+    closed = {content_hash(task, sample) for sample in heldout}
+    kept = [sample for sample in dataset if content_hash(task, sample) not in closed] if closed else list(dataset)
+    return kept, len(dataset) - len(kept)
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, … up to `limit`."""
+    return [2**exponent for exponent in range(limit.bit_length()) if 2**exponent <= limit]
+
+
+def _padded(rewards: list[float], count: int) -> list[float]:
+    return rewards + [0.0] * (count - len(rewards))

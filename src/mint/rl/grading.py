@@ -1,107 +1,103 @@
-"""Runs the user's reward function, sync or async, so that a failing or hanging one costs one sample and no more.
+"""From what a grader answers to a reward that may be trained on: finite, within its declared range, its parts named.
 
-Knows nothing of policies or tokens. Threads are daemons: a reward function that never returns cannot keep the process
-alive; its thread is given up and replaced.
+A grader that fails, hangs, leaves its range or cannot judge costs its own completions and no others; what happened is
+kept with them. Knows nothing of policies or tokens.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
-import queue
-import threading
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-RewardFunction = Callable[[], "float | Awaitable[float]"]
+from mint.errors import MintError
+from mint.rl.adapter import Answered, RLAdapter, Task
+from mint.rl.calls import Answer, CallPool
+from mint.rl.reward import Reward, UnsupportedError
+
+
+class RewardError(MintError):
+    """A grader returned something that is no reward, or a reward outside its declared range."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """A reward, or None and the reason."""
+    """A reward with its parts, or None and the reason."""
 
     reward: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
+    unsupported: bool = False
+    timed_out: bool = False
 
 
-class Grader:
-    """A few threads that grade; `grade` may be called again and again. Not for concurrent use by several callers."""
+def accept(task: Task, answered: Any) -> Reward:
+    """The reward, checked against the task's declared range.
 
-    def __init__(self, *, timeout_s: float, threads: int = 4) -> None:
-        """`timeout_s` is counted per call, from the moment that it starts to run."""
-        self._timeout_s = timeout_s
-        self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._threads = threads
-        for _ in range(threads):
-            self._start_thread()
-
-    def grade(self, calls: Sequence[RewardFunction]) -> list[Grade]:
-        """One grade per call, in order."""
-        pending = [_Call(function) for function in calls]
-        for call in pending:
-            self._inbox.put(call)
-        return [self._collect(call) for call in pending]
-
-    def close(self) -> None:
-        """Ends the idle threads; one that hangs in a reward function dies with the process."""
-        for _ in range(self._threads):
-            self._inbox.put(None)
-
-    def _collect(self, call: _Call) -> Grade:
-        while True:
-            try:
-                return call.grade.result(timeout=call.remaining_s(self._timeout_s))
-            except FutureTimeoutError:
-                if call.remaining_s(self._timeout_s) > 0:
-                    continue
-                call.given_up = True
-                self._start_thread()
-                return Grade(None, f"no reward within {self._timeout_s:g} s")
-
-    def _start_thread(self) -> None:
-        threading.Thread(target=_serve, args=(self._inbox, self._timeout_s), name="mint-grader", daemon=True).start()
+    Raises:
+        RewardError: it is not a finite number, or outside `task.reward_range`; names the grader.
+    """
+    reward = answered if isinstance(answered, Reward) else None
+    value: Any = answered if reward is None else reward.value
+    grader = type(task).__name__
+    if not _is_finite(value):
+        raise RewardError(
+            f"the reward {value!r} of {grader} is not a finite number", remedy="Return a number, or raise an exception"
+        )
+    low, high = task.reward_range or (-math.inf, math.inf)
+    if not low <= value <= high:
+        raise RewardError(
+            f"the reward {value:g} of {grader} is outside its declared range [{low:g}, {high:g}]",
+            field=f"{grader}.reward_range",
+            value=value,
+            remedy="Correct the grader, or declare the range that it keeps",
+        )
+    return Reward(float(value)) if reward is None else Reward(float(value), reward.parts, reward.info)
 
 
-class _Call:
-    """One reward to compute, and when it began."""
-
-    def __init__(self, function: RewardFunction) -> None:
-        self.function = function
-        self.started_s: float | None = None
-        self.given_up = False
-        self.grade: Future[Grade] = Future()
-
-    def remaining_s(self, timeout_s: float) -> float:
-        if self.started_s is None:
-            return timeout_s
-        return self.started_s + timeout_s - time.monotonic()
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _serve(inbox: queue.SimpleQueue[_Call | None], timeout_s: float) -> None:
-    while (call := inbox.get()) is not None:
-        call.started_s = time.monotonic()
-        call.grade.set_result(_compute(call.function, timeout_s))
-        if call.given_up:
-            return  # `_collect` has started a replacement
+def grade_completions(calls: CallPool, adapter: RLAdapter, responses: Sequence[str], sample: Any) -> list[Grade]:
+    """One grade per response of one sample, in order: by the group's judge where there is one, else each alone."""
+    if type(adapter).compute_group_rewards is not RLAdapter.compute_group_rewards:
+        (answer,) = calls.run([lambda: adapter.compute_group_rewards(responses, sample)])
+        if answer.error is not None:
+            return [_failed(answer) for _ in responses]
+        if answer.value is not None:
+            return [_grade_one_of_group(adapter, value) for value in answer.value]
+    return [_grade(adapter, answer) for answer in calls.run([_call(adapter, text, sample) for text in responses])]
 
 
-def _compute(function: RewardFunction, timeout_s: float) -> Grade:
+def grade_single(calls: CallPool, adapter: RLAdapter, responses: Sequence[str], samples: Sequence[Any]) -> list[Grade]:
+    """One grade per (response, sample) pair, each judged alone."""
+    pairs = zip(responses, samples, strict=True)
+    return [_grade(adapter, answer) for answer in calls.run([_call(adapter, *pair) for pair in pairs])]
+
+
+def _call(adapter: RLAdapter, text: str, sample: Any) -> Any:
+    return lambda: adapter.compute_reward(text, sample)
+
+
+def _grade_one_of_group(adapter: RLAdapter, value: Answered | None) -> Grade:
+    if value is None:
+        return Grade(None, error="the judge gave no verdict on it")
+    return _grade(adapter, Answer(value))
+
+
+def _grade(adapter: RLAdapter, answer: Answer) -> Grade:
+    if answer.error is not None:
+        return _failed(answer)
     try:
-        reward = function()
-        if inspect.isawaitable(reward):
-            reward = asyncio.run(_within(reward, timeout_s))
-    except TimeoutError:
-        return Grade(None, f"no reward within {timeout_s:g} s")
-    except Exception as error:  # noqa: BLE001 - the boundary to the user's code: whatever it raises is this sample's data
-        return Grade(None, f"{type(error).__name__}: {error}")
-    if not (isinstance(reward, int | float) and math.isfinite(reward)):
-        return Grade(None, f"the reward {reward!r} is not a finite number")
-    return Grade(float(reward))
+        reward = accept(adapter, answer.value)
+    except MintError as error:
+        return Grade(None, error=str(error))
+    return Grade(reward.value, reward.parts, reward.info)
 
 
-async def _within(reward: Awaitable[float], timeout_s: float) -> float:
-    return await asyncio.wait_for(reward, timeout_s)
+def _failed(answer: Answer) -> Grade:
+    unsupported = isinstance(answer.error, UnsupportedError)
+    return Grade(None, error=answer.failure, unsupported=unsupported, timed_out=answer.timed_out)

@@ -1,45 +1,58 @@
-"""`run_grpo`: sample groups, score them, centre the rewards, take one step; again.
+"""`run_grpo`: sample groups, score them, centre the rewards, take an optimizer step; again.
 
 Uses nothing but the public SDK, so it runs against any server of the protocol. Every random choice is a function of
-(seed, step, position), so that a run can be repeated, and resumed from a checkpoint, bit for bit.
+(seed, step, position), so that a run can be repeated, and resumed from a checkpoint, bit for bit (a run that samples
+ahead, `max_staleness` > 0, repeats bit for bit but resumes with fresh samples).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mint.client.sampling_client import SamplingClient
 from mint.client.service_client import ServiceClient
 from mint.client.training_client import TrainingClient
 from mint.config import read_settings
-from mint.errors import InvalidRequestError, RequestFailedError
-from mint.rl.adapter import RLAdapter
-from mint.rl.advantages import group_advantages, kl_penalty
-from mint.rl.config import RLConfig, mix_seed
-from mint.rl.datums import policy_datum
-from mint.rl.evaluation import Estimate, evaluate
-from mint.rl.findings import Finding, step_findings
-from mint.rl.grading import Grader
-from mint.rl.rollouts import Group, Rollout, roll_out
+from mint.errors import InvalidRequestError
+from mint.rl.adapter import MessageEnvAdapter, Task
+from mint.rl.calls import CallPool
+from mint.rl.collecting import Collector, Items, StepRollouts
+from mint.rl.completions import as_adapter, task_name
+from mint.rl.config import RLConfig
+from mint.rl.diagnosis import RunRecord, diagnose
+from mint.rl.evaluation import Estimate, without_heldout
+from mint.rl.finding import Finding
+from mint.rl.readings import GREEDY, SAMPLED, Readings
+from mint.rl.reference import Reference
+from mint.rl.rollouts import Rollout
 from mint.rl.run_log import ResumePoint, RunLog
-from mint.types import Datum, ForwardBackwardOutput, ModelInput
+from mint.rl.step_log import rollout_rows, step_metrics, success_rate
+from mint.rl.updating import Update, Updater
 
-EVALUATION_TEMPERATURES = (0.0, 1.0)
-GREEDY, SAMPLED = EVALUATION_TEMPERATURES
+__all__ = ["GREEDY", "SAMPLED", "ProgressHook", "RunResult", "run_grpo"]
+
+DIAGNOSED_STEPS = 10
+"""Steps whose rollouts the live diagnosis looks at."""
+
+COLLAPSES = frozenset({"reward_collapse", "entropy_collapse", "learning_rate_too_high", "nonfinite_or_skipped_steps"})
+"""Findings that `on_collapse` acts on, where their severity is `error`."""
 
 ProgressHook = Callable[[str, dict[str, Any]], None]
-"""Told of `("evaluation" | "step", fields)` as they happen."""
+"""Told of `("evaluation" | "step" | "samples" | "finding" | "stopped", fields)` as they happen."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did. `heldout_before` and `heldout_after` are by temperature (0.0 greedy, 1.0), empty if not read."""
+    """What a run did. `heldout_before` and `heldout_after` are by temperature (0.0 greedy, 1.0), empty if not read.
+
+    `checkpoint` holds the final weights and optimizer; `best_checkpoint` those of the best greedy reading, where
+    `eval_every` asked for readings. `stopped_by` is the finding that ended the run early.
+    """
 
     run_dir: Path
     checkpoint: str
@@ -55,19 +68,23 @@ class RunResult:
     heldout_after: dict[float, Estimate]
     heldout_rollouts: dict[str, list[Rollout]] = field(repr=False)
     findings: list[Finding]
+    best_checkpoint: str | None = None
+    stopped_by: str | None = None
 
 
 def run_grpo(
-    adapter: RLAdapter,
-    config: RLConfig,
+    adapter: Any,
+    config: RLConfig | None = None,
     *,
     service_client: ServiceClient | None = None,
     resume: bool = False,
     on_progress: ProgressHook | None = None,
 ) -> RunResult:
-    """Trains `config.base_model` on the task of `adapter` and returns what came of it.
+    """Trains `config.base_model` on a task and returns what came of it.
 
     Args:
+        adapter: An `RLAdapter` (or any object with its four methods), or a `MessageEnvAdapter`.
+        config: None is `RLConfig.from_env()`: the `MINT_RL_…` variables over the defaults.
         service_client: Whose server to use; None opens one as the environment says (embedded by default).
         resume: Go on with the run in `config.run_dir` from its last checkpoint; the result has the same bits as an
             uninterrupted run. A folder without a run is started.
@@ -77,10 +94,13 @@ def run_grpo(
         InvalidRequestError: the dataset is empty, or `run_dir` holds another run.
         RequestFailedError: a whole step could not be sampled, or the server failed.
     """
+    task = adapter if isinstance(adapter, MessageEnvAdapter) else as_adapter(adapter)
+    config = config or RLConfig.from_env()
+    _check(config)
     if service_client is not None:
-        return _Run(adapter, config, service_client, on_progress).run(resume=resume)
+        return _Run(task, config, service_client, on_progress).run(resume=resume)
     with ServiceClient() as owned:
-        return _Run(adapter, config, owned, on_progress).run(resume=resume)
+        return _Run(task, config, owned, on_progress).run(resume=resume)
 
 
 def default_run_dir(task: str) -> Path:
@@ -91,6 +111,16 @@ def default_run_dir(task: str) -> Path:
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
+def _check(config: RLConfig) -> None:
+    if config.curriculum and config.max_staleness:
+        raise InvalidRequestError(
+            "cannot be combined with curriculum: what was solved is not known yet when samples are drawn ahead",
+            field="RLConfig.max_staleness",
+            value=config.max_staleness,
+            remedy="Set max_staleness=0 or curriculum=False",
+        )
+
+
 @dataclass
 class _Totals:
     """Counters over the whole run, carried over a resume."""
@@ -98,57 +128,68 @@ class _Totals:
     samples: float = 0
     tokens: float = 0
     seconds: float = 0.0
+    optim_steps: float = 0
     max_abs_logprob_diff: float = 0.0
 
 
 class _Run:
     """One run in progress."""
 
-    def __init__(
-        self, adapter: RLAdapter, config: RLConfig, service: ServiceClient, on_progress: ProgressHook | None
-    ) -> None:
-        self.adapter, self.config, self.service = adapter, config, service
+    def __init__(self, task: Task, config: RLConfig, service: ServiceClient, on_progress: ProgressHook | None) -> None:
+        self.task, self.config, self.service = task, config, service
         self.on_progress = on_progress or (lambda event, fields: None)
-        self.task = type(adapter).__name__
-        self.log = RunLog(config.run_dir or default_run_dir(self.task.removesuffix("Adapter").lower()))
-        self.grader = Grader(timeout_s=config.grader_timeout_s)
+        self.name = task_name(task)
+        self.log = RunLog(config.run_dir or default_run_dir(self.name.removesuffix("Adapter").lower()))
+        self.calls = CallPool(timeout_s=config.grader_timeout_s)
         self.totals = _Totals()
         self.history: list[dict[str, float]] = []
+        self.recent: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=DIAGNOSED_STEPS)
+        self.warnings: list[tuple[int, str]] = []
         self.findings: dict[str, Finding] = {}
         self.state_digest: str | None = None
-        self.base_sampler: SamplingClient | None = None
-        self.kl_policy_base: float | None = None
+        self.stopped_by: str | None = None
 
     def run(self, *, resume: bool) -> RunResult:
         began = time.monotonic()
         config = self.config
-        self.dataset = list(self.adapter.build_dataset())
-        if not self.dataset:
+        heldout = list(self.task.build_heldout())[: config.heldout_size]
+        self.has_heldout = bool(heldout)
+        dataset, left_out = without_heldout(self.task, self.task.build_dataset(), heldout)
+        if not dataset:
+            what = f"has nothing but its {left_out} held-out samples" if left_out else "is empty"
             raise InvalidRequestError(
-                "is empty", field=f"{self.task}.build_dataset()", value=[], remedy="Return at least one sample"
+                what, field=f"{self.name}.build_dataset()", value=[], remedy="Return at least one more sample"
             )
-        point = self.log.start({**config.model_dump(exclude={"run_dir"}), "task": self.task}, resume=resume)
+        point = self.log.start(self._described(), resume=resume)
         self.trainer = self._make_trainer(point)
         self.tokenizer = self.trainer.get_tokenizer()
-        if config.kl_penalty_coef:
-            self.base_sampler = self.service.create_sampling_client(base_model=config.base_model)
-        heldout = list(self.adapter.build_heldout())[: config.heldout_size]
-        before, before_rollouts = self._read_heldout("before", heldout)
+        self.items = Items(len(dataset), config)
+        self.collector = Collector(
+            self.task, dataset, self.items, config=config, tokenizer=self.tokenizer, calls=self.calls
+        )
+        reference = Reference(self.service, config) if config.kl_penalty_coef else None
+        self.updater = Updater(self.trainer, reference, config)
+        self.readings = Readings(
+            self.task, heldout, config=config, log=self.log, calls=self.calls, tokenizer=self.tokenizer
+        )
+        self._restore(point)
+        if left_out:
+            self._note(_left_out(left_out, len(heldout)))
+        before, before_rollouts = self._read("before", 0)
         seconds_setup = time.monotonic() - began
-        for step in range((point.step if point else 0) + 1, config.steps + 1):
-            self._step(step)
-        if not point or point.step < config.steps:
-            checkpoint = self._save(config.steps)
-        else:
-            checkpoint = point.checkpoint
+        last = self._steps((point.step if point else 0) + 1)
+        checkpoint = point.checkpoint if point and point.step >= last else self._save(last)
+        if self.stopped_by is not None and config.on_collapse == "rollback":
+            checkpoint = self._roll_back(checkpoint)
         sampler_checkpoint = self.trainer.save_weights_for_sampler(name="final").result().path
-        after, after_rollouts = self._read_heldout("after", heldout)
-        self.grader.close()
+        after, after_rollouts = self._read("after", last)
+        self.calls.close()
+        self.task.close()
         return RunResult(
             run_dir=self.log.folder,
             checkpoint=checkpoint,
             sampler_checkpoint=sampler_checkpoint or "",
-            steps=config.steps,
+            steps=last,
             samples=int(self.totals.samples),
             tokens=int(self.totals.tokens),
             seconds=self.totals.seconds,
@@ -159,15 +200,29 @@ class _Run:
             heldout_after=after,
             heldout_rollouts={"before": before_rollouts, "after": after_rollouts},
             findings=list(self.findings.values()),
+            best_checkpoint=self.readings.best_checkpoint,
+            stopped_by=self.stopped_by,
         )
+
+    def _described(self) -> dict[str, Any]:
+        """What `config.json` says."""
+        return {
+            **self.config.model_dump(exclude={"run_dir"}),
+            "task": self.name,
+            "task_spec": self.task.spec,
+            "reward_range": self.task.reward_range,
+            "success_reward": self.task.success_reward,
+            "has_heldout": self.has_heldout,
+        }
+
+    # --- starting and saving -------------------------------------------------------------------------------------
 
     def _make_trainer(self, point: ResumePoint | None) -> TrainingClient:
         config = self.config
         if point is not None:
-            self.totals = _Totals(**point.totals)
-            self.history = self.log.read("metrics.jsonl")
-            self.findings = {row["name"]: Finding(**row) for row in reversed(self.log.read("findings.jsonl"))}
             return self.service.create_training_client_from_state_with_optimizer(point.checkpoint)
+        if config.init_from is not None:
+            return self.service.create_training_client_from_state(config.init_from)
         return self.service.create_lora_training_client(
             base_model=config.base_model,
             rank=config.rank,
@@ -177,179 +232,144 @@ class _Run:
             train_unembed=config.train_unembed,
         )
 
-    def _step(self, step: int) -> None:
-        began = time.monotonic()
-        config = self.config
-        sampler = self.trainer.save_weights_and_get_sampling_client(name=f"rl-step-{step - 1}")
-        groups = roll_out(
-            sampler,
-            self.adapter,
-            self._batch(step),
-            tokenizer=self.tokenizer,
-            grader=self.grader,
-            num_samples=config.group_size,
-            params=[config.sampling_params(mix_seed(config.seed, step, place)) for place in range(config.batch_size)],
-        )
-        if all(group.error for group in groups):
-            raise RequestFailedError(f"step {step}: no prompt could be sampled; the first said: {groups[0].error}")
-        sampled = time.monotonic()
-        datums = self._datums(groups)
-        metrics, warnings = self._train(step, datums)
-        metrics = {"step": float(step), **_rollout_metrics(groups), "datums": float(len(datums)), **metrics}
-        if self.kl_policy_base is not None:
-            metrics["kl/policy_base"] = self.kl_policy_base
-        metrics |= {"time/rollouts_s": sampled - began, "time/train_s": time.monotonic() - sampled}
-        self._record(step, groups, metrics, warnings)
-        self.totals.seconds += time.monotonic() - began
-        if step % config.save_every == 0 and step < config.steps:
-            self._save(step)
-        self.adapter.evaluate(step, [reward for group in groups for reward in group.rewards], len(datums))
-
-    def _batch(self, step: int) -> Sequence[Any]:
-        """The samples of a step: a walk through the dataset, shuffled anew by (seed, epoch) each time round."""
-        size = len(self.dataset)
-        places = range((step - 1) * self.config.batch_size, step * self.config.batch_size)
-        orders = {
-            epoch: np.random.default_rng([self.config.seed, epoch]).permutation(size)
-            for epoch in {place // size for place in places}
-        }
-        return [self.dataset[orders[place // size][place % size]] for place in places]
-
-    def _datums(self, groups: Sequence[Group]) -> list[Datum]:
-        """One datum per graded rollout of every group that has a signal (unequal rewards, or a KL penalty)."""
-        chosen: list[tuple[Group, Rollout, float]] = []
-        for group in groups:
-            advantages = group_advantages(group.rewards, self.config.advantage)
-            if self.base_sampler is not None or advantages.any():
-                chosen += [(group, *pair) for pair in zip(group.graded, advantages.tolist(), strict=True)]
-        penalties = self._kl_penalties([(group, rollout) for group, rollout, _ in chosen])
-        return [
-            policy_datum(
-                group.prompt,
-                rollout.tokens,
-                logprobs_T=rollout.logprobs,
-                advantages_T=advantage - penalty,
-            )
-            for (group, rollout, advantage), penalty in zip(chosen, penalties, strict=True)
-        ]
-
-    def _kl_penalties(self, chosen: Sequence[tuple[Group, Rollout]]) -> list[np.ndarray]:
-        if self.base_sampler is None:
-            return [np.zeros(len(rollout.tokens)) for _, rollout in chosen]
-        futures = [
-            self.base_sampler.compute_logprobs(ModelInput.from_ints([*group.prompt, *rollout.tokens]))
-            for group, rollout in chosen
-        ]
-        policy = [np.asarray(rollout.logprobs) for _, rollout in chosen]
-        base = [
-            np.asarray(future.result()[len(group.prompt) :], dtype=np.float64)
-            for (group, _), future in zip(chosen, futures, strict=True)
-        ]
-        self.kl_policy_base = float(np.mean(np.concatenate(policy) - np.concatenate(base))) if chosen else 0.0
-        return [kl_penalty(*pair, self.config.kl_penalty_coef) for pair in zip(policy, base, strict=True)]
-
-    def _train(self, step: int, datums: list[Datum]) -> tuple[dict[str, float], list[str]]:
-        """One optimizer step; none at all where no group had a signal."""
-        if not datums:
-            return {}, []
-        config = self.config
-        passed = self.trainer.forward_backward(datums, config.loss_fn, config.loss_fn_config)
-        stepped = self.trainer.optim_step(config.adam_params(step))
-        output, optimizer = passed.result(), stepped.result()
-        self.state_digest = optimizer.state_digest
-        mismatch = _logprob_mismatch(datums, output)
-        self.totals.max_abs_logprob_diff = max(
-            self.totals.max_abs_logprob_diff, mismatch["mismatch/max_abs_logprob_diff"]
-        )
-        trained = {f"train/{name.partition(':')[0]}": value for name, value in output.metrics.items()}
-        stepped_metrics = {f"optim/{name.partition(':')[0]}": value for name, value in optimizer.metrics.items()}
-        return {**trained, **stepped_metrics, **mismatch}, output.warnings
-
-    def _record(self, step: int, groups: Sequence[Group], metrics: dict[str, float], warnings: Sequence[str]) -> None:
-        self.history.append(metrics)
-        self.totals.samples += metrics["rollouts/count"]
-        self.totals.tokens += metrics["rollouts/tokens"]
-        self.log.append_all("rollouts.jsonl", [row for group in groups for row in _rollout_rows(step, group)])
-        for finding in step_findings(self.history, warnings):
-            if self.findings.setdefault(finding.name, finding) is finding:
-                self.log.append("findings.jsonl", finding.to_dict())
-        self.log.append("metrics.jsonl", metrics)
-        self.on_progress("step", metrics)
+    def _restore(self, point: ResumePoint | None) -> None:
+        if point is None:
+            return
+        self.totals = _Totals(**point.totals)
+        self.warnings = [(row["step"], row["warning"]) for row in self.log.read("warnings.jsonl")]
+        self.items.restore(point.state["items"])
+        self.readings.restore(point.state["readings"])
+        self.history = self.log.read("metrics.jsonl")
+        self.findings = {row["code"]: Finding(**row) for row in reversed(self.log.read("findings.jsonl"))}
+        rows: dict[int, list[dict[str, Any]]] = {}
+        for row in self.log.read("rollouts.jsonl"):
+            rows.setdefault(row["step"], []).append(row)
+        self.recent.extend(sorted(rows.items())[-DIAGNOSED_STEPS:])
 
     def _save(self, step: int) -> str:
         checkpoint = self.trainer.save_state(name=f"step-{step:06d}", overwrite=True).result().path
-        self.log.save_point(ResumePoint(step, checkpoint, vars(self.totals)))
+        state = {"items": self.items.to_dict(), "readings": self.readings.to_dict()}
+        self.log.save_point(ResumePoint(step, checkpoint, vars(self.totals), state))
+        self.log.append("checkpoints.jsonl", {"step": step, "checkpoint": checkpoint})
         return checkpoint
 
-    def _read_heldout(self, when: str, samples: Sequence[Any]) -> tuple[dict[float, Estimate], list[Rollout]]:
-        """Reads the held-out set greedily and at temperature 1; a resumed run does not read it again `before`."""
-        known = {row["temperature"]: row for row in self.log.read("evaluations.jsonl") if row["when"] == when}
-        if not samples:
-            return {}, []
-        if len(known) == len(EVALUATION_TEMPERATURES):
-            return {temperature: _estimate_from(row) for temperature, row in known.items()}, [
-                Rollout(**rollout) for rollout in known[SAMPLED]["examples"]
-            ]
-        sampler = self.trainer.save_weights_and_get_sampling_client(name=f"heldout-{when}")
-        estimates, rollouts = {}, []
-        for temperature in EVALUATION_TEMPERATURES:
-            estimates[temperature], rollouts = evaluate(
-                sampler,
-                self.adapter,
-                samples,
-                config=self.config,
-                temperature=temperature,
-                grader=self.grader,
-                tokenizer=self.tokenizer,
-            )
-            row = {"when": when, "set": self.adapter.heldout_name, **estimates[temperature].to_dict()}
-            self.log.append("evaluations.jsonl", {**row, "examples": [vars(rollout) for rollout in rollouts[:16]]})
+    def _roll_back(self, last_checkpoint: str) -> str:
+        """Returns to the best reading's weights, or to the last checkpoint before the collapse was seen."""
+        seen = self.findings[self.stopped_by or ""].step
+        earlier = [row["checkpoint"] for row in self.log.read("checkpoints.jsonl") if row["step"] < seen]
+        target = self.readings.best_checkpoint or (earlier[-1] if earlier else last_checkpoint)
+        self.trainer.load_state_with_optimizer(target).result()
+        return target
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def _steps(self, first: int) -> int:
+        """Runs the steps from `first` on; returns the last one that was taken."""
+        config = self.config
+        ahead: deque[StepRollouts | Future[StepRollouts]] = deque()
+        issued = first - 1
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mint-rollouts") as background:
+            for step in range(first, config.steps + 1):
+                began = time.monotonic()
+                wanted = min(config.steps, step + config.max_staleness)
+                if issued < wanted:
+                    sampler = self.trainer.save_weights_and_get_sampling_client(name=f"rl-step-{step - 1}")
+                    for upcoming in range(issued + 1, wanted + 1):
+                        arguments = (upcoming, sampler, int(self.totals.optim_steps))
+                        if config.max_staleness:
+                            ahead.append(background.submit(self.collector.collect, *arguments))
+                        else:
+                            ahead.append(self.collector.collect(*arguments))
+                    issued = wanted
+                batch = ahead.popleft()
+                self._step(batch.result() if isinstance(batch, Future) else batch, began)
+                if self.stopped_by is not None:
+                    return step
+        return config.steps
+
+    def _step(self, batch: StepRollouts, began: float) -> None:
+        sampled = time.monotonic()
+        step, config = batch.step, self.config
+        lag = int(self.totals.optim_steps) - batch.policy_step
+        update = self.updater.update(batch, on_policy=lag == 0)
+        for group in batch.all_groups:
+            rate = success_rate(self.task, group)
+            if rate is not None:
+                self.items.curriculum.record(group.item, rate, step)
+        metrics = {
+            **step_metrics(self.task, batch, update),
+            **self.items.curriculum.metrics(),
+            "learning_rate": config.learning_rate_at(step),
+            "staleness/mean": float(lag),
+            "staleness/max": float(lag),
+            "time/rollouts_s": sampled - began,
+            "time/train_s": time.monotonic() - sampled,
+        }
+        self._count(metrics, update)
+        self._record(batch, metrics, update)
+        self.totals.seconds += time.monotonic() - began
+        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+            self._read("during", step)
+        if step % config.save_every == 0 and step < config.steps:
+            self._save(step)
+        rewards = [reward for group in batch.all_groups for reward in group.rewards]
+        self.task.evaluate(step, rewards, update.datums)
+
+    def _count(self, metrics: dict[str, float], update: Update) -> None:
+        self.totals.samples += metrics["rollouts/count"]
+        self.totals.tokens += metrics["rollouts/tokens"]
+        self.totals.optim_steps += update.optim_steps
+        self.totals.max_abs_logprob_diff = max(
+            self.totals.max_abs_logprob_diff, metrics.get("mismatch/max_abs_logprob_diff", 0.0)
+        )
+        self.state_digest = update.state_digest or self.state_digest
+
+    def _record(self, batch: StepRollouts, metrics: dict[str, float], update: Update) -> None:
+        step = batch.step
+        rows = rollout_rows(batch, update, self.tokenizer)
+        self.history.append(metrics)
+        self.recent.append((step, rows))
+        self.warnings += [(step, warning) for warning in update.warnings]
+        self.log.append_all("warnings.jsonl", [{"step": step, "warning": warning} for warning in update.warnings])
+        self.log.append_all("rollouts.jsonl", rows)
+        self.log.append("metrics.jsonl", metrics)
+        self.on_progress("step", metrics)
+        if self.config.print_samples:
+            self.on_progress("samples", {"step": step, "rows": rows, "count": self.config.print_samples})
+        record = RunRecord(
+            config=self._described(),
+            metrics=self.history,
+            evaluations=self.readings.rows,
+            rollouts=[row for _, rows_of_step in self.recent for row in rows_of_step],
+            warnings=self.warnings,
+        )
+        for finding in [*update.findings, *diagnose(record)]:
+            self._note(finding)
+
+    def _note(self, finding: Finding) -> None:
+        if finding.code in self.findings:
+            return
+        self.findings[finding.code] = finding
+        self.log.append("findings.jsonl", finding.to_dict())
+        self.on_progress("finding", finding.to_dict())
+        if finding.severity == "error" and finding.code in COLLAPSES and self.config.on_collapse != "warn":
+            self.stopped_by = finding.code
+            self.on_progress("stopped", finding.to_dict())
+
+    def _read(self, when: str, step: int) -> tuple[dict[float, Estimate], list[Rollout]]:
+        """Reads the held-out set, and keeps the weights if they are the best so far."""
+        estimates, rollouts, rows = self.readings.read(when, step, self.trainer)
+        for row in rows:
             self.on_progress("evaluation", row)
-        return estimates, rollouts[:16]
+        return estimates, rollouts
 
 
-def _estimate_from(row: dict[str, Any]) -> Estimate:
-    return Estimate(**{name: row[name] for name in ("mean", "low", "high", "n", "temperature", "ungraded")})
-
-
-def _logprob_mismatch(datums: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
-    """|sampler − trainer| over the trained tokens: the weights are those that sampled, so it should be 0."""
-    differences = [
-        np.abs(datum.loss_fn_inputs["logprobs"].to_numpy() - result["logprobs"].to_numpy())[
-            datum.loss_fn_inputs["weights"].to_numpy() != 0
-        ]
-        for datum, result in zip(datums, output.loss_fn_outputs, strict=True)
-    ]
-    joined = np.concatenate(differences)
-    return {
-        "mismatch/max_abs_logprob_diff": float(joined.max()),
-        "mismatch/mean_abs_logprob_diff": float(joined.mean()),
-    }
-
-
-def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    ends = [(min(group.rewards), max(group.rewards)) for group in groups if len(group.rewards) > 1]
-    count = len(rollouts)
-    return {
-        "reward/mean": float(np.mean(rewards)) if rewards else 0.0,
-        "reward/std": float(np.std(rewards)) if rewards else 0.0,
-        "groups/total": float(len(groups)),
-        "groups/used": float(sum(low < high for low, high in ends)),
-        "groups/all_good": float(sum(low == high > 0 for low, high in ends)),
-        "groups/all_bad": float(sum(low == high <= 0 for low, high in ends)),
-        "groups/failed": float(len(groups) - len(ends)),
-        "rollouts/count": float(count),
-        "rollouts/ungraded": float(count - len(rewards)),
-        "rollouts/tokens": float(sum(len(rollout.tokens) for rollout in rollouts)),
-        "rollouts/truncated_share": sum(rollout.truncated for rollout in rollouts) / max(1, count),
-        "rollouts/entropy_estimate": float(-np.mean(np.concatenate([rollout.logprobs for rollout in rollouts]))),
-    }
-
-
-def _rollout_rows(step: int, group: Group) -> list[dict[str, Any]]:
-    shared = {"step": step, "sample": str(group.sample)}
-    if group.error is not None:
-        return [{**shared, "error": group.error}]
-    return [{**shared, **vars(rollout)} for rollout in group.rollouts]
+def _left_out(count: int, heldout: int) -> Finding:
+    return Finding(
+        "heldout_overlap",
+        "info",
+        0,
+        f"{count} training samples are in the held-out set of {heldout}, too: they were left out of training",
+        "Build the two sets apart, so that the training set has the size that you expect",
+        {"left_out": float(count)},
+    )

@@ -14,7 +14,7 @@ BLUE, ORANGE, GREY = "#1f6feb", "#d9730d", "#8c959f"
 def plot_run(
     path: Path, metrics: Sequence[Mapping[str, float]], evaluations: Sequence[Mapping[str, Any]], *, title: str
 ) -> None:
-    """Mean training reward per step, and the held-out readings with their 95 % intervals before and after.
+    """Mean training reward per step, and the held-out readings with their 95 % intervals.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -34,10 +34,10 @@ def plot_run(
     last = max(steps, default=0)
     for temperature, color, shift in ((0.0, BLUE, 0.0), (1.0, ORANGE, 0.012 * max(1, last))):
         rows = [row for row in evaluations if row["temperature"] == temperature]
-        places = [(0 if row["when"] == "before" else last) + shift for row in rows]
+        places = [row["step"] + shift for row in rows]
         means = [row["mean"] for row in rows]
         spread = [[row["mean"] - row["low"] for row in rows], [row["high"] - row["mean"] for row in rows]]
-        label = "held-out, before and after: greedy" if temperature == 0 else f"the same at temperature {temperature:g}"
+        label = "held-out: greedy" if temperature == 0 else f"the same at temperature {temperature:g}"
         axes.errorbar(places, means, yerr=spread, color=color, fmt="o", capsize=4, label=label)
     axes.set(xlabel="step", ylabel="reward", ylim=(-0.02, 1.04), title=title)
     axes.grid(alpha=0.25)

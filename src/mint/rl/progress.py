@@ -6,7 +6,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mint.rl.report import COLORS, sample_lines
 
 
 class LiveProgress:
@@ -37,6 +40,17 @@ class LiveProgress:
 
     def __call__(self, event: str, fields: dict[str, Any]) -> None:
         """The hook that `run_grpo` calls."""
+        if event == "samples":
+            for line in sample_lines(fields["rows"], fields["count"]):
+                self._bar.console.print(f"  {escape(line)}", soft_wrap=True)
+            return
+        if event in ("finding", "stopped"):
+            color = COLORS[fields["severity"]]
+            what = "stopped by " if event == "stopped" else ""
+            self._bar.console.print(
+                f"  [{color}]{what}{fields['code']}[/{color}] (step {fields['step']}): {escape(fields['evidence'])}"
+            )
+            return
         if event == "evaluation":
             how = "greedy" if fields["temperature"] == 0 else f"temperature {fields['temperature']:g}"
             self._bar.console.print(
@@ -55,8 +69,11 @@ def step_line(metrics: dict[str, Any]) -> str:
     if metrics["datums"] == 0:
         good, bad = int(metrics["groups/all_good"]), int(metrics["groups/all_bad"])
         return f"{line}  no step taken: every group had equal rewards ({good} all good, {bad} all bad)"
+    mismatch = ""
+    if "mismatch/max_abs_logprob_diff" in metrics:
+        mismatch = f"mismatch {metrics['mismatch/max_abs_logprob_diff']:.1e}  "
     return (
         f"{line}  grad {metrics['optim/grad_norm']:.3g}  "
-        f"mismatch {metrics['mismatch/max_abs_logprob_diff']:.1e}  "
+        f"{mismatch}"
         f"{metrics['time/rollouts_s'] + metrics['time/train_s']:.2f} s"
     )

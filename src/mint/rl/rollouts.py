@@ -1,38 +1,79 @@
-"""Samples groups of completions and grades them. Tokens in, tokens out: what was sampled is never re-tokenised.
+"""The nouns of a rollout: a turn, a rollout, the group of one prompt. Data only; who makes them is elsewhere.
 
-Letters: P prompt tokens · T completion tokens · G samples of one prompt.
+Letters: P prompt tokens · T sampled tokens · G samples of one prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from mint.client.sampling_client import SamplingClient
-from mint.errors import MintError
-from mint.rl.adapter import RLAdapter
-from mint.rl.grading import Grade, Grader
-from mint.types import ModelInput, SampledSequence, SamplingParams
+StopReason = Literal["stop", "length", "env", "max_turns", "max_episode_tokens", "wall_time", "error"]
+"""Why a rollout ended: the model's own end, `max_tokens` of a turn, the environment, an episode's limit, a fault."""
+
+CUT_OFF: frozenset[str] = frozenset({"length", "max_turns", "max_episode_tokens", "wall_time"})
+"""The stop reasons that mean that the policy had not finished."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One sampled continuation: the ids that the policy read [P], those it said [T], and the sampler's logprobs [T]."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion: ids [T], the sampler's logprobs [T] (temperature 1), its text, and its reward or why not."""
+    """One episode of the policy: a single turn for a plain completion, several with tools.
 
-    tokens: list[int]
-    logprobs: list[float]
+    `text` is what the policy said, without special tokens. `reward` is None where it was not graded: `error` says why,
+    and `unsupported` that the grader cannot judge it here. `parts` add up to the reward. `trace` holds one dict per
+    message, tool call and result of a multi-turn episode; `info` facts from the grader. `policy_step` counts the
+    optimizer steps behind the weights that sampled it.
+    """
+
+    turns: list[Turn] = field(repr=False)
     text: str
-    truncated: bool
-    reward: float | None
+    stop_reason: StopReason
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    unsupported: bool = False
+    timed_out: bool = False
+    trace: Sequence[Mapping[str, Any]] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+    tool_calls: int = 0
+    retokenized_turns: int = 0
+    policy_step: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """All sampled ids, turns joined [T]."""
+        return [token for turn in self.turns for token in turn.tokens]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The sampler's logprobs (temperature 1) of `tokens` [T]."""
+        return [logprob for turn in self.turns for logprob in turn.logprobs]
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit cut it off."""
+        return self.stop_reason in CUT_OFF
 
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one prompt; `error` where sampling itself failed, and then there are none."""
+    """The rollouts of one sample; `error` where sampling itself failed, and then there are none.
+
+    `item` is the sample's place in the dataset; `prompt` the ids that the first turn read.
+    """
 
     sample: Any
+    item: int
     prompt: list[int] = field(repr=False)
     rollouts: list[Rollout]
     error: str | None = None
@@ -46,56 +87,3 @@ class Group:
     def rewards(self) -> list[float]:
         """The rewards of `graded`."""
         return [rollout.reward for rollout in self.graded if rollout.reward is not None]
-
-
-def roll_out(
-    sampler: SamplingClient,
-    adapter: RLAdapter,
-    samples: Sequence[Any],
-    *,
-    tokenizer: Any,
-    grader: Grader,
-    num_samples: int,
-    params: Sequence[SamplingParams],
-) -> list[Group]:
-    """`num_samples` completions of each sample, all prompts in flight at once; `params[i]` belongs to `samples[i]`.
-
-    A prompt that cannot be sampled becomes a group with an `error`; the others go on.
-    """
-    prompts = [list(adapter.make_prompt(sample, tokenizer)) for sample in samples]
-    futures = [
-        sampler.sample(ModelInput.from_ints(prompt), num_samples, how)
-        for prompt, how in zip(prompts, params, strict=True)
-    ]
-    groups = []
-    for sample, prompt, future in zip(samples, prompts, futures, strict=True):
-        try:
-            sequences = future.result().sequences
-        except MintError as error:
-            groups.append(Group(sample, prompt, [], error=str(error)))
-            continue
-        groups.append(Group(sample, prompt, _grade(sequences, sample, adapter, tokenizer, grader)))
-    return groups
-
-
-def _grade(
-    sequences: list[SampledSequence], sample: Any, adapter: RLAdapter, tokenizer: Any, grader: Grader
-) -> list[Rollout]:
-    texts = [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in sequences]
-    grades = grader.grade([_reward_call(adapter, text, sample) for text in texts])
-    return [_rollout(sequence, text, grade) for sequence, text, grade in zip(sequences, texts, grades, strict=True)]
-
-
-def _reward_call(adapter: RLAdapter, text: str, sample: Any) -> Any:
-    return lambda: adapter.compute_reward(text, sample)
-
-
-def _rollout(sequence: SampledSequence, text: str, grade: Grade) -> Rollout:
-    return Rollout(
-        tokens=sequence.tokens,
-        logprobs=sequence.logprobs,
-        text=text,
-        truncated=sequence.stop_reason == "length",
-        reward=grade.reward,
-        error=grade.error,
-    )

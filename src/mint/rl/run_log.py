@@ -3,8 +3,10 @@
 config.json       the settings, and what the run is (task, base model, held-out set)
 metrics.jsonl     one line per step
 rollouts.jsonl    one line per completion of every step
-evaluations.jsonl one line per reading of the held-out set
+evaluations.jsonl one line per reading of the held-out set; `step` is that of the weights that were read
 findings.jsonl    one line per finding: what looked wrong, the evidence, a remedy
+warnings.jsonl    one line per warning of the server about the datums of a step
+checkpoints.jsonl one line per saved step
 state.json        the last resumable step and its checkpoint; replaced atomically
 """
 
@@ -13,22 +15,31 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mint.errors import InvalidRequestError
 
-STEP_LOGS = ("metrics.jsonl", "rollouts.jsonl", "findings.jsonl")
+STEP_LOGS = (
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "evaluations.jsonl",
+    "findings.jsonl",
+    "warnings.jsonl",
+    "checkpoints.jsonl",
+)
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run can go on: `step` is done and saved at `checkpoint`; `totals` are the counters up to there."""
+    """Where a run can go on: `step` is done and saved at `checkpoint`; `totals` are the counters up to there, `state`
+    is what the run must remember besides its weights."""
 
     step: int
     checkpoint: str
     totals: Mapping[str, float]
+    state: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RunLog:
@@ -67,8 +78,10 @@ class RunLog:
 
     def append_all(self, name: str, rows: list[Any]) -> None:
         """Several JSON lines to `name`, in one write."""
+        if not rows:
+            return
         with (self.folder / name).open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            file.write("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """All complete lines of `name`."""
@@ -76,7 +89,7 @@ class RunLog:
 
     def save_point(self, point: ResumePoint) -> None:
         """Marks a step as resumable; call it once its checkpoint is durable."""
-        state = {"step": point.step, "checkpoint": point.checkpoint, "totals": dict(point.totals)}
+        state = {**vars(point), "totals": dict(point.totals), "state": dict(point.state)}
         _replace(self.folder / "state.json", json.dumps(state))
 
     def _read_state(self) -> ResumePoint | None:

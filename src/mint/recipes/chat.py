@@ -1,0 +1,109 @@
+"""Chat RL: one short reply to one message about a thing, through the tokenizer's chat template.
+
+The reward is a rubric of named parts, and on top of it, if one is given, a pairwise judge that compares the replies of
+a group. Held-out questions are scored by the rubric alone, whatever the judge likes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from mint.errors import InvalidRequestError
+from mint.recipes.things import RUBRIC, Question, questions
+from mint.rl import PairwiseJudge, Reward, RLAdapter, RLConfig
+from mint.rl.adapter import Answered
+from mint.rl.penalties import Penalty, penalized
+
+DEMO = RLConfig(
+    base_model="mint/tiny",
+    group_size=8,
+    batch_size=16,
+    steps=20,
+    max_tokens=48,
+    temperature=1.0,
+    learning_rate=3e-3,
+    lr_schedule="linear",
+)
+"""Tuned for the bundled model: small models want a larger learning rate than the table's 2e-5."""
+
+
+class ChatAdapter(RLAdapter):
+    """`Do you like the fox?` → `The fox is a quick animal.`"""
+
+    heldout_name = "chat held-out (message and thing never seen together)"
+    reward_range = (0.0, 1.0)
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        judge: PairwiseJudge | None = None,
+        judge_share: float = 0.5,
+        penalties: Mapping[str, Penalty] | None = None,
+    ) -> None:
+        """`seed` draws the order of the questions; the split itself does not depend on it.
+
+        Args:
+            judge: Compares the replies of a training group.
+            judge_share: The judge's share of the training reward, the rest is the rubric's; 1 is the judge alone.
+            penalties: Taken off every reward, by name.
+
+        Raises:
+            InvalidRequestError: `judge_share` is no share.
+        """
+        if not 0 < judge_share <= 1:
+            raise InvalidRequestError("is no share", field="judge_share", value=judge_share, remedy="Try 0.5")
+        self.seed, self.judge, self.judge_share = seed, judge, judge_share
+        self.penalties = dict(penalties or {})
+
+    def build_dataset(self) -> Sequence[Question]:
+        """All training questions, with and without a system message."""
+        return self._shuffled(questions(heldout=False))
+
+    def build_heldout(self) -> Sequence[Question]:
+        """All held-out questions: 87 pairs of message and thing, each with and without a system message."""
+        return self._shuffled(questions(heldout=True))
+
+    def sample_key(self, sample: Question) -> str:
+        """The message: with or without a system message it is the same question."""
+        return sample.text
+
+    def make_prompt(self, sample: Question, tokenizer: Any) -> list[int]:
+        """The conversation as the model was trained to read it, up to where it replies."""
+        return tokenizer.apply_chat_template(sample.messages, add_generation_prompt=True, return_dict=False)
+
+    def compute_reward(self, response: str, sample: Question) -> Reward:
+        """The rubric, part by part, less the penalties."""
+        return penalized(RUBRIC(response, sample), response, sample, self.penalties)
+
+    def compute_group_rewards(
+        self, responses: Sequence[str], sample: Question
+    ) -> Awaitable[Sequence[Answered | None]] | None:
+        """Rubric and judge; None where the judge could not compare a reply with any other."""
+        return None if self.judge is None else self._judged(self.judge, responses, sample)
+
+    def close(self) -> None:
+        """Ends the judge's threads and connections."""
+        if self.judge is not None:
+            self.judge.close()
+
+    async def _judged(
+        self, judge: PairwiseJudge, responses: Sequence[str], sample: Question
+    ) -> Sequence[Answered | None]:
+        verdicts = await judge.judge(sample.text, responses)
+        return [
+            None if verdict is None else self._mixed(response, sample, verdict)
+            for response, verdict in zip(responses, verdicts, strict=True)
+        ]
+
+    def _mixed(self, response: str, sample: Question, verdict: Reward) -> Reward:
+        rubric, rest = RUBRIC(response, sample), 1 - self.judge_share
+        parts = {name: rest * part for name, part in rubric.parts.items()}
+        parts["judge"] = self.judge_share * verdict.value
+        mixed = Reward(sum(parts.values()), parts, {**verdict.info, "rubric": rubric.value})
+        return penalized(mixed, response, sample, self.penalties)
+
+    def _shuffled(self, asked: list[Question]) -> list[Question]:
+        return random.Random(f"chat {self.seed}").sample(asked, len(asked))

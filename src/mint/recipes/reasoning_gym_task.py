@@ -1,0 +1,110 @@
+"""Tasks of `reasoning-gym` (arXiv 2505.24760): 100+ generators of questions, each with its own verifier.
+
+Held-out questions are apart from the training ones twice over: by the seed that draws them, and by a hash of their text
+that no seed changes. Knows nothing of any single generator.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mint.errors import InvalidRequestError, MissingExtraError
+from mint.recipes.questions import PromptStyle, Question, QuestionAdapter, one_side
+from mint.rl.config import mix_seed
+
+HELDOUT_SHARE = 0.25
+HELDOUT_SEED = 1 << 40
+"""reasoning-gym draws item i from `seed + i`, so neighbouring seeds share items; this one is out of reach."""
+
+DRAWS_PER_QUESTION = 6
+"""A generator that repeats itself is given up after this many draws per question asked for on that side."""
+
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGymAdapter(QuestionAdapter):
+    """`reasoning_gym.create_dataset(name, **options)` as a task; the reward is the dataset's own `score_answer`.
+
+    Scores are clipped to [0, 1]. Several verifiers give a consolation to whatever is not empty (countdown .01,
+    propositional_logic .05); a score of at most `reward_floor` counts as 0, so that noise is not taught.
+    """
+
+    reward_range = (0.0, 1.0)
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        seed: int = 0,
+        train_size: int = 4096,
+        heldout_size: int = 512,
+        prompt_style: PromptStyle = "chat",
+        instruction: str = "",
+        reward_floor: float = 0.05,
+        **options: Any,
+    ) -> None:
+        """`options` are the generator's (`min_terms=2`, …); `instruction` is put before each question.
+
+        Raises:
+            MissingExtraError: reasoning-gym is not installed.
+            InvalidRequestError: no such generator, or an option that it does not take or allow.
+        """
+        super().__init__(prompt_style=prompt_style)
+        self.name, self.seed, self.options = name, seed, options
+        self.train_size, self.heldout_size = train_size, heldout_size
+        self.instruction, self.reward_floor = instruction, reward_floor
+        self.heldout_name = f"reasoning-gym {name}, held-out by seed and by hash"
+        self._scorer = _create(name, seed=0, size=1, **options)
+
+    def build_dataset(self) -> Sequence[Question]:
+        """`train_size` distinct questions, or as many as the generator has."""
+        draws = round(self.train_size * DRAWS_PER_QUESTION / (1 - HELDOUT_SHARE))
+        seed = mix_seed(self.seed) % HELDOUT_SEED // 2
+        return one_side(self._draw(seed, draws), heldout=False, share=HELDOUT_SHARE, limit=self.train_size)
+
+    def build_heldout(self) -> Sequence[Question]:
+        """The same `heldout_size` questions for every seed."""
+        draws = round(self.heldout_size * DRAWS_PER_QUESTION / HELDOUT_SHARE)
+        return one_side(self._draw(HELDOUT_SEED, draws), heldout=True, share=HELDOUT_SHARE, limit=self.heldout_size)
+
+    def compute_reward(self, response: str, sample: Question) -> float:
+        """The verifier's score of the extracted answer."""
+        answer = extract_answer(response)
+        score = float(self._scorer.score_answer(answer, sample.source)) if answer else 0.0
+        return 0.0 if score <= self.reward_floor else min(score, 1.0)
+
+    def _draw(self, seed: int, count: int) -> Iterator[Question]:
+        for entry in itertools.islice(_create(self.name, seed=seed, size=count, **self.options), count):
+            yield Question(self.instruction + entry["question"], str(entry["answer"]), source=entry)
+
+
+def extract_answer(response: str) -> str:
+    """What stands in the last `<answer>` tags, or the whole completion where there are none; white space trimmed."""
+    tagged = TAGGED.findall(response)
+    return (tagged[-1] if tagged else response).strip()
+
+
+def _create(name: str, **options: Any) -> Any:
+    try:
+        import reasoning_gym  # deferred: an optional extra, 1.6 s to import
+        from reasoning_gym.factory import DATASETS  # deferred: the same
+    except ImportError as error:
+        raise MissingExtraError(
+            "reasoning_gym tasks need reasoning-gym", remedy="pip install 'mint[tasks]'  (or reasoning-gym alone)"
+        ) from error
+    if name not in DATASETS:
+        raise InvalidRequestError(
+            "is no reasoning-gym task", field="task", value=name, remedy=f"Choose one of {', '.join(sorted(DATASETS))}"
+        )
+    try:
+        return reasoning_gym.create_dataset(name, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise InvalidRequestError(
+            f"refused by reasoning-gym ({error})",
+            field=f"reasoning_gym:{name}",
+            value=options,
+            remedy="See the fields of the generator's config class",
+        ) from error

@@ -1,0 +1,133 @@
+"""Tools RL: a question, a calculator, two turns; and a search over local documents as a second example.
+
+The held-out questions share no operands with the training ones (`arithmetic.is_heldout`), and the bundled model never
+saw them either. Half of what it knows are direct guesses; what it has to discover is that calling pays.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mint.recipes.arithmetic import Problem, is_heldout
+from mint.recipes.word_problems import SHORT_SYSTEM, draw_message, draw_tool_problem
+from mint.rl import MessageEnvAdapter, RLConfig
+from mint.rl.message_env import Message, MessageEnv
+from mint.rl.tool_env import Costs, ToolEnv
+from mint.rl.tools import Search, calculator, tool
+
+DEMO = RLConfig(
+    base_model="mint/tiny",
+    group_size=8,
+    batch_size=16,
+    steps=20,
+    max_tokens=48,
+    max_turns=3,
+    temperature=1.0,
+    learning_rate=2e-3,
+    lr_schedule="linear",
+)
+"""Tuned for the bundled model: small models want a larger learning rate than the table's 2e-5."""
+
+COSTS = Costs(per_violation=0.2, at_most=0.5)
+"""A malformed call, a tool that does not exist or bad arguments cost a fifth of the answer."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, and whether the chat template describes the calculator or the system message only mentions it."""
+
+    problem: Problem
+    text: str
+    described: bool
+
+
+def draw_questions(seed: int, count: int, *, heldout: bool) -> list[Question]:
+    """Questions from one side of the split, described and undescribed in turn."""
+    rng = random.Random(f"tools {seed} {heldout}")
+    questions: list[Question] = []
+    while len(questions) < count:
+        problem = draw_tool_problem(rng)
+        if is_heldout(problem) == heldout:
+            questions.append(Question(problem, draw_message(problem, rng)[0], described=len(questions) % 2 == 1))
+    return questions
+
+
+class ToolsAdapter(MessageEnvAdapter):
+    """`What is 34 + 58?` → a calculator call → its result → `The answer is 92.`"""
+
+    heldout_name = "calculator questions held-out (1 in 8 pairs of operands by hash, never trained on)"
+
+    def __init__(self, *, seed: int = 0, heldout_size: int = 512, train_size: int = 8192, costs: Costs = COSTS) -> None:
+        """`seed` draws the questions; the split itself does not depend on it."""
+        self.seed, self.heldout_size, self.train_size, self.costs = seed, heldout_size, train_size, costs
+        self.reward_range = costs.range_of((0.0, 1.0))
+
+    def build_dataset(self) -> Sequence[Question]:
+        """Training questions."""
+        return draw_questions(self.seed, self.train_size, heldout=False)
+
+    def build_heldout(self) -> Sequence[Question]:
+        """Held-out questions."""
+        return draw_questions(self.seed, self.heldout_size, heldout=True)
+
+    def make_env(self, sample: Question) -> MessageEnv:
+        """The question and the calculator."""
+        system = [] if sample.described else [{"role": "system", "content": SHORT_SYSTEM}]
+        return ToolEnv(
+            [*system, {"role": "user", "content": sample.text}],
+            [calculator],
+            lambda text, results: 1.0 if states(text, sample.problem.answer) else 0.0,
+            costs=self.costs,
+            describe_tools=sample.described,
+        )
+
+
+def states(text: str, answer: str) -> bool:
+    """Whether `answer` is the only number in `text`."""
+    return re.findall(r"-?\d+", text) == [answer]
+
+
+DOCUMENTS = (
+    "The library of Velm opens at nine and closes at six. It is closed on Sundays.",
+    "The ferry from Velm to Orst sails four times a day and takes 50 minutes.",
+    "Orst has a market on Tuesdays. Its tower was built in 1674.",
+    "The river Tay-Lin is 312 kilometres long and ends in the bay of Orst.",
+)
+FACTS = (
+    ("In which year was the tower of Orst built?", "1674"),
+    ("How many minutes does the ferry from Velm to Orst take?", "50"),
+    ("How long is the river Tay-Lin, in kilometres?", "312"),
+)
+
+
+class SearchAdapter(MessageEnvAdapter):
+    """A question whose answer stands in one of a few local documents; for models that can read (`mint/tiny` cannot).
+
+    Give your own `documents` (texts, or a folder) and `facts` (question, answer).
+    """
+
+    costs = Costs(per_call=0.05, per_violation=0.2, at_most=0.5)
+    reward_range = costs.range_of((0.0, 1.0))
+    success_reward = 0.9
+
+    def __init__(self, documents: Any = DOCUMENTS, facts: Sequence[tuple[str, str]] = FACTS) -> None:
+        """One search index serves all episodes."""
+        self._search, self._facts = tool(Search(documents).search), facts
+
+    def build_dataset(self) -> Sequence[tuple[str, str]]:
+        """The questions with their answers."""
+        return self._facts
+
+    def make_env(self, sample: tuple[str, str]) -> MessageEnv:
+        """The question and the search; an answer counts only after a search has shown it."""
+        question, answer = sample
+
+        def grade(text: str, results: Sequence[Message]) -> float:
+            shown = any(result["trace"]["ok"] and answer in result["content"] for result in results)
+            return 1.0 if shown and states(text, answer) else 0.0
+
+        return ToolEnv([{"role": "user", "content": question}], [self._search], grade, costs=self.costs)

@@ -1,0 +1,327 @@
+"""A pairwise judge: which of two responses is better, asked in both orders, as rewards for a group.
+
+Judges prefer a place (the first, the last) more often than one would think. So each pair is asked twice with the places
+swapped; only a preference that survives the swap counts, anything else is a tie. A rollout's reward is its mean score
+against the others of its group (round robin), in [0, 1]. Does not know who compares: a function, a policy
+(`SamplingComparison`), or an endpoint (`openai_judge`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mint.client.sampling_client import SamplingClient
+from mint.errors import InvalidRequestError, MintError
+from mint.rl.reward import Reward
+from mint.types import ModelInput
+
+Verdict = Literal["a", "b", "tie"]
+Compare = Callable[[str, str, str], "Verdict | Awaitable[Verdict]"]
+"""`(prompt, a, b)` → which is better; sync or async."""
+
+FLIP_ALARM = 0.2
+"""Share of pairs whose verdict changes with the order, above which a judge should not be trusted."""
+FLIP_ALARM_PAIRS = 20
+"""An alarm needs at least so many pairs."""
+
+
+class JudgeError(MintError):
+    """A judge gave no verdict that can be read."""
+
+
+@dataclass(frozen=True)
+class JudgeStatistics:
+    """What a judge has done so far. `pairs` were asked in both orders; `flips` of them changed their verdict.
+
+    `length_correlation` is that of the difference in characters with the outcome, from -1 (shorter wins) to 1.
+    """
+
+    pairs: int = 0
+    flips: int = 0
+    ties: int = 0
+    comparisons: int = 0
+    from_cache: int = 0
+    errors: int = 0
+    last_error: str | None = None
+    length_outcome: float = 0.0
+    length_squares: float = 0.0
+    outcome_squares: float = 0.0
+
+    @property
+    def flip_rate(self) -> float:
+        """Share of the pairs whose verdict depends on the order."""
+        return self.flips / self.pairs if self.pairs else 0.0
+
+    @property
+    def length_correlation(self) -> float:
+        """Uncentred, since the order within a pair is arbitrary; 0 where nothing differed."""
+        scale = math.sqrt(self.length_squares * self.outcome_squares)
+        return self.length_outcome / scale if scale else 0.0
+
+    @property
+    def alarm(self) -> str | None:
+        """Why the judge should not be trusted, if so."""
+        if self.pairs >= FLIP_ALARM_PAIRS and self.flip_rate > FLIP_ALARM:
+            return f"{self.flip_rate:.0%} of {self.pairs} pairs change their verdict with the order (position bias)"
+        return None
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two distinct responses, what each of the two questions answered, and the outcome for `a`: 1, 0.5, 0 or None."""
+
+    a: str
+    b: str
+    forward: Verdict | None
+    backward: Verdict | None
+
+    @property
+    def outcome(self) -> float | None:
+        if self.forward is None or self.backward is None:
+            return None
+        return _POINTS[self.forward] if self.forward == self.backward else 0.5
+
+    @property
+    def flipped(self) -> bool:
+        return self.outcome is not None and self.forward != self.backward
+
+
+_POINTS: dict[Verdict, float] = {"a": 1.0, "tie": 0.5, "b": 0.0}
+_SWAPPED: dict[Verdict, Verdict] = {"a": "b", "tie": "tie", "b": "a"}
+
+
+class PairwiseJudge:
+    """Turns comparisons into rewards; usable from several threads at once.
+
+    A comparison that fails is left out of the round robin, counted and shown; a response whose comparisons all failed
+    gets None. Equal responses are a tie without asking.
+    """
+
+    def __init__(self, compare: Compare | SamplingClient, *, concurrency: int = 8, cache_size: int = 10_000) -> None:
+        """`compare` is a function, a callable object, or a `SamplingClient`, whose weights then judge.
+
+        `concurrency` bounds the questions in flight (of one group, where `compare` is async); `cache_size` is how many
+        verdicts are kept for pairs that come again.
+        """
+        self._compare: Compare = SamplingComparison(compare) if isinstance(compare, SamplingClient) else compare
+        self._concurrency = concurrency
+        self._threads: ThreadPoolExecutor | None = None
+        self._is_async = inspect.iscoroutinefunction(self._compare) or inspect.iscoroutinefunction(
+            type(self._compare).__call__
+        )
+        self._cache: OrderedDict[tuple[str, str, str], Verdict] = OrderedDict()
+        self._cache_size = cache_size
+        self._lock = threading.Lock()
+        self._statistics = JudgeStatistics()
+
+    @property
+    def statistics(self) -> JudgeStatistics:
+        """Counted over all groups so far."""
+        with self._lock:
+            return self._statistics
+
+    async def judge(self, prompt: str, responses: Sequence[str]) -> list[Reward | None]:
+        """One reward per response, in order: its mean score against the others (0.5 against its equals).
+
+        `Reward.info` counts the comparisons of this response that failed or flipped, and holds the judge's running
+        `judge_flip_rate`, `judge_length_correlation` and, if any, `judge_alarm`. A lone response scores 0.5.
+        """
+        distinct = list(dict.fromkeys(responses))
+        slots = asyncio.Semaphore(self._concurrency)
+        pairs = await asyncio.gather(
+            *(self._ask_both_ways(slots, prompt, a, b) for a, b in itertools.combinations(distinct, 2))
+        )
+        for pair in pairs:
+            self._count(pair)
+        return [_reward(response, responses, pairs, self.statistics) for response in responses]
+
+    def close(self) -> None:
+        """Ends the judge's threads, and what `compare` has opened; both come back when the judge is asked again."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+        close = getattr(self._compare, "close", None)
+        if close is not None:
+            close()
+
+    async def _ask_both_ways(self, slots: asyncio.Semaphore, prompt: str, a: str, b: str) -> _Pair:
+        forward, backward = await asyncio.gather(self._ask(slots, prompt, a, b), self._ask(slots, prompt, b, a))
+        return _Pair(a, b, forward, None if backward is None else _SWAPPED[backward])
+
+    async def _ask(self, slots: asyncio.Semaphore, prompt: str, a: str, b: str) -> Verdict | None:
+        key = (prompt, a, b)
+        with self._lock:
+            known = self._cache.get(key)
+            self._statistics = replace(
+                self._statistics,
+                comparisons=self._statistics.comparisons + 1,
+                from_cache=self._statistics.from_cache + (known is not None),
+            )
+        if known is not None:
+            return known
+        try:
+            async with slots:
+                verdict = await self._call(prompt, a, b)
+            if verdict not in _POINTS:
+                raise JudgeError(f"answered {verdict!r}", remedy='Answer "a", "b" or "tie"')
+        except Exception as error:  # noqa: BLE001 - the boundary to the user's judge: its failure costs this comparison
+            with self._lock:
+                errors = self._statistics.errors + 1
+                message = f"{type(error).__name__}: {error}"
+                self._statistics = replace(self._statistics, errors=errors, last_error=message)
+            return None
+        with self._lock:
+            self._cache[key] = verdict
+            if len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
+        return verdict
+
+    async def _call(self, prompt: str, a: str, b: str) -> Any:
+        if self._is_async:
+            answer: Any = self._compare(prompt, a, b)
+        else:
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(self._open_threads(), self._compare, prompt, a, b)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def _open_threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix="mint-judge")
+            return self._threads
+
+    def _count(self, pair: _Pair) -> None:
+        if pair.outcome is None:
+            return
+        longer, better = len(pair.a) - len(pair.b), pair.outcome - 0.5
+        with self._lock:
+            now = self._statistics
+            self._statistics = replace(
+                now,
+                pairs=now.pairs + 1,
+                flips=now.flips + pair.flipped,
+                ties=now.ties + (pair.forward == pair.backward == "tie"),
+                length_outcome=now.length_outcome + longer * better,
+                length_squares=now.length_squares + longer**2,
+                outcome_squares=now.outcome_squares + better**2,
+            )
+
+
+def _reward(
+    response: str, responses: Sequence[str], pairs: Sequence[_Pair], statistics: JudgeStatistics
+) -> Reward | None:
+    """Round robin: the mean of the outcomes against every other response of the group."""
+    mine = {pair.b if pair.a == response else pair.a: pair for pair in pairs if response in (pair.a, pair.b)}
+    failed = sum(pair.outcome is None for pair in mine.values())
+    if mine and failed == len(mine):
+        return None
+    scores = [0.5] * (responses.count(response) - 1)
+    for other, pair in mine.items():
+        if pair.outcome is not None:
+            outcome = pair.outcome if pair.a == response else 1 - pair.outcome
+            scores += [outcome] * responses.count(other)
+    score = math.fsum(scores) / len(scores) if scores else 0.5
+    info: dict[str, Any] = {
+        "judge_pairs": len(mine),
+        "judge_failed_pairs": failed,
+        "judge_flipped_pairs": sum(
+            pair.outcome is not None and pair.forward != pair.backward for pair in mine.values()
+        ),
+        "judge_flip_rate": statistics.flip_rate,
+        "judge_length_correlation": statistics.length_correlation,
+    }
+    if failed:
+        info["judge_last_error"] = statistics.last_error
+    if statistics.alarm is not None:
+        info["judge_alarm"] = statistics.alarm
+    return Reward(score, {"judge": score}, info)
+
+
+QUESTION = """\
+Which of two replies answers the message better? Judge what they say, not their length or their order.
+
+Message:
+{prompt}
+
+Reply A:
+{a}
+
+Reply B:
+{b}
+
+Answer with one letter, A or B."""
+"""What a policy or an endpoint is asked; a template of your own has the same three fields."""
+
+
+class SamplingComparison:
+    """Asks a policy or base model behind a `SamplingClient`.
+
+    The verdict is read off the logprobs of the answers "A" and "B" after the question (`compute_logprobs`), not
+    sampled: the same weights always give the same verdict, and two prompts are read instead of many tokens written.
+    """
+
+    def __init__(
+        self,
+        sampler: SamplingClient,
+        *,
+        template: str = QUESTION,
+        answers: tuple[str, str] = ("A", "B"),
+        tie_margin: float = 0.0,
+    ) -> None:
+        """`tie_margin` is the difference of logprobs (nats) up to which the two are a tie.
+
+        Raises:
+            InvalidRequestError: the template lacks one of its fields.
+        """
+        check_template(template)
+        self._sampler = sampler
+        self._template, self._answers, self._tie_margin = template, answers, tie_margin
+        self._tokenizer = sampler.get_tokenizer()
+
+    async def __call__(self, prompt: str, a: str, b: str) -> Verdict:
+        """Which of the two answers the policy finds more likely."""
+        question = self._render(self._template.format(prompt=prompt, a=a, b=b))
+        first, second = await asyncio.gather(*(self._logprob(question, answer) for answer in self._answers))
+        if not (math.isfinite(first) and math.isfinite(second)):
+            raise JudgeError(f"the judge's logprobs are {first:g} and {second:g}")
+        if abs(first - second) <= self._tie_margin:
+            return "tie"
+        return "a" if first > second else "b"
+
+    def _render(self, question: str) -> list[int]:
+        if not getattr(self._tokenizer, "chat_template", None):
+            return self._tokenizer.encode(f"{question}\nAnswer: ")
+        messages = [{"role": "user", "content": question}]
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    async def _logprob(self, question: list[int], answer: str) -> float:
+        """The logprob of `answer`, all its tokens together, after the question."""
+        tokens = self._tokenizer.encode(answer, add_special_tokens=False)
+        logprobs = await self._sampler.compute_logprobs_async(ModelInput.from_ints([*question, *tokens]))
+        return math.fsum(logprob for logprob in logprobs[len(question) :] if logprob is not None)
+
+
+def check_template(template: str) -> None:
+    """Whether a judge's question has its three fields.
+
+    Raises:
+        InvalidRequestError: it has not.
+    """
+    missing = [field for field in ("{prompt}", "{a}", "{b}") if field not in template]
+    if missing:
+        raise InvalidRequestError(
+            f"lacks {', '.join(missing)}",
+            field="template",
+            value=template,
+            remedy="Write the question with {prompt}, {a} and {b}; braces that are text are doubled",
+        )

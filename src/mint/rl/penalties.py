@@ -1,0 +1,105 @@
+"""Named penalties: what a response loses, and why, as negative parts of its reward.
+
+A penalty is a function of `(response, sample)` that answers a cost of 0 or more. Does not know what earns the reward.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from mint.errors import InvalidRequestError, MintError
+from mint.rl.reward import Reward
+
+Penalty = Callable[[str, Any], float]
+"""`(response, sample)` → cost, 0 for none."""
+
+CLIPPED = "clipped"
+"""The part that lifts a reward back to the low end of its range."""
+
+
+class PenaltyError(MintError):
+    """A penalty raised, or answered something that is no cost; the message names it."""
+
+
+def verbosity(
+    limit: int, *, slope: float = 0.02, most: float = 1.0, unit: Literal["words", "characters"] = "words"
+) -> Penalty:
+    """Soft length penalty: nothing up to `limit`, then `slope` per unit over it, `most` at the utmost."""
+    _check("slope", slope)
+    return lambda response, _: min(most, slope * max(0, len(response.split() if unit == "words" else response) - limit))
+
+
+def forbidden(patterns: Sequence[str], *, cost: float = 1.0) -> Penalty:
+    """`cost` once, if any of the regular expressions is found (case is ignored)."""
+    _check("cost", cost)
+    found = [re.compile(pattern, re.IGNORECASE) for pattern in patterns]
+    return lambda response, _: cost if any(pattern.search(response) for pattern in found) else 0.0
+
+
+def tool_spam(limit: int, *, cost: float = 0.1, most: float = 1.0, pattern: str = r"<tool_call>") -> Penalty:
+    """`cost` for each match of `pattern` over `limit`, `most` at the utmost."""
+    _check("cost", cost)
+    call = re.compile(pattern)
+    return lambda response, _: min(most, cost * max(0, len(call.findall(response)) - limit))
+
+
+def repetition(*, n: int = 3, cost: float = 1.0) -> Penalty:
+    """`cost` times the share of the response's word n-grams that are repeats of earlier ones."""
+    _check("cost", cost)
+
+    def penalty(response: str, _: Any) -> float:
+        words = response.lower().split()
+        grams = [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
+        return cost * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+
+    return penalty
+
+
+def penalized(
+    reward: float | Reward, response: str, sample: Any, penalties: Mapping[str, Penalty], *, low: float = 0.0
+) -> Reward:
+    """`reward` less each penalty; never below `low`: what was too much is given back as the part `clipped`.
+
+    Raises:
+        PenaltyError: a penalty failed; names it.
+    """
+    earned = reward if isinstance(reward, Reward) else Reward(reward)
+    parts = dict(earned.parts) or {"reward": float(earned.value)}
+    for name, penalty in penalties.items():
+        if name in parts:
+            raise PenaltyError(f"the reward already has a part {name!r}", remedy="Give the penalty another name")
+        parts[name] = -_cost(name, penalty, response, sample)
+    total = earned.value + math.fsum(parts[name] for name in penalties)
+    if total < low:
+        parts[CLIPPED] = low - total
+        total = low
+    return Reward(total, parts, earned.info)
+
+
+def with_penalties(
+    reward: Callable[[str, Any], float | Reward], penalties: Mapping[str, Penalty], *, low: float = 0.0
+) -> Callable[[str, Any], Reward]:
+    """The reward function `reward` with `penalties` taken off; `low` is the low end of its declared range."""
+    return lambda response, sample: penalized(reward(response, sample), response, sample, penalties, low=low)
+
+
+def _cost(name: str, penalty: Penalty, response: str, sample: Any) -> float:
+    try:
+        cost = float(penalty(response, sample))
+    except Exception as error:
+        raise PenaltyError(f"penalty {name!r} raised {type(error).__name__}: {error}") from error
+    if not (math.isfinite(cost) and cost >= 0):
+        raise PenaltyError(
+            f"penalty {name!r} gave {cost:g}", remedy="Answer what it costs: a finite number, 0 for none"
+        )
+    return cost
+
+
+def _check(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise InvalidRequestError(
+            "is not a cost", field=name, value=value, remedy="Give 0 or more; it is subtracted from the reward"
+        )

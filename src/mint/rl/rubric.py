@@ -1,0 +1,78 @@
+"""A rubric: named, weighted functions whose contributions add up to one reward.
+
+Each function reads `(response, sample)` and answers how far its part holds, from 0 to 1. Does not know penalties,
+judges or policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mint.errors import InvalidRequestError, MintError
+from mint.rl.reward import Reward, RewardRange, UnsupportedError
+
+PartFunction = Callable[[str, Any], float]
+"""`(response, sample)` → how far this part holds, in [0, 1]; a bool is 0 or 1."""
+
+DECIMALS = 9
+"""Sums are rounded here, so that parts that all hold give exactly the sum of the weights as written."""
+
+
+class RubricError(MintError):
+    """A part of a rubric raised, or answered something outside [0, 1]; the message names the part."""
+
+
+class Rubric:
+    """`Rubric({"names_thing": (0.3, names_thing), …})(response, sample)` is a `Reward` with a part per name.
+
+    A weight below 0 makes a penalty of its part.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, tuple[float, PartFunction]], *, reward_range: RewardRange = (0.0, 1.0)
+    ) -> None:
+        """`reward_range` is what the weighted sum can never leave.
+
+        Raises:
+            InvalidRequestError: no parts, or the weights can leave the range.
+        """
+        self.parts = dict(parts)
+        self.reward_range = reward_range
+        weights = [weight for weight, _ in self.parts.values()]
+        lowest = round(math.fsum(weight for weight in weights if weight < 0), DECIMALS)
+        highest = round(math.fsum(weight for weight in weights if weight > 0), DECIMALS)
+        low, high = reward_range
+        if not weights or not low <= lowest or not highest <= high:
+            raise InvalidRequestError(
+                f"can give {lowest:g} to {highest:g}, but the range is {low:g} to {high:g}",
+                field="Rubric.parts",
+                value=dict(zip(self.parts, weights, strict=True)),
+                remedy="Scale the weights, or declare the range with reward_range=(low, high)",
+            )
+
+    def __call__(self, response: str, sample: Any) -> Reward:
+        """The reward of one response.
+
+        Raises:
+            RubricError: a part failed; names it.
+            UnsupportedError: a part cannot judge this response here.
+        """
+        parts = {name: weight * self._share(name, response, sample) for name, (weight, _) in self.parts.items()}
+        return Reward(round(math.fsum(parts.values()), DECIMALS), parts)
+
+    def _share(self, name: str, response: str, sample: Any) -> float:
+        try:
+            share = float(self.parts[name][1](response, sample))
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            message = f"part {name!r} of the rubric raised {type(error).__name__}: {error}"
+            raise RubricError(message) from error
+        if not 0 <= share <= 1:
+            raise RubricError(
+                f"part {name!r} of the rubric gave {share:g}",
+                remedy="Answer how far the part holds, from 0 to 1; its weight does the scaling",
+            )
+        return share

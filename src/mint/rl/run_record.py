@@ -1,0 +1,194 @@
+"""What diagnosis reads: a run's log, the view of it at one step, and means that know their noise. Pure.
+
+Knows the names of the run folder's columns, not what is wrong with a run (`rules_*`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+Row = Mapping[str, Any]
+Numbers = Mapping[str, float]
+
+LEAST_CORRELATION = 0.2
+"""Rollouts of one prompt are taken to be correlated at least this much, when a mean's standard error is estimated."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The log of a run, oldest first. `rollouts` may be those of the last few steps only; a rule that looks at them is
+    silent about the other steps. `warnings` are (step, the server's words)."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Sequence[Numbers] = ()
+    evaluations: Sequence[Row] = ()
+    rollouts: Sequence[Row] = ()
+    warnings: Sequence[tuple[int, str]] = ()
+
+    @cached_property
+    def rows_by_step(self) -> Mapping[int, list[Row]]:
+        """The rollouts of each step."""
+        by_step: dict[int, list[Row]] = {}
+        for row in self.rollouts:
+            by_step.setdefault(int(row["step"]), []).append(row)
+        return by_step
+
+    def at(self, place: int) -> View:
+        """The run as it was after the step at `place` of the metrics."""
+        metrics = self.metrics[: place + 1]
+        step = int(metrics[-1]["step"])
+        return View(
+            self.config,
+            metrics,
+            [row for row in self.evaluations if int(row["step"]) <= step],
+            self.rows_by_step,
+            [words for at, words in self.warnings if at == step],
+        )
+
+
+@dataclass(frozen=True)
+class View:
+    """A run up to and including one step. `warnings` are the server's words in that step."""
+
+    config: Mapping[str, Any]
+    metrics: Sequence[Numbers]
+    evaluations: Sequence[Row]
+    rows_by_step: Mapping[int, list[Row]]
+    warnings: Sequence[str]
+
+    @property
+    def now(self) -> Numbers:
+        """The metrics of the last step."""
+        return self.metrics[-1]
+
+    @property
+    def step(self) -> int:
+        """The last step."""
+        return int(self.now["step"])
+
+    def last(self, steps: int) -> Sequence[Numbers]:
+        """The metrics of the last `steps` steps, or of as many as there are."""
+        return self.metrics[-steps:]
+
+    def rows(self, steps: int) -> list[Row]:
+        """The rollouts of the last `steps` steps, as far as they are in the record."""
+        return [row for step in range(self.step - steps + 1, self.step + 1) for row in self.rows_by_step.get(step, ())]
+
+    @cached_property
+    def reward_floor(self) -> float:
+        """The lowest reward that the task can give: as declared, else 0 or the lowest seen."""
+        declared = self.config.get("reward_range")
+        return float(declared[0]) if declared else min(0.0, *(get(step, "reward/min") for step in self.metrics))
+
+    @cached_property
+    def reward_ceiling(self) -> float:
+        """The highest reward: as declared, else that of a success or the highest seen."""
+        declared = self.config.get("reward_range")
+        if declared:
+            return float(declared[1])
+        seen = (get(step, "reward/max") for step in self.metrics)
+        return max(float(self.config.get("success_reward", 1.0)), *seen)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A mean over some steps, the variance of one rollout around it, and how many independent rollouts it is worth."""
+
+    mean: float
+    variance: float
+    count: float
+
+    @property
+    def low(self) -> float:
+        """The lower end of the 95 % interval."""
+        return self.mean - 1.96 * math.sqrt(self.variance / self.count) if self.count else -math.inf
+
+    def above(self, other: Window) -> float:
+        """By how many standard errors this mean lies above `other`; infinite where neither has any noise.
+
+        The variance is pooled: a handful of equal rewards is no proof of a mean without noise.
+        """
+        if not (self.count and other.count):
+            return 0.0
+        pooled = (self.count * self.variance + other.count * other.variance) / (self.count + other.count)
+        difference, noise = self.mean - other.mean, math.sqrt(pooled * (1 / self.count + 1 / other.count))
+        if noise:
+            return difference / noise
+        return math.copysign(math.inf, difference) if difference else 0.0
+
+
+def get(metrics: Numbers, name: str, default: float = 0.0) -> float:
+    """A metric that a step may lack."""
+    return float(metrics.get(name, default))
+
+
+def mean(steps: Sequence[Numbers], name: str) -> float:
+    """The mean of a metric over steps; a step that lacks it counts as 0."""
+    return sum(get(step, name) for step in steps) / max(1, len(steps))
+
+
+def total(steps: Sequence[Numbers], name: str) -> float:
+    """The sum of a metric over steps."""
+    return sum(get(step, name) for step in steps)
+
+
+def judged_groups(steps: Sequence[Numbers]) -> float:
+    """Groups with at least two rewards."""
+    return total(steps, "groups/total") - total(steps, "groups/failed")
+
+
+def used_share(steps: Sequence[Numbers]) -> float:
+    """Of those, the share with unequal rewards."""
+    return total(steps, "groups/used") / max(1.0, judged_groups(steps))
+
+
+def graded(steps: Sequence[Numbers]) -> float:
+    """Rollouts with a reward."""
+    return total(steps, "rollouts/count") - total(steps, "rollouts/ungraded")
+
+
+def reward_window(steps: Sequence[Numbers], name: str = "reward/mean") -> Window:
+    """The mean reward over steps that graded something. Rollouts of one prompt count as less than one each: Kish's
+    design effect 1 + (G − 1)·ρ, with ρ taken as the share of groups whose rewards are all equal."""
+    known = [step for step in steps if graded([step]) > 0]
+    if not known:
+        return Window(0.0, 0.0, 0.0)
+    count = 0.0
+    for step in known:
+        rollouts = graded([step])
+        per_group = rollouts / max(1.0, judged_groups([step]))
+        correlation = max(LEAST_CORRELATION, 1.0 - used_share([step]))
+        count += rollouts / (1.0 + max(0.0, per_group - 1.0) * correlation)
+    variance = sum(get(step, "reward/std") ** 2 for step in known) / len(known)
+    return Window(mean(known, name), variance, count)
+
+
+def best_window(steps: Sequence[Numbers], longest: int) -> tuple[int, Window] | None:
+    """The place after, and the mean of, the window of at most `longest` neighbouring steps that is most surely high
+    (highest lower end of its 95 % interval); None where nothing was graded."""
+    single = [reward_window([step]) for step in steps]
+    best: tuple[int, Window] | None = None
+    for end in range(1, len(steps) + 1):
+        mean_sum = variance_sum = count = length = 0.0
+        for window in reversed(single[max(0, end - longest) : end]):
+            length += window.count > 0
+            mean_sum, variance_sum = mean_sum + window.mean, variance_sum + window.variance
+            count += window.count
+            if length:
+                joined = Window(mean_sum / length, variance_sum / length, count)
+                if best is None or joined.low > best[1].low:
+                    best = (end, joined)
+    return best
+
+
+def wilson_low(successes: float, n: float, z: float = 1.96) -> float:
+    """The lower end of the Wilson score interval of a proportion; 0 without samples."""
+    if n <= 0:
+        return 0.0
+    share, spread = successes / n, z * z / n
+    middle = share + spread / 2
+    return max(0.0, (middle - z * math.sqrt(share * (1 - share) / n + spread / (4 * n))) / (1 + spread))

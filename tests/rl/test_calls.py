@@ -1,0 +1,67 @@
+"""A user's function may fail, hang or be async: it costs one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from mint.rl.calls import CallPool
+
+
+def test_answers_come_back_in_order_from_sync_and_async_functions() -> None:
+    calls = CallPool(timeout_s=5)
+
+    def make(i: int):
+        async def later() -> float:
+            await asyncio.sleep(0.001 * (10 - i))
+            return float(i)
+
+        return later if i % 2 else (lambda: float(i))
+
+    assert [answer.value for answer in calls.run([make(i) for i in range(10)])] == [float(i) for i in range(10)]
+    calls.close()
+
+
+def test_a_failure_is_an_answer_that_says_why() -> None:
+    calls = CallPool(timeout_s=5)
+    bad, good = calls.run([lambda: 1 / 0, lambda: 7])
+    assert "ZeroDivisionError" in (bad.failure or "")
+    assert (good.value, good.failure, good.timed_out) == (7, None, False)
+    calls.close()
+
+
+def test_hanging_functions_time_out_and_the_pool_keeps_its_threads() -> None:
+    calls = CallPool(timeout_s=0.2, threads=2)
+    release = threading.Event()
+
+    async def sleeps() -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    for _ in range(3):  # more hangs than threads
+        began = time.monotonic()
+        hung, slept, good = calls.run([release.wait, sleeps, lambda: 1.0])
+        assert time.monotonic() - began < 3
+        assert hung.timed_out
+        assert "0.2 s" in (hung.failure or "")
+        assert slept.timed_out
+        assert good.value == 1.0
+    release.set()
+    calls.close()
+
+
+def test_several_threads_share_a_pool() -> None:
+    calls = CallPool(timeout_s=5)
+    answers: dict[int, list[int]] = {}
+
+    def use(number: int) -> None:
+        answers[number] = [answer.value for answer in calls.run([lambda i=i: number * 100 + i for i in range(20)])]
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: [number * 100 + i for i in range(20)] for number in range(4)}
+    calls.close()

@@ -1,0 +1,387 @@
+"""What the rules see in a run log: synthetic runs with the noise of real ones, healthy or with one thing wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mint.rl.datums import policy_datum
+from mint.rl.diagnosis import CODES, RunRecord, check_datums, diagnose
+from mint.rl.finding import Finding
+from mint.rl.rules_policy import step_promise
+from mint.types import Datum
+
+GROUPS, SIZE = 16, 8
+CONFIG = {"steps": 40, "max_tokens": 16, "success_reward": 1.0, "reward_range": None, "learning_rate": 3e-3}
+READING = {"set": "held-out", "temperature": 0.0}
+
+Change = Callable[[int, dict[str, float]], dict[str, float]]
+
+
+def step_of(step: int, rate: float, random: np.random.Generator, groups: int) -> dict[str, float]:
+    """The metrics of one step of a policy that succeeds at `rate`, on prompts of unequal difficulty."""
+    concentration = 4.0
+    rates = random.beta(rate * concentration + 1e-9, (1 - rate) * concentration + 1e-9, groups)
+    successes = random.binomial(SIZE, rates)
+    mean = float(successes.sum()) / (groups * SIZE)
+    return {
+        "step": float(step),
+        "reward/mean": mean,
+        "reward/std": math.sqrt(mean * (1 - mean)),
+        "reward/min": 0.0 if mean < 1 else 1.0,
+        "reward/max": 1.0 if mean > 0 else 0.0,
+        "success/rate": mean,
+        "groups/total": float(groups),
+        "groups/failed": 0.0,
+        "groups/used": float(((successes > 0) & (successes < SIZE)).sum()),
+        "groups/all_good": float((successes == SIZE).sum()),
+        "groups/all_bad": float((successes == 0).sum()),
+        "rollouts/count": float(groups * SIZE),
+        "rollouts/ungraded": 0.0,
+        "rollouts/mean_length": random.normal(6.0, 0.1),
+        "rollouts/truncated_share": 0.0,
+        "rollouts/entropy_estimate": (1.05 - rate) * random.normal(0.3, 0.01),
+        "datums": 64.0,
+        "learning_rate": 3e-3,
+        "train/ess": 1.0,
+        "optim/grad_norm": random.gamma(10, 8),
+        "optim/update_norm": random.uniform(0.2, 1.0),
+        "optim/skipped_nonfinite": 0.0,
+    }
+
+
+def learning(step: int) -> float:
+    return 0.9 - 0.6 * math.exp(-step / 15)
+
+
+def run(
+    rate: Callable[[int], float] = learning,
+    *,
+    seed: int = 0,
+    steps: int = 40,
+    change: Change | None = None,
+    groups: int = GROUPS,
+    **rest: Any,
+) -> RunRecord:
+    random = np.random.default_rng(seed)
+    metrics = [step_of(step, rate(step), random, groups) for step in range(1, steps + 1)]
+    if change is not None:
+        metrics = [{**numbers, **change(int(numbers["step"]), numbers)} for numbers in metrics]
+    evaluations = rest.pop("evaluations", [reading(0, 0.3)])
+    return RunRecord(config={**CONFIG, **rest.pop("config", {})}, metrics=metrics, evaluations=evaluations, **rest)
+
+
+def reading(step: int, mean: float, half: float = 0.04) -> dict[str, Any]:
+    return {**READING, "step": step, "mean": mean, "low": mean - half, "high": mean + half}
+
+
+def errors(record: RunRecord) -> list[str]:
+    return [finding.code for finding in diagnose(record) if finding.severity == "error"]
+
+
+def find(record: RunRecord, code: str) -> Finding:
+    return next(finding for finding in diagnose(record) if finding.code == code)
+
+
+def row(step: int, group: int, text: str, reward: float | None, **fields: Any) -> dict[str, Any]:
+    return {
+        "step": step, "group": group, "item": group, "prompt": f"question {step} {group}", "text": text,
+        "tokens": list(range(len(text))), "reward": reward, "error": None, "unsupported": False, "timed_out": False,
+        **fields,
+    }  # fmt: skip
+
+
+# --- healthy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_healthy_runs_raise_nothing_above_info(seed: int) -> None:
+    found = diagnose(run(seed=seed, steps=80))
+    assert [finding for finding in found if finding.severity != "info"] == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_long_runs_that_hover_with_tiny_batches_raise_no_error(seed: int) -> None:
+    assert errors(run(lambda step: 0.5, seed=seed, steps=100, groups=2)) == []
+    assert errors(run(lambda step: 0.15, seed=seed, steps=100, groups=3)) == []
+
+
+def test_a_solved_task_is_an_info_and_not_a_fault() -> None:
+    found = diagnose(run(lambda step: min(1.0, 0.3 + step / 20)))
+    assert {finding.code for finding in found} == {"saturation", "no_learning_signal_all_right"}
+    assert {finding.severity for finding in found} == {"info"}
+
+
+def test_a_curriculum_that_moves_on_to_harder_items_is_no_collapse() -> None:
+    record = run(lambda step: 0.8 if step < 20 else 0.35, config={"curriculum": True})
+    assert errors(record) == []
+
+
+# --- the signal ---------------------------------------------------------------------------------------------------
+
+
+def test_no_success_at_all_says_all_wrong_and_what_to_do() -> None:
+    finding = find(run(lambda step: 0.0), "no_learning_signal_all_wrong")
+    assert (finding.severity, finding.step) == ("error", 3)
+    assert finding.numbers["all_bad"] == 48
+    assert "easier" in finding.remedy
+
+
+def test_three_small_silent_steps_may_still_be_chance() -> None:
+    assert errors(run(lambda step: 0.0, groups=2, steps=5)) == []
+
+
+def test_all_right_from_the_first_step_is_a_warning() -> None:
+    finding = find(run(lambda step: 1.0), "no_learning_signal_all_right")
+    assert finding.severity == "warning"
+    assert "from the first step" in finding.evidence
+
+
+def test_one_and_the_same_reward_for_different_texts_is_a_grader_that_does_not_discriminate() -> None:
+    constant = {"reward/mean": 0.5, "reward/min": 0.5, "reward/max": 0.5, "reward/std": 0.0, "success/rate": 0.0}
+    silent = {"groups/used": 0.0, "groups/all_bad": 16.0, "groups/all_good": 0.0}
+    rows = [row(step, group, f"text {place}", 0.5) for step in (1, 2, 3) for group in range(16) for place in range(8)]
+    record = run(steps=4, change=lambda step, numbers: {**constant, **silent}, rollouts=rows)
+    assert errors(record) == ["constant_reward"]
+
+
+def test_a_fallen_reward_is_a_collapse_that_names_the_good_step() -> None:
+    finding = find(run(lambda step: learning(step) if step <= 25 else 0.05), "reward_collapse")
+    assert 26 <= finding.step <= 28
+    assert 15 <= finding.numbers["best_step"] <= 25
+
+
+def test_a_fallen_heldout_reading_is_a_collapse() -> None:
+    evaluations = [reading(0, 0.3), reading(20, 0.7), reading(30, 0.4)]
+    assert errors(run(lambda step: 0.5, evaluations=evaluations)) == ["reward_collapse"]
+
+
+def test_a_jump_between_two_steps_is_a_spike_and_steady_learning_is_not() -> None:
+    codes = [finding.code for finding in diagnose(run(lambda step: 0.2 if step < 20 else 0.85))]
+    assert codes == ["reward_spike"]
+
+
+def test_a_run_without_a_heldout_set_is_told_so() -> None:
+    assert [finding.code for finding in diagnose(run(evaluations=[]))] == ["no_heldout"]
+
+
+# --- the policy ---------------------------------------------------------------------------------------------------
+
+
+def test_entropy_that_goes_without_buying_reward_is_a_collapse() -> None:
+    def change(step: int, numbers: dict[str, float]) -> dict[str, float]:
+        return {"rollouts/entropy_estimate": 0.3 * 0.8**step, "groups/used": max(1.0, 16.0 - step)}
+
+    assert errors(run(lambda step: 0.4, change=change)) == ["entropy_collapse"]
+
+
+def test_length_that_grows_without_reward_is_a_runaway() -> None:
+    record = run(lambda step: 0.4, change=lambda step, numbers: {"rollouts/mean_length": 6.0 + step})
+    assert [finding.code for finding in diagnose(record)] == ["length_runaway"]
+
+
+def test_truncation_warns_above_five_percent_and_is_an_error_where_the_limit_is_graded() -> None:
+    few = run(change=lambda step, numbers: {"rollouts/truncated_share": 0.03})
+    assert [finding.code for finding in diagnose(few)] == []
+    some = run(change=lambda step, numbers: {"rollouts/truncated_share": 0.2})
+    assert find(some, "truncation").severity == "warning"
+    hopeless = run(lambda step: 0.0, change=lambda step, numbers: {"rollouts/truncated_share": 1.0})
+    assert errors(hopeless) == ["truncation"]
+    assert "follows from truncation" in find(hopeless, "no_learning_signal_all_wrong").evidence
+
+
+def test_a_limit_that_a_policy_learns_to_live_with_is_no_error() -> None:
+    assert errors(run(change=lambda step, numbers: {"rollouts/truncated_share": 1.0})) == []
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"train/kl_k2": 0.2}, {"train/ess": 0.1}, {"train/clip_low_fraction": 0.2, "train/clip_high_fraction": 0.2}],
+)
+def test_a_policy_that_left_its_samples_is_drift(numbers: dict[str, float]) -> None:
+    finding = find(run(change=lambda step, _: numbers), "off_policy_drift")
+    assert "max_staleness" in finding.remedy
+
+
+def test_a_mismatch_on_the_same_weights_names_the_temperature_and_is_not_called_drift() -> None:
+    record = run(change=lambda step, numbers: {"mismatch/mean_abs_logprob_diff": 0.06, "train/kl_k2": 0.3})
+    assert [finding.code for finding in diagnose(record)] == ["sampler_trainer_mismatch"]
+    assert "temperature" in find(record, "sampler_trainer_mismatch").remedy
+    bf16 = run(change=lambda step, numbers: {"mismatch/mean_abs_logprob_diff": 0.01})
+    assert diagnose(bf16) == []
+
+
+@pytest.mark.parametrize("numbers", [{"optim/skipped_nonfinite": 1.0}, {"train/loss": math.nan}])
+def test_a_skipped_step_is_an_error(numbers: dict[str, float]) -> None:
+    record = run(change=lambda step, _: numbers if step == 7 else {})
+    assert find(record, "nonfinite_or_skipped_steps").step == 7
+
+
+def test_a_collapse_after_enormous_steps_is_blamed_on_the_learning_rate() -> None:
+    enormous = {"optim/update_norm": 10.0}
+    record = run(lambda step: 0.5 if step < 3 else 0.02, change=lambda step, numbers: enormous)
+    assert errors(record) == ["learning_rate_too_high"]
+    assert find(record, "reward_collapse").severity == "warning"
+
+
+def test_steps_that_cannot_matter_are_blamed_on_the_learning_rate() -> None:
+    tiny = {"optim/update_norm": 3e-4}
+    finding = find(run(lambda step: 0.5, change=lambda step, numbers: tiny), "learning_rate_too_low")
+    assert finding.step == 8
+    assert finding.numbers["run_promise"] < 0.1
+
+
+def test_the_promise_of_a_step_bounds_what_a_step_on_a_known_policy_gives() -> None:
+    """A bandit with success p = sigmoid(θ): dE[R]/dθ = p(1 − p), whatever the number of rollouts."""
+    p, rollouts, update = 0.3, 64, 0.01
+    gradient = rollouts * p * (1 - p)
+    metrics = {
+        "rollouts/count": rollouts, "rollouts/ungraded": 0.0, "reward/std": math.sqrt(p * (1 - p)), "datums": rollouts,
+        "optim/grad_norm": gradient, "optim/update_norm": update,
+    }  # fmt: skip
+    theta = math.log(p / (1 - p)) + update
+    gain = 1 / (1 + math.exp(-theta)) - p
+    promise = step_promise(metrics, {})
+    assert promise == pytest.approx(gain / math.sqrt(p * (1 - p)), rel=0.01)
+    scaled = {**metrics, "optim/grad_norm": gradient / (rollouts * 16)}
+    assert step_promise(scaled, {"loss_normalization": "constant", "max_tokens": 16}) == pytest.approx(promise)
+
+
+# --- the reward and the grader ------------------------------------------------------------------------------------
+
+
+def test_training_up_and_heldout_down_is_suspected_hacking() -> None:
+    evaluations = [reading(0, 0.5), reading(20, 0.3)]
+    assert errors(run(evaluations=evaluations)) == ["suspected_reward_hacking"]
+
+
+def test_one_text_that_wins_on_every_prompt_is_suspected_and_a_common_answer_is_not() -> None:
+    wins = [row(40, group, " The  Answer", 1.0) for group in range(16) for _ in range(3)]
+    wins += [row(40, group, f"no {group}", 0.0) for group in range(16)]
+    finding = find(run(rollouts=wins), "suspected_reward_hacking")
+    assert finding.severity == "warning"
+    assert "the answer" in finding.evidence
+    labels = [row(40, group, "yes", float(group % 2)) for group in range(32)]
+    assert diagnose(run(rollouts=labels)) == []
+
+
+def test_a_reward_that_length_explains_is_suspected_once_the_length_grows() -> None:
+    random = np.random.default_rng(0)
+    lengths = random.integers(5, 40, size=(16, 8))
+    rows = [row(40, group, "x" * length, length / 40) for group in range(16) for length in lengths[group].tolist()]
+
+    def change(step: int, numbers: dict[str, float]) -> dict[str, float]:
+        return {"rollouts/mean_length": 10.0 + step / 2}
+
+    assert "length explains" in find(run(change=change, rollouts=rows), "suspected_reward_hacking").evidence
+    assert diagnose(run(rollouts=rows)) == []
+
+
+def test_a_part_that_pays_for_another_is_suspected() -> None:
+    def change(step: int, numbers: dict[str, float]) -> dict[str, float]:
+        return {"reward/part/style": numbers["reward/mean"] + step / 50, "reward/part/truth": 0.6 - step / 50}
+
+    assert "'truth' fell" in find(run(change=change), "suspected_reward_hacking").evidence
+
+
+def test_a_few_failures_warn_and_many_are_an_error() -> None:
+    few = run(change=lambda step, numbers: {"rollouts/ungraded": 2.0})
+    assert find(few, "grader_failures").severity == "warning"
+    many = run(change=lambda step, numbers: {"rollouts/ungraded": 100.0})
+    assert errors(many) == ["grader_failures"]
+
+
+def test_a_fault_that_gets_worse_is_reported_at_its_worst() -> None:
+    worse = run(change=lambda step, numbers: {"rollouts/ungraded": 2.0 if step < 20 else 100.0})
+    assert find(worse, "grader_failures").severity == "error"
+    assert find(worse, "grader_failures").step > 20
+
+
+@pytest.mark.parametrize(("kind", "code"), [("timeouts", "grader_timeouts"), ("unsupported", "unsupported_rewards")])
+def test_timeouts_and_unsupported_answers_have_their_own_names(kind: str, code: str) -> None:
+    record = run(
+        change=lambda step, numbers: {f"rollouts/{kind}": 128.0, "rollouts/ungraded": 128.0, "groups/failed": 16.0}
+    )
+    assert errors(record) == [code]
+
+
+def test_a_reward_out_of_its_range_names_the_grader() -> None:
+    message = "the reward 3 of MyGrader is outside its declared range [0, 1]"
+    rows = [row(5, 0, "text", None, error=message)]
+    record = run(change=lambda step, numbers: {"rollouts/ungraded": float(step == 5)}, rollouts=rows)
+    assert errors(record) == ["reward_out_of_range"]
+    assert "MyGrader" in find(record, "reward_out_of_range").evidence
+
+
+def test_the_words_of_the_server_are_passed_on() -> None:
+    assert find(run(warnings=[(3, "datum 3: raw rewards?")]), "server_warnings").evidence == "datum 3: raw rewards?"
+
+
+# --- the whole ----------------------------------------------------------------------------------------------------
+
+
+def test_live_diagnosis_step_by_step_finds_what_the_whole_log_shows() -> None:
+    record = run(lambda step: learning(step) if step <= 25 else 0.0)
+    seen: dict[str, Finding] = {}
+    for place in range(len(record.metrics)):
+        live = RunRecord(record.config, record.metrics[: place + 1], record.evaluations)
+        for finding in diagnose(live, since=place, known=seen.values()):
+            seen[finding.code] = finding
+    assert sorted(seen.values(), key=lambda one: one.code) == sorted(diagnose(record), key=lambda one: one.code)
+    assert "reward_collapse" in seen
+
+
+def test_each_code_comes_at_most_once_and_all_are_declared_with_their_worst_severity() -> None:
+    rank = {"info": 0, "warning": 1, "error": 2}
+    bad = {"optim/skipped_nonfinite": 1.0, "rollouts/truncated_share": 1.0, "rollouts/ungraded": 4.0}
+    found = diagnose(run(lambda step: 0.0, change=lambda step, numbers: bad, warnings=[(1, "a"), (2, "b")]))
+    assert len(found) == len({finding.code for finding in found}) >= 4
+    assert all(rank[finding.severity] <= rank[CODES[finding.code]] for finding in found)
+
+
+def test_every_code_is_in_the_source_and_in_the_document() -> None:
+    root = Path(__file__).parents[2]
+    sources = [*(root / "src/mint/rl").glob("rules_*.py"), root / "src/mint/rl/diagnosis.py"]
+    text = "".join(path.read_text() for path in sources)
+    raised = set(re.findall(r'(?:Finding|_grading)\(\s*(?:view,\s*)?"([a-z_]+)"', text)) | {"suspected_reward_hacking"}
+    assert raised == CODES.keys()
+    documented = re.findall(r"^\| `([a-z_]+)` \|", (root / "docs/diagnosis.md").read_text(), re.MULTILINE)
+    assert set(CODES) <= set(documented)
+    assert len(documented) == len(set(documented))
+
+
+# --- the check before training ------------------------------------------------------------------------------------
+
+
+def datum(prompt: int = 4, completion: int = 3, **columns: list[float]) -> Datum:
+    made = policy_datum(
+        list(range(prompt)), list(range(completion)), logprobs_T=[-1.0] * completion, advantages_T=np.ones(completion)
+    )
+    for name, values in columns.items():
+        made.loss_fn_inputs[name] = made.loss_fn_inputs[name].model_copy(update={"data": values})
+    return made
+
+
+def test_a_right_batch_passes_the_check() -> None:
+    assert check_datums([datum(), datum(1, 5), datum(9, 1)], [4, 1, 9]) == []
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"weights": [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]},  # one prompt token
+        {"advantages": [0.5, 0.0, 0.0, 1.0, 1.0, 1.0]},
+        {"weights": [1.0] * 6},
+        {"weights": [0.0] * 6},  # nothing at all
+    ],
+)
+def test_weights_or_advantages_on_the_prompt_are_an_error_that_names_the_datum(columns: dict[str, list[float]]) -> None:
+    (finding,) = check_datums([datum(), datum(**columns)], [4, 4])
+    assert (finding.code, finding.severity) == ("masked_loss", "error")
+    assert "datum 1" in finding.evidence

@@ -1,0 +1,174 @@
+"""The doctor names the right lever: six tasks with one known fault each, on the real model, and the decision alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import mint
+from mint.recipes.arithmetic import Problem, draw_problems
+from mint.recipes.math import MathAdapter
+from mint.rl import RLAdapter, RLConfig
+from mint.rl.doctor import Examination, decide, examine
+from mint.rl.planner import GROUP_SIZES
+
+CONFIG = RLConfig(base_model="mint/tiny", group_size=8, batch_size=16, max_tokens=8, temperature=1.0)
+
+
+class Arithmetic(MathAdapter):
+    """A question format that the model half knows; the subclasses spoil one thing each."""
+
+    def __init__(self) -> None:
+        super().__init__(heldout_size=16, train_size=64)
+
+
+class TooHard(Arithmetic):
+    def make_prompt(self, sample: Problem, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(f"Q: What is the square of {sample.a + 10} plus {sample.b}?\nA:")
+
+    def compute_reward(self, response: str, sample: Problem) -> float:
+        return float(response.strip() == str((sample.a + 10) ** 2 + sample.b))
+
+
+class Saturated(Arithmetic):
+    """The clean format, which the model was pre-trained on to the end."""
+
+    def make_prompt(self, sample: Problem, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(f"{sample.expression} =")
+
+
+class ConstantReward(Arithmetic):
+    def compute_reward(self, response: str, sample: Problem) -> float:
+        return 0.5
+
+
+class AcceptsAnything(Arithmetic):
+    def compute_reward(self, response: str, sample: Problem) -> float:
+        return 1.0
+
+
+class FailingGrader(Arithmetic):
+    def compute_reward(self, response: str, sample: Problem) -> float:
+        raise LookupError("no reference answer")
+
+
+class Unscorable(Arithmetic):
+    """A reward that has nothing to do with the completion: another each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = 0
+
+    def compute_reward(self, response: str, sample: Problem) -> float:
+        self.draws += 1
+        return (self.draws * 0.618) % 1.0
+
+
+class Clipped(Arithmetic):
+    """Answers of two or three digits need more than the one token that `max_tokens` allows."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mint.ServiceClient]:
+    with mint.ServiceClient(data_dir=tmp_path_factory.mktemp("service")) as client:
+        yield client
+
+
+def examined(task: RLAdapter, service: mint.ServiceClient, **settings: Any) -> Examination:
+    return examine(task, CONFIG.model_copy(update=settings), service_client=service, prompts=24, samples=8)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "verdict"),
+    [
+        (Arithmetic(), {}, "go"),
+        (TooHard(), {}, "sft_first"),
+        (Saturated(), {}, "saturated"),
+        (ConstantReward(), {}, "reward_constant"),
+        (AcceptsAnything(), {}, "reward_constant"),
+        (FailingGrader(), {}, "unlearnable"),
+        (Unscorable(), {}, "unlearnable"),
+        (Clipped(), {"max_tokens": 2}, "truncated"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, RLAdapter) else None,
+)
+def test_each_task_gets_the_lever_that_fits_it(
+    task: RLAdapter, settings: dict[str, Any], verdict: str, service: mint.ServiceClient
+) -> None:
+    found = examined(task, service, **settings)
+    assert found.verdict == verdict, found.lines()
+    assert found.reason
+    assert found.remedy
+
+
+def test_the_examination_says_what_it_rests_on(service: mint.ServiceClient) -> None:
+    found = examined(Arithmetic(), service)
+    seen = found.evidence
+    assert (seen.prompts, seen.samples, sum(seen.pass_histogram)) == (24, 8, 24)
+    assert seen.success[1] < seen.success[0] < seen.success[2]
+    assert set(seen.informative) == set(GROUP_SIZES)
+    assert list(seen.informative.values()) == sorted(seen.informative.values())  # a larger group informs more often
+    assert 0 < seen.reward_seconds < 0.1
+    assert found.to_dict()["evidence"]["informative"]["8"] == seen.informative[8]
+    assert any("informative" in line for line in found.lines())
+
+
+def test_the_examination_starts_from_the_checkpoint_that_the_run_would_start_from(service: mint.ServiceClient) -> None:
+    trainer = service.create_lora_training_client("mint/tiny", rank=4, seed=0)
+    tokenizer = trainer.get_tokenizer()
+    mute = [tokenizer.encode(problem.question) for problem in draw_problems(0, 32, heldout=False)]
+    end = tokenizer.eos_token_id
+    data = [
+        mint.types.Datum(
+            model_input=mint.types.ModelInput.from_ints(prompt),
+            loss_fn_inputs={"target_tokens": [*prompt[1:], end], "weights": [0.0] * (len(prompt) - 1) + [1.0]},
+        )
+        for prompt in mute
+    ]
+    for _ in range(8):
+        trainer.forward_backward(data, "cross_entropy")
+        trainer.optim_step(mint.types.AdamParams(learning_rate=1e-2)).result()
+    checkpoint = trainer.save_state("mute").result().path
+    assert examined(Arithmetic(), service, init_from=checkpoint).verdict == "sft_first"
+
+
+def test_partial_credit_counts_as_a_signal_unless_it_is_scraps(service: mint.ServiceClient) -> None:
+    class Near(Arithmetic):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.scale = scale
+
+        def compute_reward(self, response: str, sample: Problem) -> float:
+            text = response.strip()
+            return self.scale * (1 - min(1.0, abs(int(text) - sample.value) / 100)) if text.isdecimal() else 0.0
+
+    slope, scraps = examined(Near(0.9), service), examined(Near(0.05), service)
+    assert (slope.verdict, slope.evidence.success[0]) == ("go", 0.0)
+    assert slope.evidence.informative[4] > 0.5
+    assert scraps.verdict == "sft_first"
+
+
+def test_a_judge_that_sees_no_difference_is_not_called_a_hard_task(service: mint.ServiceClient) -> None:
+    class Indifferent(Arithmetic):
+        def compute_group_rewards(self, responses: Sequence[str], sample: Problem) -> list[float]:
+            return [0.5 for _ in responses]
+
+    assert examined(Indifferent(), service).verdict == "reward_constant"
+
+
+def test_a_cut_off_that_more_tokens_do_not_cure_is_not_blamed_on_the_limit(service: mint.ServiceClient) -> None:
+    seen = examined(Clipped(), service, max_tokens=2).evidence
+    assert decide(seen)[0] == "truncated"
+    assert decide(replace(seen, cured=False))[0] == "sft_first"
+
+
+def test_an_empty_dataset_is_refused(service: mint.ServiceClient) -> None:
+    class Empty(Arithmetic):
+        def build_dataset(self) -> list[Problem]:
+            return []
+
+    with pytest.raises(mint.errors.InvalidRequestError, match="is empty"):
+        examined(Empty(), service)

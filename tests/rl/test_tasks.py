@@ -1,0 +1,361 @@
+"""Tasks by name: what each name gives, that nothing held out is trained on, and errors that say where to look."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mint
+from mint.errors import InvalidRequestError
+from mint.recipes.file_task import FileAdapter
+from mint.recipes.math import MathAdapter
+from mint.recipes.questions import Question, encode_prompt, one_side
+from mint.recipes.tasks import load_task
+from mint.rl import run_grpo
+from mint.rl.evaluation import content_hash, without_heldout
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with mint.ServiceClient(data_dir=tmp_path_factory.mktemp("service")) as client:
+        return client.create_sampling_client(base_model="mint/tiny").get_tokenizer()
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+# --- names -------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_is_loaded_by_its_name_with_its_settings_and_the_seed() -> None:
+    choice = load_task("math", seed=3, train_size=10)
+    assert isinstance(choice.adapter, MathAdapter)
+    assert (choice.config.base_model, choice.config.seed) == ("mint/tiny", 3)
+    assert len(choice.adapter.build_dataset()) == 10
+
+
+@pytest.mark.parametrize("name", ["maths", "reasoning_gym:", "nowhere.at.all:Task", "no_such_file.py:Task"])
+def test_an_unknown_name_is_refused_with_the_choices(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"reasoning_gym:NAME, file:PATH, verifiers:NAME") as caught:
+        load_task(name)
+    assert name.rstrip(":") in str(caught.value)
+
+
+def test_an_unknown_option_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(InvalidRequestError, match="Its options are seed, heldout_size, train_size"):
+        load_task("math", trian_size=10)
+
+
+def test_a_class_of_ones_own_is_a_task_by_module_or_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+        from __future__ import annotations
+        from dataclasses import dataclass
+        from mint.rl import RLAdapter
+
+        @dataclass
+        class Item:
+            text: str
+
+        class Echo(RLAdapter):
+            def __init__(self, word: str = "yes") -> None:
+                self.word = word
+            def build_dataset(self): return [Item(self.word)]
+            def make_prompt(self, sample, tokenizer): return tokenizer.encode(sample.text)
+            def compute_reward(self, response, sample): return float(sample.text in response)
+    """
+    path = tmp_path / "own_echo_task.py"
+    path.write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("MINT_BASE_MODEL", "mint/tiny")
+    by_file, by_module = load_task(f"{path}:Echo", word="no"), load_task("own_echo_task:Echo", seed=4)
+    assert [by_file.adapter.build_dataset()[0].text, by_module.adapter.build_dataset()[0].text] == ["no", "yes"]
+    assert (by_module.config.base_model, by_module.config.seed) == ("mint/tiny", 4)
+    with pytest.raises(InvalidRequestError, match="has no class Ecko"):
+        load_task(f"{path}:Ecko")
+
+
+# --- prompts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_text_goes_through_the_chat_template_or_as_it_is(tokenizer: Any) -> None:
+    plain, chat = encode_prompt("Hello", tokenizer, "plain"), encode_prompt("Hello", tokenizer, "chat")
+    assert tokenizer.decode(plain) == "Hello"
+    assert tokenizer.decode(chat) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert encode_prompt([{"role": "user", "content": "Hello"}], tokenizer, "plain") == chat
+
+
+def test_messages_for_a_model_without_a_template_are_refused_and_text_is_not(tokenizer: Any) -> None:
+    class Bare:
+        chat_template = None
+        encode = tokenizer.encode
+
+    assert encode_prompt("Hello", Bare(), "chat") == tokenizer.encode("Hello")
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        encode_prompt([{"role": "user", "content": "Hello"}], Bare(), "chat")
+
+
+def test_the_same_question_never_crosses_the_split_whatever_its_answer() -> None:
+    questions = [Question(f"What is {number}?", str(answer)) for number in range(400) for answer in (1, 2)]
+    train, heldout = (one_side(questions, heldout=side, share=0.25) for side in (False, True))
+    assert not {each.text for each in train} & {each.text for each in heldout}
+    assert len(train) + len(heldout) == 400
+    assert 70 < len(heldout) < 130
+
+
+# --- reasoning-gym -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "time_intervals"])
+def test_a_reasoning_gym_answer_scores_1_and_junk_scores_0(name: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    adapter = load_task(f"reasoning_gym:{name}", train_size=20, heldout_size=5).adapter
+    for question in adapter.build_dataset():
+        assert adapter.compute_reward(f" {question.answer}\n", question) == 1.0
+        assert adapter.compute_reward(f"So <answer>no</answer> <answer> {question.answer} </answer>", question) == 1.0
+        assert adapter.compute_reward("flowers", question) == 0.0  # countdown itself gives .01
+        assert adapter.compute_reward("", question) == 0.0
+
+
+def test_reasoning_gym_train_and_held_out_are_disjoint_for_every_seed_and_the_held_out_set_is_fixed() -> None:
+    pytest.importorskip("reasoning_gym")
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "train_size": 400, "heldout_size": 60}
+    tasks = [load_task("reasoning_gym:chain_sum", seed=seed, **options).adapter for seed in range(3)]
+    heldout = [{content_hash(task, each) for each in task.build_heldout()} for task in tasks]
+    assert heldout[0] == heldout[1] == heldout[2]
+    assert len(heldout[0]) > 20  # one-digit sums are few: the generator is given up when it only repeats itself
+    for task in tasks:
+        assert without_heldout(task, task.build_dataset(), tasks[0].build_heldout())[1] == 0
+
+
+def test_reasoning_gym_says_what_it_refuses() -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(InvalidRequestError, match=r"is no reasoning-gym task.*chain_sum"):
+        load_task("reasoning_gym:chain_some")
+    with pytest.raises(InvalidRequestError, match="refused by reasoning-gym"):
+        load_task("reasoning_gym:chain_sum", min_terms=5, max_terms=2)
+    with pytest.raises(InvalidRequestError, match="refused by reasoning-gym"):
+        load_task("reasoning_gym:chain_sum", terms=2)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(mint.errors.MissingExtraError, match=r"pip install 'mint\[tasks\]'"):
+        load_task("reasoning_gym:chain_sum")
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    with pytest.raises(mint.errors.MissingExtraError, match=r"pip install 'mint\[verifiers\]'"):
+        load_task("verifiers:anything")
+
+
+def test_run_grpo_trains_on_a_reasoning_gym_task(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    choice = load_task("reasoning_gym:chain_sum", prompt_style="plain", max_terms=2, max_digits=2, heldout_size=16)
+    config = choice.config.model_copy(
+        update={"steps": 1, "batch_size": 8, "run_dir": tmp_path / "run", "heldout_size": 16}
+    )
+    with mint.ServiceClient(data_dir=tmp_path / "service") as service:
+        result = run_grpo(choice.adapter, config, service_client=service)
+    assert result.samples == 64
+    assert result.heldout_after[0.0].n == 16
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def test_a_jsonl_file_is_a_task(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"question": f"{number} plus 1?", "gold": number + 1} for number in range(200)]
+    choice = load_task(f"file:{write_jsonl(tmp_path / 'sums.jsonl', rows)}", heldout=0.2, prompt_style="plain")
+    task = choice.adapter
+    assert len(task.build_dataset()) + len(task.build_heldout()) == 200
+    assert 20 < len(task.build_heldout()) < 60
+    first = task.build_dataset()[0]
+    assert tokenizer.decode(task.make_prompt(first, tokenizer)) == first.prompt
+    assert [task.compute_reward(f" {first.answer}\n", first), task.compute_reward("0", first)] == [1.0, 0.0]
+
+
+def test_messages_with_a_system_prompt_keep_their_roles(tmp_path: Path, tokenizer: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    task = FileAdapter(write_jsonl(tmp_path / "chat.jsonl", [{"messages": messages, "answer": "Hello"}]), heldout=0)
+    text = tokenizer.decode(task.make_prompt(task.build_dataset()[0], tokenizer))
+    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("grader", "answer", "right", "wrong"),
+    [
+        ("exact", "42", " 42\n", "42."),
+        ("contains", "42", "It is 42.", "It is 24."),
+        ("regex", r"^\s*(yes|ja)\b", " ja, bitte", "no, ja"),
+        ("math", "1/2", "0.5", "0.25"),
+    ],
+)
+def test_each_grader_tells_right_from_wrong(grader: str, answer: str, right: str, wrong: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "one.jsonl", [{"prompt": "?", "answer": answer}])
+    task = FileAdapter(path, grader=grader, heldout=0)
+    (question,) = task.build_dataset()
+    try:
+        assert [task.compute_reward(text, question) for text in (right, wrong)] == [1.0, 0.0]
+    finally:
+        task.close()
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "complaint"),
+    [
+        ("{not json", {}, r"bad\.jsonl:2 = .*is not JSON"),
+        ({"text": "x", "answer": "1"}, {}, r"bad\.jsonl:2 = fields text, answer: has no field prompt or question"),
+        ({"prompt": "x"}, {}, r"bad\.jsonl:2 = .*has no field answer or gold or solution.*answer_key"),
+        ({"prompt": "x", "answer": "1"}, {"answer_key": "label"}, r"bad\.jsonl:.*has no field label"),
+        ({"prompt": 3, "answer": "1"}, {}, r"bad\.jsonl:2: prompt = 3: is neither a text nor"),
+        ({"prompt": "x", "answer": None}, {}, r"bad\.jsonl:2: answer = .*is no text or number"),
+        ({"prompt": "x", "answer": "("}, {"grader": "regex"}, r"bad\.jsonl:2: answer = .*is no regular expression"),
+        ("[1]", {}, r"bad\.jsonl:2 = .*is not an object"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_line_and_field(
+    row: Any, options: dict[str, str], complaint: str, tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "fine", "answer": "1"}, row])
+    with pytest.raises(InvalidRequestError, match=complaint):
+        FileAdapter(path, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [("gone.jsonl", {}, "does not exist"), ("here.jsonl", {"grader": "vibes"}, "is no grader"),
+     ("here.jsonl", {"heldout": 1.5}, "is no share"), ("here.jsonl", {"prompt_style": "shout"}, "is no prompt style")],
+)  # fmt: skip
+def test_a_wrong_option_of_a_file_task_is_refused(
+    name: str, options: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "here.jsonl", [{"prompt": "a", "answer": "b"}])
+    with pytest.raises(InvalidRequestError, match=complaint):
+        load_task(f"file:{tmp_path / name}", **options)
+
+
+def test_parquet_csv_and_saved_datasets_open_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    data = datasets.Dataset.from_list([{"prompt": f"q{number}", "answer": str(number)} for number in range(5)])
+    data.to_parquet(str(tmp_path / "rows.parquet"))
+    data.to_csv(str(tmp_path / "rows.csv"), index=False)
+    data.save_to_disk(str(tmp_path / "saved"))
+    for name in ("rows.parquet", "rows.csv", "saved"):
+        task = FileAdapter(tmp_path / name, heldout=0)
+        assert [(each.prompt, each.answer) for each in task.build_dataset()] == [(f"q{n}", str(n)) for n in range(5)]
+    with pytest.raises(InvalidRequestError, match="cannot be opened"):
+        FileAdapter(write_jsonl(tmp_path / "rows.xyz", ["x"]))
+
+
+# --- verifiers ---------------------------------------------------------------------------------------------------
+
+TASKSETS = '''
+"""A taskset and one that needs a runtime, as the package's users write them."""
+import verifiers.v1 as vf
+
+__all__ = ["ReverseTaskset"]
+
+class ReverseData(vf.TaskData):
+    answer: str
+
+class ReverseTask(vf.Task[ReverseData]):
+    @vf.reward(weight=0.75)
+    async def exact(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.reward(weight=0.25)
+    async def letters(self, trace: vf.Trace) -> float:
+        assert [message.role for message in trace.messages] == ["system", "user", "assistant"]
+        return float(sorted(trace.last_reply) == sorted(self.data.answer))
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
+class ReverseConfig(vf.TasksetConfig):
+    count: int = 10
+
+class ReverseTaskset(vf.Taskset[ReverseTask, ReverseConfig]):
+    def load(self):
+        for number in range(self.config.count):
+            text = f"{number:03d}"
+            yield ReverseTask(
+                ReverseData(prompt=f"Reverse: {text}", system_prompt="Be brief.", answer=text[::-1]), self.config.task
+            )
+'''
+
+USE_THEM = """
+import asyncio, json, sys
+from pathlib import Path
+import mint
+from mint.recipes.tasks import load_task
+from mint.rl import run_grpo
+
+choice = load_task("verifiers:reverse_taskset", count=40, heldout=0.25)
+task, folder = choice.adapter, Path(sys.argv[1])
+question = task.build_dataset()[0]
+replies = [question.answer, question.answer[::-1] if question.answer != question.answer[::-1] else "9", "x"]
+graded = [asyncio.run(task.compute_reward(reply, question)) for reply in replies]
+refusals = []
+for name, options in (("nowhere_taskset", {}), ("reverse_taskset", {"cuont": 1}), ("boxed_taskset", {})):
+    try:
+        load_task(f"verifiers:{name}", **options)
+    except mint.errors.InvalidRequestError as error:
+        refusals.append(str(error))
+config = choice.config.model_copy(update={"steps": 1, "batch_size": 4, "group_size": 2, "run_dir": folder / "run"})
+with mint.ServiceClient(data_dir=folder / "service") as service:
+    result = run_grpo(task, config, service_client=service)
+rows = [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_text().splitlines()]
+print(json.dumps({
+    "sizes": [len(task.build_dataset()), len(task.build_heldout())],
+    "values": [one.value for one in graded], "parts": dict(graded[0].parts), "info": dict(graded[0].info),
+    "refusals": refusals, "samples": result.samples, "part_names": sorted(rows[0]["parts"]),
+    "errors": [row["error"] for row in rows if row["error"]],
+}))
+"""
+
+NEEDS_RUNTIME = TASKSETS.replace("trace: vf.Trace) -> float:\n        return float(trace.last", "trace: vf.Trace, runtime: vf.Runtime) -> float:\n        return float(trace.last", 1)  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.slow
+def test_a_verifiers_taskset_runs_through_our_loop_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """Installs verifiers 0.4.0 (about 570 MB) beside this environment's packages, which it must not change."""
+    environment = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    installed = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "verifiers==0.4.0"], capture_output=True, text=True, check=False
+    )
+    if installed.returncode:
+        pytest.skip(f"no package registry: {installed.stderr[-300:]}")
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    # This environment's own packages (torch, …), found after those of the new one.
+    (Path(site) / "zz_mint.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n{tmp_path}\n")
+    (tmp_path / "reverse_taskset.py").write_text(TASKSETS)
+    (tmp_path / "boxed_taskset.py").write_text(NEEDS_RUNTIME)
+    script = tmp_path / "use_them.py"
+    script.write_text(USE_THEM)
+    ran = subprocess.run([python, str(script), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    seen = json.loads(ran.stdout.splitlines()[-1])
+    assert sum(seen["sizes"]) == 40
+    assert seen["values"] == [1.0, 0.25, 0.0]
+    assert seen["parts"] == {"exact": 0.75, "letters": 0.25}
+    assert seen["info"] == {"metrics": {"length": 3.0}}
+    assert "cannot be loaded" in seen["refusals"][0]
+    assert "cuont" in seen["refusals"][1]
+    assert "scores exact in the agent's runtime" in seen["refusals"][2]
+    assert (seen["samples"], seen["part_names"], seen["errors"]) == (8, ["exact", "letters"], [])

@@ -1,0 +1,418 @@
+"""Tools: schemas from signatures, strict arguments, two built-in tools, and an environment that charges for the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_policy import roll_out, says
+
+from mint.errors import InvalidRequestError
+from mint.rl.adapter import MessageEnvAdapter
+from mint.rl.calls import CallPool
+from mint.rl.message_env import Message, MessageStepResult
+from mint.rl.reward import Reward
+from mint.rl.rollouts import Rollout
+from mint.rl.tool_env import Costs, ToolEnv
+from mint.rl.tools import Search, ToolError, calculator, parse_tool_calls, tool
+
+
+@tool
+def convert(amount: float, unit: Literal["km", "mi"], digits: int = 1) -> float:
+    """Convert kilometres and miles.
+
+    This paragraph is for people.
+    """
+    return round(amount * (1.609344 if unit == "mi" else 0.621371), digits)
+
+
+def test_a_schema_comes_from_the_signature_and_the_docstring() -> None:
+    assert convert.schema == {
+        "type": "function",
+        "function": {
+            "name": "convert",
+            "description": "Convert kilometres and miles.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "amount": {"type": "number"},
+                    "unit": {"enum": ["km", "mi"], "type": "string"},
+                    "digits": {"default": 1, "type": "integer"},
+                },
+                "required": ["amount", "unit"],
+            },
+        },
+    }
+
+
+def test_a_call_gives_what_the_function_gives() -> None:
+    assert convert.call({"amount": 10, "unit": "mi"}) == 16.1
+    assert convert.call({"amount": 10.0, "unit": "mi", "digits": 3}) == 16.093
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"amount": "10", "unit": "mi"}, "amount"),
+        ({"unit": "mi"}, "amount"),
+        ({"amount": 10, "unit": "m"}, "unit"),
+        ({"amount": 10, "unit": "mi", "digits": 1.5}, "digits"),
+        ({"amount": 10, "unit": "mi", "digits": True}, "digits"),
+        ({"amount": 10, "unit": "mi", "round": 2}, "round"),
+        ({"amount": None, "unit": "mi"}, "amount"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name_and_never_converted(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ToolError, match=named):
+        convert.call(arguments)
+
+
+def test_a_function_that_cannot_be_described_is_no_tool() -> None:
+    def untyped(a) -> int:
+        """Has a docstring."""
+        return a
+
+    def silent(a: int) -> int:
+        return a
+
+    def starred(*a: int) -> int:
+        """Has a docstring."""
+        return sum(a)
+
+    def unknown(a: Nowhere) -> int:  # type: ignore[unresolved-reference]  # noqa: F821
+        """Has a docstring."""
+        return a
+
+    def opaque(a: CallPool) -> int:
+        """Has a docstring."""
+        return a
+
+    def private(_a: int) -> int:
+        """Has a docstring."""
+        return _a
+
+    for function in (untyped, silent, starred, unknown, opaque, private):
+        with pytest.raises(InvalidRequestError, match=function.__name__):
+            tool(function)
+
+
+# --- the text of a call --------------------------------------------------------------------------------------------
+
+
+def test_calls_are_read_in_order_with_arguments_as_objects_or_as_json_text() -> None:
+    text = """Let me see. <tool_call>
+{"name": "a", "arguments": {"x": 1}}
+</tool_call> and <tool_call>{"name": "b", "arguments": "{\\"y\\": [2]}"}</tool_call>
+<tool_call>{"name": "c"}</tool_call>"""
+    calls = parse_tool_calls(text)
+    assert [(call.name, call.arguments, call.error) for call in calls] == [
+        ("a", {"x": 1}, None),
+        ("b", {"y": [2]}, None),
+        ("c", {}, None),
+    ]
+    assert parse_tool_calls("The answer is 4.") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "<tool_call></tool_call>",
+        '<tool_call>{"name": "a"}',
+        "<tool_call>{'name': 'a'}</tool_call>",
+        "<tool_call>[1]</tool_call>",
+        "<tool_call>null</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "a", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "a", "arguments": "x"}</tool_call>',
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "a", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>",
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
+def test_a_malformed_call_is_an_error_and_no_exception(text: str) -> None:
+    (call,) = parse_tool_calls(text)
+    assert call.error
+
+
+def test_what_a_policy_considers_is_no_call() -> None:
+    thought = '<think>Shall I <tool_call>{"name": "a"}</tool_call>?</think>\n\n'
+    assert parse_tool_calls(thought + "No.") == []
+    assert [each.name for each in parse_tool_calls(thought + '<tool_call>{"name": "b"}</tool_call>')] == ["b"]
+    assert play("<think>hm</think>\n\ndone").parts["outcome"] == 1.0
+
+
+def test_an_open_call_does_not_swallow_the_next() -> None:
+    first, second = parse_tool_calls('<tool_call>{"name": <tool_call>{"name": "a", "arguments": {}}</tool_call>')
+    assert first.error
+    assert second.name == "a"
+
+
+# --- the calculator ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("34 + 58", "92"),
+        ("7 - 12", "-5"),
+        ("2 * (3 + 4)", "14"),
+        ("9 / 3", "3"),
+        ("1 / 4", "0.25"),
+        ("-7 // 2", "-4"),
+        ("7 % 4", "3"),
+        ("2 ** 10", "1024"),
+        ("2 ** -1", "0.5"),
+        ("+1.5 + -1.5", "0"),
+        ("12345678901234567890 * 10", "123456789012345678900"),
+        (" 1 ", "1"),
+    ],
+)
+def test_the_calculator_calculates(expression: str, value: str) -> None:
+    assert calculator.call({"expression": expression}) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "x",
+        "1 +",
+        "__import__('os').system('true')",
+        "(1).__class__",
+        "[1][0]",
+        "'a' * 3",
+        "True + 1",
+        "1j",
+        "abs(-1)",
+        "1 if 1 else 2",
+        "1 < 2",
+        "~1",
+        "1 << 200",
+        "9 ** 9 ** 9",
+        "(10 ** 60) ** 60",
+        "1e308 * 10",
+        "1e999",
+        "10 ** 64 * 10 ** 64",
+        "2 ** 0.5 ** 99999",
+        "(-8) ** 0.5",
+        "1 / 0",
+        "1 % 0",
+        "0 ** -1",
+        "1" * 201,
+        "9" * 200,
+        "-" * 199 + "1",
+        "(" * 90 + "1" + ")" * 90,
+        "1\x00",
+        "1\n2",
+        "lambda: 1",
+        "(x := 1)",
+    ],
+)
+def test_the_calculator_answers_or_refuses_at_once_and_runs_nothing(expression: str) -> None:
+    began = time.monotonic()
+    with contextlib.suppress(ToolError):
+        assert len(calculator.call({"expression": expression})) <= 110
+    assert time.monotonic() - began < 0.2
+
+
+# --- search --------------------------------------------------------------------------------------------------------
+
+TEXTS = ["The cat sat on the mat.", "A dog chased the cat and the other cat.", "Ships sail to Orst on Tuesdays."]
+
+
+def test_search_finds_the_document_that_says_most_about_the_words(tmp_path: Path) -> None:
+    for place, text in enumerate(TEXTS):
+        (tmp_path / f"{place}.txt").write_text(text)
+    (tmp_path / "notes.bin").write_bytes(b"\xff")
+    for documents in (TEXTS, tmp_path):
+        search = tool(Search(documents).search)
+        assert search.call({"query": "When do ships sail to Orst?"}) == TEXTS[2]
+        assert search.call({"query": "cat", "limit": 2}) == f"{TEXTS[1]}\n\n{TEXTS[0]}"
+        assert search.call({"query": "zebra"}) == "nothing found"
+        assert search.call({"query": "the", "limit": -5}) in TEXTS
+    with pytest.raises(InvalidRequestError, match="documents"):
+        Search(tmp_path / "none")
+
+
+def test_search_scores_are_those_of_the_formula() -> None:
+    """Against Okapi BM25 by hand: 2 documents of 2 and 4 words, the word once in the first."""
+    search = Search(["orst ships", "a b c d"])
+    rarity = 0.6931471805599453  # ln(1 + (2 - 1 + 0.5) / (1 + 0.5))
+    assert search._score({"orst"}, 0) == pytest.approx(rarity * 2.5 / (1 + 1.5 * (0.25 + 0.75 * 2 / 3)))
+
+
+# --- the environment -----------------------------------------------------------------------------------------------
+
+
+@tool
+def slow(seconds: float) -> str:
+    """Sleeps."""
+    time.sleep(seconds)
+    return "awake"
+
+
+@tool
+async def later(word: str) -> str:
+    """Says it later."""
+    await asyncio.sleep(0)
+    return word
+
+
+@tool
+def broken() -> str:
+    """Fails."""
+    raise KeyError("lost")
+
+
+class Task(MessageEnvAdapter):
+    """One environment, made with the options given."""
+
+    costs = Costs(per_call=0.1, per_step=0.01, per_violation=0.25, at_most=0.5)
+    reward_range = costs.range_of((0.0, 1.0))
+
+    def __init__(self, grade: Any = None, **options: Any) -> None:
+        self.grade = grade or (lambda text, results: float(text == "done"))
+        self.options = {"costs": self.costs, **options}
+
+    def build_dataset(self) -> Sequence[str]:
+        return [""]
+
+    def make_env(self, sample: str) -> ToolEnv:
+        return ToolEnv(
+            [{"role": "user", "content": "Do it."}], [calculator, slow, later, broken], self.grade, **self.options
+        )
+
+
+def play(*replies: str, task: Task | None = None) -> Rollout:
+    ((rollout,),) = [group.rollouts for group in roll_out(says(*replies), task or Task())]
+    return rollout
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {str(arguments).replace(chr(39), chr(34))}}}</tool_call>'
+
+
+def results(rollout: Rollout) -> list[str]:
+    return [row["content"] for row in rollout.trace if row["role"] == "tool"]
+
+
+def test_the_reward_is_the_outcome_minus_what_the_way_cost() -> None:
+    rollout = play(call("calculator", expression="1 + 1") + call("later", word="hi"), "done")
+    assert results(rollout) == ["2", "hi"]
+    assert rollout.parts == pytest.approx({"outcome": 1.0, "call_cost": -0.2, "step_cost": -0.02})
+    assert rollout.reward == pytest.approx(0.78)
+    assert (rollout.tool_calls, rollout.stop_reason) == (2, "env")
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "told"),
+    [
+        (call("shell", command="ls"), "unknown_tool", "there is no tool 'shell'; there is calculator, slow"),
+        (call("calculator", expression=3), "bad_arguments", "expression: Input should be a valid string"),
+        (call("calculator", expression="import os"), "bad_arguments", "not an arithmetic expression"),
+        ("<tool_call>{</tool_call>", "malformed_call", "the call is not JSON"),
+        ("My password, done", "forbidden", None),
+    ],
+)
+def test_a_violation_is_counted_charged_and_told(reply: str, kind: str, told: str | None) -> None:
+    rollout = play(reply, "done", task=Task(forbidden=[r"pass\w+"]))
+    assert rollout.info["violations"] == 1
+    assert rollout.info[kind] == 1
+    assert rollout.parts["violation_cost"] == -0.25
+    if told is not None:
+        (result,) = results(rollout)
+        assert result.startswith("error: ")
+        assert told in result
+        assert rollout.parts["outcome"] == 1.0
+
+
+def test_a_tool_that_fails_or_hangs_is_told_and_is_no_violation() -> None:
+    began = time.monotonic()
+    task = Task(tool_timeout_s=0.2)
+    rollout = play(call("broken") + call("slow", seconds=30) + call("slow", seconds=0), "done", task=task)
+    assert time.monotonic() - began < 5
+    assert results(rollout) == ["error: KeyError: 'lost'", "error: no answer within 0.2 s", "awake"]
+    assert (rollout.info["violations"], rollout.info["tool_failures"]) == (0, 2)
+    assert "violation_cost" not in rollout.parts
+
+
+def test_costs_never_exceed_their_limit_so_that_the_range_holds() -> None:
+    rollout = play(*[call("shell") * 3] * 6, "not yet")
+    assert rollout.error is None
+    assert rollout.reward == pytest.approx(-0.5)
+    assert Task.costs.range_of((0.0, 1.0)) == (-0.5, 1.0)
+
+
+@given(
+    st.tuples(*[st.floats(0, 3)] * 3),
+    st.floats(0, 2),
+    st.lists(st.integers(0, 4), min_size=1, max_size=12),
+)
+def test_no_sum_of_charges_leaves_the_declared_range(
+    prices: tuple[float, float, float], at_most: float, calls: list[int]
+) -> None:
+    costs = Costs(*prices, at_most=at_most)
+    env = Task(lambda text, results: 0.0, costs=costs).make_env("")
+    total = 0.0
+    for count in calls:
+        result = env.step({"role": "assistant", "content": call("shell") * count})
+        assert isinstance(result, MessageStepResult)
+        total += result.reward
+        assert result.reward == pytest.approx(sum(result.parts.values()))
+    assert costs.range_of((0.0, 1.0))[0] <= total <= 0.0
+
+
+@pytest.mark.parametrize("graded", [None, "1", [1.0]])
+def test_a_grade_that_is_none_costs_the_episode_and_ends_it(graded: Any) -> None:
+    rollout = play("done", task=Task(lambda text, results: graded))
+    assert rollout.reward is None
+    assert "grade()" in (rollout.error or "")
+
+
+def test_the_grade_may_have_parts_and_be_async_and_sees_what_the_tools_gave() -> None:
+    seen: list[Message] = []
+
+    async def grade(text: str, given: Sequence[Message]) -> Reward:
+        await asyncio.sleep(0)
+        seen.extend(given)
+        return Reward(0.75, {"right": 1.0, "tone": -0.25}, {"engine": "none"})
+
+    rollout = play(call("calculator", expression="6 * 7"), "done", task=Task(grade))
+    assert rollout.parts == pytest.approx({"right": 1.0, "tone": -0.25, "call_cost": -0.1, "step_cost": -0.02})
+    assert rollout.info["engine"] == "none"
+    (result,) = seen
+    assert result["content"] == "42"
+    assert result["trace"]["arguments"] == {"expression": "6 * 7"}
+    assert result["trace"]["ok"]
+
+
+def test_a_grade_that_raises_costs_the_episode() -> None:
+    rollout = play("done", task=Task(lambda text, results: {}["no"]))
+    assert (rollout.reward, rollout.error) == (None, "KeyError: 'no'")
+
+
+def test_an_episode_that_is_cut_off_earns_nothing_and_keeps_its_costs() -> None:
+    rollout = play(*[call("later", word="x")] * 9, task=Task())
+    assert rollout.stop_reason == "max_turns"
+    assert rollout.reward == pytest.approx(-0.5)
+    assert rollout.tool_calls == 8
+
+
+def test_tools_with_one_name_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="distinct"):
+        ToolEnv([], [calculator, calculator], lambda text, results: 0.0)
+
+
+def test_a_step_by_hand_needs_no_policy() -> None:
+    result = Task().make_env("").step({"role": "assistant", "content": "done"})
+    assert isinstance(result, MessageStepResult)
+    assert (result.reward, result.episode_done) == (0.99, True)
