@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "mint"
 
 EVERYTHING = frozenset(
-    ["types", "errors", "config", "wire", "tokenizer", "models", "client", "engine", "server", "sandbox", "rl", "recipes",
-     "bench", "embedded", "export", "cli"]
+    ["types", "errors", "config", "wire", "tokenizer", "models", "client", "engine", "server", "sandbox", "rl",
+     "recipes", "bench", "embedded", "export", "cli"]
 )  # fmt: skip
 ALLOWED: dict[str, frozenset[str]] = {
     "types": frozenset({"errors"}),
@@ -55,7 +55,7 @@ HOMES: dict[str, frozenset[str]] = {
     "transformers": frozenset({"tokenizer.py"}),
     "matplotlib": frozenset({"rl/plot.py"}),
     "math_verify": frozenset({"rl/math_worker.py"}),
-    "pydantic_monty": frozenset({"sandbox"}),
+    "pydantic_monty": frozenset({"sandbox/monty.py"}),
     "reasoning_gym": frozenset({"recipes/reasoning_gym_task.py"}),
     "datasets": frozenset({"recipes/file_task.py"}),
     "verifiers": frozenset({"recipes/verifiers_task.py"}),

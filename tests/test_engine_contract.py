@@ -12,7 +12,7 @@ from engine_data import ADAM, CROSS_ENTROPY, LORA, job, random_data
 from small_models import write_model
 
 from mint.engine.fake_engine import FakeEngine
-from mint.engine.protocol import Engine, ModelState, StopRule, resolve_loss
+from mint.engine.protocol import LOSSES, Engine, ModelState, StopRule, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, MintError, NotFoundError
 
@@ -79,7 +79,7 @@ def test_a_dropped_model_is_gone_and_may_be_dropped_again(engine: Engine) -> Non
 
 def test_a_pass_returns_a_logprob_per_position_and_well_formed_metrics(engine: Engine) -> None:
     data = random_data(1, policy=True)
-    for name in ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro"):
+    for name in LOSSES:
         result = engine.forward("m", data, resolve_loss(name))
         assert [own.shape for own in result.logprobs] == [example.targets.shape for example in data]
         assert all(own.dtype == np.float32 and np.isfinite(own).all() for own in result.logprobs)
@@ -185,6 +185,11 @@ def test_samples_are_complete(engine: Engine) -> None:
         assert sample.tokens.dtype == np.int64 and sample.logprobs.dtype == np.float32
         assert sample.tokens.shape == sample.logprobs.shape == (6,) and not sample.stopped
         assert ((sample.tokens >= 0) & (sample.tokens < 97)).all() and np.isfinite(sample.logprobs).all()
+
+
+def test_processed_logprobs_of_greedy_samples_are_zero(engine: Engine) -> None:
+    (result,) = engine.sample([job([3, 4], temperature=0.0, logprobs_mode="processed")])
+    assert not result.samples[0].logprobs.any()
 
 
 def test_a_job_does_not_depend_on_its_neighbours(engine: Engine) -> None:

@@ -8,7 +8,7 @@
 | `MINT_MODELS` | comma-separated `name=path-or-name`: which weights a base-model name stands for | unset |
 | `MINT_DTYPE` | dtype of the base model: `float32` or `bfloat16` | `float32` on a CPU |
 | `MINT_THREADS` | threads of the engine; part of what makes a run reproducible | all cores |
-| `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, `MINT_RL_BATCH`, `MINT_RL_GROUP`, `MINT_RL_LR`, `MINT_RL_MAX_TOKENS`, `MINT_RL_TEMPERATURE` | the settings of `run_grpo(adapter)` without a config | those of `RLConfig` |
+| `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, … (`_RL_VARIABLES`) | `run_grpo` without a config | `RLConfig` |
 | `MINT_JUDGE_API_KEY` (or `OPENAI_API_KEY`) | the key for a judge behind an OpenAI-compatible endpoint | unset |
 
 The environment is read when a client is made, not at import, so that `load_dotenv()` after the import works.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from mint.engine.losses import loss_and_slope, measure
 from mint.engine.protocol import LOSSES, LossSpec, TrainDatum, resolve_loss
@@ -26,18 +27,18 @@ def _example(logprobs: np.ndarray, sampler: np.ndarray, advantages: np.ndarray, 
     return TrainDatum(zeros, zeros, weights, inputs)
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(REFERENCE))
 def test_values_equal_the_formulas(name: str) -> None:
     rng = np.random.default_rng(0)
     p, q, a, w = rng.normal(-2, 0.5, 500), rng.normal(-2, 0.5, 500), rng.normal(0, 2, 500), rng.normal(0, 1, 500)
     config = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4, "beta": 0.3}
-    spec = resolve_loss(name, {key: config[key] for key in LOSSES[name].config})
+    spec = resolve_loss(name, {key: config[key] for key in LOSSES[name].config if key in config})
     loss, _ = loss_and_slope(spec, _example(p, q, a, w), p)
     expected = [w[i] * REFERENCE[name](p[i], q[i], a[i], 0.7, 1.4, 0.3) for i in range(500)]
     np.testing.assert_allclose(loss, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(REFERENCE))
 def test_slopes_equal_finite_differences(name: str) -> None:
     rng = np.random.default_rng(1)
     p, q, a, w = rng.normal(-2, 0.5, 500), rng.normal(-2, 0.5, 500), rng.normal(0, 2, 500), rng.normal(0, 1, 500)
@@ -90,6 +91,77 @@ def test_thresholds_per_token_override_the_config(name: str) -> None:
     np.testing.assert_allclose(loss, -np.array([1.1, 1.5]) * factor, rtol=1e-7)
 
 
+def _gspo_by_autograd(example: TrainDatum, logprobs: np.ndarray, low: float, high: float) -> tuple[float, np.ndarray]:
+    """Loss and gradient of the sequence-level objective of GRPO trainers, masked mean and all, by torch."""
+    p = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    q, advantages = (torch.tensor(example.inputs[key], dtype=torch.float64) for key in ("logprobs", "advantages"))
+    weights = torch.tensor(example.weights, dtype=torch.float64)
+    mask = (weights != 0).double()
+    log_ratio = torch.where(mask > 0, p - q, 0.0)
+    ratio = ((log_ratio * mask).sum() / mask.sum().clamp(min=1.0)).exp()
+    per_token = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    loss = (per_token * weights).sum()
+    loss.backward()
+    return float(loss.detach()), p.grad.numpy()
+
+
+@pytest.mark.parametrize("config", [{}, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.3}])
+def test_gspo_equals_autograd_through_one_ratio_per_datum(config: dict[str, float]) -> None:
+    spec = resolve_loss("gspo", config)
+    low, high = spec.config["clip_low_threshold"], spec.config["clip_high_threshold"]
+    rng, clipped = np.random.default_rng(6), 0
+    for index in range(100):
+        size = int(rng.integers(1, 40))
+        q, a = rng.normal(-2, 1, size), rng.normal(0, 1) * np.ones(size)
+        if index % 3 == 0:
+            a = rng.normal(0, 1, size)
+        p = q + rng.normal(0, 0.2, size)
+        # several trained spans, as in a conversation of many turns
+        w = rng.choice([0.0, 1.0], size) if index % 2 else rng.normal(0, 1, size)
+        example = _example(p, q, a, w)
+        loss, slope = loss_and_slope(spec, example, p)
+        expected, gradient = _gspo_by_autograd(example, p, low, high)
+        np.testing.assert_allclose(loss.sum(), expected, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(slope, gradient, rtol=1e-10, atol=1e-12)
+        clipped += not slope.any()
+    assert 0 < clipped < 100  # both sides of the bound were seen
+
+
+def test_gspo_defaults_are_those_of_its_paper() -> None:
+    config = resolve_loss("gspo").config
+    assert (config["clip_low_threshold"], config["clip_high_threshold"]) == (1 - 3e-4, 1 + 4e-4)
+
+
+def test_truncated_importance_sampling_bounds_the_weight_but_keeps_the_gradient() -> None:
+    p, q = np.log([4.0, 1.0, 0.25]), np.zeros(3)
+    example = _example(p, q, np.array([1.0, -1.0, 2.0]), np.ones(3))
+    loss, slope = loss_and_slope(resolve_loss("importance_sampling", {"tis_cap": 2.0}), example, p)
+    np.testing.assert_allclose(slope, [-2.0, 1.0, -0.5], rtol=1e-12)
+    np.testing.assert_allclose(loss, slope, rtol=1e-12)
+    metrics = measure(resolve_loss("importance_sampling", {"tis_cap": 2.0}), [example], [p], [np.ones(3)])
+    assert metrics["tokens_clipped:mean"] == pytest.approx(1 / 3)
+    assert "tokens_clipped:mean" not in measure(resolve_loss("importance_sampling"), [example], [p], [np.ones(3)])
+
+
+def test_twice_the_advantage_is_twice_the_gradient() -> None:
+    rng = np.random.default_rng(7)
+    p, q, a, w = rng.normal(-2, 0.5, 50), rng.normal(-2, 0.5, 50), rng.normal(0, 2, 50), rng.normal(0, 1, 50)
+    spec = resolve_loss("importance_sampling")
+    (_, single), (_, double) = (loss_and_slope(spec, _example(p, q, factor * a, w), p) for factor in (1, 2))
+    assert (2 * single).tobytes() == double.tobytes()
+
+
+def test_the_effective_sample_size_is_the_share_of_tokens_that_count() -> None:
+    spec = resolve_loss("importance_sampling")
+    for ratios, share in (([1.0, 1.0, 1.0, 1.0], 1.0), ([1e-9, 1e-9, 1e-9, 1.0], 0.25), ([1e300, 1e-9], 0.5)):
+        p, size = np.log(ratios), len(ratios)
+        metrics = measure(spec, [_example(p, np.zeros(size), np.ones(size), np.ones(size))], [p], [np.ones(size)])
+        assert metrics["ess:mean"] == pytest.approx(share)
+    p = np.log(np.linspace(1, 2, 101))
+    metrics = measure(spec, [_example(p, np.zeros(101), np.ones(101), np.ones(101))], [p], [np.ones(101)])
+    assert metrics["ratio_p99:max"] == pytest.approx(1.99)
+
+
 @pytest.mark.parametrize("name", list(LOSSES))
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
 def test_whatever_lies_at_weight_zero_changes_nothing(name: str, garbage: float) -> None:
@@ -115,7 +187,7 @@ def test_metrics_are_what_their_names_say() -> None:
         "loss:sum": -1.2 + 2 * 0.8, "tokens:sum": 2, "entropy:mean": 1.0, "ratio:mean": 1.25, "ratio_max:max": 2.0,
         "ratio_min:min": 0.5, "kl_k1:mean": 0.0, "kl_k2:mean": log2**2 / 2, "kl_k3:mean": 0.25,
         "abs_logprob_diff:mean": log2, "abs_logprob_diff_max:max": log2, "clip_low_fraction:mean": 0.5,
-        "clip_high_fraction:mean": 0.5,
+        "clip_high_fraction:mean": 0.5, "tokens_clipped:mean": 1.0, "ratio_p99:max": 1.985, "ess:mean": 6.25 / 8.5,
     })  # fmt: skip
     assert all(name.count(":") == 1 for name in metrics)
 
@@ -127,8 +199,10 @@ def test_with_nothing_trained_there_are_no_means() -> None:
 
 
 def test_defaults_are_filled_in() -> None:
-    assert resolve_loss("ppo") == LossSpec("ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
-    assert resolve_loss("dro", {"beta": 1}) == LossSpec("dro", {"beta": 1.0})
+    clip = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert resolve_loss("ppo") == LossSpec("ppo", {"temperature": 1.0, **clip})
+    assert resolve_loss("dro", {"beta": 1}) == LossSpec("dro", {"temperature": 1.0, "beta": 1.0})
+    assert resolve_loss("importance_sampling").config == {"temperature": 1.0, "tis_cap": np.inf}
     assert resolve_loss("cross_entropy", {}) == LossSpec("cross_entropy", {})
 
 
@@ -137,7 +211,11 @@ def test_defaults_are_filled_in() -> None:
     [
         ("grpo", {}, ["grpo", "loss_fn", "importance_sampling", "cispo"]),
         ("ppo", {"epsilon": 0.2}, ["epsilon", "ppo", "clip_low_threshold", "clip_high_threshold"]),
-        ("importance_sampling", {"temperature": 0.8}, ["temperature", "none"]),
+        ("cross_entropy", {"temperature": 0.8}, ["temperature", "none"]),
+        ("importance_sampling", {"temperature": 0}, ["temperature", "above 0"]),
+        ("importance_sampling", {"tis_cap": 0.0}, ["tis_cap", "above 0"]),
+        ("ppo", {"tis_cap": 2.0}, ["tis_cap", "ppo"]),
+        ("gspo", {"clip_low_threshold": 1.2}, ["clip_low_threshold", "1.2", "0.9997"]),
         ("dro", {"beta": float("nan")}, ["beta", "nan"]),
         ("ppo", {"clip_high_threshold": -1.0}, ["clip_high_threshold", "-1"]),
         ("ppo", {"clip_low_threshold": 1.3}, ["clip_low_threshold", "1.3", "1.2"]),

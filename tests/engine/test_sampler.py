@@ -12,8 +12,8 @@ from engine_data import CROSS_ENTROPY, LORA, datum, job, train
 from small_models import write_model
 
 from mint.engine import sampler as sampler_module
-from mint.engine.choice import choose
-from mint.engine.protocol import SampleJob, StopRule
+from mint.engine.choice import choose, processed_logprobs
+from mint.engine.protocol import SampleJob, StopRule, resolve_loss
 from mint.engine.random_stream import uniform
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import NotFoundError
@@ -159,6 +159,52 @@ def test_logprobs_are_the_policys_own_as_forward_computes_them(
             expected = published.forward("m", [whole], CROSS_ENTROPY).logprobs[0][len(own.prompt) - 1 :]
             assert sample.logprobs.dtype == np.float32
             assert np.abs(sample.logprobs - expected).max() <= 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.7, 0.8, 1.0, 2.0])
+def test_processed_logprobs_are_those_of_a_pass_at_the_same_temperature(
+    published: TorchEngine, temperature: float
+) -> None:
+    own = job(
+        [3, 4, 5], weights_id="w", num_samples=8, max_tokens=40, temperature=temperature, logprobs_mode="processed"
+    )
+    for sample in published.sample([own])[0].samples:
+        size = 2 + len(sample.tokens)
+        inputs = {"logprobs": np.zeros(size), "advantages": np.ones(size)}
+        whole = datum(np.concatenate([own.prompt, sample.tokens]), prompt=3, **inputs)
+        loss = resolve_loss("importance_sampling", {"temperature": temperature})
+        expected = published.forward("m", [whole], loss).logprobs[0][2:]
+        assert np.abs(sample.logprobs - expected).max() <= 1e-5
+
+
+@pytest.mark.parametrize(("settings", "distribution"), SETTINGS)
+def test_processed_logprobs_are_those_of_the_distribution_that_was_drawn_from(
+    settings: dict[str, float], distribution: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    logits = np.random.default_rng(4).normal(0, 2, 97)
+    expected = distribution(logits)
+    tokens = np.flatnonzero(expected)
+    columns = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, **settings}
+    count = len(tokens)
+    found = processed_logprobs(
+        torch.from_numpy(logits).float().expand(count, -1),
+        torch.from_numpy(tokens),
+        np.full(count, columns["temperature"]),
+        np.full(count, int(columns["top_k"])),
+        np.full(count, columns["top_p"]),
+    )
+    np.testing.assert_allclose(found.numpy(), np.log(expected[tokens]), atol=1e-5)
+
+
+def test_processed_logprobs_of_greedy_sampling_are_zero_and_raw_neighbours_keep_their_bits(
+    published: TorchEngine,
+) -> None:
+    raw = job([3, 4, 5], weights_id="w", num_samples=3, temperature=0.7, top_k=20)
+    greedy = job([3, 4, 5], weights_id="w", temperature=0.0, logprobs_mode="processed")
+    alone = published.sample([raw])[0].samples
+    mixed, other = published.sample([raw, greedy])
+    assert [s.logprobs.tobytes() for s in alone] == [s.logprobs.tobytes() for s in mixed.samples]
+    assert not other.samples[0].logprobs.any()
 
 
 def test_prompt_logprobs_equal_forward(published: TorchEngine) -> None:

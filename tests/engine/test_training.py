@@ -7,18 +7,24 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, random_data, train
+import torch
+from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, job, random_data, train
 
-from mint.engine import packing, training
+from mint.engine import packing, training, unembedding
 from mint.engine.protocol import LOSSES, ModelState, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError
 
 
-def _gradient(engine: TorchEngine, passes: list[list[TrainDatum]], loss: str = "importance_sampling") -> np.ndarray:
+def _gradient(
+    engine: TorchEngine,
+    passes: list[list[TrainDatum]],
+    loss: str = "importance_sampling",
+    config: dict[str, float] | None = None,
+) -> np.ndarray:
     engine.clear_gradient("m")
     for data in passes:
-        engine.forward_backward("m", data, resolve_loss(loss))
+        engine.forward_backward("m", data, resolve_loss(loss, config))
     gradient = engine._models["m"].gradient.numpy().copy()
     engine.clear_gradient("m")
     return gradient
@@ -31,13 +37,18 @@ def model(engine: TorchEngine) -> TorchEngine:
     return engine
 
 
-def test_32_examples_at_once_equal_2_times_16_and_32_times_1(model: TorchEngine) -> None:
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_32_examples_at_once_equal_2_times_16_and_32_times_1(model: TorchEngine, loss: str) -> None:
     data = random_data(3, count=32, shared=10, policy=True)
-    whole = _gradient(model, [data])
-    halves = _gradient(model, [data[:16], data[16:]])
-    singles = _gradient(model, [[example] for example in data])
+    # wide bounds: a ratio of sequences so near a bound of 4e-4 may fall on either side of it
+    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0} if loss == "gspo" else None
+    whole = _gradient(model, [data], loss, config)
+    assert whole.any()
+    halves = _gradient(model, [data[:16], data[16:]], loss, config)
+    singles = _gradient(model, [[example] for example in data], loss, config)
+    bound = 2e-6 if loss == "cross_entropy" else 1e-6  # its terms are all of one sign, and their sum is larger
     for other in (halves, singles):
-        assert np.abs(whole - other).max() <= 1e-6 * np.abs(whole).max()
+        assert np.abs(whole - other).max() <= bound * np.abs(whole).max()
 
 
 def test_sharing_a_prefix_changes_no_gradient(model: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +79,70 @@ def test_garbage_at_weight_zero_changes_no_bit(model: TorchEngine, loss: str, ga
     ]
     assert any((d.weights == 0).any() for d in clean)
     assert _gradient(model, [clean], loss).tobytes() == _gradient(model, [dirty], loss).tobytes()
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"cross_entropy"}))
+def test_prompt_tokens_have_no_gradient_whatever_the_policy_thinks_of_them(model: TorchEngine, loss: str) -> None:
+    """The prompt's sampler logprobs are 0, as a padded datum has them: far from the policy's own."""
+    (example,) = random_data(5, count=1, policy=True)
+    padded = {key: np.where(example.weights == 0, 0, row).astype(np.float32) for key, row in example.inputs.items()}
+    example = dataclasses.replace(example, inputs=padded)
+    other = dataclasses.replace(example, targets=np.where(example.weights == 0, 90, example.targets))
+    assert (example.targets != other.targets).any()
+    wide = (
+        {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9} if "clip_low_threshold" in LOSSES[loss].config else {}
+    )
+    first, second = (_gradient(model, [[each]], loss, wide) for each in (example, other))
+    assert first.any() and first.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"cross_entropy"}))
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_gradient_at_a_temperature_is_the_slope_of_the_loss(
+    model: TorchEngine, loss: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kept:
+        monkeypatch.setattr(unembedding, "KEPT_ENTRIES", 0)
+    own, wide = model._models["m"], {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
+    config = {"temperature": 0.7, **{key: wide[key] for key in wide if key in LOSSES[loss].config}}
+    data = random_data(9, policy=True)
+    gradient = _gradient(model, [data], loss, config)
+    direction = torch.from_numpy(gradient / np.linalg.norm(gradient))
+    losses = []
+    for step in (1e-3, -1e-3):
+        before = own.weights.flat.clone()
+        own.weights.flat.add_(direction, alpha=step)
+        result = model.forward("m", data, resolve_loss(loss, config))
+        own.weights.flat.copy_(before)
+        if loss == "cispo":  # its clipped ratio is held fixed
+            parts = zip(
+                data, result.logprobs, model.forward("m", data, resolve_loss(loss, config)).logprobs, strict=True
+            )
+            losses.append(
+                sum(
+                    -(d.weights * np.exp(base - d.inputs["logprobs"]) * d.inputs["advantages"] * p).sum()
+                    for d, p, base in parts
+                )
+            )
+        else:
+            losses.append(result.metrics["loss:sum"])
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(np.linalg.norm(gradient), rel=0.02)
+
+
+def test_logprobs_and_entropies_at_a_temperature_are_those_of_the_divided_logits(engine: TorchEngine) -> None:
+    engine.create_model("m", "base", LORA)
+    data = random_data(8, policy=True)
+    result = engine.forward("m", data, resolve_loss("ppo", {"temperature": 0.7}))
+    for example, logprobs, entropies in zip(data, result.logprobs, result.entropies, strict=True):
+        rows = engine.sample([job([*example.tokens, 0], max_tokens=0, topk_prompt_logprobs=97)])[0].topk_prompt_logprobs
+        table = np.zeros((len(example.tokens), 97))
+        for place, row in enumerate((rows or [])[1:]):
+            for token, logprob in row or []:
+                table[place, token] = logprob
+        tempered = table / 0.7
+        tempered -= np.log(np.exp(tempered).sum(1, keepdims=True))
+        np.testing.assert_allclose(logprobs, tempered[np.arange(len(table)), example.targets], atol=1e-4)
+        np.testing.assert_allclose(entropies, -(np.exp(tempered) * tempered).sum(1), atol=1e-4)
 
 
 def test_a_masked_token_has_no_gradient_of_its_own(model: TorchEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from mint.errors import InvalidRequestError
@@ -32,3 +33,21 @@ def test_mixed_seeds_differ_and_fit_63_bits() -> None:
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert mix_seed(1, 2) != mix_seed(2, 1)
+
+
+def test_the_temperature_moves_linearly_to_its_end() -> None:
+    config = RLConfig(temperature=1.2, temperature_end=0.8, steps=5)
+    assert [config.temperature_at(step) for step in range(1, 6)] == pytest.approx([1.2, 1.1, 1.0, 0.9, 0.8])
+    assert RLConfig(temperature=0.7, steps=5).temperature_at(5) == 0.7
+
+
+def test_warm_up_rises_to_the_learning_rate_and_the_cosine_falls_from_it() -> None:
+    config = RLConfig(learning_rate=1e-3, steps=6, lr_schedule="cosine", lr_warmup_steps=2)
+    rates = [config.learning_rate_at(step) for step in range(1, 7)]
+    assert rates[:3] == pytest.approx([5e-4, 1e-3, 1e-3])
+    assert rates[2:] == pytest.approx([1e-3 * (1 + np.cos(np.pi * done / 4)) / 2 for done in range(4)])
+
+
+def test_a_band_upside_down_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="curriculum_low"):
+        RLConfig(curriculum_low=0.9, curriculum_high=0.1)

@@ -158,8 +158,9 @@ def test_a_fallen_reward_is_a_collapse_that_names_the_good_step() -> None:
 
 
 def test_a_fallen_heldout_reading_is_a_collapse() -> None:
-    evaluations = [reading(0, 0.3), reading(20, 0.7), reading(30, 0.4)]
-    assert errors(run(lambda step: 0.5, evaluations=evaluations)) == ["reward_collapse"]
+    evaluations = [reading(0, 0.3), reading(20, 0.7), reading(40, 0.3)]
+    fading = run(lambda step: 0.7 - step / 100, evaluations=evaluations)
+    assert errors(fading) == ["reward_collapse"]
 
 
 def test_a_jump_between_two_steps_is_a_spike_and_steady_learning_is_not() -> None:
@@ -256,9 +257,10 @@ def test_the_promise_of_a_step_bounds_what_a_step_on_a_known_policy_gives() -> N
 # --- the reward and the grader ------------------------------------------------------------------------------------
 
 
-def test_training_up_and_heldout_down_is_suspected_hacking() -> None:
-    evaluations = [reading(0, 0.5), reading(20, 0.3)]
-    assert errors(run(evaluations=evaluations)) == ["suspected_reward_hacking"]
+@pytest.mark.parametrize("rate", [learning, lambda step: 0.5])
+def test_heldout_down_while_training_is_not_is_suspected_hacking(rate: Callable[[int], float]) -> None:
+    evaluations = [reading(0, 0.6), reading(20, 0.3)]
+    assert errors(run(rate, evaluations=evaluations)) == ["suspected_reward_hacking"]
 
 
 def test_one_text_that_wins_on_every_prompt_is_suspected_and_a_common_answer_is_not() -> None:

@@ -12,8 +12,9 @@ import mint
 from mint.recipes.arithmetic import Problem, draw_problems
 from mint.recipes.math import MathAdapter
 from mint.rl import RLAdapter, RLConfig
-from mint.rl.doctor import Examination, decide, examine
+from mint.rl.doctor import Examination, examine
 from mint.rl.planner import GROUP_SIZES
+from mint.rl.verdict import decide
 
 CONFIG = RLConfig(base_model="mint/tiny", group_size=8, batch_size=16, max_tokens=8, temperature=1.0)
 
@@ -67,6 +68,15 @@ class Unscorable(Arithmetic):
         return (self.draws * 0.618) % 1.0
 
 
+class FixedReplyPays(Arithmetic):
+    """Partial credit for being near, so generous that one reply said to every prompt earns more than trying."""
+
+    def compute_reward(self, response: str, sample: Problem) -> float:
+        text = response.strip()
+        near = 1 - abs(int(text) - sample.value) / 400 if text.isdecimal() else 0.0
+        return max(0.0, near) if len(text) == 1 else 0.3 * max(0.0, near)
+
+
 class Clipped(Arithmetic):
     """Answers of two or three digits need more than the one token that `max_tokens` allows."""
 
@@ -91,6 +101,7 @@ def examined(task: RLAdapter, service: mint.ServiceClient, **settings: Any) -> E
         (AcceptsAnything(), {}, "reward_constant"),
         (FailingGrader(), {}, "unlearnable"),
         (Unscorable(), {}, "unlearnable"),
+        (FixedReplyPays(), {}, "reward_constant"),
         (Clipped(), {"max_tokens": 2}, "truncated"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, RLAdapter) else None,

@@ -165,8 +165,8 @@ def test_each_policy_loss_climbs_a_reward(loss_fn: str) -> None:
 def small(**fields: Any) -> RLConfig:
     return RLConfig(
         **{
-            "base_model": "mint/tiny", "steps": 3, "batch_size": 4, "group_size": 4, "max_tokens": 6, "temperature": 1.0,
-            "learning_rate": 2e-3, "heldout_size": 0, **fields,
+            "base_model": "mint/tiny", "steps": 3, "batch_size": 4, "group_size": 4, "max_tokens": 6,
+            "temperature": 1.0, "learning_rate": 2e-3, "heldout_size": 0, **fields,
         }
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ def test_an_epoch_visits_every_demonstration_once_and_each_epoch_in_its_own_orde
 def test_the_held_out_loss_falls_and_rl_starts_where_sft_ended(tmp_path: Path) -> None:
     with mint.ServiceClient(data_dir=tmp_path / "service") as service:
         tokenizer = service.create_sampling_client(base_model="mint/tiny").get_tokenizer()
-        shown = demonstrations(tokenizer, draw_problems(0, 768, heldout=False))
+        shown = demonstrations(tokenizer, draw_problems(0, 512, heldout=False))
         heldout = demonstrations(tokenizer, draw_problems(0, 128, heldout=True))
         config = SFTConfig(run_dir=tmp_path / "sft", epochs=1, save_every=20)
         result = run_sft(shown, heldout, config, service_client=service)
@@ -48,7 +48,7 @@ def test_the_held_out_loss_falls_and_rl_starts_where_sft_ended(tmp_path: Path) -
         assert result.before.accuracy[2] < result.after.accuracy[1], "the intervals overlap"
         assert [row["when"] for row in RunLog(tmp_path / "sft").read("evaluations.jsonl")] == ["before", "after"]
         steps = RunLog(tmp_path / "sft").read("metrics.jsonl")
-        assert [row["step"] for row in steps] == list(range(1, 49))
+        assert [row["step"] for row in steps] == list(range(1, 33))
         assert np.mean([row["train/loss"] for row in steps[-8:]]) < np.mean([row["train/loss"] for row in steps[:8]])
 
         rl = RLConfig(

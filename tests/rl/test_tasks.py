@@ -243,6 +243,7 @@ def test_a_wrong_option_of_a_file_task_is_refused(
         load_task(f"file:{tmp_path / name}", **options)
 
 
+@pytest.mark.slow
 def test_parquet_csv_and_saved_datasets_open_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -303,8 +304,8 @@ from mint.rl import run_grpo
 
 choice = load_task("verifiers:reverse_taskset", count=40, heldout=0.25)
 task, folder = choice.adapter, Path(sys.argv[1])
-question = task.build_dataset()[0]
-replies = [question.answer, question.answer[::-1] if question.answer != question.answer[::-1] else "9", "x"]
+question = next(each for each in task.build_dataset() if each.answer != each.answer[::-1])
+replies = [question.answer, question.answer[::-1], "x"]
 graded = [asyncio.run(task.compute_reward(reply, question)) for reply in replies]
 refusals = []
 for name, options in (("nowhere_taskset", {}), ("reverse_taskset", {"cuont": 1}), ("boxed_taskset", {})):
@@ -328,6 +329,7 @@ NEEDS_RUNTIME = TASKSETS.replace("trace: vf.Trace) -> float:\n        return flo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_verifiers_taskset_runs_through_our_loop_in_an_environment_of_its_own(tmp_path: Path) -> None:
     """Installs verifiers 0.4.0 (about 570 MB) beside this environment's packages, which it must not change."""
     environment = tmp_path / "venv"

@@ -1,19 +1,33 @@
-"""Data that is possible but doubtful is named in `warnings`; good data is not."""
+"""Data that is possible but doubtful is named in `warnings`, by a stable code; good data is not."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
 import numpy as np
 import pytest
+from service_harness import Harness, datum, pass_body
 
-from mint.engine.protocol import TrainDatum
+import mint
+from mint.engine.protocol import PassResult, TrainDatum, resolve_loss
 from mint.server import lint as rules
+from mint.server import training
+
+END = 999
 
 
 def batch(count: int = 8, *, shift: int = 1, first_weight: float = 0.0, **inputs: list[float]) -> list[TrainDatum]:
     rng = np.random.default_rng(0)
     data = []
     for index in range(count):
-        full = rng.integers(1, 1000, 8)
+        full = rng.integers(1, 900, 8)
         weights = np.array([first_weight, 0, 0, 1, 1, 1], dtype=np.float32)
         chosen = {"logprobs": [-1.0] * 6, "advantages": [0.5 if index % 2 else -0.5] * 6, **inputs}
         arrays = {key: np.array(row, dtype=np.float32) for key, row in chosen.items()}
@@ -21,8 +35,15 @@ def batch(count: int = 8, *, shift: int = 1, first_weight: float = 0.0, **inputs
     return data
 
 
-def lint(data: list[TrainDatum], loss: str, logprob: float = -1.0) -> list[str]:
-    return rules.lint(data, loss, [np.full(datum.weights.shape, logprob, np.float32) for datum in data])
+def lint(data: list[TrainDatum], loss: str, logprob: float = -1.0, **options: Any) -> list[str]:
+    if loss == "cross_entropy":
+        data = [dataclasses.replace(each, inputs={}) for each in data]
+    result = PassResult([np.full(each.weights.shape, logprob, np.float32) for each in data], {})
+    return rules.lint(data, resolve_loss(loss), result, stop_tokens=[END], **options)
+
+
+def codes(warnings: list[str]) -> list[str]:
+    return [warning.partition(":")[0] for warning in warnings]
 
 
 def test_good_data_has_no_warning() -> None:
@@ -31,34 +52,132 @@ def test_good_data_has_no_warning() -> None:
 
 
 DOUBTFUL = {
-    "targets equal the input": batch(shift=0),
-    "not the input shifted by one": batch(shift=2),
-    "exact copies": batch(1) * 8,
-    "raw rewards": batch(advantages=[1.0] * 6),
-    "all advantages are 0": batch(advantages=[0.0] * 6),
-    "logprobs are exactly 0": batch(logprobs=[0.0] * 6),
-    "the first token has a weight": batch(first_weight=1.0),
+    "not_shifted: targets equal the input": batch(shift=0),
+    "not_shifted: targets are not the input shifted by one": batch(shift=2),
+    "duplicates: 7 of 8 datums are exact copies": batch(1) * 8,
+    "raw_rewards: no advantage is negative": batch(advantages=[1.0] * 6),
+    "raw_rewards: no advantage is positive": batch(advantages=[-1.0] * 6),
+    "zero_advantages: all advantages are 0": batch(advantages=[0.0] * 6),
+    "zero_logprobs: logprobs are exactly 0": batch(logprobs=[0.0] * 6),
+    "prompt_trained: the first token has a weight": batch(first_weight=1.0),
+    "prompt_trained: 8 of 8 datums train unlikely tokens": batch(logprobs=[0, 0, 0, 0, -1, -1]),
+    "stale_policy: the policy has moved far": batch(logprobs=[0, 0, 0, -3, -0.1, -0.2]),
 }
 
 
 @pytest.mark.parametrize("words", DOUBTFUL)
 def test_doubtful_data_is_named(words: str) -> None:
-    assert any(words in warning for warning in lint(DOUBTFUL[words], "importance_sampling"))
+    assert any(warning.startswith(words) for warning in lint(DOUBTFUL[words], "importance_sampling"))
 
 
 def test_the_same_short_sample_many_times_is_normal_in_reinforcement_learning() -> None:
     assert lint(batch(2) * 8, "ppo") == []
-    assert any("exact copies" in warning for warning in lint(batch(2) * 8, "cross_entropy"))
+    assert codes(lint(batch(2) * 8, "cross_entropy")) == ["duplicates"]
+
+
+def test_a_batch_sent_twice_is_named_in_reinforcement_learning_too() -> None:
+    assert codes(lint(batch(8) * 2, "ppo")) == ["duplicates"]
+    assert codes(lint([each for each in batch(8) for _ in range(2)], "ppo")) == ["duplicates"]
 
 
 def test_logprobs_of_exactly_zero_are_normal_where_the_policy_is_certain() -> None:
     assert lint(batch(logprobs=[0.0] * 6), "ppo", logprob=-1e-6) == []
 
 
+def test_a_prompt_of_one_token_may_have_a_weight_on_the_first_sampled_one() -> None:
+    data = batch(first_weight=1.0)
+    for each in data:
+        each.tokens[0] = 1
+    assert lint(data, "ppo") == []
+
+
 def test_nothing_to_train_is_named() -> None:
-    data = [TrainDatum(d.tokens, d.targets, np.zeros_like(d.weights), d.inputs) for d in batch()]
-    assert any("nothing is trained" in warning for warning in lint(data, "cross_entropy"))
+    data = [dataclasses.replace(each, weights=np.zeros_like(each.weights)) for each in batch()]
+    for loss in ("cross_entropy", "ppo"):
+        assert codes(lint(data, loss)) == ["nothing_trained"]
 
 
 def test_a_few_datums_prove_nothing() -> None:
     assert lint(batch(4, advantages=[1.0] * 6), "ppo") == []
+
+
+def test_a_small_difference_is_a_mismatch_only_while_the_weights_are_those_that_were_published() -> None:
+    data = batch(logprobs=[0, 0, 0, -1.05, -0.9, -1.1])
+    assert lint(data, "ppo", fresh=False) == []
+    assert codes(lint(data, "ppo", fresh=True)) == ["mismatch"]
+    assert lint(batch(logprobs=[-1.01] * 6), "ppo", fresh=True) == []
+
+
+def test_tokens_after_the_end_are_told_from_prompts_between_two_samples() -> None:
+    padded, turns = batch(logprobs=[0, 0, 0, -1, 0, 0]), batch(logprobs=[0, 0, 0, -1, 0, -1])
+    for each in (*padded, *turns):
+        each.targets[3] = each.tokens[4] = END
+    assert codes(lint(padded, "ppo")) == ["tokens_after_stop"]
+    assert codes(lint(turns, "ppo")) == ["prompt_trained"]
+
+
+def test_warnings_are_counted_in_the_metrics_of_the_response(harness: Harness) -> None:
+    model_id = harness.create_model()
+    clean = harness.run("forward_backward", model_id, 1, pass_body(datum(1, 2, 3, 4)))
+    assert clean["warnings"] == [] and clean["metrics"]["lint_warnings:sum"] == 0
+    silent = pass_body(datum(1, 2, 3, 4, weights=[0.0, 0.0, 0.0]))
+    doubtful = harness.run("forward_backward", model_id, 2, silent)
+    assert codes(doubtful["warnings"]) == ["nothing_trained"] and doubtful["metrics"]["lint_warnings:sum"] == 1
+
+
+# --- planted into real samples -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mutations() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "lint_mutations.py"
+    spec = importlib.util.spec_from_file_location("lint_mutations", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["lint_mutations"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tiny() -> Iterator[mint.ServiceClient]:
+    client = mint.ServiceClient()
+    yield client
+    client.close()
+
+
+def test_every_known_bug_planted_into_real_samples_is_named_and_good_batches_are_not(
+    mutations: ModuleType, tiny: mint.ServiceClient
+) -> None:
+    tally = mutations.Tally()
+    for setting in mutations.QUICK:
+        mutations.play(mutations.Run(tiny, setting), tally, steps=range(4))
+    assert tally.alarms == []
+    good = [what for what in tally.tried if what.startswith("correct")]
+    assert sum(tally.tried[what] for what in good) >= 40
+    for bug, entry in mutations.BUGS.items():
+        assert tally.tried[bug] >= (20 if entry.at_one else 12), bug
+        assert tally.named[bug] >= 0.95 * tally.tried[bug], (bug, tally.named[bug], tally.tried[bug])
+    stale = "samples of a policy left long ago"
+    assert tally.named[stale] == tally.tried[stale] == len(mutations.QUICK)
+
+
+def test_linting_costs_a_small_share_of_a_pass(
+    mutations: ModuleType, tiny: mint.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent, passes, original = [], [], training.lint
+
+    def timed(*args: Any, **options: Any) -> list[str]:
+        started = time.thread_time()
+        found = original(*args, **options)
+        spent.append(time.thread_time() - started)
+        return found
+
+    monkeypatch.setattr(training, "lint", timed)
+    run = mutations.Run(tiny, mutations.QUICK[0])
+    data = mutations.correct(run.batch())
+    for _ in range(20):
+        started = time.process_time()
+        run.train(data)
+        passes.append(time.process_time() - started)
+    assert min(spent) < 0.02 * min(passes)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from datasets import Dataset  # ty: ignore[import-not-found]
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # ty: ignore[import-not-found]

@@ -39,12 +39,36 @@ def choose(
     return tokens
 
 
+def processed_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
+) -> Tensor:
+    """Logprob of each chosen token, float32 [R], under the distribution that `choose` drew it from; greedy: 0."""
+    heat, k, p = (_column(array, logits.device) for array in (temperature, top_k, top_p))
+    greedy = heat < GREEDY_BELOW
+    scaled = logits / heat.masked_fill(greedy, 1.0).float()
+    chosen = scaled.gather(1, tokens[:, None]).squeeze(1)
+    normaliser = scaled.logsumexp(1)
+    restricted = ~greedy.squeeze(1) & (((k > 0) & (k < logits.shape[1])) | (p < 1)).squeeze(1)
+    if restricted.any():
+        own = restricted.nonzero().squeeze(1)
+        weights, ids = _restrict(logits[own], heat[own], k[own], p[own])
+        kept = scaled[own].gather(1, ids).masked_fill_(weights == 0, -torch.inf)
+        normaliser[own] = kept.logsumexp(1)
+    return (chosen - normaliser).masked_fill_(greedy.squeeze(1), 0.0)
+
+
 def _draw(logits: Tensor, draws: Tensor, temperature: Tensor) -> Tensor:
     weights = (logits - logits.amax(1, keepdim=True)).div_(temperature.float()).exp_()
     return _inverse_cdf(weights, draws)
 
 
 def _draw_restricted(logits: Tensor, draws: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    weights, ids = _restrict(logits, temperature, top_k, top_p)
+    return ids.gather(1, _inverse_cdf(weights, draws)[:, None]).squeeze(1)
+
+
+def _restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [R, V], best first and 0 where top-k or top-p excludes, and the tokens they belong to."""
     ordered, ids = logits.sort(dim=1, descending=True, stable=True)
     weights = (ordered - ordered[:, :1]).div_(temperature.float()).exp_()
     rank = torch.arange(weights.shape[1], device=logits.device)
@@ -53,7 +77,7 @@ def _draw_restricted(logits: Tensor, draws: Tensor, temperature: Tensor, top_k: 
     total = weights.double().cumsum(1)
     before = total - weights
     weights.masked_fill_((before >= top_p * total[:, -1:]) & (rank > 0), 0.0)
-    return ids.gather(1, _inverse_cdf(weights, draws)[:, None]).squeeze(1)
+    return weights, ids
 
 
 def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:

@@ -187,6 +187,8 @@ class FakeEngine:
                 break
         whole = np.concatenate([job.prompt, np.asarray(tokens, dtype=np.int64)])
         logprobs = _logprobs(chain, whole[:-1], whole[1:])[job.prompt.size - 1 :]
+        if job.logprobs_mode == "processed" and job.temperature == 0:
+            logprobs = np.zeros_like(logprobs)
         return Sample(np.asarray(tokens, dtype=np.int64), logprobs, stopped)
 
     def _chain_of(self, job: SampleJob) -> bytes:

@@ -1,8 +1,9 @@
 """The losses, token by token in float64: value and derivative with respect to the token's logprob, in closed form.
 
 Per token: p = logprob under the trained policy, q = logprob under the sampler, r = exp(p - q), A = advantage, w =
-weight. Every loss is multiplied by w, and where w is 0 nothing else is looked at: masked positions may hold anything.
-Losses are summed over tokens. Knows nothing of models or torch; names and defaults are in `protocol.LOSSES`.
+weight. `gspo` has one ratio per datum instead, s = exp(mean of p - q over its trained tokens). Every loss is multiplied
+by w, and where w is 0 nothing else is looked at: masked positions may hold anything. Losses are summed over tokens.
+Knows nothing of models or torch; names and defaults are in `protocol.LOSSES`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ import numpy as np
 
 from mint.engine.protocol import LOSSES, LossSpec, TrainDatum
 
+_OF_SEQUENCES = frozenset({"gspo"})
+"""Losses whose ratio is one number per datum."""
+
+_ONE_SIDED = frozenset({"ppo", "gspo"})
+"""Losses that a bound touches only on the side to which the advantage pushes."""
+
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """Float64 arrays over the trained tokens of a pass; `low`, `high` are the bounds of the ratio."""
+    """Float64 arrays over the trained tokens of one datum; `low`, `high` are the bounds of the ratio."""
 
     logprobs: np.ndarray
     sampler_logprobs: np.ndarray
@@ -25,6 +32,7 @@ class TokenInputs:
     low: np.ndarray | float
     high: np.ndarray | float
     beta: float
+    of_sequence: bool
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -33,12 +41,15 @@ class TokenInputs:
 
     @property
     def ratio(self) -> np.ndarray:
-        """exp(p - q)."""
-        return np.exp(self.log_ratio)
+        """The loss's own ratio: r, or s at every token."""
+        log_ratio = self.log_ratio
+        if self.of_sequence and len(log_ratio):
+            log_ratio = np.full_like(log_ratio, log_ratio.mean())
+        return np.exp(log_ratio)
 
 
 LossFunction = Callable[[TokenInputs], tuple[np.ndarray, np.ndarray]]
-"""Trained tokens → (loss, d loss / d logprob), before the weights."""
+"""Trained tokens → (loss, d loss / d logprob), before the weights; for a ratio of sequences, d loss / d log s."""
 
 
 def _cross_entropy(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -47,13 +58,17 @@ def _cross_entropy(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _importance_sampling(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
-    """-r·A."""
-    loss = -t.ratio * t.advantages
+    """-r·A; with a cap C, -min(r, C)·A whose gradient stays -min(r, C)·A: truncated importance sampling
+    (https://fengyao.notion.site/off-policy-rl)."""
+    loss = -np.minimum(t.ratio, t.high) * t.advantages
     return loss, loss
 
 
 def _ppo(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
-    """-min(r·A, clip(r)·A) (arXiv 1707.06347); on a bound the gradient still flows, as through torch.clamp."""
+    """-min(r·A, clip(r)·A) (arXiv 1707.06347); on a bound the gradient still flows, as through torch.clamp.
+
+    With s for r this is gspo (arXiv 2507.18071).
+    """
     free = t.ratio * t.advantages
     clipped = np.clip(t.ratio, t.low, t.high) * t.advantages
     return -np.minimum(free, clipped), np.where(free <= clipped, -free, 0.0)
@@ -77,6 +92,7 @@ _FUNCTIONS: Mapping[str, LossFunction] = {
     "ppo": _ppo,
     "cispo": _cispo,
     "dro": _dro,
+    "gspo": _ppo,
 }
 
 
@@ -89,6 +105,8 @@ def loss_and_slope(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray) -> t
     with np.errstate(over="ignore", invalid="ignore"):
         values = _FUNCTIONS[spec.name](_select(spec, datum, logprobs, trained))
         loss[trained], slope[trained] = weights * values[0], weights * values[1]
+        if spec.name in _OF_SEQUENCES and trained.any():
+            slope[trained] = slope[trained].mean()  # every token moves log s, and with it every term, by 1/n
     return loss, slope
 
 
@@ -113,20 +131,37 @@ def measure(
     selected = [_select(spec, *parts) for parts in zip(data, logprobs, masks, strict=True)]
     with np.errstate(over="ignore", invalid="ignore"):
         metrics |= _measure_ratio(np.concatenate([tokens.log_ratio for tokens in selected]))
-        if "clip_low_threshold" in LOSSES[spec.name].config:
-            below = np.concatenate([tokens.ratio < tokens.low for tokens in selected])
-            above = np.concatenate([tokens.ratio > tokens.high for tokens in selected])
-            metrics["clip_low_fraction:mean"] = float(below.mean())
-            metrics["clip_high_fraction:mean"] = float(above.mean())
+        metrics |= _measure_clipping(spec, selected)
     return metrics
+
+
+def _measure_clipping(spec: LossSpec, selected: list[TokenInputs]) -> dict[str, float]:
+    """How many tokens lie outside the bounds, and on how many (`tokens_clipped`) that changed the gradient."""
+    bounded = "clip_low_threshold" in LOSSES[spec.name].config
+    if not bounded and not np.isfinite(spec.config.get("tis_cap", np.inf)):
+        return {}
+    below = np.concatenate([tokens.ratio < tokens.low for tokens in selected])
+    above = np.concatenate([tokens.ratio > tokens.high for tokens in selected])
+    clipped = below | above
+    if spec.name in _ONE_SIDED:
+        advantages = np.concatenate([tokens.advantages for tokens in selected])
+        clipped = (below & (advantages < 0)) | (above & (advantages > 0))
+    share = {"tokens_clipped:mean": float(clipped.mean())}
+    if bounded:
+        share |= {"clip_low_fraction:mean": float(below.mean()), "clip_high_fraction:mean": float(above.mean())}
+    return share
 
 
 def _measure_ratio(log_ratio: np.ndarray) -> dict[str, float]:
     ratio = np.exp(log_ratio)
+    scaled = np.exp(log_ratio - log_ratio.max())  # what follows does not depend on the scale, and cannot overflow
     return {
         "ratio:mean": float(ratio.mean()),
         "ratio_max:max": float(ratio.max()),
         "ratio_min:min": float(ratio.min()),
+        "ratio_p99:max": float(np.quantile(ratio, 0.99)),
+        # Effective sample size as a share of the tokens, (Σr)² / (n·Σr²): 1 where all ratios are equal.
+        "ess:mean": float(scaled.sum() ** 2 / (len(scaled) * (scaled**2).sum())),
         # Estimators of KL(sampler || policy), http://joschu.net/blog/kl-approx.html
         "kl_k1:mean": float(-log_ratio.mean()),
         "kl_k2:mean": float(0.5 * (log_ratio**2).mean()),
@@ -141,13 +176,15 @@ def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np
     policy = "logprobs" in LOSSES[spec.name].required
     own = _cut(logprobs, trained)
     low, high = datum.inputs.get("clip_low_threshold"), datum.inputs.get("clip_high_threshold")
+    cap = spec.config.get("tis_cap", np.inf)
     return TokenInputs(
         logprobs=own,
         sampler_logprobs=_cut(datum.inputs["logprobs"], trained) if policy else own,
         advantages=_cut(datum.inputs["advantages"], trained) if policy else np.ones_like(own),
         low=spec.config.get("clip_low_threshold", 0.0) if low is None else _cut(low, trained),
-        high=spec.config.get("clip_high_threshold", np.inf) if high is None else _cut(high, trained),
+        high=spec.config.get("clip_high_threshold", cap) if high is None else _cut(high, trained),
         beta=spec.config.get("beta", 0.0),
+        of_sequence=spec.name in _OF_SEQUENCES,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -67,10 +67,15 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class PassResult:
-    """Logprobs of the targets, float32 [N] per datum in order, and metrics named `name:reduction`."""
+    """Logprobs of the targets, float32 [N] per datum in order, and metrics named `name:reduction`.
+
+    `entropies` [N] per datum are those of the distributions the targets were predicted from; empty where the engine
+    has no distributions.
+    """
 
     logprobs: list[np.ndarray]
     metrics: dict[str, float]
+    entropies: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,8 @@ class SampleJob:
     """`num_samples` continuations of one prompt under one set of weights.
 
     `weights_id` None samples from the base model `base`. Sample i draws its token at position t from the
-    counter-based stream `(seed, i, t)`, so nothing else in the batch can change it.
+    counter-based stream `(seed, i, t)`, so nothing else in the batch can change it. `logprobs_mode` is that of
+    `SamplingParams`; the prompt's logprobs are always the policy's own.
     """
 
     base: str
@@ -131,11 +137,12 @@ class SampleJob:
     stop: StopRule
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    logprobs_mode: Literal["raw", "processed"] = "raw"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One continuation: tokens int64 [T], logprobs float32 [T] at temperature 1; `stopped` is False at max_tokens."""
+    """One continuation: tokens int64 [T], logprobs float32 [T] as the job asked; `stopped` is False at max_tokens."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -236,23 +243,37 @@ class LossRule:
 
 
 _POLICY = ("logprobs", "advantages")
-_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_BOUNDS = ("clip_low_threshold", "clip_high_threshold")
+_HEAT = {"temperature": 1.0}
+_CLIP = {**_HEAT, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSSES: Mapping[str, LossRule] = {
     "cross_entropy": LossRule(),
-    "importance_sampling": LossRule(required=_POLICY),
-    "ppo": LossRule(required=_POLICY, optional=tuple(_CLIP), config=_CLIP),
-    "cispo": LossRule(required=_POLICY, optional=tuple(_CLIP), config=_CLIP),
-    "dro": LossRule(required=_POLICY, config={"beta": 0.05}),
+    "importance_sampling": LossRule(required=_POLICY, config={**_HEAT, "tis_cap": math.inf}),
+    "ppo": LossRule(required=_POLICY, optional=_BOUNDS, config=_CLIP),
+    "cispo": LossRule(required=_POLICY, optional=_BOUNDS, config=_CLIP),
+    "dro": LossRule(required=_POLICY, config={**_HEAT, "beta": 0.05}),
+    "gspo": LossRule(
+        required=_POLICY, config={**_HEAT, "clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
+    ),
 }
-"""Every loss: the one place where its name, inputs and configuration are declared; `losses` has the mathematics."""
+"""Every loss: the one place where its name, inputs and configuration are declared; `losses` has the mathematics.
+
+`temperature` divides the policy's logits before anything else, so that logprobs, entropy, ratio and gradient are those
+of the tempered policy; sampler logprobs must be of the same temperature (`logprobs_mode="processed"`). `tis_cap` bounds
+the weight of a token from above without stopping its gradient.
+"""
+
+_POSITIVE = frozenset({"temperature", "tis_cap"})
+"""Settings for which 0 makes no sense."""
 
 
 def resolve_loss(name: str, config: Mapping[str, float] | None = None) -> LossSpec:
     """The loss with its full configuration, defaults filled in.
 
     Raises:
-        InvalidRequestError: unknown loss, a key that the loss does not have, or a value that is not finite and >= 0.
+        InvalidRequestError: unknown loss, a key that the loss does not have, or a value that is not finite and >= 0
+            (> 0 for `temperature` and `tis_cap`).
     """
     rule = LOSSES.get(name)
     if rule is None:
@@ -270,6 +291,13 @@ def resolve_loss(name: str, config: Mapping[str, float] | None = None) -> LossSp
             raise InvalidRequestError(
                 "is not a finite number >= 0", field=f"loss_fn_config.{key}", value=value, remedy="Pass a number"
             )
+        if value == 0 and key in _POSITIVE:
+            raise InvalidRequestError(
+                "must be above 0",
+                field=f"loss_fn_config.{key}",
+                value=value,
+                remedy=f"Leave it out for the default of {rule.config[key]:g}",
+            )
     full = {**rule.config, **{key: float(value) for key, value in given.items()}}
     low, high = full.get("clip_low_threshold", 0.0), full.get("clip_high_threshold", math.inf)
     if low > high:
@@ -277,6 +305,7 @@ def resolve_loss(name: str, config: Mapping[str, float] | None = None) -> LossSp
             f"is above clip_high_threshold = {high}",
             field="loss_fn_config.clip_low_threshold",
             value=low,
-            remedy="Both bound the probability ratio: for example 0.8 and 1.2",
+            remedy=f"Both bound the probability ratio: {name}'s own are {rule.config['clip_low_threshold']:g} and "
+            f"{rule.config['clip_high_threshold']:g}",
         )
     return LossSpec(name, full)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.attention import PackedAttention
-from mint.engine.choice import choose
+from mint.engine.choice import choose, processed_logprobs
 from mint.engine.decoder import Decoder
 from mint.engine.kv_cache import KvCache
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
@@ -75,6 +75,7 @@ class Sampler:
         self._temperature = np.array([job.temperature for job in jobs], np.float64)
         self._top_k = np.array([job.top_k for job in jobs], np.int64)
         self._top_p = np.array([job.top_p for job in jobs], np.float64)
+        self._processed = np.array([job.logprobs_mode == "processed" for job in jobs], bool)
         self._limits = np.array([job.max_tokens for job in jobs], np.int64)
         groups = {id(lora): index for index, lora in enumerate(dict.fromkeys(loras))}
         self._lora_group = np.array([groups[id(lora)] for lora in loras])
@@ -227,13 +228,19 @@ class Sampler:
             return
         jobs = self._job_of[sequences]
         draws = uniform(self._seeds[jobs], self._sample_of[sequences], self._emitted[sequences])
-        chosen = choose(logits, draws, self._temperature[jobs], self._top_k[jobs], self._top_p[jobs])
+        rule = (self._temperature[jobs], self._top_k[jobs], self._top_p[jobs])
+        chosen = choose(logits, draws, *rule)
         raw = logits.gather(1, chosen[:, None]).squeeze(1) - logits.logsumexp(1)
         tokens, logprobs = chosen.cpu().numpy(), raw.cpu().numpy()
+        self._broken[sequences] = ~np.isfinite(logprobs)
+        processed = np.flatnonzero(self._processed[jobs])
+        if len(processed):
+            rows = torch.from_numpy(processed).to(logits.device)
+            own = processed_logprobs(logits[rows], chosen[rows], *(array[processed] for array in rule))
+            logprobs[processed] = own.cpu().numpy()
         self._history.append((sequences, tokens, logprobs))
         self._last[sequences] = tokens
         self._emitted[sequences] += 1
-        self._broken[sequences] = ~np.isfinite(logprobs)
         self._stopped[sequences] = self._watch.stopped(sequences, tokens)
 
     def _results(self) -> list[SampleResult]:

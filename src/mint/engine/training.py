@@ -32,10 +32,10 @@ def run_pass(
     for batch in pack(data, TOKEN_BUDGET):
         for index, own, entropy in _run(decoder, lora, data, batch, loss, gradient=gradient):
             logprobs[index] = own
-            entropies[index] = entropy[data[index].weights != 0]
-    ordered = [logprobs[index] for index in range(len(data))]
-    metrics = measure(loss, list(data), ordered, [entropies[index] for index in range(len(data))])
-    return PassResult(ordered, metrics)
+            entropies[index] = entropy
+    own, entropy = ([found[index] for index in range(len(data))] for found in (logprobs, entropies))
+    trained = [row[datum.weights != 0] for row, datum in zip(entropy, data, strict=True)]
+    return PassResult(own, measure(loss, list(data), own, trained), entropy)
 
 
 def _run(
@@ -56,7 +56,8 @@ def _run(
         hidden = decoder.forward(tokens, positions, attention, [LoraRows(0, len(tokens), lora)])
     pair_hidden = hidden.detach().index_select(0, rows)
     loras = [LoraRows(0, len(rows), lora)]
-    pairs = TargetLogprobs(decoder, pair_hidden, targets, loras, gradient=gradient)
+    temperature = loss.config.get("temperature", 1.0)
+    pairs = TargetLogprobs(decoder, pair_hidden, targets, loras, temperature=temperature, gradient=gradient)
     ends = np.cumsum([len(data[index].targets) for index in batch.datum_ids])[:-1]
     logprobs = np.split(pairs.logprobs.cpu().numpy()[batch.pair_of_position], ends)
     entropies = np.split(pairs.entropies.cpu().numpy()[batch.pair_of_position], ends)

@@ -26,10 +26,21 @@ class TargetLogprobs:
     """Logprob of each target and entropy of each distribution, float32 [U]; and, if asked, their gradient."""
 
     def __init__(
-        self, decoder: Decoder, hidden: Tensor, targets: Tensor, loras: list[LoraRows], *, gradient: bool = False
+        self,
+        decoder: Decoder,
+        hidden: Tensor,
+        targets: Tensor,
+        loras: list[LoraRows],
+        *,
+        temperature: float = 1.0,
+        gradient: bool = False,
     ) -> None:
-        """Hidden states [U, E], targets int64 [U]; with `gradient`, one lora covers all rows."""
+        """Hidden states [U, E], targets int64 [U]; all logits are divided by `temperature`; with `gradient`, one lora
+        covers all rows."""
         self._decoder, self._hidden, self._targets, self._loras = decoder, hidden, targets, loras
+        # On the device and not a Python number: by those, a GPU multiplies with the rounded reciprocal.
+        self._heat = torch.tensor(temperature, dtype=torch.float32, device=hidden.device)
+        self._tempered = temperature != 1.0
         self._kept: list[tuple[slice, Tensor, Tensor, Tensor]] = []
         self.logprobs, self.entropies = torch.empty(len(targets)), torch.empty(len(targets))
         keep = gradient and len(targets) * decoder.config.vocab_size <= KEPT_ENTRIES
@@ -41,6 +52,8 @@ class TargetLogprobs:
         its `.grad`. Many logits are computed again rather than kept. To be called once.
         """
         gradient = torch.zeros_like(self._hidden)
+        if self._tempered:
+            slopes = slopes / self._heat
         for rows, leaf, logits, shares in self._kept:
             gradient[rows] = _pull_back(leaf, logits, shares, self._targets[rows], slopes[rows])
         if self._kept:
@@ -51,7 +64,7 @@ class TargetLogprobs:
             leaf = self._hidden[own].requires_grad_()
             with torch.enable_grad():
                 logits = self._decoder.logits(leaf, self._loras)
-            shares = torch.softmax(logits.detach(), dim=1)
+            shares = torch.softmax(self._temper(logits.detach()), dim=1)
             gradient[own] = _pull_back(leaf, logits, shares, self._targets[own], slopes[own])
         return gradient
 
@@ -59,7 +72,7 @@ class TargetLogprobs:
         leaf = self._hidden[rows].detach().requires_grad_(keep)
         with torch.set_grad_enabled(keep):
             recorded = self._decoder.logits(leaf, self._loras)
-        logits = recorded.detach()
+        logits = self._temper(recorded.detach())
         chosen = logits.gather(1, self._targets[rows, None]).squeeze(1)
         normaliser = logits.logsumexp(1)
         self.logprobs[rows] = chosen - normaliser
@@ -68,6 +81,9 @@ class TargetLogprobs:
         self.entropies[rows] = normaliser - torch.linalg.vecdot(shares, logits)
         if keep:
             self._kept.append((rows, leaf, recorded, shares))
+
+    def _temper(self, logits: Tensor) -> Tensor:
+        return logits / self._heat if self._tempered else logits
 
 
 def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraRows]) -> list[list[tuple[int, float]]]:

@@ -22,14 +22,15 @@ DEMO = RLConfig(
     base_model="mint/tiny",
     group_size=8,
     batch_size=16,
-    steps=60,
+    steps=50,
     max_tokens=40,
     temperature=1.0,
-    learning_rate=2e-3,
+    learning_rate=3e-3,
     lr_schedule="linear",
+    advantage="std",
     heldout_size=398,
 )
-"""Tuned for the bundled model."""
+"""Tuned for the bundled model. `std`, because a nearly right body fails one case of several: its reward is near 1."""
 
 SHOTS = 2
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -98,6 +98,11 @@ class MathAdapter(RLAdapter):
         """The question without its answer."""
         return sample.question if isinstance(sample, Problem) else sample.text
 
+    def demonstrate(self, sample: Problem | Question) -> str | None:
+        """The answer, after a blank where the prompt is plain text."""
+        plain = isinstance(sample, Problem) or self.prompt_style == "plain"
+        return f" {sample.answer}" if plain else sample.answer
+
     def make_prompt(self, sample: Problem | Question, tokenizer: Any) -> list[int]:
         """The question as plain text, or in the style asked for."""
         if isinstance(sample, Problem):

@@ -88,4 +88,4 @@ class MessageEnvAdapter(Task):
 
     @abstractmethod
     def make_env(self, sample: Any) -> MessageEnv:
-        """A fresh environment for one episode; called once per rollout."""
+        """A fresh environment for one episode; called once per rollout, from several threads at once."""

@@ -101,10 +101,11 @@ class RLConfig(BaseModel):
     max_episode_tokens: int | None = Field(None, ge=1)
     """Sampled tokens of an episode; None is no limit besides the model's context."""
     max_episode_s: float = Field(60.0, gt=0)
+    """Seconds of an episode's own environment and tools; sampling does not count."""
 
     # Data.
     curriculum: bool = False
-    """Prefers items with a success rate from `curriculum_low` to `curriculum_high`; retires and re-tests solved ones."""
+    """Prefers items with a success rate from `curriculum_low` to `curriculum_high`; retires and re-tests others."""
     curriculum_low: float = Field(0.2, ge=0, le=1)
     curriculum_high: float = Field(0.8, ge=0, le=1)
     curriculum_retire_at: float = Field(0.95, gt=0, le=1)

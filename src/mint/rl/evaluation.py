@@ -90,6 +90,8 @@ def estimate(task: Task, groups: Sequence[Group], *, samples: int, temperature: 
     graded = [rollout for group in groups for rollout in group.rollouts if rollout.reward is not None]
     solved_N = [sum(reward >= task.success_reward - SUCCESS_TOLERANCE for reward in rewards) for rewards in rewards_NK]
     mean, low, high = interval([float(np.mean(rewards)) for rewards in rewards_NK])
+    if task.reward_range is not None:  # the normal interval does not know that a reward is bounded
+        low, high = max(low, min(mean, task.reward_range[0])), min(high, max(mean, task.reward_range[1]))
     names = sorted({name for rollout in graded for name in rollout.parts})
     total = max(1, samples * len(groups))
     return Estimate(

@@ -63,12 +63,11 @@ def _is_finite(value: object) -> bool:
 
 def grade_completions(calls: CallPool, adapter: RLAdapter, responses: Sequence[str], sample: Any) -> list[Grade]:
     """One grade per response of one sample, in order: by the group's judge where there is one, else each alone."""
-    if type(adapter).compute_group_rewards is not RLAdapter.compute_group_rewards:
-        (answer,) = calls.run([lambda: adapter.compute_group_rewards(responses, sample)])
-        if answer.error is not None:
-            return [_failed(answer) for _ in responses]
-        if answer.value is not None:
-            return [_grade_one_of_group(adapter, value) for value in answer.value]
+    (answer,) = calls.run([lambda: adapter.compute_group_rewards(responses, sample)])
+    if answer.error is not None:
+        return [_failed(answer) for _ in responses]
+    if answer.value is not None:
+        return [_grade_one_of_group(adapter, value) for value in answer.value]
     return [_grade(adapter, answer) for answer in calls.run([_call(adapter, text, sample) for text in responses])]
 
 

@@ -21,12 +21,13 @@ from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import MessageEnvAdapter, Task
 from mint.rl.calls import CallPool
+from mint.rl.chat_format import check_template
 from mint.rl.collecting import Collector, Items, StepRollouts
 from mint.rl.completions import as_adapter, task_name
 from mint.rl.config import RLConfig
 from mint.rl.diagnosis import RunRecord, diagnose
 from mint.rl.evaluation import Estimate, without_heldout
-from mint.rl.finding import Finding
+from mint.rl.finding import SEVERITIES, Finding
 from mint.rl.readings import GREEDY, SAMPLED, Readings
 from mint.rl.reference import Reference
 from mint.rl.rollouts import Rollout
@@ -175,6 +176,8 @@ class _Run:
         self._restore(point)
         if left_out:
             self._note(_left_out(left_out, len(heldout)))
+        if isinstance(self.task, MessageEnvAdapter) and (rewrites := check_template(self.tokenizer)) is not None:
+            self._note(rewrites)
         before, before_rollouts = self._read("before", 0)
         seconds_setup = time.monotonic() - began
         last = self._steps((point.step if point else 0) + 1)
@@ -240,7 +243,7 @@ class _Run:
         self.items.restore(point.state["items"])
         self.readings.restore(point.state["readings"])
         self.history = self.log.read("metrics.jsonl")
-        self.findings = {row["code"]: Finding(**row) for row in reversed(self.log.read("findings.jsonl"))}
+        self.findings = {row["code"]: Finding(**row) for row in self.log.read("findings.jsonl")}
         rows: dict[int, list[dict[str, Any]]] = {}
         for row in self.log.read("rollouts.jsonl"):
             rows.setdefault(row["step"], []).append(row)
@@ -343,11 +346,12 @@ class _Run:
             rollouts=[row for _, rows_of_step in self.recent for row in rows_of_step],
             warnings=self.warnings,
         )
-        for finding in [*update.findings, *diagnose(record)]:
+        for finding in [*update.findings, *diagnose(record, since=step - 1, known=self.findings.values())]:
             self._note(finding)
 
     def _note(self, finding: Finding) -> None:
-        if finding.code in self.findings:
+        known = self.findings.get(finding.code)
+        if known is not None and SEVERITIES.index(known.severity) >= SEVERITIES.index(finding.severity):
             return
         self.findings[finding.code] = finding
         self.log.append("findings.jsonl", finding.to_dict())

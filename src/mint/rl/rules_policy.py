@@ -31,7 +31,7 @@ TRUNCATED_SHARE = 0.05
 """Above it cut-off samples begin to mislead (the practice's alarm), tested at its lower 95 % bound."""
 
 ALL_TRUNCATED, HARDLY_SUCCESSFUL = 0.9, 0.15
-"""Nearly everything is cut off and hardly anything succeeds: the limit, not the policy, is graded."""
+"""Nearly everything is cut off and hardly anything ever succeeded: the limit, not the policy, is graded."""
 
 KL_DRIFT = 0.1
 """k2 between sampler and policy on trained tokens; training is stable below 0.01, and ten times that is drift."""
@@ -118,7 +118,8 @@ def truncation(view: View) -> Finding | None:
     hopeless = (
         len(last) == CHANGE_WINDOW
         and share >= ALL_TRUNCATED
-        and max(mean(last, "success/rate"), used_share(last)) <= HARDLY_SUCCESSFUL
+        and used_share(last) <= HARDLY_SUCCESSFUL
+        and max(get(step, "success/rate") for step in view.metrics) <= HARDLY_SUCCESSFUL
     )
     return Finding(
         "truncation",

@@ -61,18 +61,18 @@ def _hacking(view: View, severity: Severity, evidence: str, numbers: dict[str, f
 
 
 def _heldout_falls(view: View) -> Finding | None:
-    """Training reward surely up, held-out reward surely down, each against the start."""
+    """Held-out reward surely down from its best, and training reward not surely down from the start."""
     falls = list(heldout_falls(view))
     if not falls or len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
     before, now = reward_window(view.metrics[:CHANGE_WINDOW]), reward_window(view.last(CHANGE_WINDOW))
-    if now.above(before) < ROSE_Z:
+    if now.above(before) <= -ROSE_Z:
         return None
     best, last = max(falls, key=lambda fall: fall[0]["mean"] - fall[1]["mean"])
     return _hacking(
         view,
         "error",
-        f"training reward rose from {before.mean:.3f} to {now.mean:.3f} while held-out ({last['set']}, temperature "
+        f"training reward went from {before.mean:.3f} to {now.mean:.3f} while held-out ({last['set']}, temperature "
         f"{last['temperature']:g}) fell from {best['mean']:.3f} to {last['mean']:.3f}, intervals apart",
         {"train_start": before.mean, "train": now.mean, "heldout_best": best["mean"], "heldout": last["mean"]},
     )

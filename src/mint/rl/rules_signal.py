@@ -36,6 +36,9 @@ SILENT_SHARE = 0.02
 ONE_SIDED = 0.9
 """Of the silent groups, so many must be all wrong to call it the reason that nothing is learned."""
 
+CONVERGED_Z = 3.0
+"""Standard errors by which equal rewards below success lie above those of the start, where a run has converged."""
+
 LEARNED_SHARE = 0.25
 """A run that once had this share of informative groups had a signal."""
 
@@ -62,8 +65,8 @@ lowers the reward by itself."""
 HELDOUT_LOSS = 0.2
 """Of the reward's range, the held-out loss that is a collapse (20 points)."""
 
-SPIKE_Z, SPIKE_SHARE, SPIKE_HISTORY = 6.0, 0.3, 4
-"""A jump between neighbouring steps: standard errors, share of the reward's range, steps that must lie before it."""
+SPIKE_Z, SPIKE_SHARE, SPIKE_HISTORY = 4.0, 0.3, 4
+"""A jump over the three steps before: standard errors, share of the reward's range, steps that must lie before it."""
 
 SPIKE_TIMES = 4.0
 """... and how many times the usual (median) change from step to step before."""
@@ -106,9 +109,13 @@ def no_signal(view: View) -> Finding | None:
             + ("" if had_signal else "; read some samples: does the grader accept everything?"),
             numbers,
         )
+    reward, start = reward_window(steps), reward_window(view.metrics[:CHANGE_WINDOW])
+    converged = had_signal and reward.above(start) >= CONVERGED_Z
+    if converged:
+        evidence += f"; they earn {reward.mean:.3f}, at the start {start.mean:.3f}: the policy may have converged"
     return Finding(
         "no_learning_signal_all_wrong",
-        "error" if bad >= ONE_SIDED * (good + bad) else "warning",
+        "error" if bad >= ONE_SIDED * (good + bad) and not converged else "warning",
         view.step,
         evidence,
         "Use easier samples, partial credit, a larger group_size, a higher temperature or dynamic_sampling=True; if "
@@ -228,7 +235,7 @@ def reward_spike(view: View) -> Finding | None:
     """From one step to the next the reward jumps as learning does not."""
     if len(view.metrics) < SPIKE_HISTORY + 1 or view.config.get("curriculum"):
         return None
-    before, now = reward_window(view.metrics[-2:-1]), reward_window(view.last(1))
+    before, now = reward_window(view.metrics[-1 - CHANGE_WINDOW : -1]), reward_window(view.last(1))
     means = [get(step, "reward/mean") for step in view.metrics]
     changes = [abs(one - other) for one, other in pairwise(means[:-1])]
     z, jump = now.above(before), now.mean - before.mean

@@ -161,7 +161,8 @@ def reward_window(steps: Sequence[Numbers], name: str = "reward/mean") -> Window
     for step in known:
         rollouts = graded([step])
         per_group = rollouts / max(1.0, judged_groups([step]))
-        correlation = max(LEAST_CORRELATION, 1.0 - used_share([step]))
+        varied = get(step, "reward/std") > 0  # a step of equal rewards says nothing about correlation
+        correlation = max(LEAST_CORRELATION, 1.0 - used_share([step])) if varied else LEAST_CORRELATION
         count += rollouts / (1.0 + max(0.0, per_group - 1.0) * correlation)
     variance = sum(get(step, "reward/std") ** 2 for step in known) / len(known)
     return Window(mean(known, name), variance, count)

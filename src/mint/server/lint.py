@@ -1,97 +1,118 @@
 """Looks for training data that is possible but probably not what was meant. Pure and cheap; it never refuses.
 
-Each rule returns a sentence with its evidence, or None. Letters: N tokens of one datum.
+Each rule returns one sentence with its evidence, opened by a stable code (`prompt_trained: …`), or None. What compares
+the sampler's logprobs with the policy's is in `logprob_lint`. Knows one request, so nothing of groups or steps before.
+
+Letters: N tokens of one datum · B the positions of all datums, one after the other.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from math import gcd
 
 import numpy as np
 
-from mint.engine.protocol import TrainDatum
+from mint.engine.protocol import LossSpec, PassResult, TrainDatum
+from mint.server.logprob_lint import Tokens, logprob_warning
 
 MIN_DATUMS = 8
 """Rules about a whole batch need at least this many datums."""
 
+MIN_DISTINCT_IN_ORDER, MIN_DISTINCT = 8, 32
+"""Short samples of one prompt are often alike. Copies are no accident if this many different datums come again in the
+same order, or if each of that many comes equally often."""
+
 SUSPICIOUS_SHARE = 0.5
 
 
-CERTAIN_LOGPROB = -0.01
-"""A policy this sure of a token may well report a logprob of exactly 0."""
+def lint(
+    data: Sequence[TrainDatum],
+    loss: LossSpec,
+    result: PassResult,
+    *,
+    stop_tokens: Sequence[int] = (),
+    fresh: bool = False,
+) -> list[str]:
+    """The warnings about a batch, given what its pass computed.
 
-
-def lint(data: Sequence[TrainDatum], loss: str, logprobs: Sequence[np.ndarray]) -> list[str]:
-    """The warnings about a batch; `logprobs` float32 [N] per datum are those that the pass computed."""
-    found = [_not_shifted(data), _duplicates(data, loss), _nothing_trained(data)]
-    if loss != "cross_entropy":
-        found += [_advantages(data), _zero_logprobs(data, logprobs), _prompts_trained(data)]
+    `stop_tokens` are the base's end tokens. `fresh` says that the weights have not changed since they were last
+    published, so that samples of them must agree with the policy.
+    """
+    policy = "logprobs" in data[0].inputs
+    tokens = _flatten(data, result, policy=policy)
+    found = [_not_shifted(tokens), _duplicates(data, policy=policy), _nothing_trained(tokens)]
+    if policy and tokens.trained.any():
+        found.append(_advantages(data, tokens))
+        if found[0] is None:
+            temperature = loss.config["temperature"]
+            found.append(logprob_warning(tokens, temperature=temperature, stop_tokens=stop_tokens, fresh=fresh))
     return [warning for warning in found if warning is not None]
 
 
-def _not_shifted(data: Sequence[TrainDatum]) -> str | None:
+def _flatten(data: Sequence[TrainDatum], result: PassResult, *, policy: bool) -> Tokens:
+    sizes = np.array([datum.tokens.size for datum in data])
+    weights = np.concatenate([datum.weights for datum in data])
+    own = np.concatenate(result.logprobs)
+    return Tokens(
+        starts=np.cumsum(sizes) - sizes,
+        inputs=np.concatenate([datum.tokens for datum in data]),
+        targets=np.concatenate([datum.targets for datum in data]),
+        trained=weights != 0,
+        own=own,
+        sampler=np.concatenate([datum.inputs["logprobs"] for datum in data]) if policy else own,
+        entropies=np.concatenate(result.entropies) if result.entropies else None,
+    )
+
+
+def _not_shifted(tokens: Tokens) -> str | None:
     """Targets must be the input moved by one place."""
-    total = sum(datum.tokens.size - 1 for datum in data)
-    shifted = sum(int((datum.targets[:-1] == datum.tokens[1:]).sum()) for datum in data)
+    inside = tokens.followed
+    total, shifted = int(inside.sum()), int((tokens.targets[:-1] == tokens.inputs[1:])[inside].sum())
     if total < MIN_DATUMS or shifted >= SUSPICIOUS_SHARE * total:
         return None
-    same = sum(int((datum.targets[:-1] == datum.tokens[:-1]).sum()) for datum in data)
+    same = int((tokens.targets[:-1] == tokens.inputs[:-1])[inside].sum())
     what = "equal the input" if same > SUSPICIOUS_SHARE * total else "are not the input shifted by one"
-    return f"targets {what} ({shifted} of {total} follow it): use input = full[:-1] and target_tokens = full[1:]"
+    return (
+        f"not_shifted: targets {what} ({shifted} of {total} follow it): "
+        "use input = full[:-1] and target_tokens = full[1:]"
+    )
 
 
-def _duplicates(data: Sequence[TrainDatum], loss: str) -> str | None:
-    """Short samples of one prompt are often the same; under a policy loss only a batch of one datum is doubtful."""
+def _duplicates(data: Sequence[TrainDatum], *, policy: bool) -> str | None:
+    """Under a policy loss short samples of one prompt may well be the same, but hardly every one of them."""
     if len(data) < MIN_DATUMS:
         return None
-    seen = {
+    keys = [
         (datum.tokens.tobytes(), datum.weights.tobytes(), *(array.tobytes() for array in datum.inputs.values()))
         for datum in data
-    }
-    copies = len(data) - len(seen)
-    if loss != "cross_entropy" and len(seen) > 1:
+    ]
+    counts = Counter(keys)
+    copies, half = len(data) - len(counts), len(data) // 2
+    if policy and len(counts) > 1:
+        in_order = 2 * len(counts) >= MIN_DISTINCT_IN_ORDER and keys[:half] == keys[half:]
+        in_order |= len(counts) >= MIN_DISTINCT_IN_ORDER and keys[::2] == keys[1::2]
+        if not in_order and (len(counts) < MIN_DISTINCT or gcd(*counts.values()) < 2):
+            return None
+    if copies < SUSPICIOUS_SHARE * len(data):
         return None
-    return (
-        f"{copies} of {len(data)} datums are exact copies of others" if copies > SUSPICIOUS_SHARE * len(data) else None
-    )
+    return f"duplicates: {copies} of {len(data)} datums are exact copies of others"
 
 
-def _nothing_trained(data: Sequence[TrainDatum]) -> str | None:
-    return None if any(datum.weights.any() for datum in data) else "all weights are 0: nothing is trained"
+def _nothing_trained(tokens: Tokens) -> str | None:
+    return None if tokens.trained.any() else "nothing_trained: all weights are 0: nothing is trained"
 
 
-def _advantages(data: Sequence[TrainDatum]) -> str | None:
-    trained = [datum.inputs["advantages"][datum.weights != 0] for datum in data if datum.weights.any()]
-    if not trained:
-        return None
-    lowest, highest = min(float(row.min()) for row in trained), max(float(row.max()) for row in trained)
+def _advantages(data: Sequence[TrainDatum], tokens: Tokens) -> str | None:
+    trained = np.concatenate([datum.inputs["advantages"] for datum in data])[tokens.trained]
+    lowest, highest = float(trained.min()), float(trained.max())
     if lowest == highest == 0.0:
-        return "all advantages are 0: nothing will be learned from this batch"
-    if len(data) >= MIN_DATUMS and lowest >= 0.0:
+        return "zero_advantages: all advantages are 0: nothing will be learned from this batch"
+    if len(data) >= MIN_DATUMS and (lowest >= 0.0 or highest <= 0.0):
         return (
-            f"no advantage is negative (from {lowest:g} to {highest:g} over {len(data)} datums): "
-            "are these raw rewards? Subtract each group's mean"
+            f"raw_rewards: no advantage is {'negative' if lowest >= 0 else 'positive'} "
+            f"(from {lowest:g} to {highest:g} over {len(data)} datums): are these raw rewards? "
+            "Subtract each group's mean"
         )
     return None
-
-
-def _zero_logprobs(data: Sequence[TrainDatum], logprobs: Sequence[np.ndarray]) -> str | None:
-    """A logprob of 0 says that the sampler was certain; the policy must nearly be so, too."""
-    trained = sum(int((datum.weights != 0).sum()) for datum in data)
-    zero = sum(
-        int(((datum.inputs["logprobs"] == 0) & (datum.weights != 0) & (own < CERTAIN_LOGPROB)).sum())
-        for datum, own in zip(data, logprobs, strict=True)
-    )
-    if not trained or zero <= SUSPICIOUS_SHARE * trained:
-        return None
-    return (
-        f"logprobs are exactly 0 on {zero} of {trained} trained tokens of which the policy is not certain: "
-        "pass those that sample() returned"
-    )
-
-
-def _prompts_trained(data: Sequence[TrainDatum]) -> str | None:
-    first = sum(bool(datum.weights[0]) and datum.tokens.size > 1 for datum in data)
-    if first <= SUSPICIOUS_SHARE * len(data):
-        return None
-    return f"the first token has a weight in {first} of {len(data)} datums: give prompt tokens weight 0"

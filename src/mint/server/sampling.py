@@ -140,6 +140,7 @@ class Samplers:
             stop=self._stop_rule(params, base.eos_token_ids, row.base_model),
             prompt_logprobs=request.prompt_logprobs or request.topk_prompt_logprobs > 0,
             topk_prompt_logprobs=request.topk_prompt_logprobs,
+            logprobs_mode=params.logprobs_mode,
         )
 
     def _stop_rule(self, params: SamplingParams, eos: tuple[int, ...], base_model: str) -> StopRule:

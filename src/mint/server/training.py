@@ -113,8 +113,14 @@ class LiveModel:
     snapshots: list[SnapshotRow] = field(default_factory=list)  # newest first
     snapshot_at: float = 0.0
     weights_seq: int = 0  # the job that last changed the weights
+    published_seq: int = 0  # the job that last froze them for sampling
     pruned_below: int = 0
     size_bytes: int = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the weights are still those that were last published (a new model's are its base's)."""
+        return self.published_seq >= self.weights_seq
 
 
 @dataclass(frozen=True)
@@ -199,14 +205,17 @@ class Trainer:
 
     def run_pass(self, model_id: str, content: ForwardBackwardInput, *, gradient: bool) -> ForwardBackwardOutput:
         """Checks the data against the model and runs them; raises before anything has changed if they are wrong."""
-        checked = validation.check_pass(content, self.live[model_id].base)
+        live = self.live[model_id]
+        checked = validation.check_pass(content, live.base)
         run = self.engine.forward_backward if gradient else self.engine.forward
         result = run(model_id, checked.data, checked.loss)
+        doubts = lint(checked.data, checked.loss, result, stop_tokens=live.base.eos_token_ids, fresh=live.is_fresh)
+        warnings = [*checked.warnings, *doubts]
         return ForwardBackwardOutput.model_construct(
             loss_fn_output_type="ArrayRecord",
             loss_fn_outputs=[{"logprobs": TensorData.from_numpy(row)} for row in result.logprobs],
-            metrics=result.metrics,
-            warnings=[*checked.warnings, *lint(checked.data, checked.loss.name, result.logprobs)],
+            metrics={**result.metrics, "lint_warnings:sum": float(len(warnings))},
+            warnings=warnings,
         )
 
     def step(self, model_id: str, request: OptimStepRequest) -> tuple[dict[str, float], str]:
@@ -295,6 +304,7 @@ class Trainer:
         if request.path is None:
             raise InvalidRequestError("is missing", field="path", value="(none)", remedy="Give the checkpoint a name")
         row, replaced = self._save(job, checkpoints.SAMPLER, request.path, overwrite=False)
+        self.live[job.model_id].published_seq = job.seq_id
         path = CheckpointPath(row.model_id, row.kind, row.name)
         return _Effect(SaveWeightsForSamplerResponse(path=path.uri), None, {"checkpoint": row}, replaced)
 
@@ -326,6 +336,7 @@ class Trainer:
         file = f"published/{file_stem(published_id)}.safetensors"
         self._write_published(job.model_id, self.data_dir / file)
         self.engine.publish(job.model_id, published_id)
+        live.published_seq = job.seq_id
         root = seed_root(live.lora.seed if live.seed_given else None, number)
         lora = asdict(live.lora)
         row = SamplerRow(published_id, session_id, live.base_model, None, published_id, file, lora, root)

@@ -229,12 +229,13 @@ def _weight_warnings(data: Sequence[Datum], loss: str) -> list[str]:
     warnings = []
     if without and rule.required:
         warnings.append(
-            f"weights are missing in {without} of {len(data)} datums: 1 was used where the advantage is not 0, else 0"
+            f"weights_missing: weights are missing in {without} of {len(data)} datums: "
+            "1 was used where the advantage is not 0, else 0"
         )
     read = {"target_tokens", "weights", *rule.required, *rule.optional}
     unread = sorted({key for datum in data for key in datum.loss_fn_inputs if key not in read})
     if unread:
-        warnings.append(f"{loss} does not read {', '.join(unread)}: ignored")
+        warnings.append(f"unread_inputs: {loss} does not read {', '.join(unread)}: ignored")
     return warnings
 
 

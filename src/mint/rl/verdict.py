@@ -1,0 +1,148 @@
+"""From what the doctor saw to the lever that fits: RL, or what has to come before it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["go", "sft_first", "saturated", "reward_constant", "unlearnable", "truncated"]
+
+UNGRADED_LIMIT, TRUNCATED_LIMIT, NOISE_LIMIT, JUNK_LIMIT, FIXED_LIMIT = 0.5, 0.25, 0.5, 0.5, 0.6
+SATURATED_FROM = 0.9
+"""Mean success above which items teach little (ScaleRL, arXiv 2510.13786, retires single items there)."""
+
+SCRAPS_SUCCESS, SCRAPS_REWARD = 0.01, 0.1
+"""Below both (a share of the way from the lowest to the full reward) partial credit is noise rather than a slope."""
+
+LEAST_INFORMATIVE = 0.25
+"""With fewer informative groups than this at the largest group size, nearly all sampling is for nothing."""
+
+LONGER = 4
+"""A cut-off completion is tried again with this many times `max_tokens`."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was seen. Shares are of all completions; `success` and `mean` are (mean, low, high), 95 % over prompts.
+
+    `pass_histogram[i]` counts the prompts solved in about i · 10 % of their samples. `informative` is the expected
+    share of groups with unequal rewards by group size. `floor` is the lowest reward there can be, `full` that of a
+    success. `cured` says that a longer `max_tokens` halves the cut-offs; `junk_accepted` is the share of empty and
+    senseless replies that got full marks, `noisy` that of verdicts that changed when asked again. `fixed_reward`
+    is what `fixed_reply`, said to every prompt, would earn. `relative` marks rewards that only compare within a group.
+    """
+
+    prompts: int
+    samples: int
+    success: tuple[float, float, float]
+    mean: tuple[float, float, float]
+    lowest: float
+    highest: float
+    floor: float
+    full: float
+    pass_histogram: tuple[int, ...]
+    informative: Mapping[int, float]
+    group_size: int
+    truncated: float
+    cured: bool
+    ungraded: float
+    unsupported: float
+    timeouts: int
+    first_error: str | None
+    junk_accepted: float
+    noisy: float
+    fixed_reply: str
+    fixed_reward: float
+    relative: bool
+    reward_seconds: float
+    reward_seconds_max: float
+    mean_tokens: float
+    max_tokens: int
+
+    @property
+    def only_scraps(self) -> bool:
+        """Whether what signal there is comes from a little partial credit: nearly no success, rewards at the floor."""
+        return not self.relative and self.success[0] < SCRAPS_SUCCESS and self._share(self.mean[0]) < SCRAPS_REWARD
+
+    @property
+    def fixed_share(self) -> float:
+        """How far up from the lowest to the full reward the best fixed reply gets."""
+        return self._share(self.fixed_reward)
+
+    def _share(self, reward: float) -> float:
+        return (reward - self.floor) / (self.full - self.floor) if self.full > self.floor else 1.0
+
+
+def decide(seen: Evidence) -> tuple[Verdict, str, str]:
+    """The lever, the reason and the remedy. What spoils the reward is looked for before what the reward says."""
+    success = seen.success[0]
+    best_size, best = max(seen.informative.items(), key=lambda option: option[1])
+    if seen.ungraded > UNGRADED_LIMIT:
+        return (
+            "unlearnable",
+            f"{seen.ungraded:.0%} of the completions got no verdict ({seen.first_error})",
+            "Correct the grader; where replies can only be compared, use a pairwise judge or DPO (mint.recipes.dpo)",
+        )
+    if seen.noisy > NOISE_LIMIT:
+        return (
+            "unlearnable",
+            f"{seen.noisy:.0%} of the verdicts changed when the same completion was graded again",
+            "Make the reward a function of the completion; where replies can only be compared, use preferences (DPO)",
+        )
+    if seen.junk_accepted > JUNK_LIMIT:
+        return (
+            "reward_constant",
+            f"{seen.junk_accepted:.0%} of empty and senseless replies got full marks",
+            "Correct the grader: it accepts anything, so RL would learn nothing, or nonsense",
+        )
+    if seen.truncated > TRUNCATED_LIMIT and seen.cured:
+        return (
+            "truncated",
+            f"{seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, far fewer with more",
+            f"Set max_tokens to {LONGER * seen.max_tokens} and examine again: cut-off rewards mislead",
+        )
+    if seen.fixed_share > FIXED_LIMIT and seen.fixed_reward > seen.mean[2] and seen.success[0] < SATURATED_FROM:
+        return (
+            "reward_constant",
+            f"{seen.fixed_reply!r}, said to every prompt, earns {seen.fixed_reward:.2f} where the model earns "
+            f"{seen.mean[0]:.2f}",
+            "Correct the grader, or balance the prompts: RL would learn that reply instead of the task",
+        )
+    if seen.lowest == seen.highest and seen.floor < seen.highest and success < SATURATED_FROM:
+        return (
+            "reward_constant",
+            f"every completion got the same reward, {seen.highest:g}",
+            "Correct the grader, or let it tell more and less good replies apart",
+        )
+    if success >= SATURATED_FROM and not seen.relative:
+        return (
+            "saturated",
+            f"the model succeeds in {success:.0%} of the cases already",
+            "Take harder prompts, or a stricter reward",
+        )
+    if best < LEAST_INFORMATIVE or seen.only_scraps:
+        return _no_signal(seen, best_size, best)
+    smallest = next(size for size, share in seen.informative.items() if share >= min(0.5, best))
+    return (
+        "go",
+        f"the model succeeds in {success:.0%} of the cases; groups of {smallest} carry a signal in "
+        f"{seen.informative[smallest]:.0%} of the cases",
+        f"Train with group_size={smallest} or more",
+    )
+
+
+def _no_signal(seen: Evidence, size: int, share: float) -> tuple[Verdict, str, str]:
+    if seen.relative:
+        reason = f"the judge tells the replies of a group apart in only {share:.0%} of groups of {size}"
+        return "reward_constant", reason, "Sample at a higher temperature, or let the judge tell finer differences"
+    rest = f"of groups of {size} only {share:.0%} would carry a signal"
+    if seen.only_scraps:
+        rest = f"what signal there is comes from partial credit near nothing (mean reward {seen.mean[0]:.3f})"
+    return (
+        "sft_first",
+        f"the model succeeds in {seen.success[0]:.1%} of the cases: {rest}",
+        "Fine-tune on demonstrations first (mint.recipes.sft) and start RL from that checkpoint (init_from); if you "
+        "have none, easier prompts, partial credit, or distillation from a stronger model. Check that the grader "
+        "accepts a reply that you know to be right",
+    )

@@ -1,0 +1,112 @@
+"""Locks the calling process in, for good: resource limits, an own user, Landlock, and the seccomp filter.
+
+Linux only, through ctypes, without libseccomp or a Landlock library. Each step that fails raises OSError, and a process
+that is not wholly locked must end itself. Does not know what will run afterwards.
+Landlock: linux/landlock.h, ABI 1 (Linux 5.13) and later; what an older ABI cannot restrict, seccomp does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import signal
+from pathlib import Path
+
+from mint.sandbox.outcome import Limits
+from mint.sandbox.syscalls import ALLOWED, seccomp_filter
+
+_CREATE_RULESET, _RESTRICT_SELF = 444, 446
+_RULESET_VERSION = 1
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_SECCOMP_MODE_FILTER = 2
+_FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""Landlock ABI → number of file-system rights; 16 from ABI 5 on."""
+_NET_RIGHTS, _SCOPES = 0b11, 0b11
+NOBODY = 65534
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = (("fs", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+class Lockdown:
+    """Everything that can be prepared before the fork, and `apply` for after it."""
+
+    def __init__(self) -> None:
+        """Raises OSError where this kernel or machine cannot do it."""
+        machine = platform.machine()
+        if machine not in ALLOWED:
+            raise OSError(f"no system call table for {machine}")
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self.abi = self._checked("Landlock", self._libc.syscall(_CREATE_RULESET, None, 0, _RULESET_VERSION))
+        program = seccomp_filter(machine)
+        self._filter = _Program(len(program) // 8, program)
+        self._baseline_bytes = address_space_bytes()
+
+    def apply(self, limits: Limits) -> None:
+        """Locks this process; it must have one thread."""
+        limit_resources(limits, self._baseline_bytes)
+        if os.geteuid() == 0:
+            _leave_root()
+            resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        self._prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        self._prctl(_SET_DUMPABLE, 0)
+        self._prctl(_SET_NO_NEW_PRIVS, 1)
+        self._landlock()
+        self._prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(self._filter))
+
+    def _landlock(self) -> None:
+        """Handles every right and grants none: no file, no TCP port, no signal or abstract socket to the outside."""
+        rules = _Ruleset((1 << _FS_RIGHTS.get(self.abi, 16)) - 1, _NET_RIGHTS, _SCOPES)
+        size = 8 if self.abi < 4 else 16 if self.abi < 6 else 24
+        ruleset = self._checked("Landlock", self._libc.syscall(_CREATE_RULESET, ctypes.byref(rules), size, 0))
+        self._checked("Landlock", self._libc.syscall(_RESTRICT_SELF, ruleset, 0))
+        os.close(ruleset)
+
+    def _prctl(self, option: int, first: int, second: int = 0) -> None:
+        arguments = [ctypes.c_ulong(value) for value in (first, second, 0, 0)]
+        self._checked(f"prctl {option}", self._libc.prctl(option, *arguments))
+
+    @staticmethod
+    def _checked(what: str, answer: int) -> int:
+        if answer < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{what}: {os.strerror(number)}")
+        return answer
+
+
+def address_space_bytes() -> int:
+    """What this process has mapped so far."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def limit_resources(limits: Limits, baseline_bytes: int) -> None:
+    """The kernel's own limits. `baseline_bytes` of address space are taken by the interpreter already."""
+    memory = baseline_bytes + limits.memory_bytes
+    for what, soft, hard in (
+        (resource.RLIMIT_CPU, limits.cpu_s, limits.cpu_s + 1),  # the soft one can be ignored, the hard one kills
+        (resource.RLIMIT_AS, memory, memory),
+        (resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes),
+        (resource.RLIMIT_NOFILE, limits.open_files, limits.open_files),
+        (resource.RLIMIT_CORE, 0, 0),
+    ):
+        resource.setrlimit(what, (soft, hard))
+
+
+def _leave_root() -> None:
+    """To a user of its own, or to nobody where a container maps no such user."""
+    os.setgroups([])
+    for user in (2_000_000_000 + os.getpid(), NOBODY):
+        try:
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+        except OSError:
+            continue
+        return
+    raise OSError("cannot leave the root user")

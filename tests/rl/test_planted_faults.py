@@ -1,0 +1,35 @@
+"""Each fault, planted into a real run on mint/tiny, is found, and no other error with it; healthy runs raise none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import FAULTS, HEALTHY, Fault, findings, is_right
+from mint.rl.diagnosis import CODES
+
+LONGER = {
+    "grader wants curt replies", "grader counts letters", "brevity pays more than truth", "training rewards the slip",
+    "entropy bonus of the wrong sign", "learning rate 0.1",
+}  # fmt: skip
+
+
+def marked(fault: Fault) -> object:
+    return pytest.param(fault, id=fault.name, marks=pytest.mark.slow if fault.name in LONGER else ())
+
+
+@pytest.mark.parametrize("fault", [marked(fault) for fault in FAULTS])
+def test_a_planted_fault_is_found_and_no_other_error_with_it(fault: Fault, tmp_path: Path) -> None:
+    found = findings(fault, tmp_path / "run")
+    assert is_right(fault, found), [(finding.severity, finding.code, finding.evidence) for finding in found]
+
+
+def test_every_code_has_a_planted_fault() -> None:
+    assert {fault.code for fault in FAULTS} == CODES.keys()
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(10)])
+def test_a_healthy_run_raises_no_error(seed: int, tmp_path: Path) -> None:
+    found = findings(HEALTHY, tmp_path / "run", seed=seed)
+    assert [finding for finding in found if finding.severity != "info"] == []
