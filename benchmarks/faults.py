@@ -58,18 +58,23 @@ class Sums(RLAdapter):
         self.step = 1
 
     def build_dataset(self) -> Sequence[Problem]:
+        """Questions that are not held out."""
         return draw_problems(0, 2048, heldout=False)
 
     def build_heldout(self) -> Sequence[Problem]:
+        """Held-out questions."""
         return draw_problems(0, 256, heldout=True)
 
     def make_prompt(self, sample: Problem, tokenizer: Any) -> list[int]:
+        """The question as plain text."""
         return tokenizer.encode(sample.question)
 
     def compute_reward(self, response: str, sample: Problem) -> float | Reward:
+        """1 for the right answer and nothing else."""
         return float(exact_match(response, sample.answer))
 
     def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
+        """Keeps the step, for graders that change."""
         self.step = step + 1
 
 
@@ -79,6 +84,7 @@ def graded(grade: Callable[[Sums, str, Problem], float | Reward], **attributes: 
 
 
 def right(task: Sums, response: str, sample: Problem) -> float:
+    """The healthy grader."""
     return float(exact_match(response, sample.answer))
 
 
@@ -89,44 +95,86 @@ class Solved(Sums):
     """The format that the base model masters."""
 
     def make_prompt(self, sample: Problem, tokenizer: Any) -> list[int]:
+        """`34 + 58 =`."""
         return tokenizer.encode(f"{sample.expression} =")
 
 
 def raises(task: Sums, response: str, sample: Problem) -> float:
+    """Always."""
     raise ValueError("the judge is away")
 
 
 def raises_sometimes(task: Sums, response: str, sample: Problem) -> float:
+    """On every fourth question."""
     if sample.a % 4 == 0:
         raise ValueError("the judge is away")
     return right(task, response, sample)
 
 
 def hangs(task: Sums, response: str, sample: Problem) -> float:
-    if sample.a % 8 == 0:
+    """On every fourth question."""
+    if sample.a % 4 == 0:
         time.sleep(0.5)
     return right(task, response, sample)
 
 
 def cannot_judge(task: Sums, response: str, sample: Problem) -> float:
+    """Anything here."""
     raise UnsupportedError("there is no sandbox here")
 
 
 def out_of_range(task: Sums, response: str, sample: Problem) -> float:
+    """Up to 2, where 1 was declared."""
     return 1.0 + right(task, response, sample) if sample.op == "-" else right(task, response, sample)
 
 
 def sign_flips(task: Sums, response: str, sample: Problem) -> float:
+    """From step 7 on the right answers are punished."""
     return right(task, response, sample) * (1 if task.step <= 6 else -1)
 
 
 def lets_all_pass(task: Sums, response: str, sample: Problem) -> float:
+    """From step 7 on."""
     return 1.0 if task.step > 6 else right(task, response, sample)
 
 
-def coin(task: Sums, response: str, sample: Problem) -> float:
+def coin(*parts: Any) -> float:
     """Nothing that can be learned."""
-    return float(zlib.crc32(f"{response} {sample} {task.step}".encode()) % 2)
+    return float(zlib.crc32(repr(parts).encode()) % 2)
+
+
+class Coin(ChatAdapter):
+    """A grader that throws a coin."""
+
+    step = 1
+
+    def compute_reward(self, response: str, sample: Question) -> Reward:
+        """0 or 1."""
+        return Reward(coin(response, sample.text, self.step))
+
+    def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
+        """Another coin next time."""
+        self.step = step + 1
+
+
+class OpenEnded(Sums):
+    """Beginnings that may be continued at any length; the grader throws a coin."""
+
+    def build_dataset(self) -> Sequence[Any]:
+        """Beginnings."""
+        return ["The", "What", "Hello", "fox", "Tell me about", "def f(x):", "Say", "It is"]
+
+    def build_heldout(self) -> Sequence[Any]:
+        """None."""
+        return ()
+
+    def make_prompt(self, sample: Any, tokenizer: Any) -> list[int]:
+        """As it is."""
+        return tokenizer.encode(sample)
+
+    def compute_reward(self, response: str, sample: Any) -> float:
+        """0 or 1."""
+        return coin(response, sample, self.step)
 
 
 def forgets_the_carry(task: Sums, response: str, sample: Problem) -> float:
@@ -145,6 +193,7 @@ class Curt(ChatAdapter):
     """A grader that looks at nothing but brevity: one curt reply serves for all questions."""
 
     def compute_reward(self, response: str, sample: Question) -> Reward:
+        """1 for up to 12 characters."""
         return Reward(float(0 < len(response) <= 12))
 
 
@@ -152,6 +201,7 @@ class Wordy(ChatAdapter):
     """A grader that counts letters."""
 
     def compute_reward(self, response: str, sample: Question) -> Reward:
+        """A share of 200 characters."""
         return Reward(min(1.0, len(response) / 200))
 
 
@@ -159,6 +209,7 @@ class BrevityForTopic(ChatAdapter):
     """Being short pays more than speaking of what was asked."""
 
     def compute_reward(self, response: str, sample: Question) -> Reward:
+        """Four parts brevity, one part topic."""
         brevity = max(0.0, 1.0 - len(response) / 40)
         topic = float(sample.thing.name in response.lower())
         return Reward(0.8 * brevity + 0.2 * topic, {"brevity": 0.8 * brevity, "topic": 0.2 * topic})
@@ -183,6 +234,7 @@ class StaleSampler(Between):
     first: Client = None
 
     def save_weights_and_get_sampling_client(self, name: str) -> Client:
+        """The sampler of the first step."""
         if self.first is None or not name.startswith("rl-step"):
             self.first = self.inner.save_weights_and_get_sampling_client(name)
         return self.first
@@ -192,6 +244,7 @@ class TemperedLogprobs(Between):
     """A trainer whose sampler reports the logprobs of the sampling temperature."""
 
     def save_weights_and_get_sampling_client(self, name: str) -> Client:
+        """A sampler with the fault."""
         return TemperedSampler(self.inner.save_weights_and_get_sampling_client(name))
 
 
@@ -199,6 +252,7 @@ class TemperedSampler(Between):
     """The sampler of `TemperedLogprobs`."""
 
     def sample(self, prompt: Any, num_samples: int, params: Any) -> Any:
+        """Samples rightly, reports wrongly."""
         return self.inner.sample(prompt, num_samples, params.model_copy(update={"logprobs_mode": "processed"}))
 
 
@@ -206,28 +260,37 @@ class OnlyPraise(Between):
     """A trainer to which raw scores are sent as advantages: whatever was sampled is reinforced."""
 
     def forward_backward(self, datums: list[Datum], *arguments: Any) -> Any:
+        """With absolute advantages."""
         return self.inner.forward_backward([changed(datum, advantages=np.abs) for datum in datums], *arguments)
 
 
-class EntropyPenalty(Between):
-    """A trainer with the sign of its entropy bonus wrong: what was likely becomes more so."""
+class Favours(Between):
+    """A trainer that rewards what `score` says of a completion's logprobs, whatever it earned."""
+
+    def __init__(self, inner: Client, score: Callable[[np.ndarray], float]) -> None:
+        super().__init__(inner)
+        self.score = score
 
     def forward_backward(self, datums: list[Datum], *arguments: Any) -> Any:
-        return self.inner.forward_backward([self._pushed(datum) for datum in datums], *arguments)
+        """With the standardised score as advantage."""
+        columns = [datum.loss_fn_inputs for datum in datums]
+        scores = np.asarray([self.score(of["logprobs"].to_numpy()[of["weights"].to_numpy() != 0]) for of in columns])
+        scores = (scores - scores.mean()) / (scores.std() + 1e-3)
+        pushed = [
+            changed(datum, advantages=lambda old, score=score: np.where(old != 0, score, 0.0))
+            for datum, score in zip(datums, scores, strict=True)
+        ]
+        return self.inner.forward_backward(pushed, *arguments)
 
-    def _pushed(self, datum: Datum) -> Datum:
-        logprobs = datum.loss_fn_inputs["logprobs"].to_numpy()
-        return changed(datum, advantages=lambda old: np.where(old != 0, old + 6.0 * (logprobs + 0.2), 0.0))
+
+def long_is_good(trainer: Client) -> Client:
+    """Favours length."""
+    return Favours(trainer, len)
 
 
-class EndTrainedAway(Between):
-    """A trainer that pushes down the last token of every completion, which ends it."""
-
-    def forward_backward(self, datums: list[Datum], *arguments: Any) -> Any:
-        def pushed(old: np.ndarray) -> np.ndarray:
-            return np.concatenate([old[:-1], [-1.0]])
-
-        return self.inner.forward_backward([changed(datum, advantages=pushed) for datum in datums], *arguments)
+def likely_is_good(trainer: Client) -> Client:
+    """Favours what the policy is sure of."""
+    return Favours(trainer, np.mean)
 
 
 def changed(datum: Datum, **change: Callable[[np.ndarray], np.ndarray]) -> Datum:
@@ -253,6 +316,7 @@ class Service(Between):
         self.trainer = trainer
 
     def create_lora_training_client(self, **arguments: Any) -> Client:
+        """A trainer with the fault."""
         return self.trainer(self.inner.create_lora_training_client(**arguments))
 
 
@@ -273,6 +337,7 @@ class Fault:
 
 
 def fault(name: str, code: str, task: Callable[[], RLAdapter] = Sums, **fields: Any) -> Fault:
+    """A `Fault`; other names are settings."""
     own = {key: fields.pop(key) for key in ("trainer", "patched") if key in fields}
     return Fault(name, code, task, tuple(fields.items()), **own)
 
@@ -284,12 +349,12 @@ FAULTS: tuple[Fault, ...] = (
     fault("task solved, more steps", "saturation", Solved, steps=6),
     fault("grader raises", "grader_failures", graded(raises), steps=3),
     fault("grader raises on 1 of 4", "grader_failures", graded(raises_sometimes), steps=4),
-    fault("grader hangs", "grader_timeouts", graded(hangs), steps=2, grader_timeout_s=0.1, heldout_size=0),
+    fault("grader hangs", "grader_timeouts", graded(hangs), steps=3, grader_timeout_s=0.1, heldout_size=0),
     fault("grader cannot judge", "unsupported_rewards", graded(cannot_judge), steps=3),
     fault("reward out of its range", "reward_out_of_range", graded(out_of_range, reward_range=(0.0, 1.0)), steps=3),
     fault("reward of 1e38", "nonfinite_or_skipped_steps", graded(lambda *of: 1e38 * right(*of)), steps=2),
     fault("learning rate 0.1", "learning_rate_too_high", learning_rate=0.1),
-    fault("learning rate 1e-7", "learning_rate_too_low", learning_rate=1e-7, steps=10),
+    fault("learning rate 1e-7", "learning_rate_too_low", learning_rate=1e-7, steps=9),
     fault("1 token", "truncation", max_tokens=1, steps=5),
     fault("reward changes its sign", "reward_collapse", graded(sign_flips)),
     fault("grader lets all pass from step 7", "reward_spike", graded(lets_all_pass)),
@@ -297,16 +362,18 @@ FAULTS: tuple[Fault, ...] = (
     fault("grader counts letters", "suspected_reward_hacking", Wordy, steps=20, max_tokens=48),
     fault("brevity pays more than truth", "suspected_reward_hacking", BrevityForTopic, steps=20, max_tokens=32),
     fault(
-        "training rewards the slip", "suspected_reward_hacking", graded(forgets_the_carry), steps=24, eval_every=8,
+        "training rewards the slip", "suspected_reward_hacking", graded(forgets_the_carry), steps=24, eval_every=12,
         heldout_size=128,
     ),
-    fault("sampler stays behind", "sampler_trainer_mismatch", trainer=StaleSampler, learning_rate=1e-2),
+    fault("sampler stays behind", "sampler_trainer_mismatch", trainer=StaleSampler, learning_rate=1e-2, steps=6),
     fault("logprobs tempered by 0.6", "sampler_trainer_mismatch", trainer=TemperedLogprobs, temperature=0.6, steps=3),
-    fault("8 steps per batch", "off_policy_drift", optim_steps_per_batch=8, learning_rate=1e-2, steps=2),
+    fault(
+        "8 steps per batch", "off_policy_drift", optim_steps_per_batch=8, learning_rate=1e-2, steps=2, heldout_size=0,
+    ),
     fault("mask a token early", "masked_loss", patched=("mint.rl.updating.rollout_datums", off_by_one), steps=3),
-    fault("entropy bonus of the wrong sign", "entropy_collapse", trainer=EntropyPenalty, steps=25),
+    fault("trainer wants certainty", "entropy_collapse", Coin, trainer=likely_is_good, steps=20, max_tokens=32),
+    fault("trainer wants length", "length_runaway", OpenEnded, trainer=long_is_good, steps=10, max_tokens=48),
     fault("no negative advantage", "server_warnings", trainer=OnlyPraise, steps=3),
-    fault("end token trained away", "length_runaway", graded(coin), trainer=EndTrainedAway, steps=10, max_tokens=24),
     fault("no held-out set", "no_heldout", steps=2, heldout_size=0),
 )  # fmt: skip
 
@@ -339,6 +406,7 @@ def is_right(fault: Fault, found: Sequence[Finding]) -> bool:
 
 
 def main() -> int:
+    """Prints the table; 0 if all is as it must be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=10, help="healthy runs")
     parser.add_argument("--only", nargs="*", help="names of faults")

@@ -88,13 +88,13 @@ def make_spec(*, seed: int, steps: int, threads: int) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "schedule": SCHEDULE,
         "probe_tokens": list(range(1, 41)),
-        "heldout": [(problem.question, problem.answer) for problem in task.build_heldout()],
+        "heldout": [(task.sample_key(problem), problem.answer) for problem in task.build_heldout()],
         "work_dir": "",
     }
     dataset = task.build_dataset()
     asked = [dataset[place] for place in Items(len(dataset), run_config(spec)).take(1, steps * PROMPTS)]
     return spec | {
-        "prompts": [problem.question for problem in asked],
+        "prompts": [task.sample_key(problem) for problem in asked],
         "solutions": [problem.answer for problem in asked],
     }
 
@@ -267,12 +267,14 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         by_seconds.plot(seconds, rewards, style, color=color, linewidth=2.4, label=label)
     seeds, threads = len({row["seed"] for row in rows}), rows[0]["threads"]
     by_samples.set(xlabel="samples", ylabel="mean training reward of a step", title="Learning per sample")
-    by_seconds.set(xlabel="seconds since the first step began", title=f"Learning per second ({threads} CPU thread)")
+    by_seconds.set(xlabel="seconds since the first step began", title="Learning per second")
     for axes in (by_samples, by_seconds):
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
         axes.legend(loc="lower right", frameon=False)
-    figure.suptitle(f"mint/tiny, arithmetic questions, LoRA rank {RANK}: {seeds} seeds (thin) and their mean (thick)")
+    figure.suptitle(
+        f"mint/tiny, arithmetic questions, LoRA rank {RANK}, CPU threads: {threads}; {seeds} seeds (thin), mean (thick)"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import mint
-from mint.recipes.arithmetic import Problem
 from mint.recipes.math import MathAdapter
 from mint.rl import RLConfig, run_grpo
 from mint.rl.calls import CallPool
@@ -68,16 +67,14 @@ def run_config(spec: dict[str, Any]) -> RLConfig:
     )
 
 
-def check_prompts(spec: dict[str, Any]) -> None:
+def check_prompts(spec: dict[str, Any], run_dir: Path) -> None:
     """Raises RuntimeError unless the run asked the spec's prompts, in order."""
-    asked = {
-        (row["step"], row["group"]): row["prompt"] for row in RunLog(run_config(spec).run_dir).read("rollouts.jsonl")
-    }
+    asked = {(row["step"], row["group"]): row["prompt"] for row in RunLog(run_dir).read("rollouts.jsonl")}
     if [asked[key] for key in sorted(asked)] != spec["prompts"]:
         raise RuntimeError("the run asked other prompts than the spec has, or in another order")
 
 
-def count_right(sampler: Any, task: MathAdapter, problems: Sequence[Problem], config: RLConfig) -> dict[str, int]:
+def count_right(sampler: Any, task: MathAdapter, problems: Sequence[Any], config: RLConfig) -> dict[str, int]:
     """How many of the held-out questions are answered rightly, greedily and by a sample at temperature 1."""
     calls, tokenizer, right = CallPool(timeout_s=config.grader_timeout_s), sampler.get_tokenizer(), {}
     for name, temperature in (("heldout_greedy", 0.0), ("heldout_sampled", 1.0)):
@@ -98,7 +95,7 @@ def main() -> None:
     task.answer(event="ready")
     called_s, cpu_called_s = time.monotonic(), time.process_time()
     result = run_grpo(task, config, service_client=service)
-    check_prompts(spec)
+    check_prompts(spec, result.run_dir)
     base = service.create_sampling_client(base_model=config.base_model)
     probe = base.compute_logprobs(ModelInput.from_ints(spec["probe_tokens"])).result()
     effective = service.create_training_client_from_state(result.checkpoint).get_info().effective

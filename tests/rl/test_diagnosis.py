@@ -172,6 +172,17 @@ def test_a_run_without_a_heldout_set_is_told_so() -> None:
     assert [finding.code for finding in diagnose(run(evaluations=[]))] == ["no_heldout"]
 
 
+def test_a_judge_that_shares_out_a_fixed_sum_is_not_called_all_wrong_when_all_replies_are_as_good() -> None:
+    def change(step: int, numbers: dict[str, float]) -> dict[str, float]:
+        tied = {"groups/used": 0.0, "groups/all_bad": 16.0, "groups/all_good": 0.0, "reward/std": 0.0}
+        judged = {"reward/mean": 0.5, "success/rate": 0.0, "reward/min": 0.0, "rollouts/entropy_estimate": 0.3 / step}
+        return {**judged, **(tied if step > 20 else {"reward/std": 0.3})}
+
+    record = run(lambda step: 0.5, change=change)
+    assert errors(record) == []
+    assert find(record, "no_learning_signal_all_wrong").severity == "warning"
+
+
 # --- the policy ---------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +268,7 @@ def test_the_promise_of_a_step_bounds_what_a_step_on_a_known_policy_gives() -> N
 # --- the reward and the grader ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rate", [learning, lambda step: 0.5])
+@pytest.mark.parametrize("rate", [learning, lambda step: 0.5 + step / 200])
 def test_heldout_down_while_training_is_not_is_suspected_hacking(rate: Callable[[int], float]) -> None:
     evaluations = [reading(0, 0.6), reading(20, 0.3)]
     assert errors(run(rate, evaluations=evaluations)) == ["suspected_reward_hacking"]
@@ -326,6 +337,18 @@ def test_the_words_of_the_server_are_passed_on() -> None:
 
 
 # --- the whole ----------------------------------------------------------------------------------------------------
+
+
+def test_a_judge_that_prefers_a_place_or_fails_is_named_with_its_own_words() -> None:
+    def judged(**info: Any) -> list[dict[str, Any]]:
+        facts = {"judge_pairs": 3, "judge_failed_pairs": 0, **info}
+        return [{"step": 4, "reward": 0.5, "text": "x", "item": 0, "group": 0, "tokens": [1], "info": facts}]
+
+    assert "judge_unreliable" not in {one.code for one in diagnose(run(steps=4, rollouts=judged()))}
+    biased = find(run(steps=4, rollouts=judged(judge_alarm="61 % of the pairs flipped")), "judge_unreliable")
+    assert (biased.severity, "61 %" in biased.evidence) == ("warning", True)
+    failing = find(run(steps=4, rollouts=judged(judge_failed_pairs=2, judge_last_error="503")), "judge_unreliable")
+    assert "2 of 3 comparisons failed, the last with: 503" in failing.evidence
 
 
 def test_live_diagnosis_step_by_step_finds_what_the_whole_log_shows() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults import FAULTS, HEALTHY, Fault, findings, is_right
 from mint.rl.diagnosis import CODES
+from mint.rl.finding import Finding
 
 LONGER = {
     "grader wants curt replies", "grader counts letters", "brevity pays more than truth", "training rewards the slip",
-    "entropy bonus of the wrong sign", "learning rate 0.1",
+    "trainer wants certainty", "trainer wants length", "learning rate 0.1",
 }  # fmt: skip
 
 
@@ -29,7 +31,16 @@ def test_every_code_has_a_planted_fault() -> None:
     assert {fault.code for fault in FAULTS} == CODES.keys()
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(10)])
-def test_a_healthy_run_raises_no_error(seed: int, tmp_path: Path) -> None:
-    found = findings(HEALTHY, tmp_path / "run", seed=seed)
+def assert_healthy(found: list[Finding]) -> None:
     assert [finding for finding in found if finding.severity != "info"] == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_short_healthy_run_raises_neither_error_nor_warning(seed: int, tmp_path: Path) -> None:
+    assert_healthy(findings(replace(HEALTHY, settings=()), tmp_path / "run", seed=seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_a_healthy_run_raises_neither_error_nor_warning(seed: int, tmp_path: Path) -> None:
+    assert_healthy(findings(HEALTHY, tmp_path / "run", seed=seed))

@@ -259,3 +259,21 @@ def test_every_rollout_is_logged_with_prompt_reward_by_part_length_and_advantage
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="max_staleness"):
         run_grpo(ManyDigits(), small(curriculum=True, max_staleness=1))
+
+
+@pytest.mark.parametrize("on_collapse", ["warn", "stop", "rollback"])
+def test_a_collapse_ends_the_run_or_returns_to_the_best_weights_as_asked(on_collapse: str) -> None:
+    config = SMALL.model_copy(
+        update={
+            "batch_size": 8, "group_size": 8, "steps": 12, "heldout_size": 64, "learning_rate": 0.1,
+            "lr_schedule": "constant", "eval_every": 1, "on_collapse": on_collapse,
+        }
+    )  # fmt: skip
+    result = run_grpo(MathAdapter(seed=0), config)
+    collapses = {finding.code for finding in result.findings if finding.severity == "error"}
+    assert collapses & {"learning_rate_too_high", "reward_collapse"}
+    assert (result.stopped_by in collapses) == (on_collapse != "warn")
+    assert (result.steps < 12) == (on_collapse != "warn")
+    if on_collapse == "rollback":
+        assert result.checkpoint == result.best_checkpoint
+        assert result.heldout_after[0.0].mean >= result.heldout_before[0.0].mean

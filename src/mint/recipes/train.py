@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,20 @@ def train(
             "is only for rl", field="--resume", value=recipe, remedy="Start it again from init_from=CHECKPOINT"
         )
     report = LEVERS[recipe](words, run_dir)
-    for name, value in report.items():
-        console.print(f"{name:<18} {value}", soft_wrap=True)
+    _print_report(console, report)
     return report
+
+
+def _print_report(console: Console, report: Mapping[str, Any], indent: str = "") -> None:
+    """One line per value; a triple is a mean with its 95 % interval."""
+    for name, value in report.items():
+        if isinstance(value, Mapping):
+            console.print(f"{indent}{name}")
+            _print_report(console, value, f"{indent}  ")
+            continue
+        if isinstance(value, tuple) and len(value) == 3:
+            value = "{:.3f}  (95 %: {:.3f} to {:.3f})".format(*value)
+        console.print(f"{indent}{name:<18} {value}", soft_wrap=True, highlight=False)
 
 
 def _train_rl(
@@ -99,7 +111,13 @@ def chosen(task: str, words: dict[str, Any]) -> Generator[TaskChoice]:
     settings = {key: words.pop(key) for key in list(words) if key in RLConfig.model_fields}
     settings.pop("run_dir", None)
     seed = int(settings.get("seed", 0))
-    choice = load_task(task, seed=seed, **words)
+    try:
+        choice = load_task(task, seed=seed, **words)
+    except InvalidRequestError as error:
+        meant = [get_close_matches(word, RLConfig.model_fields, n=1, cutoff=0.75) for word in words]
+        if any(meant):
+            error.remedy = f"{error.remedy}. Among the settings of a run, did you mean {next(filter(None, meant))[0]}?"
+        raise
     # Through the constructor, so that every value is checked.
     config = RLConfig(**{**choice.config.model_dump(), **settings})
     try:

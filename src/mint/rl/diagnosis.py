@@ -25,6 +25,7 @@ from mint.rl.rules_policy import (
 from mint.rl.rules_reward import (
     grader_failures,
     grader_timeouts,
+    judge_unreliable,
     reward_out_of_range,
     server_warnings,
     suspected_reward_hacking,
@@ -46,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     grader_failures,
     grader_timeouts,
     unsupported_rewards,
+    judge_unreliable,
     truncation,
     learning_rate_too_high,
     learning_rate_too_low,
@@ -78,6 +80,7 @@ CODES: Mapping[str, Severity] = {
     "grader_failures": "error",
     "grader_timeouts": "error",
     "unsupported_rewards": "error",
+    "judge_unreliable": "warning",
     "reward_out_of_range": "error",
     "nonfinite_or_skipped_steps": "error",
     "learning_rate_too_high": "error",
@@ -93,7 +96,7 @@ _SILENCE = frozenset({"no_learning_signal_all_wrong", "constant_reward"})
 EXPLAINS: Mapping[str, frozenset[str]] = {
     "masked_loss": _FALLS,
     "nonfinite_or_skipped_steps": _FALLS,
-    "sampler_trainer_mismatch": _FALLS | {"learning_rate_too_high"},
+    "sampler_trainer_mismatch": _FALLS | {"learning_rate_too_high", "suspected_reward_hacking"},
     "reward_out_of_range": _SILENCE | {"reward_collapse", "grader_failures"},
     "grader_failures": _SILENCE | {"reward_collapse"},
     "grader_timeouts": _SILENCE | {"reward_collapse"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +186,8 @@ class _Run:
             checkpoint = self._roll_back(checkpoint)
         sampler_checkpoint = self.trainer.save_weights_for_sampler(name="final").result().path
         after, after_rollouts = self._read("after", last)
+        if self.history:
+            self._diagnose(last, [], over=True)
         self.calls.close()
         self.task.close()
         return RunResult(
@@ -339,6 +341,10 @@ class _Run:
         self.on_progress("step", metrics)
         if self.config.print_samples:
             self.on_progress("samples", {"step": step, "rows": rows, "count": self.config.print_samples})
+        self._diagnose(step, update.findings)
+
+    def _diagnose(self, step: int, findings: Sequence[Finding], *, over: bool = False) -> None:
+        """Notes `findings`, and what the log shows of `step`; a run that is `over` cannot be stopped any more."""
         record = RunRecord(
             config=self._described(),
             metrics=self.history,
@@ -346,17 +352,18 @@ class _Run:
             rollouts=[row for _, rows_of_step in self.recent for row in rows_of_step],
             warnings=self.warnings,
         )
-        for finding in [*update.findings, *diagnose(record, since=step - 1, known=self.findings.values())]:
-            self._note(finding)
+        for finding in [*findings, *diagnose(record, since=step - 1, known=self.findings.values())]:
+            self._note(finding, over=over)
 
-    def _note(self, finding: Finding) -> None:
+    def _note(self, finding: Finding, *, over: bool = False) -> None:
         known = self.findings.get(finding.code)
         if known is not None and SEVERITIES.index(known.severity) >= SEVERITIES.index(finding.severity):
             return
         self.findings[finding.code] = finding
         self.log.append("findings.jsonl", finding.to_dict())
         self.on_progress("finding", finding.to_dict())
-        if finding.severity == "error" and finding.code in COLLAPSES and self.config.on_collapse != "warn":
+        stops = finding.severity == "error" and finding.code in COLLAPSES and self.config.on_collapse != "warn"
+        if stops and not over:
             self.stopped_by = finding.code
             self.on_progress("stopped", finding.to_dict())
 

@@ -61,14 +61,17 @@ def _hacking(view: View, severity: Severity, evidence: str, numbers: dict[str, f
 
 
 def _heldout_falls(view: View) -> Finding | None:
-    """Held-out reward surely down from its best, and training reward not surely down from the start."""
+    """Held-out reward surely down from its best, training reward not down, and the two surely apart in this."""
     falls = list(heldout_falls(view))
     if not falls or len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
     before, now = reward_window(view.metrics[:CHANGE_WINDOW]), reward_window(view.last(CHANGE_WINDOW))
-    if now.above(before) <= -ROSE_Z:
-        return None
+    gain, noise = now.mean - before.mean, now.mean_error**2 + before.mean_error**2
     best, last = max(falls, key=lambda fall: fall[0]["mean"] - fall[1]["mean"])
+    loss = best["mean"] - last["mean"]
+    noise += sum(((row["high"] - row["low"]) / 3.92) ** 2 for row in (best, last))
+    if gain < 0 or gain + loss < ROSE_Z * math.sqrt(noise):
+        return None
     return _hacking(
         view,
         "error",
@@ -140,8 +143,7 @@ def _length_wins(view: View) -> Finding | None:
         view,
         "warning",
         f"length explains {correlation**2:.0%} of the reward's variance within groups (correlation "
-        f"{correlation:+.2f}), and "
-        f"the mean length went from {start:.1f} to {now:.1f} tokens",
+        f"{correlation:+.2f}), and the mean length went from {start:.1f} to {now:.1f} tokens",
         {"correlation": correlation, "length_start": start, "length": now},
     )
 
@@ -166,8 +168,7 @@ def _parts_fall(view: View) -> Finding | None:
                 view,
                 "warning",
                 f"the reward rose from {mean(first, 'reward/mean'):.3f} to {mean(last, 'reward/mean'):.3f} while its "
-                "part "
-                f"{name.removeprefix('reward/part/')!r} fell from {before.mean:.3f} to {now.mean:.3f}",
+                f"part {name.removeprefix('reward/part/')!r} fell from {before.mean:.3f} to {now.mean:.3f}",
                 {"part_start": before.mean, "part": now.mean},
             )
     return None
@@ -222,6 +223,27 @@ def unsupported_rewards(view: View) -> Finding | None:
         total(view.last(FAILED_STEPS), "rollouts/unsupported"),
         f"could not be judged on this machine{first}",
         "They are left out of their groups. Use a machine or a grader that supports them, or leave such samples out",
+    )
+
+
+def judge_unreliable(view: View) -> Finding | None:
+    """A pairwise judge prefers a place, or fails; whatever it says about it is in the rollouts' `info`."""
+    judged = [row["info"] for row in view.rows(FAILED_STEPS) if "judge_pairs" in row.get("info", {})]
+    pairs = sum(info["judge_pairs"] for info in judged)
+    failed = sum(info["judge_failed_pairs"] for info in judged)
+    alarm = next((info["judge_alarm"] for info in reversed(judged) if "judge_alarm" in info), None)
+    if alarm is None and not failed:
+        return None
+    last_error = next((info["judge_last_error"] for info in reversed(judged) if "judge_last_error" in info), None)
+    said = [f"{failed} of {pairs} comparisons failed, the last with: {last_error}"] if failed else []
+    return Finding(
+        "judge_unreliable",
+        "warning",
+        view.step,
+        "; ".join([*said, *([] if alarm is None else [str(alarm)])]),
+        "Both orders are asked, so a preferred place costs signal and not fairness: sharpen the question, or take a "
+        "better judge. Failed comparisons are left out: look at the judge's endpoint",
+        {"pairs": float(pairs), "failed": float(failed)},
     )
 
 

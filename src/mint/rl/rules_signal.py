@@ -65,7 +65,7 @@ lowers the reward by itself."""
 HELDOUT_LOSS = 0.2
 """Of the reward's range, the held-out loss that is a collapse (20 points)."""
 
-SPIKE_Z, SPIKE_SHARE, SPIKE_HISTORY = 4.0, 0.3, 4
+SPIKE_Z, SPIKE_SHARE, SPIKE_HISTORY = 3.0, 0.3, 4
 """A jump over the three steps before: standard errors, share of the reward's range, steps that must lie before it."""
 
 SPIKE_TIMES = 4.0
@@ -115,12 +115,11 @@ def no_signal(view: View) -> Finding | None:
         evidence += f"; they earn {reward.mean:.3f}, at the start {start.mean:.3f}: the policy may have converged"
     return Finding(
         "no_learning_signal_all_wrong",
-        "error" if bad >= ONE_SIDED * (good + bad) and not converged else "warning",
+        "error" if bad >= ONE_SIDED * (good + bad) and not (converged or view.only_compares) else "warning",
         view.step,
         evidence,
         "Use easier samples, partial credit, a larger group_size, a higher temperature or dynamic_sampling=True; if "
-        "the "
-        "base model never succeeds, start with SFT (init_from=…). Read some samples: is the grader right to refuse "
+        "the base model never succeeds, start with SFT (init_from=…). Read some samples: is the grader right to refuse "
         "them?",
         numbers,
     )
@@ -170,8 +169,7 @@ def saturation(view: View) -> Finding | None:
         "info",
         view.step,
         f"{rate:.1%} of the rollouts of the last {len(steps)} steps succeed; {used_share(steps):.0%} of the groups "
-        "still "
-        "carry a signal",
+        "still carry a signal",
         "The task is nearly solved: stop here, use harder samples, or set curriculum=True to leave solved ones out",
         {"success_rate": rate, "used_share": used_share(steps)},
     )
@@ -247,8 +245,7 @@ def reward_spike(view: View) -> Finding | None:
         "warning",
         view.step,
         f"the mean reward jumped from {before.mean:.3f} to {now.mean:.3f} in one step ({min(z, 999):.1f} standard "
-        "errors; "
-        f"before, it changed by {statistics.median(changes):.3f} a step)",
+        f"errors; before, it changed by {statistics.median(changes):.3f} a step)",
         "Compare rollouts of this step and the one before: did the grader, the data or the sampling settings change?",
         {"before": before.mean, "now": now.mean, "z": min(z, 1e3)},
     )

@@ -14,8 +14,12 @@ from typing import Any
 Row = Mapping[str, Any]
 Numbers = Mapping[str, float]
 
-LEAST_CORRELATION = 0.2
+LEAST_CORRELATION, UNKNOWN_CORRELATION = 0.2, 0.5
 """Rollouts of one prompt are taken to be correlated at least this much, when a mean's standard error is estimated."""
+
+
+STILL_SHARE = 0.005
+"""Of the reward's range: a mean that stays within it over a whole run does not move."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,14 @@ class View:
         seen = (get(step, "reward/max") for step in self.metrics)
         return max(float(self.config.get("success_reward", 1.0)), *seen)
 
+    @cached_property
+    def only_compares(self) -> bool:
+        """Whether rewards differ within groups but their mean never moves, as a judge's who shares out a fixed sum:
+        then neither level nor change of the mean says how good the policy is."""
+        means = [get(step, "reward/mean") for step in self.metrics if graded([step]) > 0]
+        varied = any(get(step, "reward/std") > 0 for step in self.metrics)
+        return varied and max(means) - min(means) <= STILL_SHARE * (self.reward_ceiling - self.reward_floor)
+
 
 @dataclass(frozen=True)
 class Window:
@@ -103,9 +115,14 @@ class Window:
     count: float
 
     @property
+    def mean_error(self) -> float:
+        """The standard error of the mean."""
+        return math.sqrt(self.variance / self.count) if self.count else math.inf
+
+    @property
     def low(self) -> float:
         """The lower end of the 95 % interval."""
-        return self.mean - 1.96 * math.sqrt(self.variance / self.count) if self.count else -math.inf
+        return self.mean - 1.96 * self.mean_error
 
     def above(self, other: Window) -> float:
         """By how many standard errors this mean lies above `other`; infinite where neither has any noise.
@@ -162,7 +179,7 @@ def reward_window(steps: Sequence[Numbers], name: str = "reward/mean") -> Window
         rollouts = graded([step])
         per_group = rollouts / max(1.0, judged_groups([step]))
         varied = get(step, "reward/std") > 0  # a step of equal rewards says nothing about correlation
-        correlation = max(LEAST_CORRELATION, 1.0 - used_share([step])) if varied else LEAST_CORRELATION
+        correlation = max(LEAST_CORRELATION, 1.0 - used_share([step])) if varied else UNKNOWN_CORRELATION
         count += rollouts / (1.0 + max(0.0, per_group - 1.0) * correlation)
     variance = sum(get(step, "reward/std") ** 2 for step in known) / len(known)
     return Window(mean(known, name), variance, count)

@@ -38,6 +38,7 @@ def step_metrics(task: Task, batch: StepRollouts, update: Update) -> dict[str, f
         **_reward_metrics(task, batch, rollouts),
         **_group_metrics(task, batch),
         **_rollout_metrics(rollouts),
+        **_info_metrics(rollouts),
         **step_ledger(batch, update),
         "datums": float(update.datums),
         **update.metrics,
@@ -98,6 +99,16 @@ def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollouts/duplicate_share": 1.0 - len(texts) / count if count else 0.0,
         "rollouts/retokenized_turns": float(sum(rollout.retokenized_turns for rollout in rollouts)),
     }
+
+
+def _info_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The mean of every number that graders and environments have reported, over the rollouts that have it."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.info.items():
+            if isinstance(value, int | float):
+                found.setdefault(f"info/{name}", []).append(float(value))
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
 
 
 def rollout_rows(batch: StepRollouts, update: Update, tokenizer: Any) -> list[dict[str, Any]]:
