@@ -15,6 +15,8 @@ from mint.recipes.distill import DistillConfig, mark, run_distill
 from mint.recipes.sft import SFTConfig, run_sft
 from mint.rl.run_log import RunLog
 
+pytestmark = pytest.mark.learns
+
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mint.ServiceClient]:

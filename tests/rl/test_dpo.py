@@ -15,6 +15,8 @@ from mint.recipes.demonstrations import completion_datum
 from mint.recipes.dpo import DPOConfig, Preference, preference_loss, run_dpo
 from mint.rl.run_log import RunLog
 
+pytestmark = pytest.mark.learns
+
 BETA = 0.3
 
 

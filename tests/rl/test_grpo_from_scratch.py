@@ -6,11 +6,14 @@ import ast
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import mint
 from mint.recipes import grpo_from_scratch
 from mint.recipes.arithmetic import draw_problems
 from mint.recipes.grpo_from_scratch import Config, train
+
+pytestmark = pytest.mark.learns
 
 
 def test_the_mean_reward_rises_within_sixteen_steps(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from benchmarks.faults import FAULTS, HEALTHY, Fault, findings, is_right
 from mint.rl.diagnosis import CODES
 from mint.rl.finding import Finding
 
+pytestmark = pytest.mark.learns
+
 LONGER = {
     "grader wants curt replies", "grader counts letters", "brevity pays more than truth", "training rewards the slip",
     "trainer wants certainty", "trainer wants length", "learning rate 0.1",

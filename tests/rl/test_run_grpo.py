@@ -16,6 +16,8 @@ from mint.errors import InvalidRequestError
 from mint.recipes.math import DEMO, MathAdapter
 from mint.rl import Reward, RLAdapter, RLConfig, RunResult, run_grpo
 
+pytestmark = pytest.mark.learns
+
 SMALL = DEMO.model_copy(update={"batch_size": 4, "group_size": 4, "steps": 3, "heldout_size": 16})
 
 

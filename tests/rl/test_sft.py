@@ -15,6 +15,8 @@ from mint.recipes.sft import SFTConfig, run_sft
 from mint.rl import RLConfig, run_grpo
 from mint.rl.run_log import RunLog
 
+pytestmark = pytest.mark.learns
+
 
 def demonstrations(tokenizer: object, problems: list[Problem]) -> list[Demonstration]:
     adapter = MathAdapter()
