@@ -1,6 +1,6 @@
 """Learning per sample and per second: mint's `run_grpo` against TRL's `GRPOTrainer`, whole runs of the same task.
 
-    python benchmarks/learning.py [--seeds 3] [--steps 80] [--threads 1] [--peer trl] [--peer trl-best] > rows.jsonl
+    python benchmarks/learning.py [--seeds 3] [--steps 60] [--threads 1] [--peer trl] [--peer trl-best] > rows.jsonl
     python benchmarks/learning.py --read rows.jsonl     summarises and plots earlier rows again
 
 One process for each run, one run at a time, sides in turns. JSON lines on stdout: one for each (side, seed), then one
@@ -301,7 +301,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peer", action="append", choices=list(PEERS))
     parser.add_argument("--plot", type=Path, default=Path(__file__).parent.parent / "docs" / "learning.png")

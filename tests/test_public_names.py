@@ -30,9 +30,10 @@ def test_the_public_names_of_mint_are_exactly_these() -> None:
 
 def test_the_public_names_of_the_rl_library_are_exactly_these() -> None:
     assert rl.__all__ == [
-        "Estimate", "Examination", "Finding", "Group", "LiveProgress", "Message", "MessageEnv", "MessageEnvAdapter",
-        "MessageStepResult", "PairwiseJudge", "RLAdapter", "RLConfig", "Reward", "Rollout", "Rubric", "RunRecord",
-        "RunResult", "Task", "Tool", "ToolEnv", "Turn", "UnsupportedError", "diagnose", "examine", "run_grpo", "tool",
+        "Costs", "Estimate", "Examination", "Finding", "Group", "LiveProgress", "Message", "MessageEnv",
+        "MessageEnvAdapter", "MessageStepResult", "PairwiseJudge", "RLAdapter", "RLConfig", "Reward", "Rollout",
+        "Rubric", "RunRecord", "RunResult", "Search", "Task", "Tool", "ToolEnv", "Turn", "UnsupportedError",
+        "calculator", "diagnose", "examine", "run_grpo", "tool",
     ]  # fmt: skip
 
 

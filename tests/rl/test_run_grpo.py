@@ -230,6 +230,16 @@ def test_a_run_starts_from_the_checkpoint_of_another() -> None:
     assert mean["on"] > mean["fresh"]
 
 
+def test_a_run_goes_on_with_a_clipped_loss_and_the_same_optimizer() -> None:
+    first = run_grpo(ManyDigits(), small(steps=3))
+    changed = {"steps": 1, "init_from": first.checkpoint, "loss_fn": "ppo", "learning_rate": 1e-4}
+    kept = run_grpo(ManyDigits(), small(**changed, init_optimizer=True))
+    assert rows(kept, "metrics.jsonl")[0]["optim/step"] == 4.0
+    assert rows(run_grpo(ManyDigits(), small(**changed)), "metrics.jsonl")[0]["optim/step"] == 1.0
+    with pytest.raises(InvalidRequestError, match="init_optimizer"):
+        run_grpo(ManyDigits(), small(init_optimizer=True))
+
+
 def test_training_samples_that_are_held_out_are_left_out_and_the_run_says_so() -> None:
     class Leaks(ManyDigits):
         def build_heldout(self) -> Sequence[str]:

@@ -13,10 +13,11 @@ from mint.rl.progress import LiveProgress
 from mint.rl.reward import Reward, UnsupportedError
 from mint.rl.rollouts import Group, Rollout, Turn
 from mint.rl.rubric import Rubric
-from mint.rl.tool_env import ToolEnv
-from mint.rl.tools import Tool, tool
+from mint.rl.tool_env import Costs, ToolEnv
+from mint.rl.tools import Search, Tool, calculator, tool
 
 __all__ = [
+    "Costs",
     "Estimate",
     "Examination",
     "Finding",
@@ -34,11 +35,13 @@ __all__ = [
     "Rubric",
     "RunRecord",
     "RunResult",
+    "Search",
     "Task",
     "Tool",
     "ToolEnv",
     "Turn",
     "UnsupportedError",
+    "calculator",
     "diagnose",
     "examine",
     "run_grpo",

@@ -52,7 +52,9 @@ class RLConfig(BaseModel):
     steps: int = Field(10, ge=0)
     seed: int = Field(0, ge=0)
     init_from: str | None = None
-    """A checkpoint (`mint://…`) to start from, for example that of an SFT run; the optimizer starts afresh."""
+    """A checkpoint (`mint://…`) to start from, for example that of an SFT run."""
+    init_optimizer: bool = False
+    """Whether the optimizer of `init_from` goes on, too: for a run that continues with other settings."""
     save_every: int = Field(10, ge=1)
     """Steps between resumable checkpoints; the last step is always saved."""
     run_dir: Path | None = None

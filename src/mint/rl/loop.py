@@ -113,6 +113,13 @@ def default_run_dir(task: str) -> Path:
 
 
 def _check(config: RLConfig) -> None:
+    if config.init_optimizer and config.init_from is None:
+        raise InvalidRequestError(
+            "needs init_from",
+            field="RLConfig.init_optimizer",
+            value=True,
+            remedy="Name the checkpoint, or leave it out",
+        )
     if config.curriculum and config.max_staleness:
         raise InvalidRequestError(
             "cannot be combined with curriculum: what was solved is not known yet when samples are drawn ahead",
@@ -226,6 +233,8 @@ class _Run:
         config = self.config
         if point is not None:
             return self.service.create_training_client_from_state_with_optimizer(point.checkpoint)
+        if config.init_from is not None and config.init_optimizer:
+            return self.service.create_training_client_from_state_with_optimizer(config.init_from)
         if config.init_from is not None:
             return self.service.create_training_client_from_state(config.init_from)
         return self.service.create_lora_training_client(
