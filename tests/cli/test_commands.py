@@ -1,0 +1,132 @@
+"""The commands around a run, as a script uses them: the last line of stdout is JSON, errors are one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from mint.cli import app
+
+ROWS = [{"prompt": f"Q: What is {a} + {b}?\nA:", "answer": str(a + b)} for a in range(12, 24) for b in range(30, 38)]
+PAIRS = [{"prompt": row["prompt"], "chosen": f" {row['answer']}", "rejected": " 7"} for row in ROWS]
+SETTINGS = ("prompt_style=plain", "batch_size=4", "group_size=4", "max_tokens=6", "heldout_size=7")
+
+
+def mint(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def last_line(*arguments: str) -> Any:
+    result = mint(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def _shared_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MINT_HOME", str(home))
+    yield
+
+
+@pytest.fixture(scope="module")
+def prompts(home: Path) -> str:
+    path = home / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return f"file:{path}"
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path, prompts: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINT_HOME", str(home))
+        patch.setenv("MINT_THREADS", "1")
+        return last_line("train", "rl", f"task={prompts}", "steps=4", "save_every=1", "lr=2e-3", *SETTINGS)
+
+
+def test_a_file_of_prompts_is_trained_on_and_reported(trained: dict[str, Any]) -> None:
+    assert (trained["steps"], trained["samples"]) == (4, 4 * 16)
+    assert trained["heldout_after"]["0"]["n"] == 7  # what the hash holds out
+    assert trained["checkpoint"].startswith("mint://")
+
+
+def test_a_run_can_be_stepped_into_again(trained: dict[str, Any], prompts: str) -> None:
+    again = last_line(
+        "train", "rl", f"task={prompts}", "steps=4", "save_every=1", "lr=2e-3", *SETTINGS,
+        "--run-dir", trained["run_dir"], "--resume",
+    )  # fmt: skip
+    assert again["checkpoint"] == trained["checkpoint"]
+    assert again["heldout_after"] == trained["heldout_after"]
+
+
+def test_a_checkpoint_and_a_base_model_are_read_on_a_task(trained: dict[str, Any], prompts: str) -> None:
+    after = last_line("eval", trained["checkpoint"], prompts, *SETTINGS, "heldout_samples=4")
+    assert after["0"]["mean"] == trained["heldout_after"]["0"]["mean"]
+    assert after["1"]["pass_at"].keys() == {"1", "2", "4"}
+    base = last_line("eval", "mint/tiny", prompts, *SETTINGS)
+    assert base["0"]["mean"] == trained["heldout_before"]["0"]["mean"]
+
+
+def test_a_run_is_diagnosed_with_its_ledger(trained: dict[str, Any]) -> None:
+    found = last_line("diagnose", trained["run_dir"])
+    assert all(finding["severity"] != "error" for finding in found["findings"])
+    ledger = found["ledger"]
+    assert ledger["generated"] >= ledger["graded"] >= ledger["informative"] >= ledger["trained"] > 0
+
+
+def test_bisect_reads_only_what_it_needs(trained: dict[str, Any]) -> None:
+    found = last_line("bisect", trained["run_dir"], "--metric", "success")
+    assert found["verdict"] in ("none", "uncertain", "found")
+    assert found["evaluations"] <= 4
+    wrong = mint("bisect", trained["run_dir"], "--metric", "vibes")
+    assert wrong.exit_code == 1
+    assert "heldout_sampled" in wrong.output
+
+
+def test_doctor_and_plan_agree_on_what_to_expect(prompts: str) -> None:
+    examined = last_line("doctor", prompts, "prompt_style=plain", "--prompts", "16", "--samples", "4")
+    assert examined["verdict"] == "go"
+    planned = last_line("plan", "--pass-rate", "0.5")
+    assert {one["group_size"]: round(one["informative"], 4) for one in planned["options"]}[4] == 0.875
+
+
+@pytest.mark.learns
+def test_the_other_levers_run_from_the_command_line(home: Path, prompts: str) -> None:
+    pairs = home / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    sft = last_line("train", "sft", f"task={prompts}", "prompt_style=plain", "epochs=1")
+    assert sft["after"]["loss"][0] < sft["before"]["loss"][0]
+    dpo = last_line("train", "dpo", f"data={pairs}", "prompt_style=plain")
+    assert dpo["after"]["loss"][0] < dpo["before"]["loss"][0]
+    words = (f"task={prompts}", "prompt_style=plain", f"teacher={sft['sampler_checkpoint']}", "steps=3")
+    assert last_line("train", "distill", *words)["checkpoint"].startswith("mint://")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("train", "rl"), "task"),
+        (("train", "rl", "task=nope"), "reasoning_gym:NAME"),
+        (("train", "rl", "task=math", "steps=abc"), "RLConfig.steps"),
+        (("train", "rl", "task=math", "setps=3"), "did you mean steps"),
+        (("train", "rl", "steps"), "key=value"),
+        (("train", "sft", "task=tools"), "several turns"),
+        (("train", "dpo"), "data"),
+        (("diagnose", "nowhere"), "holds no run"),
+        (("eval", "mint://nobody:train:0/weights/none", "math"), "nobody"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(words: tuple[str, ...], said: str) -> None:
+    result = mint(*words)
+    assert result.exit_code == 1
+    assert said in result.output
+    assert "Traceback" not in result.output
