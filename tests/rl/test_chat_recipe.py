@@ -111,15 +111,6 @@ def test_penalties_come_off_the_rubric_and_off_the_judge() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_demo_lifts_the_rubric_with_intervals_that_do_not_overlap(seed: int, tmp_path: Path) -> None:
-    result = run_grpo(ChatAdapter(seed=seed), DEMO.model_copy(update={"seed": seed, "run_dir": tmp_path / "run"}))
-    for temperature in (0.0, 1.0):
-        assert result.heldout_before[temperature].high < 0.8
-        assert result.heldout_after[temperature].low > 0.95
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_judge_with_a_hidden_length_bias_teaches_without_length_running_away(seed: int, tmp_path: Path) -> None:
     asked = {question.text: question for side in (False, True) for question in questions(heldout=side)}

@@ -98,15 +98,6 @@ def test_the_bundled_model_calls_the_calculator_about_every_second_time_and_call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_policy_learns_to_call_the_calculator(seed: int) -> None:
-    result = run_grpo(ToolsAdapter(seed=seed), DEMO.model_copy(update={"seed": seed, "heldout_size": 256}))
-    for temperature, before in result.heldout_before.items():
-        assert result.heldout_after[temperature].low > before.high
-    assert result.max_abs_logprob_diff <= 1e-5
-
-
-@pytest.mark.slow
 def test_calls_that_cost_more_than_they_bring_are_given_up() -> None:
     adapter = ToolsAdapter(costs=Costs(per_call=1.5, at_most=2.0))
     result = run_grpo(adapter, DEMO.model_copy(update={"steps": 10, "heldout_size": 64}))

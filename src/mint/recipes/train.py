@@ -14,9 +14,10 @@ from rich.console import Console
 from mint.errors import InvalidRequestError
 from mint.recipes.levers import LEVERS
 from mint.recipes.tasks import TaskChoice, load_task
-from mint.rl import LiveProgress, RLConfig, run_grpo
+from mint.rl import Estimate, LiveProgress, RLConfig, RunResult, Task, run_grpo
 from mint.rl.afterwards import read_config
 from mint.rl.plot import plot_run
+from mint.rl.readings import GREEDY, SAMPLED
 from mint.rl.report import print_run
 from mint.rl.run_log import RunLog
 
@@ -73,29 +74,49 @@ def _train_rl(
         words["unsafe_sandbox"] = True
     with chosen(task, words) as choice:
         config = choice.config.model_copy(update={"run_dir": run_dir})
-        with LiveProgress(config.steps, console=console) as progress:
-            result = run_grpo(choice.adapter, config, resume=resume, on_progress=progress)
+        result = run_watched(
+            choice.adapter, config, resume=resume, console=console, title=f"{task}: {config.base_model}"
+        )
+    print_run(console, result, RunLog(result.run_dir).read("evaluations.jsonl"))
+    return report(task, config, result)
+
+
+def run_watched(adapter: Task, config: RLConfig, *, resume: bool, console: Console, title: str) -> RunResult:
+    """`run_grpo` with live progress on `console`, and the curve as `curve.png` in the run folder."""
+    with LiveProgress(config.steps, console=console) as progress:
+        result = run_grpo(adapter, config, resume=resume, on_progress=progress)
     log = RunLog(result.run_dir)
-    plot_run(
-        result.run_dir / "curve.png",
-        log.read("metrics.jsonl"),
-        log.read("evaluations.jsonl"),
-        title=f"{task}: {config.base_model}",
-    )
-    print_run(console, result, log.read("evaluations.jsonl"))
+    plot_run(result.run_dir / "curve.png", log.read("metrics.jsonl"), log.read("evaluations.jsonl"), title=title)
+    return result
+
+
+def report(task: str, config: RLConfig, result: RunResult) -> dict[str, Any]:
+    """The JSON object of `mint demo --json` and `mint train rl --json`. `heldout_before` and `heldout_after` are greedy,
+    `…_sampled` at temperature 1; None where nothing is held out."""
+
+    def reading(readings: Mapping[float, Estimate], temperature: float) -> dict[str, Any] | None:
+        return readings[temperature].to_dict() if temperature in readings else None
+
     return {
         "task": task,
         "base_model": config.base_model,
         "seed": config.seed,
         "steps": result.steps,
         "seconds": round(result.seconds, 3),
+        "seconds_setup": round(result.seconds_setup, 3),
         "samples": result.samples,
-        "heldout_before": {f"{temperature:g}": one.to_dict() for temperature, one in result.heldout_before.items()},
-        "heldout_after": {f"{temperature:g}": one.to_dict() for temperature, one in result.heldout_after.items()},
+        "tokens": result.tokens,
+        "heldout_before": reading(result.heldout_before, GREEDY),
+        "heldout_after": reading(result.heldout_after, GREEDY),
+        "heldout_before_sampled": reading(result.heldout_before, SAMPLED),
+        "heldout_after_sampled": reading(result.heldout_after, SAMPLED),
+        "sampler_trainer_max_abs_logprob_diff": result.max_abs_logprob_diff,
         "findings": [finding.to_dict() for finding in result.findings],
+        "stopped_by": result.stopped_by,
         "checkpoint": result.checkpoint,
         "best_checkpoint": result.best_checkpoint,
         "sampler_checkpoint": result.sampler_checkpoint,
+        "state_digest": result.state_digest,
         "run_dir": str(result.run_dir),
     }
 
