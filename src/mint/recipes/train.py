@@ -91,7 +91,7 @@ def run_watched(adapter: Task, config: RLConfig, *, resume: bool, console: Conso
 
 
 def report(task: str, config: RLConfig, result: RunResult) -> dict[str, Any]:
-    """The JSON object of `mint demo --json` and `mint train rl --json`. `heldout_before` and `heldout_after` are greedy,
+    """The JSON object of `mint demo` and `mint train rl` with `--json`. `heldout_before`, `heldout_after` are greedy,
     `…_sampled` at temperature 1; None where nothing is held out."""
 
     def reading(readings: Mapping[float, Estimate], temperature: float) -> dict[str, Any] | None:

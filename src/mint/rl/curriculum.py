@@ -17,7 +17,13 @@ Standing = Literal["unseen", "too_hard", "in_band", "solved", "retired"]
 
 STANDINGS: tuple[Standing, ...] = ("unseen", "too_hard", "in_band", "solved", "retired")
 
-SPARE_ORDER: tuple[Standing, ...] = ("in_band", "unseen", "too_hard", "solved", "retired")
+Pool = Standing | Literal["resting"]
+"""What picks are made from: `resting` are the items of the band that were asked a few steps ago."""
+
+REST_STEPS = 8
+"""Steps for which an item of the band rests: asked again and again, a few items are learned by heart, not the task."""
+
+SPARE_ORDER: tuple[Pool, ...] = ("in_band", "unseen", "resting", "too_hard", "solved", "retired")
 """Where a pick comes from when its own kind has run out. A rare success on a hard item teaches more than a rare failure
 on a solved one."""
 
@@ -131,20 +137,23 @@ class Curriculum:
             curriculum._asked[item] = asked
         return curriculum
 
-    def _pools(self, step: int | None, random: np.random.Generator) -> dict[Standing, list[int]]:
+    def _pools(self, step: int | None, random: np.random.Generator) -> dict[Pool, list[int]]:
         """The items by standing, the next one last; without those that were asked in `step` already."""
-        pools: dict[Standing, list[int]] = {name: [] for name in STANDINGS}
+        pools: dict[Pool, list[int]] = {name: [] for name in SPARE_ORDER}
         shuffled = random.permutation(self.size)
         for item in shuffled[np.argsort(-self._asked[shuffled], kind="stable")].tolist():
-            if step is None or self._asked[item] != step:
-                pools[self.standing(item)].append(item)
+            if step is not None and self._asked[item] == step:
+                continue
+            standing = self.standing(item)
+            rests = step is not None and standing == "in_band" and step - self._asked[item] < REST_STEPS
+            pools["resting" if rests else standing].append(item)
         return pools
 
-    def _pick(self, pools: Mapping[Standing, list[int]], draw: float) -> int:
+    def _pick(self, pools: Mapping[Pool, list[int]], draw: float) -> int:
         kinds = (*self._kinds(draw), *SPARE_ORDER)
         return next(pools[kind].pop() for kind in kinds if pools[kind])
 
-    def _kinds(self, draw: float) -> tuple[Standing, ...]:
+    def _kinds(self, draw: float) -> tuple[Pool, ...]:
         """Which kinds a uniform draw from [0, 1) asks for first."""
         if draw < self.retest_share / 2:
             return ("solved", "retired")
