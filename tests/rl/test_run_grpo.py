@@ -289,3 +289,34 @@ def test_a_collapse_ends_the_run_or_returns_to_the_best_weights_as_asked(on_coll
     if on_collapse == "rollback":
         assert result.checkpoint == result.best_checkpoint
         assert result.heldout_after[0.0].mean >= result.heldout_before[0.0].mean
+
+
+def test_the_kl_reference_may_be_a_checkpoint() -> None:
+    first = run_grpo(ManyDigits(), small(steps=6))
+    from_there = small(
+        steps=2, init_from=first.checkpoint, kl_penalty_coef=0.1, kl_reference=first.sampler_checkpoint, seed=1
+    )
+    own = rows(run_grpo(ManyDigits(), from_there), "metrics.jsonl")
+    base = rows(run_grpo(ManyDigits(), from_there.model_copy(update={"kl_reference": None})), "metrics.jsonl")
+    assert own[0]["kl/policy_reference_k3"] == pytest.approx(0.0, abs=1e-6)
+    assert own[1]["kl/policy_reference_k3"] > 0
+    assert base[0]["kl/policy_reference_k3"] > 0.01
+
+
+def test_a_run_with_a_curriculum_and_refills_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    config = SMALL.model_copy(
+        update={"steps": 4, "save_every": 2, "curriculum": True, "dynamic_sampling": True, "heldout_size": 0}
+    )
+    clean = run_grpo(MathAdapter(seed=0), config.model_copy(update={"run_dir": tmp_path / "clean"}))
+
+    def stop_after_three(event: str, fields: dict[str, Any]) -> None:
+        if event == "step" and fields["step"] == 3:
+            raise KeyboardInterrupt
+
+    again = config.model_copy(update={"run_dir": tmp_path / "stopped"})
+    with pytest.raises(KeyboardInterrupt):
+        run_grpo(MathAdapter(seed=0), again, on_progress=stop_after_three)
+    resumed = run_grpo(MathAdapter(seed=0), again, resume=True)
+    assert resumed.state_digest == clean.state_digest
+    assert rows(resumed, "rollouts.jsonl") == rows(clean, "rollouts.jsonl")
+    assert rows(resumed, "metrics.jsonl") == rows(clean, "metrics.jsonl")
