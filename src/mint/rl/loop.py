@@ -98,10 +98,13 @@ def run_grpo(
     task = adapter if isinstance(adapter, MessageEnvAdapter) else as_adapter(adapter)
     config = config or RLConfig.from_env()
     _check(config)
-    if service_client is not None:
-        return _Run(task, config, service_client, on_progress).run(resume=resume)
-    with ServiceClient() as owned:
-        return _Run(task, config, owned, on_progress).run(resume=resume)
+    try:
+        if service_client is not None:
+            return _Run(task, config, service_client, on_progress).run(resume=resume)
+        with ServiceClient() as owned:
+            return _Run(task, config, owned, on_progress).run(resume=resume)
+    finally:
+        task.close()
 
 
 def default_run_dir(task: str) -> Path:
@@ -158,11 +161,18 @@ class _Run:
         self.stopped_by: str | None = None
 
     def run(self, *, resume: bool) -> RunResult:
+        try:
+            return self._run(resume=resume)
+        finally:
+            self.calls.close()
+
+    def _run(self, *, resume: bool) -> RunResult:
         began = time.monotonic()
         config = self.config
-        heldout = list(self.task.build_heldout())[: config.heldout_size]
+        closed = list(self.task.build_heldout())
+        heldout = closed[: config.heldout_size]
         self.has_heldout = bool(heldout)
-        dataset, left_out = without_heldout(self.task, self.task.build_dataset(), heldout)
+        dataset, left_out = without_heldout(self.task, self.task.build_dataset(), closed)
         if not dataset:
             what = f"has nothing but its {left_out} held-out samples" if left_out else "is empty"
             raise InvalidRequestError(
@@ -182,7 +192,7 @@ class _Run:
         )
         self._restore(point)
         if left_out:
-            self._note(_left_out(left_out, len(heldout)))
+            self._note(_left_out(left_out, len(closed)))
         if isinstance(self.task, MessageEnvAdapter) and (rewrites := check_template(self.tokenizer)) is not None:
             self._note(rewrites)
         before, before_rollouts = self._read("before", 0)
@@ -195,8 +205,6 @@ class _Run:
         after, after_rollouts = self._read("after", last)
         if self.history:
             self._diagnose(last, [], over=True)
-        self.calls.close()
-        self.task.close()
         return RunResult(
             run_dir=self.log.folder,
             checkpoint=checkpoint,
