@@ -1,6 +1,6 @@
 """Plants each fault that an RL run can have into a real run on mint/tiny, and shows what diagnosis says of it.
 
-    python benchmarks/faults.py [--seeds N] [--only NAME …] [--json]
+    python benchmarks/faults.py [--seed N] [--seeds N] [--only NAME …] [--json]
 
 The table: fault planted × codes found; then the healthy runs (`--seeds`, ten by default), which must raise no error.
 The exit status is 1 if a fault is not found, if another error is raised beside it, or if a healthy run raises one.
@@ -409,10 +409,11 @@ def main() -> int:
     """Prints the table; 0 if all is as it must be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=10, help="healthy runs")
+    parser.add_argument("--seed", type=int, default=0, help="of the planted runs")
     parser.add_argument("--only", nargs="*", help="names of faults")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    chosen = [(one, 0) for one in FAULTS if not arguments.only or one.name in arguments.only]
+    chosen = [(one, arguments.seed) for one in FAULTS if not arguments.only or one.name in arguments.only]
     if not arguments.only:
         chosen += [(HEALTHY, seed) for seed in range(arguments.seeds)]
     rows = []
