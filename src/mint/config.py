@@ -86,6 +86,15 @@ def read_settings() -> Settings:
         raise InvalidRequestError(first["msg"], field=variable, value=first.get("input")) from error
 
 
+def let_waiting_threads_sleep() -> None:
+    """Shortens how long OpenMP's threads spin before they give their core away; to be called before torch is loaded.
+
+    The default spins for so long that, where another program holds a core, two threads are several times slower than
+    one. On a quiet machine the difference is within the noise. A variable that is set already is left alone.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+
 _RL_VARIABLES: dict[str, tuple[str, type]] = {
     "MINT_BASE_MODEL": ("base_model", str),
     "MINT_LORA_RANK": ("rank", int),

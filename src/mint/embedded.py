@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from mint.config import Settings, read_settings
+from mint.config import Settings, let_waiting_threads_sleep, read_settings
 from mint.engine.protocol import Engine
 from mint.errors import MissingExtraError
 
@@ -70,6 +70,7 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
 
 
 def _torch_engine(settings: Settings) -> Engine:
+    let_waiting_threads_sleep()
     try:
         from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
     except ImportError as error:
