@@ -29,7 +29,7 @@ from mint.recipes.arithmetic import Problem, draw_problems
 from mint.recipes.chat import ChatAdapter
 from mint.recipes.math import exact_match
 from mint.recipes.things import Question
-from mint.rl import Reward, RLAdapter, RLConfig, UnsupportedError, run_grpo
+from mint.rl import PairwiseJudge, Reward, RLAdapter, RLConfig, UnsupportedError, run_grpo
 from mint.rl.afterwards import diagnose_run
 from mint.rl.datums import rollout_datums
 from mint.rl.finding import Finding
@@ -323,6 +323,11 @@ class Service(Between):
 # --- the table ----------------------------------------------------------------------------------------------------
 
 
+def judged_by_place() -> RLAdapter:
+    """Half of the reward comes from a judge that prefers whatever it reads first."""
+    return ChatAdapter(judge=PairwiseJudge(lambda prompt, a, b: "a"))
+
+
 @dataclass(frozen=True)
 class Fault:
     """`code` is what diagnosis must say of it; `settings` change `SMALL`; `trainer` stands before the real one;
@@ -350,6 +355,7 @@ FAULTS: tuple[Fault, ...] = (
     fault("grader raises", "grader_failures", graded(raises), steps=3),
     fault("grader raises on 1 of 4", "grader_failures", graded(raises_sometimes), steps=4),
     fault("grader hangs", "grader_timeouts", graded(hangs), steps=3, grader_timeout_s=0.1, heldout_size=0),
+    fault("judge prefers the first place", "judge_unreliable", judged_by_place, steps=3, max_tokens=48),
     fault("grader cannot judge", "unsupported_rewards", graded(cannot_judge), steps=3),
     fault("reward out of its range", "reward_out_of_range", graded(out_of_range, reward_range=(0.0, 1.0)), steps=3),
     fault("reward of 1e38", "nonfinite_or_skipped_steps", graded(lambda *of: 1e38 * right(*of)), steps=2),
