@@ -9,6 +9,9 @@ from typing import Any
 from mint.rl.message_env import MessageEnv
 from mint.rl.reward import Reward, RewardRange
 
+SUCCESS_TOLERANCE = 1e-9
+"""What a sum of named parts may lose to rounding."""
+
 Answered = float | Reward
 """What a grader gives for one completion."""
 
@@ -47,6 +50,10 @@ class Task(ABC):
     def sample_key(self, sample: Any) -> str:
         """What makes a sample the same as another: the text that is hashed, `repr` by default."""
         return repr(sample)
+
+    def is_success(self, reward: float) -> bool:
+        """Whether a rollout with this reward has solved its sample."""
+        return reward >= self.success_reward - SUCCESS_TOLERANCE
 
     def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
         """Called after each step with all rewards of the step and the number of datums trained on."""

@@ -22,7 +22,7 @@ from mint.rl.adapter import RLAdapter, Task
 from mint.rl.calls import CallPool
 from mint.rl.completions import as_adapter, collect_groups
 from mint.rl.config import RLConfig, mix_seed
-from mint.rl.evaluation import SUCCESS_TOLERANCE, interval
+from mint.rl.evaluation import interval
 from mint.rl.grading import Grade, grade_single
 from mint.rl.planner import GROUP_SIZES, plan
 from mint.rl.rollouts import Group, Rollout
@@ -147,7 +147,7 @@ class _Asker:
 
     def is_success(self, reward: float | None) -> bool:
         """Whether the reward counts as a success."""
-        return reward is not None and reward >= self.task.success_reward - SUCCESS_TOLERANCE
+        return reward is not None and self.task.is_success(reward)
 
 
 def _starting_weights(service: ServiceClient, config: RLConfig) -> SamplingClient:

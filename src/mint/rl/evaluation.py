@@ -22,7 +22,6 @@ from mint.rl.rollouts import Group, Rollout
 
 Z95 = 1.959963984540054
 EVALUATION_STREAM = 0x45564C
-SUCCESS_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def estimate(task: Task, groups: Sequence[Group], *, samples: int, temperature: 
     """The reading of a held-out set of which each sample was to have `samples` completions."""
     rewards_NK = [_padded([rollout.reward or 0.0 for rollout in group.rollouts], samples) for group in groups]
     graded = [rollout for group in groups for rollout in group.rollouts if rollout.reward is not None]
-    solved_N = [sum(reward >= task.success_reward - SUCCESS_TOLERANCE for reward in rewards) for rewards in rewards_NK]
+    solved_N = [sum(map(task.is_success, rewards)) for rewards in rewards_NK]
     mean, low, high = interval([float(np.mean(rewards)) for rewards in rewards_NK])
     if task.reward_range is not None:  # the normal interval does not know that a reward is bounded
         low, high = max(low, min(mean, task.reward_range[0])), min(high, max(mean, task.reward_range[1]))

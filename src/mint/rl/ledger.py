@@ -34,11 +34,6 @@ class Ledger:
     def __add__(self, other: Ledger) -> Ledger:
         return Ledger(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
-    @property
-    def trained_share(self) -> float:
-        """Of the generated tokens, those that were trained on."""
-        return self.trained / self.generated if self.generated else 0.0
-
 
 def step_ledger(batch: StepRollouts, update: Update) -> dict[str, float]:
     """The `ledger/*` metrics of one step.

@@ -14,13 +14,6 @@ from mint.rl.ledger import step_ledger
 from mint.rl.rollouts import Group, Rollout
 from mint.rl.updating import Update
 
-SUCCESS_TOLERANCE = 1e-9
-
-
-def is_success(task: Task, reward: float) -> bool:
-    """Whether a rollout with this reward has solved its sample."""
-    return reward >= task.success_reward - SUCCESS_TOLERANCE
-
 
 def success_rate(task: Task, group: Group) -> float | None:
     """How far the group's graded rollouts solve their sample, 0 to 1: the share of successes, partial credit counted
@@ -60,7 +53,7 @@ def _reward_metrics(task: Task, batch: StepRollouts, rollouts: Sequence[Rollout]
         "reward/std": 0.0 if empty else float(rewards.std()),
         "reward/min": 0.0 if empty else float(rewards.min()),
         "reward/max": 0.0 if empty else float(rewards.max()),
-        "success/rate": 0.0 if empty else float(np.mean([is_success(task, reward) for reward in rewards])),
+        "success/rate": 0.0 if empty else float(np.mean([task.is_success(reward) for reward in rewards])),
         **parts,
     }
 
@@ -68,7 +61,7 @@ def _reward_metrics(task: Task, batch: StepRollouts, rollouts: Sequence[Rollout]
 def _group_metrics(task: Task, batch: StepRollouts) -> dict[str, float]:
     ends = [(min(group.rewards), max(group.rewards)) for group in batch.all_groups if len(group.rewards) > 1]
     equal = [low for low, high in ends if low == high]
-    good = sum(is_success(task, reward) for reward in equal)
+    good = sum(map(task.is_success, equal))
     return {
         "groups/total": float(len(batch.all_groups)),
         "groups/used": float(len(ends) - len(equal)),
