@@ -239,6 +239,21 @@ def plan(
 
 
 @app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8500,
+    data_dir: Annotated[Path | None, typer.Option(help="journal and checkpoints; MINT_HOME if not given")] = None,
+) -> None:
+    """Serves the API over HTTP: set MINT_BASE_URL to its address, and loops run there unchanged."""
+    from mint.serving import serve as run_server  # deferred: loads the service and its database
+
+    try:
+        run_server(host=host, port=port, data_dir=data_dir)
+    except MintError as error:
+        _fail(error)
+
+
+@app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help="mint://MODEL/weights/NAME or …/sampler_weights/NAME")],
     output: Annotated[Path, typer.Option(help="the folder to write; must not exist")],

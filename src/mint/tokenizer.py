@@ -24,7 +24,7 @@ def load_tokenizer(tokenizer_id: str, base_model: str) -> Any:
         MissingExtraError: transformers is not installed.
         NotFoundError: neither a folder nor a reachable name.
     """
-    source = tokenizer_id if Path(tokenizer_id).is_dir() else base_model
+    source = tokenizer_id if tokenizer_id and Path(tokenizer_id).is_dir() else base_model
     if source not in _TOKENIZERS:
         _TOKENIZERS[source] = _load(source)
     return _TOKENIZERS[source]

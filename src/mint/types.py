@@ -12,7 +12,16 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from mint.errors import InvalidRequestError
 
@@ -292,6 +301,18 @@ class LoraConfig(_Params):
     train_attn: bool = True
 
 
+def _show(path: str) -> str:
+    return "mint://" + path.removeprefix("tinker://") if path.startswith("tinker://") else path
+
+
+def _send(path: str) -> str:
+    return "tinker://" + path.removeprefix("mint://") if path.startswith("mint://") else path
+
+
+CheckpointUri = Annotated[str, AfterValidator(_show), PlainSerializer(_send)]
+"""A checkpoint's path: `mint://…` in Python, `tinker://…` on the wire, as every client of this protocol reads it."""
+
+
 # --- results -----------------------------------------------------------------------------------------------------
 
 
@@ -310,15 +331,20 @@ class UntypedPromise(_Result):
 
 
 class CreateSessionResponse(_Result):
-    """A new session."""
+    """A new session; the messages are for people."""
 
     session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+    type: str = "create_session"
 
 
 class CreateModelResponse(_Result):
     """A new model."""
 
     model_id: str
+    type: str = "create_model"
 
 
 class ModelData(_Result):
@@ -336,6 +362,8 @@ class GetInfoResponse(_Result):
     model_data: ModelData
     is_lora: bool = True
     lora_rank: int
+    model_name: str | None = None
+    type: str = "get_info"
     effective: dict[str, Any] = Field(default_factory=dict)
     """alpha, scale, seed, trained modules and parameter count, dtype, context length, vocabulary size, threads."""
 
@@ -360,27 +388,31 @@ class OptimStepResponse(_Result):
 class SaveWeightsResponse(_Result):
     """Where the checkpoint is: `mint://{model_id}/weights/{name}`."""
 
-    path: str
+    path: CheckpointUri
+    type: str = "save_weights"
 
 
 class SaveWeightsForSamplerResponse(_Result):
     """A path (named save) or a sampling session (published in memory)."""
 
-    path: str | None = None
+    path: CheckpointUri | None = None
     sampling_session_id: str | None = None
+    type: str = "save_weights_for_sampler"
 
 
 class LoadWeightsResponse(_Result):
     """The loaded checkpoint, and the model that holds it now."""
 
-    path: str
+    path: CheckpointUri
     model_id: str | None = None
+    type: str = "load_weights"
 
 
 class CreateSamplingSessionResponse(_Result):
     """A new sampler."""
 
     sampling_session_id: str
+    type: str = "create_sampling_session"
 
 
 class SamplerInfo(_Result):
@@ -388,8 +420,8 @@ class SamplerInfo(_Result):
 
     sampler_id: str
     base_model: str
-    model_path: str | None = None
-    tokenizer_id: str
+    model_path: CheckpointUri | None = None
+    tokenizer_id: str | None = None
 
 
 class SampledSequence(_Result):

@@ -12,6 +12,7 @@ from typing import Any
 from mint import wire
 from mint.engine.fake_engine import POISON_TOKEN, FakeEngine
 from mint.errors import MintError, from_wire
+from mint.server.callers import LOCAL
 from mint.server.service import Service
 
 BASE = "mint/tiny"
@@ -44,7 +45,7 @@ class Harness:
 
     def __init__(self, service: Service, session_id: str | None = None) -> None:
         self.service = service
-        self.session_id = session_id or service.create_session(b"{}").session_id
+        self.session_id = session_id or service.create_session(LOCAL, b"{}").session_id
 
     def create_model(self, number: int = 0, *, seed: int | None = 7, rank: int = 8, **lora: Any) -> str:
         config = {"rank": rank, **({} if seed is None else {"seed": seed}), **lora}
@@ -52,7 +53,7 @@ class Harness:
         return self.wait(self.submit("create_model", body))["model_id"]
 
     def submit(self, kind: str, body: dict[str, Any]) -> str:
-        return self.service.submit(kind, json.dumps(body).encode()).request_id
+        return self.service.submit(LOCAL, kind, json.dumps(body).encode()).request_id
 
     def send(self, kind: str, model_id: str, seq_id: int, body: dict[str, Any]) -> str:
         return self.submit(kind, {"model_id": model_id, "seq_id": seq_id, **body})
@@ -62,7 +63,7 @@ class Harness:
 
     def answer(self, request_id: str) -> bytes:
         body = json.dumps({"request_id": request_id}).encode()
-        while (answer := asyncio.run(self.service.retrieve(body))) is None:
+        while (answer := asyncio.run(self.service.retrieve(LOCAL, body))) is None:
             pass
         return answer.body
 
@@ -86,7 +87,7 @@ class Harness:
             "sampling_params": params,
             **fields,
         }
-        return self.wait(self.service.sample(json.dumps(body).encode()).request_id)
+        return self.wait(self.service.sample(LOCAL, json.dumps(body).encode()).request_id)
 
 
 def script(steps: int) -> list[Op]:

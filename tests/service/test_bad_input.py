@@ -10,6 +10,7 @@ import pytest
 from service_harness import BASE, GOOD_PASS, STEP, Harness, datum, failure, open_service, pass_body
 
 from mint.errors import InvalidRequestError, MintError, NotFoundError, PromptTooLongError, UnknownBaseModelError
+from mint.server.callers import LOCAL
 from mint.server.service import Service
 
 NAN, INF = float("nan"), float("inf")
@@ -62,7 +63,6 @@ BAD_PASSES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
     "weight infinite": (policy(weights=[1.0, -INF]), "weights[1]", "-inf", BAD),
     "unknown loss": (pass_body(datum(1, 2, 3), loss="ppo2"), "loss_fn", "ppo2", BAD),
     "unknown setting": (pass_body(loss="ppo", loss_fn_config={"clip_hi": 1.0}), "loss_fn_config", "clip_hi", BAD),
-    "unknown field": ({**GOOD_PASS, "surprise": 1}, "surprise", "1", BAD),
     "not even data": ({"forward_backward_input": 3}, "forward_backward_input", "3", BAD),
 }  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_an_unknown_base_model_lists_what_there_is_and_how_to_add_one(harness: H
 
 def base_sampler(harness: Harness, number: int = 0) -> str:
     body = {"session_id": harness.session_id, "sampling_session_seq_id": number, "base_model": BASE}
-    return harness.service.create_sampling_session(json.dumps(body).encode()).sampling_session_id
+    return harness.service.create_sampling_session(LOCAL, json.dumps(body).encode()).sampling_session_id
 
 
 BAD_SAMPLES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
@@ -171,8 +171,6 @@ BAD_SAMPLES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
     "stops without end": ({"params": {"stop": ["a"] * 65}}, "stop", "65 entries", BAD),
     "stop token unknown": ({"params": {"stop_token_ids": [7, 5000]}}, "stop_token_ids[1]", "5000", BAD),
     "topk absurd": ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs", "5000", BAD),
-    "unknown parameter": ({"params": {"typical_p": 0.5}}, "typical_p", "0.5", BAD),
-    "unknown field": ({"beam_width": 4}, "beam_width", "4", BAD),
 }  # fmt: skip
 
 
@@ -219,9 +217,25 @@ def test_a_bad_checkpoint_path_is_refused(harness: Harness, path: str, kind: typ
 def test_a_sampler_needs_something_to_sample_from(harness: Harness) -> None:
     def create(**fields: Any) -> None:
         body = {"session_id": harness.session_id, "sampling_session_seq_id": 0, **fields}
-        harness.service.create_sampling_session(json.dumps(body).encode())
+        harness.service.create_sampling_session(LOCAL, json.dumps(body).encode())
 
     assert isinstance(failure(create), InvalidRequestError)
     assert isinstance(failure(lambda: create(base_model="nope")), UnknownBaseModelError)
     assert isinstance(failure(lambda: create(model_path="mint://x:train:0/weights/a")), NotFoundError)
     assert isinstance(failure(lambda: harness.sample(f"{harness.session_id}:sample:77", 0)), NotFoundError)
+
+
+def test_what_a_newer_client_says_besides_is_ignored_and_named_in_the_log(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_id = harness.create_model()
+    harness.run("forward_backward", model_id, 1, {**GOOD_PASS, "surprise": 1})
+    assert "surprise" in caplog.text
+    harness.run("optim_step", model_id, 2, {"adam_params": {"learning_rate": 0.1, "nesterov": False}, "seed": None})
+    assert "adam_params.nesterov" in caplog.text
+
+
+def test_what_an_old_client_leaves_out_is_what_the_protocol_says(harness: Harness) -> None:
+    model_id = harness.create_model()
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    assert harness.run("optim_step", model_id, 2, {"adam_params": {}})["metrics"]["learning_rate"] == 1e-4

@@ -10,6 +10,7 @@ import pytest
 from service_harness import GOOD_PASS, STEP, Harness, datum, failure, open_service, pass_body
 
 from mint.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError
+from mint.server.callers import LOCAL
 from mint.server.checkpoints import open_checkpoint
 
 
@@ -30,7 +31,7 @@ def test_a_checkpoint_with_its_optimizer_goes_on_bit_for_bit_in_another_process(
     path = first.run("save_weights", model_id, 3, {"path": "a"})["path"]
     assert path == f"mint://{model_id}/weights/a"
     uninterrupted = step(first, model_id, 4)
-    first.service.finish_session(first.session_id)
+    first.service.finish_session(LOCAL, first.session_id)
     first.service.stop()
 
     second = Harness(open_service(tmp_path))
@@ -127,5 +128,5 @@ def test_users_names_never_become_file_names(harness: Harness) -> None:
     harness.run("forward_backward", model_id, 2, pass_body(datum(1, 2)))
     names = [path.name for path in harness.service.data_dir.rglob("*")]
     assert not [name for name in names if "CON" in name or "train" in name]
-    info = harness.service.weights_info(json.dumps({"tinker_path": f"mint://{model_id}/weights/CON"}).encode())
+    info = harness.service.weights_info(LOCAL, json.dumps({"tinker_path": f"mint://{model_id}/weights/CON"}).encode())
     assert (info.base_model, info.lora_rank, info.train_mlp) == ("mint/tiny", 8, True)

@@ -29,6 +29,7 @@ from mint.errors import (
     SessionEndedError,
     StepRefusedError,
 )
+from mint.server.callers import LOCAL
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -74,7 +75,7 @@ def test_requests_wait_for_the_one_before_them(harness: Harness) -> None:
     async def not_before_its_turn() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await harness.service.retrieve(body)
+                await harness.service.retrieve(LOCAL, body)
 
     asyncio.run(not_before_its_turn())
     harness.run("forward_backward", model_id, 1, GOOD_PASS)
@@ -143,7 +144,7 @@ def test_an_unreadable_place_is_refused_at_the_door(harness: Harness) -> None:
         assert error.field is not None and "seq_id" in error.field
     for body in (b"", b"[]", b"{", b"\xff"):
         with pytest.raises(InvalidRequestError):
-            harness.service.submit("optim_step", body)
+            harness.service.submit(LOCAL, "optim_step", body)
 
 
 def test_an_unknown_model_is_not_found(harness: Harness) -> None:
@@ -156,7 +157,7 @@ def test_a_future_asked_for_after_its_session_has_ended_says_so(harness: Harness
     done = harness.send("forward_backward", model_id, 1, GOOD_PASS)
     harness.wait(done)
     waiting = harness.send("optim_step", model_id, 3, STEP)
-    harness.service.finish_session(harness.session_id)
+    harness.service.finish_session(LOCAL, harness.session_id)
     for call in (
         lambda: harness.wait(done),
         lambda: harness.wait(waiting),
@@ -176,7 +177,7 @@ def test_the_end_of_a_session_leaves_named_checkpoints_only(harness: Harness) ->
     harness.run("save_weights_for_sampler", model_id, 4, {"sampling_session_seq_id": 0})
     data_dir = harness.service.data_dir
     assert list((data_dir / "snapshots").iterdir()) and list((data_dir / "published").iterdir())
-    harness.service.finish_session(harness.session_id)
+    harness.service.finish_session(LOCAL, harness.session_id)
     until = time.monotonic() + 5
     while time.monotonic() < until and (
         list((data_dir / "snapshots").iterdir()) or list((data_dir / "published").iterdir())

@@ -18,6 +18,7 @@ import pytest
 from service_harness import Harness, Op, clean_results, open_service, run_script, script, send_op
 
 from mint.server import training
+from mint.server.callers import LOCAL
 from mint.server.checkpoints import JOURNAL_FILE
 from mint.server.journal import Journal
 from mint.server.recovery import require_live
@@ -63,7 +64,7 @@ def client_run(data_dir: Path, ops: list[Op], seed: int, prepare: Callable[[], N
     known = data_dir / "session"
     if not known.exists():
         written = data_dir / "session.tmp"
-        written.write_text(service.create_session(b"{}").session_id)
+        written.write_text(service.create_session(LOCAL, b"{}").session_id)
         written.rename(known)
     harness = Harness(service, known.read_text())
     model_id = harness.create_model()

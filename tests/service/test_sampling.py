@@ -14,6 +14,7 @@ from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import SampleJob, SampleResult
 from mint.errors import ConflictError, JournalError, NotFoundError, RequestFailedError
 from mint.server import sampling
+from mint.server.callers import LOCAL
 
 
 def publish(harness: Harness, model_id: str, seq_id: int, number: int) -> str:
@@ -115,10 +116,10 @@ def test_a_saved_sampler_samples_as_the_published_one(harness: Harness) -> None:
     published = publish(harness, model_id, 3, 0)
     path = harness.run("save_weights_for_sampler", model_id, 4, {"path": "s"})["path"]
     body = {"session_id": harness.session_id, "sampling_session_seq_id": 1, "model_path": path}
-    saved = harness.service.create_sampling_session(json.dumps(body).encode()).sampling_session_id
+    saved = harness.service.create_sampling_session(LOCAL, json.dumps(body).encode()).sampling_session_id
     one, two = (harness.sample(name, 0, params={"seed": 5}) for name in (published, saved))
     assert one == two
-    info = harness.service.sampler_info(saved)
+    info = harness.service.sampler_info(LOCAL, saved)
     assert (info.base_model, info.model_path) == (BASE, path)
 
 
@@ -153,7 +154,7 @@ def test_a_request_that_breaks_the_engine_fails_alone(tmp_path: Path) -> None:
             "prompt": {"chunks": [{"tokens": [token]}]},
             "sampling_params": {"max_tokens": 2},
         }
-        return harness.service.sample(json.dumps(body).encode()).request_id
+        return harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
 
     requests = [send(0, 5), send(1, 666), send(2, 7)]
     time.sleep(0.05)

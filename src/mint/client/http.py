@@ -35,7 +35,7 @@ from mint.errors import (
     from_wire,
 )
 from mint.types import CreateSessionResponse, UntypedPromise
-from mint.wire import CreateSessionRequest, RetrieveFutureRequest, SessionRequest
+from mint.wire.requests import CreateSessionRequest, RetrieveFutureRequest, SessionRequest
 
 log = logging.getLogger("mint.client")
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from mint.client.futures import APIFuture
 from mint.client.http import Session
 from mint.types import GetServerCapabilitiesResponse, SamplerInfo, WeightsInfoResponse
-from mint.wire import WeightsInfoRequest
+from mint.wire.requests import WeightsInfoRequest
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
 from mint.client.http import Session
 from mint.tokenizer import load_tokenizer
 from mint.types import ModelInput, SampleResponse, SamplerInfo, SamplingParams
-from mint.wire import SampleRequest
+from mint.wire.requests import SampleRequest
 
 
 class SamplingClient(ClientFuture):
@@ -83,7 +83,7 @@ class SamplingClient(ClientFuture):
     def get_tokenizer(self) -> Any:
         """The base model's Hugging Face tokenizer."""
         info = self._known_info(wait(self._session.run(self._get_info()), None))
-        return load_tokenizer(info.tokenizer_id, info.base_model)
+        return load_tokenizer(info.tokenizer_id or "", info.base_model)
 
     async def _sample(self, body: bytes) -> SampleResponse:
         await wait_async(self._made, None)

@@ -19,7 +19,7 @@ from mint.client.training_client import TrainingClient, create_sampler
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.types import CreateModelResponse, GetServerCapabilitiesResponse, LoadWeightsResponse, LoraConfig
-from mint.wire import CreateModelRequest, LoadWeightsRequest
+from mint.wire.requests import CreateModelRequest, LoadWeightsRequest
 
 C = TypeVar("C", bound=ClientFuture)
 

@@ -33,7 +33,7 @@ from mint.types import (
     SaveWeightsResponse,
     TensorData,
 )
-from mint.wire import (
+from mint.wire.requests import (
     CreateSamplingSessionRequest,
     ForwardBackwardInput,
     ForwardBackwardRequest,

@@ -1,4 +1,5 @@
-"""Named checkpoints: `mint://{model_id}/weights/{name}` (with optimizer) and `…/sampler_weights/{name}` (without).
+"""Named checkpoints: `tinker://{model_id}/weights/{name}` (with optimizer) and `…/sampler_weights/{name}`
+(without); `mint://` is the same.
 
 A checkpoint is a folder `checkpoints/<uuid>/` with `weights.safetensors`, perhaps `optimizer.safetensors`, and
 `manifest.json`, written last: a folder without a manifest is no checkpoint. Users' names never become file names.
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,14 @@ from mint.server.journal import CheckpointRow, Journal
 from mint.server.states import read_optimizer, read_weights, write_optimizer, write_weights
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
-_PATH = re.compile(r"(?:mint|tinker)://(?P<model_id>[^/]+)/(?P<kind>weights|sampler_weights)/(?P<name>[^/]+)")
+_PATH = re.compile(
+    r"(?:mint|tinker)://(?P<model_id>[^/]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[^/]+)"
+)
 
 TRAINING = "weights"
 SAMPLER = "sampler_weights"
+EXTERNAL = "external_weights"
+MIN_TTL_S, MAX_TTL_S = 1, 10 * 366 * 24 * 3600
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MANIFEST_FILE = "manifest.json"
@@ -43,8 +49,8 @@ class CheckpointPath:
 
     @property
     def uri(self) -> str:
-        """The path as users see it."""
-        return f"mint://{self.model_id}/{self.kind}/{self.name}"
+        """The path as the wire has it; the SDK shows `mint://`."""
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
     @classmethod
     def parse(cls, path: str) -> CheckpointPath:
@@ -98,6 +104,23 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_ttl(seconds: int | None) -> int | None:
+    """How long a checkpoint is to be kept; None is for ever.
+
+    Raises:
+        InvalidRequestError: not between a second and ten years.
+    """
+    if seconds is not None and not MIN_TTL_S <= seconds <= MAX_TTL_S:
+        remedy = f"Pass {MIN_TTL_S} to {MAX_TTL_S} seconds, or nothing to keep it for good"
+        raise InvalidRequestError("is out of range", field="ttl_seconds", value=seconds, remedy=remedy)
+    return seconds
+
+
+def folder_size(folder: Path) -> int:
+    """The bytes of a checkpoint's files."""
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
 def write_checkpoint(folder: Path, state: ModelState, manifest: Manifest, *, optimizer: bool) -> Manifest:
     """Writes the folder, durable when this returns; the same content again is fine."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,19 +172,18 @@ def read_checkpoint(folder: Path, *, optimizer: bool) -> tuple[Manifest, ModelSt
     return manifest, read_optimizer(folder / OPTIMIZER_FILE, weights)
 
 
-def find_checkpoint(journal: Journal, path: str) -> CheckpointRow:
-    """The row of a path.
+def find_checkpoint(journal: Journal, path: str, *, reader: str | None) -> CheckpointRow:
+    """The row of a path, if `reader` owns it or it is public; None reads everything.
 
     Raises:
         InvalidRequestError: the text is no checkpoint path.
-        NotFoundError: there is no such checkpoint.
+        NotFoundError: there is no such checkpoint for that reader.
     """
     parsed = CheckpointPath.parse(path)
     row = journal.checkpoint(parsed.model_id, parsed.kind, parsed.name)
-    if row is None:
-        raise NotFoundError(
-            "is not a checkpoint of this data directory", field="path", value=path, remedy="See `mint checkpoints list`"
-        )
+    expired = row is not None and row.expires_at is not None and row.expires_at <= time.time()
+    if row is None or expired or (reader is not None and reader != row.owner and not row.public):
+        raise NotFoundError("is not a checkpoint here", field="path", value=path, remedy="See `mint checkpoints list`")
     return row
 
 
@@ -177,7 +199,7 @@ def open_checkpoint(data_dir: Path, path: str) -> tuple[Manifest, dict[str, np.n
         raise NotFoundError("holds no journal", field="data_dir", value=str(data_dir), remedy="Set MINT_HOME")
     journal = Journal(data_dir / JOURNAL_FILE)
     try:
-        row = find_checkpoint(journal, path)
+        row = find_checkpoint(journal, path, reader=None)
     finally:
         journal.close()
     manifest, state = read_checkpoint(data_dir / row.folder, optimizer=False)

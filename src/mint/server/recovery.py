@@ -16,7 +16,7 @@ from mint.server.journal import JobRow, ModelRow, SnapshotRow
 from mint.server.states import read_snapshot
 from mint.server.training import Trainer, TrainingJob
 from mint.types import ForwardBackwardOutput
-from mint.wire import ForwardBackwardRequest, LoadWeightsRequest, OptimStepRequest
+from mint.wire.requests import ForwardBackwardRequest, LoadWeightsRequest, OptimStepRequest
 
 log = logging.getLogger("mint.recovery")
 
@@ -94,17 +94,20 @@ def _redo(trainer: Trainer, job: JobRow) -> None:
             f"model {job.model_id} cannot be restored: no snapshot is good, and request {job.seq_id} is pruned",
             remedy="Load a checkpoint into a new model",
         )
-    request = TrainingJob.decode(job.kind, job.payload)
+    request = TrainingJob.decode(job.kind, job.payload, wire.Encoding(job.encoding))
     match request:
         case ForwardBackwardRequest():
             result = trainer.run_pass(job.model_id, request.forward_backward_input, gradient=True)
-            known = wire.decode(ForwardBackwardOutput, job.result or b"")
-            same = wire.decode(ForwardBackwardOutput, wire.encode(result)).loss_fn_outputs == known.loss_fn_outputs
+            known, again = (
+                wire.decode(ForwardBackwardOutput, wire.result_as_json(body, ForwardBackwardOutput))
+                for body in (job.result or b"", wire.encode_result(result))
+            )
+            same = known.loss_fn_outputs == again.loss_fn_outputs
         case OptimStepRequest():
             same = trainer.step(job.model_id, request)[1] == job.digest
             trainer.live[job.model_id].weights_seq = job.seq_id
         case LoadWeightsRequest():
-            row = checkpoints.find_checkpoint(trainer.journal, request.path)
+            row = checkpoints.find_checkpoint(trainer.journal, request.path, reader=None)
             saved = checkpoints.read_checkpoint(trainer.data_dir / row.folder, optimizer=request.optimizer)
             same = trainer.load(job.model_id, *saved) == job.digest
             trainer.live[job.model_id].weights_seq = job.seq_id

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -29,11 +30,12 @@ from mint.errors import (
 )
 from mint.server import checkpoints
 from mint.server.bases import Bases
+from mint.server.callers import Caller
 from mint.server.futures import Answer, FutureBook
 from mint.server.identities import RequestName, model_id, request_id, sampler_id, seed_root, session_of
 from mint.server.inbox import Inbox
 from mint.server.instances import Instance
-from mint.server.journal import JobRow, Journal, ModelRow, SamplerRow
+from mint.server.journal import JobRow, Journal, ModelRow, RunRow, SamplerRow
 from mint.server.sampling import Samplers, SampleWork
 from mint.server.scheduler import GAP_TIMEOUT_S
 from mint.server.sessions import STALE_S, Sessions
@@ -51,7 +53,7 @@ from mint.types import (
     UntypedPromise,
     WeightsInfoResponse,
 )
-from mint.wire import (
+from mint.wire.requests import (
     CreateSamplingSessionRequest,
     CreateSessionRequest,
     ModelRequest,
@@ -64,6 +66,7 @@ from mint.wire import (
 log = logging.getLogger("mint.service")
 
 LONG_POLL_S = 25.0
+MADE_UP_SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)
 MAX_ATTEMPTS = 5
 """A request in whose run the process has died this often is failed instead of being run again."""
 
@@ -123,19 +126,30 @@ class Service:
 
     # --- sessions ------------------------------------------------------------------------------------------------
 
-    def create_session(self, body: bytes) -> CreateSessionResponse:
+    def create_session(self, caller: Caller, body: bytes) -> CreateSessionResponse:
         """Opens a session."""
         request = wire.decode(CreateSessionRequest, body)
-        return CreateSessionResponse(session_id=self._sessions.create(request.user_metadata))
+        details = request.model_dump(include={"tags", "sdk_version", "project_id", "display_name"}, exclude_none=True)
+        session_id = self._sessions.create(caller.owner, request.user_metadata, details)
+        return CreateSessionResponse(session_id=session_id)
 
-    def heartbeat(self, body: bytes) -> None:
+    def heartbeat(self, caller: Caller, body: bytes) -> None:
         """Keeps a session alive."""
-        self._sessions.require(wire.decode(SessionRequest, body).session_id)
+        self._sessions.require(wire.decode(SessionRequest, body).session_id, caller.owner)
 
-    def finish_session(self, session_id: str) -> None:
+    def finish_session(self, caller: Caller, session_id: str) -> None:
         """Ends a session: its models, futures, published weights and snapshots go; named checkpoints stay."""
-        self._sessions.require(session_id)
+        self._sessions.require(session_id, caller.owner)
         self._end_session(session_id)
+
+    def _require_session(self, caller: Caller, session_id: str) -> None:
+        """As `Sessions.require`; a session that its client has made up without asking is opened.
+
+        MinT's own scripts for raw HTTP do so. An id that is, or was, in use stays whose it is.
+        """
+        if MADE_UP_SESSION.fullmatch(session_id) and not self._sessions.is_known(session_id):
+            self._sessions.create(caller.owner, None, session_id=session_id)
+        self._sessions.require(session_id, caller.owner)
 
     def _end_session(self, session_id: str) -> None:
         if not self._sessions.end(session_id):
@@ -158,7 +172,9 @@ class Service:
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def submit(self, kind: str, body: bytes) -> UntypedPromise:
+    def submit(
+        self, caller: Caller, kind: str, body: bytes, encoding: wire.Encoding = wire.Encoding.JSON
+    ) -> UntypedPromise:
         """Accepts a request that changes a model or reads it in its turn; the same one again gets the same promise.
 
         Raises:
@@ -166,31 +182,39 @@ class Service:
             ConflictError: its place is taken by another request.
             NotFoundError, SessionEndedError: there is no such model.
         """
-        request = TrainingJob.decode(kind, body)
-        owner, place = self._place(kind, body, request)
-        self._sessions.require(session_of(owner))
+        request = TrainingJob.decode(kind, body, encoding)
+        model, place = self._place(kind, body, encoding, request)
+        session_id = session_of(model)
         kind = TrainingJob.kind_of(kind, request)
-        row = JobRow(owner, place, kind, body, hashlib.sha256(kind.encode() + b"\0" + body).hexdigest())
-        new_model = ModelRow(owner, session_of(owner)) if place == 0 else None
-        if new_model is None:
-            self._require_model(owner)
-        name = request_id(owner, place)
-        existing = self.journal.add_job(row, model=new_model)
+        sha256 = hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
+        row = JobRow(model, place, kind, body, sha256, encoding=encoding.value)
+        new_model = run = None
+        now = time.time()
+        if place == 0:
+            self._require_session(caller, session_id)
+            metadata = getattr(request, "user_metadata", None)
+            new_model = ModelRow(model, session_id)
+            run = RunRow(model, session_id, caller.owner, now, now, user_metadata=metadata)
+        else:
+            self._sessions.require(session_id, caller.owner)
+            self._require_model(model)
+        name = request_id(model, place)
+        existing = self.journal.add_job(row, now=now, model=new_model, run=run)
         if existing is None:
             self._enqueue(row, request)
         elif existing.kind != "missing" and existing.sha256 != row.sha256:
             raise ConflictError(
-                f"was used before by another request ({existing.kind}) of {owner}",
+                f"was used before by another request ({existing.kind}) of {model}",
                 field="seq_id" if place else "model_seq_id",
                 value=place,
                 remedy="Count upwards by one for every new request; send a repeated one unchanged",
             )
-        return UntypedPromise(request_id=name, model_id=owner)
+        return UntypedPromise(request_id=name, model_id=model)
 
-    def get_info(self, body: bytes) -> GetInfoResponse:
+    def get_info(self, caller: Caller, body: bytes) -> GetInfoResponse:
         """What a model is, and what took effect."""
         name = wire.decode(ModelRequest, body).model_id
-        self._sessions.require(session_of(name))
+        self._sessions.require(session_of(name), caller.owner)
         row = self.journal.model(name)
         if row is None or row.base_model is None or row.lora is None:
             raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
@@ -201,15 +225,18 @@ class Service:
             model_id=name,
             model_data=ModelData(model_name=row.base_model, tokenizer_id=folder, arch=arch),
             lora_rank=row.lora["rank"],
+            model_name=row.base_model,
             effective=effective,
         )
 
-    def _place(self, kind: str, body: bytes, request: BaseModel | MintError) -> tuple[str, int]:
+    def _place(
+        self, kind: str, body: bytes, encoding: wire.Encoding, request: BaseModel | MintError
+    ) -> tuple[str, int]:
         """The model that a body is for, and its place there; readable even where the rest of the body is wrong."""
         makes_model = kind == "create_model"
         if isinstance(request, MintError):
-            identity = None if makes_model else wire.read_identity(body, "model_id", "seq_id")
-            made = wire.read_identity(body, "session_id", "model_seq_id") if identity is None else None
+            identity = None if makes_model else wire.read_identity(body, "model_id", "seq_id", encoding)
+            made = wire.read_identity(body, "session_id", "model_seq_id", encoding) if identity is None else None
         else:
             identity = _pair(request, "model_id", "seq_id")
             made = _pair(request, "session_id", "model_seq_id")
@@ -242,14 +269,14 @@ class Service:
 
     # --- sampling ------------------------------------------------------------------------------------------------
 
-    def create_sampling_session(self, body: bytes) -> CreateSamplingSessionResponse:
+    def create_sampling_session(self, caller: Caller, body: bytes) -> CreateSamplingSessionResponse:
         """A sampler over a base model or over a checkpoint."""
         request = wire.decode(CreateSamplingSessionRequest, body)
-        self._sessions.require(request.session_id)
+        self._require_session(caller, request.session_id)
         name = sampler_id(request.session_id, request.sampling_session_seq_id)
         existing = self.journal.sampler(name)
         if existing is None:
-            self.journal.add_sampler(self._sampler_row(name, request))
+            self.journal.add_sampler(self._sampler_row(caller, name, request))
         elif existing.model_path != request.model_path or request.base_model not in (None, existing.base_model):
             raise ConflictError(
                 "was used before by another request",
@@ -259,10 +286,10 @@ class Service:
             )
         return CreateSamplingSessionResponse(sampling_session_id=name)
 
-    def _sampler_row(self, name: str, request: CreateSamplingSessionRequest) -> SamplerRow:
+    def _sampler_row(self, caller: Caller, name: str, request: CreateSamplingSessionRequest) -> SamplerRow:
         number = request.sampling_session_seq_id
         if request.model_path is not None:
-            found = checkpoints.find_checkpoint(self.journal, request.model_path)
+            found = checkpoints.find_checkpoint(self.journal, request.model_path, reader=caller.owner)
             manifest = checkpoints.read_manifest(self.data_dir / found.folder)
             if request.base_model not in (None, manifest.base_model):
                 raise InvalidRequestError(
@@ -287,14 +314,14 @@ class Service:
         rows = self.journal.models_of(session_id)
         return next((row.lora["seed"] for row in rows if row.seed_given is True and row.lora is not None), None)
 
-    def sampler_info(self, name: str) -> SamplerInfo:
+    def sampler_info(self, caller: Caller, name: str) -> SamplerInfo:
         """What a sampler samples from."""
-        self._sessions.require(session_of(name))
+        self._sessions.require(session_of(name), caller.owner)
         row = self._samplers.row(name)
         folder = str(self.bases.folder(row.base_model))
         return SamplerInfo(sampler_id=name, base_model=row.base_model, model_path=row.model_path, tokenizer_id=folder)
 
-    def sample(self, body: bytes) -> UntypedPromise:
+    def sample(self, caller: Caller, body: bytes) -> UntypedPromise:
         """Accepts a sample request. It is not journaled: a lost one is sent again, and gives the same samples."""
         request: SampleRequest | InvalidRequestError
         try:
@@ -305,7 +332,7 @@ class Service:
             if readable is None:
                 raise
             identity, request = readable, error
-        self._sessions.require(session_of(identity[0]))
+        self._sessions.require(session_of(identity[0]), caller.owner)
         self._samplers.row(identity[0])
         name = request_id(*identity)
         fingerprint = hashlib.sha256(body).hexdigest()
@@ -330,7 +357,7 @@ class Service:
 
     # --- looking up ----------------------------------------------------------------------------------------------
 
-    async def retrieve(self, body: bytes) -> Answer | None:
+    async def retrieve(self, caller: Caller, body: bytes) -> Answer | None:
         """The answer of an accepted request, as soon as it is there; None if it takes longer than a long poll.
 
         Raises:
@@ -341,7 +368,7 @@ class Service:
         parsed = RequestName.parse(name)
         if parsed is None:
             raise NotFoundError("is not a request here", field="request_id", value=name)
-        self._sessions.require(session_of(parsed.owner))
+        self._sessions.require(session_of(parsed.owner), caller.owner)
         answer = await self.futures.wait(name, LONG_POLL_S)
         if answer is not None or self.futures.fingerprint(name) is not None:
             return answer
@@ -358,9 +385,10 @@ class Service:
         ]
         return GetServerCapabilitiesResponse(supported_models=models)
 
-    def weights_info(self, body: bytes) -> WeightsInfoResponse:
+    def weights_info(self, caller: Caller, body: bytes) -> WeightsInfoResponse:
         """What a checkpoint was saved from."""
-        row = checkpoints.find_checkpoint(self.journal, wire.decode(WeightsInfoRequest, body).tinker_path)
+        path = wire.decode(WeightsInfoRequest, body).tinker_path
+        row = checkpoints.find_checkpoint(self.journal, path, reader=caller.owner)
         manifest = checkpoints.read_manifest(self.data_dir / row.folder)
         trained = {key: manifest.lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
         return WeightsInfoResponse(base_model=manifest.base_model, lora_rank=manifest.lora["rank"], **trained)
@@ -379,7 +407,7 @@ class Service:
         self.journal.adopt_sessions(list(dead), running=running, instance_id=self.instance.instance_id, now=now)
         self.instance.bury(dead)
         for session in (row for row in live if row.instance_id in dead):
-            self._sessions.resume(session.session_id)
+            self._sessions.resume(session.session_id, session.owner)
             if now - session.last_seen > STALE_S:
                 self._end_session(session.session_id)
                 continue
@@ -413,7 +441,7 @@ def _pair(request: BaseModel, name: str, number: str) -> tuple[str, int] | None:
 def _adopted_request(row: JobRow) -> BaseModel | MintError:
     """What a dead process had accepted, unless it is what keeps killing processes."""
     if row.attempts < MAX_ATTEMPTS:
-        return TrainingJob.decode(row.kind, row.payload or b"")
+        return TrainingJob.decode(row.kind, row.payload or b"", wire.Encoding(row.encoding))
     return RequestFailedError(
         f"the process died {row.attempts} times while it ran this request", remedy="See the server's log"
     )

@@ -27,31 +27,58 @@ class Sessions:
         self._instance_id = instance_id
         self._lock = threading.Lock()
         self._heard_at: dict[str, float] = {}  # monotonic seconds; this process's live sessions
+        self._owners: dict[str, str] = {}
 
-    def create(self, user_metadata: dict[str, Any] | None) -> str:
-        """A new session's id."""
-        session_id = new_session_id()
-        self._journal.add_session(SessionRow(session_id, self._instance_id, user_metadata, time.time()))
-        self.resume(session_id)
+    def create(
+        self,
+        owner: str,
+        user_metadata: dict[str, Any] | None,
+        details: dict[str, Any] | None = None,
+        *,
+        session_id: str | None = None,
+    ) -> str:
+        """A new session's id; `session_id` is one that a client has made up, and that is free."""
+        session_id = session_id or new_session_id()
+        now = time.time()
+        row = SessionRow(session_id, self._instance_id, user_metadata, now, None, owner, details, now)
+        self._journal.add_session(row)
+        self.resume(session_id, owner)
         return session_id
 
-    def resume(self, session_id: str) -> None:
+    def resume(self, session_id: str, owner: str) -> None:
         """Serves a session from now on; its silence is counted from here."""
         with self._lock:
             self._heard_at[session_id] = time.monotonic()
+            self._owners[session_id] = owner
 
-    def require(self, session_id: str) -> None:
-        """Notes that the session was heard of.
+    def count(self, owner: str) -> int:
+        """How many sessions of an owner live here."""
+        with self._lock:
+            return sum(known == owner for known in self._owners.values())
+
+    def owner(self, session_id: str) -> str | None:
+        """Whose session it is; None if it is not served here."""
+        with self._lock:
+            return self._owners.get(session_id)
+
+    def is_known(self, session_id: str) -> bool:
+        """Whether there is, or ever was, a session of that id, whoever owns it."""
+        return self.owner(session_id) is not None or self._journal.session(session_id) is not None
+
+    def require(self, session_id: str, owner: str) -> None:
+        """Notes that the session was heard of by its owner.
 
         Raises:
-            NotFoundError: there never was such a session here, or another process serves it.
+            NotFoundError: there never was such a session of this owner here, or another process serves it.
             SessionEndedError: it has ended.
         """
         with self._lock:
-            if session_id in self._heard_at:
+            if self._owners.get(session_id) == owner:
                 self._heard_at[session_id] = time.monotonic()
                 return
         row = self._journal.session(session_id)
+        if row is not None and row.owner != owner:
+            row = None
         if row is None or row.ended_at is None:
             why = "is not a session here" if row is None else "is served by another process"
             raise NotFoundError(why, field="session_id", value=session_id, remedy="Make a new ServiceClient")
@@ -65,6 +92,7 @@ class Sessions:
     def end(self, session_id: str) -> bool:
         """Forgets a session; False if it was not served here."""
         with self._lock:
+            self._owners.pop(session_id, None)
             return self._heard_at.pop(session_id, None) is not None
 
     def expired(self) -> list[str]:

@@ -25,6 +25,7 @@ from mint.errors import ConflictError, InvalidRequestError, MintError, StepRefus
 from mint.server import checkpoints, validation
 from mint.server.bases import Bases
 from mint.server.checkpoints import CheckpointPath, Manifest
+from mint.server.database import LOCAL_OWNER
 from mint.server.identities import file_stem, sampler_id, seed_root, session_of
 from mint.server.journal import CheckpointRow, Finish, Journal, SamplerRow, SnapshotRow
 from mint.server.lint import lint
@@ -38,7 +39,7 @@ from mint.types import (
     SaveWeightsResponse,
     TensorData,
 )
-from mint.wire import (
+from mint.wire.requests import (
     CreateModelRequest,
     ForwardBackwardInput,
     ForwardBackwardRequest,
@@ -79,10 +80,10 @@ class TrainingJob:
     arrived_at: float = 0.0
 
     @staticmethod
-    def decode(kind: str, payload: bytes) -> BaseModel | MintError:
+    def decode(kind: str, payload: bytes, encoding: wire.Encoding = wire.Encoding.JSON) -> BaseModel | MintError:
         """The request in a payload; a wrong one is the reason for which its job fails in its turn."""
         try:
-            return wire.decode(REQUESTS[kind], payload)
+            return wire.decode(REQUESTS[kind], payload, encoding)
         except InvalidRequestError as error:
             return error
 
@@ -163,7 +164,7 @@ class Trainer:
             effect = self._runners[job.kind](job, job.request)
         except MintError as error:
             return self.fail(job, error)
-        body = wire.encode(effect.result)
+        body = wire.encode_result(effect.result)
         finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes)
         return Outcome(finish, effect.obsolete_files)
 
@@ -231,6 +232,7 @@ class Trainer:
         return _Effect(self.run_pass(job.model_id, content, gradient=not request.forward_only))
 
     def _optim_step(self, job: TrainingJob, request: OptimStepRequest) -> _Effect:
+        _refuse_other_optimizer("optimizer_params", request.optimizer_params)
         metrics, digest = self.step(job.model_id, request)
         changes, obsolete = self._snapshot(job, digest, force=False)
         return _Effect(OptimStepResponse(metrics=metrics, state_digest=digest), digest, changes, obsolete)
@@ -273,6 +275,14 @@ class Trainer:
         return self.engine.state_digest(model_id)
 
     def _create_model(self, job: TrainingJob, request: CreateModelRequest) -> _Effect:
+        _refuse_other_optimizer("optimizer_config", request.optimizer_config)
+        if request.rollout_correction_config is not None:
+            raise InvalidRequestError(
+                "is not supported",
+                field="rollout_correction_config",
+                value=request.rollout_correction_config,
+                remedy="Correct on the client, or bound ratios with loss_fn_config: tis_cap, clip_high_threshold",
+            )
         config = validation.check_lora(request.lora_config)
         seed = secrets.randbits(31) if config.seed is None else config.seed
         spec = LoraSpec(config.rank, seed, config.train_attn, config.train_mlp, config.train_unembed)
@@ -280,7 +290,7 @@ class Trainer:
         return _Effect(CreateModelResponse(model_id=job.model_id), changes={"model": columns})
 
     def _load_weights(self, job: TrainingJob, request: LoadWeightsRequest) -> _Effect:
-        row = checkpoints.find_checkpoint(self.journal, request.path)
+        row = checkpoints.find_checkpoint(self.journal, request.path, reader=self._owner(job.model_id))
         manifest, state = checkpoints.read_checkpoint(self.data_dir / row.folder, optimizer=request.optimizer)
         made: dict[str, Any] = {}
         if job.seq_id == 0:
@@ -294,25 +304,35 @@ class Trainer:
     # --- saving --------------------------------------------------------------------------------------------------
 
     def _save_weights(self, job: TrainingJob, request: SaveWeightsRequest) -> _Effect:
-        row, replaced = self._save(job, checkpoints.TRAINING, request.path, overwrite=request.overwrite)
+        row, replaced = self._save(job, checkpoints.TRAINING, request, request.path, overwrite=request.overwrite)
         path = CheckpointPath(row.model_id, row.kind, row.name)
         return _Effect(SaveWeightsResponse(path=path.uri), None, {"checkpoint": row}, replaced)
 
     def _save_weights_for_sampler(self, job: TrainingJob, request: SaveWeightsForSamplerRequest) -> _Effect:
+        if request.kind != "snapshot":
+            remedy = "Pass snapshot: each sampler keeps the weights that it was made from"
+            raise InvalidRequestError("is not supported", field="kind", value=request.kind, remedy=remedy)
         if request.sampling_session_seq_id is not None:
             return self._publish(job, request.sampling_session_seq_id)
         if request.path is None:
             raise InvalidRequestError("is missing", field="path", value="(none)", remedy="Give the checkpoint a name")
-        row, replaced = self._save(job, checkpoints.SAMPLER, request.path, overwrite=False)
+        row, replaced = self._save(job, checkpoints.SAMPLER, request, request.path, overwrite=False)
         self.live[job.model_id].published_seq = job.seq_id
         path = CheckpointPath(row.model_id, row.kind, row.name)
         return _Effect(SaveWeightsForSamplerResponse(path=path.uri), None, {"checkpoint": row}, replaced)
 
     def _save(
-        self, job: TrainingJob, kind: str, name: str, *, overwrite: bool
+        self,
+        job: TrainingJob,
+        kind: str,
+        request: SaveWeightsRequest | SaveWeightsForSamplerRequest,
+        name: str,
+        *,
+        overwrite: bool,
     ) -> tuple[CheckpointRow, tuple[str, ...]]:
         """The new checkpoint's row, and the folder that it replaces."""
         path = CheckpointPath(job.model_id, kind, checkpoints.check_name(name))
+        ttl_s = checkpoints.check_ttl(request.ttl_seconds)
         existing = self.journal.checkpoint(job.model_id, kind, name)
         if existing is not None and not overwrite:
             remedy = "Choose another name, or call save_state with overwrite=True"
@@ -324,7 +344,25 @@ class Trainer:
         manifest = Manifest(path.uri, live.base_model, asdict(live.lora), live.seed_given, state.step, now)
         with_optimizer = kind == checkpoints.TRAINING
         checkpoints.write_checkpoint(self.data_dir / folder, state, manifest, optimizer=with_optimizer)
-        return CheckpointRow(job.model_id, kind, name, folder, now), (existing.folder,) if existing else ()
+        size = checkpoints.folder_size(self.data_dir / folder)
+        expires_at = None if ttl_s is None else now + ttl_s
+        row = CheckpointRow(
+            job.model_id,
+            kind,
+            name,
+            folder,
+            now,
+            owner=self._owner(job.model_id),
+            expires_at=expires_at,
+            size_bytes=size,
+            user_metadata=request.user_metadata,
+        )
+        return row, (existing.folder,) if existing else ()
+
+    def _owner(self, model_id: str) -> str:
+        """Whose model it is; the journal knows, since a run outlives its session."""
+        run = self.journal.run(model_id)
+        return LOCAL_OWNER if run is None else run.owner
 
     def _publish(self, job: TrainingJob, number: int) -> _Effect:
         """Freezes the weights for a new sampling session, in the engine and in a file."""
@@ -373,6 +411,14 @@ class Trainer:
             first, live.pruned_below = live.pruned_below, live.snapshots[-1].seq_id + 1
             changes["pruned_payloads"] = (first, live.pruned_below)
         return changes, tuple(gone.file for gone in old)
+
+
+def _refuse_other_optimizer(field: str, config: dict[str, Any] | None) -> None:
+    """Says no to an optimizer that is asked for by name and is not AdamW; other fields of an AdamW are its defaults."""
+    name = "adamw" if config is None else config.get("type", "adamw")
+    if name not in ("adamw", "adam"):
+        remedy = "Leave it out: the optimizer is AdamW, with the settings of each step's adam_params"
+        raise InvalidRequestError("is not an optimizer here", field=f"{field}.type", value=name, remedy=remedy)
 
 
 def _shape(lora: LoraSpec) -> str:

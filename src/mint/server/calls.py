@@ -1,0 +1,64 @@
+"""One HTTP call as operations see it, and a row of the route table. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+import mint.wire as wire
+from mint.server.callers import Caller
+from mint.server.service import Service
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call whose sender is known and whose body is whole, decompressed and within bounds."""
+
+    service: Service
+    request: Request
+    body: bytes
+    caller: Caller
+
+    @property
+    def encoding(self) -> wire.Encoding:
+        """How the body is written, by its header; JSON unless it says protobuf."""
+        media_type = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        return wire.Encoding.PROTO if media_type == wire.Encoding.PROTO.value else wire.Encoding.JSON
+
+    @property
+    def accepts_proto(self) -> bool:
+        """Whether the sender can read a protobuf answer."""
+        return wire.Encoding.PROTO.value in self.request.headers.get("accept", "")
+
+
+Operation = Callable[[Call], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class RouteRow:
+    """One route. `request` and `response` describe the bodies; the operation's docstring says what it is for.
+
+    `is_open` rows answer without a key. `streams_body` rows read the body themselves, and get it empty.
+    """
+
+    method: str
+    path: str
+    operation: Operation
+    request: type[BaseModel] | None = None
+    response: type[BaseModel] | None = None
+    is_open: bool = False
+    streams_body: bool = False
+
+
+def answer(message: BaseModel, *, status: int = 200) -> Response:
+    """A message as JSON."""
+    return answer_json(wire.encode(message), status=status)
+
+
+def answer_json(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Bytes that are JSON already."""
+    return Response(body, status_code=status, media_type=wire.MEDIA_TYPE, headers=headers)

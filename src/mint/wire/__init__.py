@@ -1,0 +1,32 @@
+"""What crosses the wire: requests, and the bytes that requests and results are written as.
+
+Knows no HTTP, no routes and no meaning. `requests` has the messages, `codec` reads and writes them.
+"""
+
+from __future__ import annotations
+
+from mint.wire.codec import (
+    API_PREFIX,
+    MEDIA_TYPE,
+    Encoding,
+    decode,
+    decode_error,
+    encode,
+    encode_error,
+    encode_result,
+    read_identity,
+    result_as_json,
+)
+
+__all__ = [
+    "API_PREFIX",
+    "MEDIA_TYPE",
+    "Encoding",
+    "decode",
+    "decode_error",
+    "encode",
+    "encode_error",
+    "encode_result",
+    "read_identity",
+    "result_as_json",
+]

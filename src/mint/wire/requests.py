@@ -1,0 +1,225 @@
+"""Every request of the protocol, as strict values. Results and the values that users make are in `mint.types`.
+
+Defaults are the protocol's own (Tinker's), because old SDKs leave out whatever has its default; the mint SDK sends all
+that it means. Fields that newer SDKs may add are ignored and named in the log; known ones that cannot be honoured are
+refused where they are not at rest. Knows no encoding and no route.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from mint.types import AdamParams, CheckpointUri, Datum, LoraConfig, ModelInput, SamplingParams, StrictValue, TensorData
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam_params": {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12},
+    "lora_config": {"rank": 32},
+    "sampling_params": {},
+}
+"""What the protocol means where a client leaves out a part of these; the mint SDK's own defaults differ."""
+
+
+class WireRequest(StrictValue):
+    """What all requests share: a null means that the field was left out, and the protocol's defaults stand for it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        given = {key: value for key, value in fields.items() if value is not None}
+        for key in _DEFAULTS.keys() & cls.model_fields.keys():
+            part = given.get(key, {})
+            if isinstance(part, dict):
+                known = {name: value for name, value in part.items() if value is not None}
+                at_rest = {
+                    name: value for name, value in _DEFAULTS[key].items() if "betas" not in known or name[:4] != "beta"
+                }
+                given[key] = {**at_rest, **known}
+        return given
+
+
+class CreateSessionRequest(WireRequest):
+    """Opens a session; everything else belongs to one."""
+
+    tags: list[str] = Field(default_factory=list)
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class SessionRequest(WireRequest):
+    """Heartbeat."""
+
+    session_id: str
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class CreateModelRequest(WireRequest):
+    """A new lora over `base_model`; its id is `{session_id}:train:{model_seq_id}`."""
+
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    lora_config: LoraConfig = Field(default_factory=LoraConfig)
+    optimizer_config: dict[str, Any] | None = None
+    rollout_correction_config: dict[str, Any] | None = None
+    user_metadata: dict[str, Any] | None = None
+    type: Literal["create_model"] = "create_model"
+
+
+class ModelRequest(WireRequest):
+    """A question about one model."""
+
+    model_id: str
+    type: Literal["get_info"] = "get_info"
+
+
+class UnloadModelRequest(WireRequest):
+    """A model that nobody needs any more."""
+
+    model_id: str
+    type: Literal["unload_model"] = "unload_model"
+
+
+class ForwardBackwardInput(StrictValue):
+    """The data and the loss of one pass."""
+
+    data: list[Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, float] | None = None
+
+
+class ForwardBackwardRequest(StrictValue):
+    """One pass over `data`; with `forward_only` no gradient is made."""
+
+    model_id: str
+    seq_id: int
+    forward_backward_input: ForwardBackwardInput
+    forward_only: bool = False
+    type: Literal["forward_backward"] = "forward_backward"
+
+
+class ForwardRequest(StrictValue):
+    """One pass without a gradient, as older SDKs ask for it."""
+
+    model_id: str
+    seq_id: int
+    forward_input: ForwardBackwardInput
+    type: Literal["forward"] = "forward"
+
+
+class OptimStepRequest(WireRequest):
+    """Applies the accumulated gradient."""
+
+    model_id: str
+    seq_id: int
+    adam_params: AdamParams = Field(default_factory=AdamParams)
+    optimizer_params: dict[str, Any] | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+
+class SaveWeightsRequest(WireRequest):
+    """Saves weights and optimizer under `path` (a bare name)."""
+
+    model_id: str
+    seq_id: int
+    path: str
+    overwrite: bool = False
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, Any] | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveWeightsForSamplerRequest(WireRequest):
+    """Saves weights under `path`, or, with `sampling_session_seq_id`, publishes them in memory only."""
+
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, Any] | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class SaveWeightsExternalRequest(WireRequest):
+    """Saves weights as a PEFT folder, to be downloaded file by file."""
+
+    model_id: str
+    seq_id: int
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+    user_metadata: dict[str, Any] | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class LoadWeightsRequest(WireRequest):
+    """Loads a checkpoint into `model_id`, or, with `session_id` and `model_seq_id`, into a new model."""
+
+    path: CheckpointUri
+    optimizer: bool = False
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    optimizer_config: dict[str, Any] | None = None
+    user_metadata: dict[str, Any] | None = None
+    weights_access_token: str | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+
+class CreateSamplingSessionRequest(WireRequest):
+    """A sampler over a base model or over saved weights."""
+
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: CheckpointUri | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class SampleRequest(WireRequest):
+    """`num_samples` continuations of one prompt."""
+
+    sampling_session_id: str
+    seq_id: int
+    prompt: ModelInput
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool = False
+    type: Literal["sample"] = "sample"
+
+
+class WeightsInfoRequest(WireRequest):
+    """A question about one checkpoint."""
+
+    tinker_path: CheckpointUri
+
+
+class RetrieveFutureRequest(WireRequest):
+    """Waits for one result."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class CancelFutureRequest(WireRequest):
+    """A sample result that nobody waits for any more."""
+
+    request_id: str
+    type: Literal["cancel_future"] = "cancel_future"
