@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from engine_data import ADAM, CROSS_ENTROPY, LORA, job, random_data
 from small_models import write_model
 
 from mint.engine.fake_engine import FakeEngine
-from mint.engine.protocol import LOSSES, Engine, ModelState, StopRule, resolve_loss
+from mint.engine.protocol import CANCELLED, LOSSES, Engine, ModelState, StopRule, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, MintError, NotFoundError
 
@@ -222,3 +222,85 @@ def test_prompt_logprobs_start_with_none_and_match_forward(engine: Engine) -> No
     assert np.isfinite(result.prompt_logprobs[1:]).all() and len(result.prompt_logprobs) == 4
     assert result.topk_prompt_logprobs[0] is None
     assert all(pairs is not None and len(pairs) == 3 for pairs in result.topk_prompt_logprobs[1:])
+
+
+def test_a_pass_with_several_targets_returns_a_logprob_for_each(engine: Engine) -> None:
+    rng = np.random.default_rng(0)
+    several = [
+        TrainDatum(d.tokens, rng.integers(0, 97, (len(d.tokens), k)), rng.random((len(d.tokens), k)).astype(np.float32))
+        for k, d in enumerate(random_data(1), start=1)
+    ]
+    data = [*several, *random_data(2, count=1)]
+    several[0].weights[0] = 0
+    result = engine.forward_backward("m", data, CROSS_ENTROPY)
+    assert [own.shape for own in result.logprobs] == [example.targets.shape for example in data]
+    singles = engine.forward(
+        "m", [TrainDatum(d.tokens, d.targets[:, 0], d.weights[:, 0]) for d in several], CROSS_ENTROPY
+    )
+    for own, single in zip(result.logprobs, singles.logprobs, strict=False):
+        assert own[:, 0].tobytes() == single.tobytes()
+    assert result.metrics["tokens:sum"] == sum(example.trained.sum() for example in data)
+    losses = [-(d.weights * own).sum() for d, own in zip(data, result.logprobs, strict=True)]
+    assert result.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-4)
+
+
+class _Watch:
+    def __init__(self, jobs: Sequence[int], patience: int = 10**9) -> None:
+        self.jobs, self._patience = frozenset(jobs), patience
+        self.heard: list[tuple[int, int, int, float]] = []
+
+    def token(self, job: int, sample: int, token: int, logprob: float) -> None:
+        self.heard.append((job, sample, token, logprob))
+
+    def is_cancelled(self, job: int) -> bool:
+        return sum(heard[0] == job for heard in self.heard) >= self._patience
+
+
+def test_a_watch_hears_what_the_result_says(engine: Engine) -> None:
+    jobs = [job([3, 4], num_samples=3, max_tokens=6, seed=n, temperature=n) for n in range(3)]
+    watch = _Watch([0, 2])
+    for place, (plain, result) in enumerate(zip(engine.sample(jobs), engine.sample(jobs, watch), strict=True)):
+        for index, sample in enumerate(result.samples):
+            assert sample.logprobs.tobytes() == plain.samples[index].logprobs.tobytes()
+            heard = [(token, logprob) for p, i, token, logprob in watch.heard if (p, i) == (place, index)]
+            expected = zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True)
+            assert heard == ([] if place == 1 else list(expected))
+
+
+@pytest.mark.parametrize("patience", [0, 2])
+def test_a_cancelled_job_ends_early_and_alone(engine: Engine, patience: int) -> None:
+    jobs = [job([3, 4], max_tokens=9, seed=n) for n in range(3)]
+    expected, watch = engine.sample(jobs), _Watch([1], patience)
+    results = engine.sample(jobs, watch)
+    assert [result.error for result in results] == [None, CANCELLED, None] and results[1].samples == []
+    assert len(watch.heard) == patience
+    for place in (0, 2):
+        assert results[place].samples[0].logprobs.tobytes() == expected[place].samples[0].logprobs.tobytes()
+
+
+def test_what_is_asked_besides_tokens_has_its_shape(engine: Engine) -> None:
+    pairs = np.array([[1, 4], [4, 9], [1, 4]])
+    asked = job(
+        [3, 4, 5, 6, 7],
+        num_samples=2,
+        max_tokens=3,
+        topk_sample_logprobs=4,
+        target_prompt_logprobs=pairs,
+        prompt_alt_tokens_k=6,
+        prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        prompt_logprobs_last_n=2,
+    )
+    (result,) = engine.sample([asked])
+    for sample in result.samples:
+        assert sample.topk is not None and sample.topk.tokens.shape == sample.topk.logprobs.shape == (3, 4)
+    assert result.prompt_alt_tokens is not None and result.prompt_alt_tokens.tokens.shape == (4, 6)
+    assert result.prompt_alt_tokens.logprobs.shape == (4, 6)
+    assert ((result.prompt_alt_tokens.tokens >= 0) & (result.prompt_alt_tokens.tokens < 97)).all()
+    assert result.prompt_logprobs is not None and np.isnan(result.prompt_logprobs).tolist() == [True] * 3 + [False] * 2
+    assert result.topk_prompt_logprobs is not None
+    assert [row is None for row in result.topk_prompt_logprobs] == [True] * 3 + [False] * 2
+    found = result.target_prompt_logprobs
+    assert found is not None and found.shape == (3,) and found[0] == found[2] and np.isfinite(found).all()
+    whole = engine.sample([job([3, 4, 5, 6, 7], max_tokens=0, prompt_logprobs=True)])[0].prompt_logprobs
+    assert whole is not None and whole[1] == found[0] and np.array_equal(whole[-2:], result.prompt_logprobs[-2:])

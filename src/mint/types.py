@@ -9,7 +9,8 @@ Letters in the shape comments: N tokens of one datum · K alternatives per posit
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from importlib import import_module
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import (
@@ -24,20 +25,14 @@ from pydantic import (
 )
 
 from mint.errors import InvalidRequestError
+from mint.inputs import EncodedTextChunk, ModelInput
+from mint.tensors import DType, StrictValue, TensorData
 
-DType = Literal["int64", "float32"]
 StopReason = Literal["stop", "length"]
-Numbers = Annotated[list[int], Field(fail_fast=True)] | Annotated[list[float], Field(fail_fast=True)]
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 
 INT_INPUTS = frozenset({"target_tokens"})
 """Keys of `Datum.loss_fn_inputs` that hold token ids; all others are float32."""
-
-
-class StrictValue(BaseModel):
-    """A strict value: no coercion, no unknown field. Infinities and NaN survive JSON."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class _Params(StrictValue):
@@ -62,130 +57,7 @@ def invalid_request(error: ValidationError, where: str) -> InvalidRequestError:
     return InvalidRequestError(first["msg"], field=path, value=value, remedy=remedy)
 
 
-# --- tensors, inputs, datums -------------------------------------------------------------------------------------
-
-
-class TensorData(StrictValue):
-    """A dense tensor: `data` flat in row-major order, `shape` (None means one-dimensional)."""
-
-    data: Annotated[Numbers, Field(union_mode="left_to_right")]
-    dtype: DType
-    shape: list[int] | None = None
-
-    @classmethod
-    def from_numpy(cls, array: np.ndarray) -> Self:
-        """Integers and bools become int64, everything else float32."""
-        whole = array.dtype.kind in "iub"
-        flat = np.ascontiguousarray(array, dtype=np.int64 if whole else np.float32).reshape(-1)
-        return cls.model_construct(data=flat.tolist(), dtype="int64" if whole else "float32", shape=list(array.shape))
-
-    @classmethod
-    def from_torch(cls, tensor: Any) -> Self:
-        """A `torch.Tensor` of any device and dtype."""
-        return cls.from_numpy(_torch_to_numpy(tensor))
-
-    @classmethod
-    def from_any(cls, values: Any, *, dtype: DType | None = None) -> Self:
-        """Lists, tuples, numpy arrays, torch tensors and `TensorData` alike; `dtype` overrides what was inferred."""
-        if isinstance(values, TensorData):
-            array = values.to_numpy()
-        elif hasattr(values, "detach"):
-            array = _torch_to_numpy(values)
-        else:
-            array = np.asarray(values)
-        if array.dtype.kind not in "iubf":
-            raise InvalidRequestError(
-                f"is not a tensor of numbers (numpy reads it as {array.dtype})",
-                field="TensorData",
-                value=values,
-                remedy="Pass a list, numpy array or torch tensor of equal-length rows of numbers",
-            )
-        if dtype == "int64" and array.dtype.kind == "f" and array.size:
-            raise InvalidRequestError(
-                "holds fractions where token ids belong",
-                field="TensorData",
-                value=values,
-                remedy="Pass integers",
-            )
-        if dtype is not None:
-            array = array.astype(np.int64 if dtype == "int64" else np.float32)
-        return cls.from_numpy(array)
-
-    def to_numpy(self) -> np.ndarray:
-        """An array of `shape` (or one-dimensional), int64 or float32."""
-        array = np.asarray(self.data, dtype=np.int64 if self.dtype == "int64" else np.float32)
-        return array if self.shape is None else array.reshape(self.shape)
-
-    def to_torch(self) -> Any:
-        """A `torch.Tensor` on the CPU; needs torch on this machine."""
-        import torch  # deferred: the SDK works without torch
-
-        return torch.from_numpy(self.to_numpy())
-
-    def tolist(self) -> list[Any]:
-        """Nested Python lists, in `shape`."""
-        return self.to_numpy().tolist()
-
-    def __len__(self) -> int:
-        return len(self.data) if self.shape is None else self.shape[0]
-
-
-def _torch_to_numpy(tensor: Any) -> np.ndarray:
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
-
-
-class EncodedTextChunk(StrictValue):
-    """A run of token ids."""
-
-    tokens: list[int]
-    type: Literal["encoded_text"] = "encoded_text"
-
-
-class ModelInput(StrictValue):
-    """What the model reads: chunks of token ids, in order."""
-
-    chunks: list[EncodedTextChunk] = Field(default_factory=list)
-
-    @classmethod
-    def from_ints(cls, tokens: Any) -> Self:
-        """From any sequence of integers (list, numpy array, torch tensor)."""
-        ids = TensorData.from_any(tokens, dtype="int64").data if len(tokens) else []
-        return cls(chunks=[EncodedTextChunk.model_construct(tokens=ids, type="encoded_text")])
-
-    @classmethod
-    def empty(cls) -> Self:
-        """No tokens yet; grow it with `append_tokens`."""
-        return cls(chunks=[])
-
-    def to_ints(self) -> list[int]:
-        """All token ids, chunks joined."""
-        return [token for chunk in self.chunks for token in chunk.tokens]
-
-    def append(self, chunk: EncodedTextChunk) -> Self:
-        """A new input with one more chunk."""
-        return type(self)(chunks=[*self.chunks, chunk])
-
-    def append_int(self, token: int) -> Self:
-        """A new input with one more token."""
-        return self.append_tokens([token])
-
-    def append_tokens(self, tokens: Any) -> Self:
-        """A new input with more tokens."""
-        return type(self)(chunks=[*self.chunks, *type(self).from_ints(tokens).chunks])
-
-    def append_chunks(self, chunks: list[EncodedTextChunk]) -> Self:
-        """A new input with more chunks."""
-        return type(self)(chunks=[*self.chunks, *chunks])
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)
-
-    def context_length(self) -> int:
-        """Number of tokens (MinT's name for `length`)."""
-        return self.length
+# --- inputs, datums ----------------------------------------------------------------------------------------------
 
 
 class Datum(_Params):
@@ -193,7 +65,8 @@ class Datum(_Params):
 
     Position t of every tensor speaks of predicting `target_tokens[t]` from `model_input[: t + 1]`; so
     `model_input = full[:-1]` and `target_tokens = full[1:]`. Values may be lists, numpy arrays, torch tensors or
-    `TensorData`; `loss_weights` is read as `weights`.
+    `TensorData`; `loss_weights` is read as `weights`. For cross-entropy, targets and weights may both be [N, K]: K
+    weighted targets per position (top-K distillation), dense or sparse.
     """
 
     model_input: ModelInput
@@ -226,7 +99,7 @@ def _as_tensor(key: str, value: Any) -> Any:
             return value
     try:
         return TensorData.from_any(value, dtype=dtype)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         if isinstance(error, InvalidRequestError):
             error.field = f"loss_fn_inputs.{key}"
             raise
@@ -369,7 +242,8 @@ class GetInfoResponse(_Result):
 
 
 class ForwardBackwardOutput(_Result):
-    """Per datum `logprobs` [N] of its targets; `metrics` are named `name:reduction`; `warnings` name doubtful data."""
+    """Per datum `logprobs`, of the shape of its targets; `metrics` are named `name:reduction`; `warnings` name doubtful
+    data."""
 
     loss_fn_output_type: str = "ArrayRecord"
     loss_fn_outputs: list[dict[str, TensorData]]
@@ -400,6 +274,14 @@ class SaveWeightsForSamplerResponse(_Result):
     type: str = "save_weights_for_sampler"
 
 
+class SaveWeightsExternalResponse(_Result):
+    """Where the PEFT folder is: `mint://{model_id}/external_weights/{name}`."""
+
+    path: CheckpointUri
+    size_bytes: int | None = None
+    type: str = "save_weights_external"
+
+
 class LoadWeightsResponse(_Result):
     """The loaded checkpoint, and the model that holds it now."""
 
@@ -424,12 +306,54 @@ class SamplerInfo(_Result):
     tokenizer_id: str | None = None
 
 
+class TopkLogprobs(NamedTuple):
+    """The most probable tokens at L places, best first, as matrices [L, K]; empty cells are (0, -99999)."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+def _as_matrices(rows: list[list[tuple[int, float]]] | list[list[tuple[int, float]] | None]) -> TopkLogprobs:
+    width = max((len(row) for row in rows if row is not None), default=0)
+    token_ids = np.zeros((len(rows), width), np.int32)
+    logprobs = np.full((len(rows), width), -99999.0, np.float32)
+    for place, row in enumerate(rows):
+        for column, (token, logprob) in enumerate(row or ()):
+            token_ids[place, column], logprobs[place, column] = token, logprob
+    return TopkLogprobs(token_ids, logprobs)
+
+
 class SampledSequence(_Result):
     """Token ids, and for each its logprob, as `SamplingParams.logprobs_mode` says. Same length, always present."""
 
     tokens: list[int]
     logprobs: list[float]
     stop_reason: StopReason
+    topk_logprobs: list[list[tuple[int, float]]] | None = None
+    """The most probable tokens at each place, best first, and the policy's own logprobs of them; on request."""
+
+    @property
+    def tokens_np(self) -> np.ndarray:
+        """`tokens` as int32."""
+        return np.asarray(self.tokens, np.int32)
+
+    @property
+    def logprobs_np(self) -> np.ndarray:
+        """`logprobs` as float32."""
+        return np.asarray(self.logprobs, np.float32)
+
+    @property
+    def topk_logprobs_np(self) -> TopkLogprobs | None:
+        """`topk_logprobs` as matrices."""
+        return None if self.topk_logprobs is None else _as_matrices(self.topk_logprobs)
+
+
+class PromptAltTokens(_Result):
+    """Draws from the policy at every place of the prompt after the first, both [prompt - 1, K]: row i is about token
+    i + 1, and the logprobs are the policy's own, whatever the temperature of the draws."""
+
+    tokens: TensorData
+    logprobs: TensorData
 
 
 class SampleResponse(_Result):
@@ -438,6 +362,21 @@ class SampleResponse(_Result):
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+    target_prompt_logprobs: TensorData | None = None
+    """Logprobs of the tokens that the request named, in its layout; 0 where it named none (-1)."""
+    prompt_alt_tokens: PromptAltTokens | None = None
+
+    @property
+    def prompt_logprobs_np(self) -> np.ndarray | None:
+        """`prompt_logprobs` as float32, NaN where there is none."""
+        if self.prompt_logprobs is None:
+            return None
+        return np.asarray([np.nan if logprob is None else logprob for logprob in self.prompt_logprobs], np.float32)
+
+    @property
+    def topk_prompt_logprobs_np(self) -> TopkLogprobs | None:
+        """`topk_prompt_logprobs` as matrices."""
+        return None if self.topk_prompt_logprobs is None else _as_matrices(self.topk_prompt_logprobs)
 
 
 class WeightsInfoResponse(_Result):
@@ -462,3 +401,37 @@ class GetServerCapabilitiesResponse(_Result):
     """What this server offers."""
 
     supported_models: list[SupportedModel]
+
+
+class TokenizerFilesResponse(_Result):
+    """What a base model's tokenizer is made of: file name → text."""
+
+    base_model: str
+    files: dict[str, str]
+
+
+# --- names of other SDKs of this protocol ------------------------------------------------------------------------
+
+LossFnType = LossName
+ModelID = str
+ModelInputChunk = EncodedTextChunk
+OptimParams = AdamParams
+TensorDtype = DType
+
+_ELSEWHERE = {
+    "mint.inputs": ("DmelChunk", "ImageAssetPointerChunk", "ImageChunk"),
+    "mint.records": (
+        "Checkpoint", "CheckpointArchiveUrlResponse", "CheckpointType", "CheckpointsListResponse", "CopyWeightsRequest",
+        "CopyWeightsResponse", "Cursor", "ExternalWeightsUrlsResponse", "GetSessionResponse", "ListSessionsResponse",
+        "ParsedCheckpointTinkerPath", "SessionSearchCursor", "SessionSearchOwner", "SessionSearchRequest",
+        "SessionSearchResponse", "SessionStatusQuery", "SessionSummary", "TrainingRun", "TrainingRunsResponse",
+    ),
+    "mint.wire.requests": ("ForwardBackwardInput", "OptimStepRequest", "SampleRequest"),
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _ELSEWHERE.items():
+        if name in names:
+            return getattr(import_module(module), name)  # deferred: these modules are built on this one
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -127,6 +127,26 @@ def test_gspo_equals_autograd_through_one_ratio_per_datum(config: dict[str, floa
     assert 0 < clipped < 100  # both sides of the bound were seen
 
 
+def test_gspo_with_a_ratio_mask_equals_autograd_through_each_tokens_own_logprob() -> None:
+    spec = resolve_loss("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1})
+    rng = np.random.default_rng(7)
+    for _ in range(50):
+        size = int(rng.integers(2, 40))
+        q, a = rng.normal(-2, 1, size), rng.normal(0, 1, size)
+        p, mask = q + rng.normal(0, 0.2, size), rng.choice([0.0, 1.0], size)
+        example = _example(p, q, a, np.ones(size))
+        inputs = {**example.inputs, "sequence_ratio_mask": mask.astype(np.float32)}
+        loss, slope = loss_and_slope(spec, TrainDatum(example.tokens, example.targets, example.weights, inputs), p)
+        own = torch.tensor(p, dtype=torch.float64, requires_grad=True)
+        old, advantages = (torch.tensor(example.inputs[key], dtype=torch.float64) for key in ("logprobs", "advantages"))
+        chosen = (own.detach() - old)[torch.tensor(mask) != 0]
+        ratio = (chosen.mean() if len(chosen) else torch.zeros(())).exp() * (own - own.detach()).exp()
+        expected = -torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages)
+        expected.sum().backward()
+        np.testing.assert_allclose(loss, expected.detach().numpy(), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(slope, own.grad.numpy(), rtol=1e-10, atol=1e-12)
+
+
 def test_gspo_defaults_are_those_of_its_paper() -> None:
     config = resolve_loss("gspo").config
     assert (config["clip_low_threshold"], config["clip_high_threshold"]) == (1 - 3e-4, 1 + 4e-4)

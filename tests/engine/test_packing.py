@@ -32,7 +32,7 @@ def test_every_position_sees_exactly_its_own_past(shared: int, budget: int) -> N
         for index in batch.datum_ids:
             seen.append(index)
             size = len(data[index].tokens)
-            pairs = batch.pair_of_position[start : start + size]
+            pairs = batch.pair_of_cell[start : start + size]
             rows = batch.pair_rows[pairs]
             start += size
             np.testing.assert_array_equal(batch.tokens[rows], data[index].tokens)
@@ -40,7 +40,7 @@ def test_every_position_sees_exactly_its_own_past(shared: int, budget: int) -> N
             np.testing.assert_array_equal(batch.pair_targets[pairs], data[index].targets)
             for position, row in enumerate(rows):
                 assert visible[row] == set(rows[: position + 1].tolist())
-        assert start == len(batch.pair_of_position)
+        assert start == len(batch.pair_of_cell)
     assert sorted(seen) == list(range(len(data)))
 
 

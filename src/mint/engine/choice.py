@@ -2,7 +2,7 @@
 
 Every row is treated alone, so a row's token does not depend on the rows beside it. Knows nothing of jobs or streams.
 
-Letters: R rows · V vocabulary · B blocks of the vocabulary.
+Letters: R rows · K draws of one row · V vocabulary.
 """
 
 from __future__ import annotations
@@ -57,14 +57,22 @@ def processed_logprobs(
     return (chosen - normaliser).masked_fill_(greedy.squeeze(1), 0.0)
 
 
+def draw_many(logits: Tensor, uniforms: np.ndarray, temperature: float) -> Tensor:
+    """Tokens int64 [R, K] drawn with replacement, one per uniform number [R, K]; logits float32 [R, V]."""
+    if temperature < GREEDY_BELOW:
+        return logits.argmax(1, keepdim=True).expand(-1, uniforms.shape[1])
+    weights = (logits - logits.amax(1, keepdim=True)).div_(temperature).exp_()
+    return _inverse_cdf(weights, torch.from_numpy(uniforms).to(logits.device))
+
+
 def _draw(logits: Tensor, draws: Tensor, temperature: Tensor) -> Tensor:
     weights = (logits - logits.amax(1, keepdim=True)).div_(temperature.float()).exp_()
-    return _inverse_cdf(weights, draws)
+    return _inverse_cdf(weights, draws).squeeze(1)
 
 
 def _draw_restricted(logits: Tensor, draws: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     weights, ids = _restrict(logits, temperature, top_k, top_p)
-    return ids.gather(1, _inverse_cdf(weights, draws)[:, None]).squeeze(1)
+    return ids.gather(1, _inverse_cdf(weights, draws)).squeeze(1)
 
 
 def _restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,20 +89,20 @@ def _restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor)
 
 
 def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
-    """The token whose stretch of the cumulated `weights` [R, V] holds `draws` [R, 1]; never one of weight 0.
+    """The tokens [R, K] whose stretch of the cumulated `weights` [R, V] holds `draws` [R, K]; never one of weight 0.
 
     Two levels: cumulating block sums and then one block costs a fraction of cumulating a large vocabulary.
     """
     padded = F.pad(weights, (0, -weights.shape[1] % _BLOCK))
     blocks = padded.view(len(weights), -1, _BLOCK)
     block, rest = _search(blocks.sum(2), draws)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1)
-    index, _ = _search(inside, rest)
-    return (block * _BLOCK + index).squeeze(1).clamp_(max=weights.shape[1] - 1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).flatten(0, 1)
+    index, _ = _search(inside, rest.reshape(-1, 1))
+    return (block * _BLOCK + index.view_as(block)).clamp_(max=weights.shape[1] - 1)
 
 
 def _search(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row the cell that holds the fraction `draws` [R, 1] of the total, and the fraction within that cell."""
+    """Per row the cells that hold the fractions `draws` [R, K] of the total, and the fractions within those cells."""
     cumulated = weights.double().cumsum(1)
     total = cumulated[:, -1:]
     # Below the total even after rounding, so that a cell of positive weight is found.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mint.engine.protocol import (
+    CANCELLED,
     LORA_ALPHA,
     AdamSpec,
     BaseInfo,
@@ -28,6 +29,8 @@ from mint.engine.protocol import (
     Sample,
     SampleJob,
     SampleResult,
+    SampleWatch,
+    TokenTable,
     TrainDatum,
 )
 from mint.errors import CheckpointError, NotFoundError, RequestFailedError
@@ -90,7 +93,7 @@ class FakeEngine:
                 raise RequestFailedError(f"a datum holds the poison token {POISON_TOKEN}")
         logprobs = [_logprobs(model.chain, datum.tokens, datum.targets) for datum in data]
         total = -sum(float((datum.weights * row).sum()) for datum, row in zip(data, logprobs, strict=True))
-        tokens = float(sum((datum.weights != 0).sum() for datum in data))
+        tokens = float(sum(datum.trained.sum() for datum in data))
         return PassResult(logprobs, {"loss:sum": total, "tokens:sum": tokens})
 
     def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
@@ -157,24 +160,42 @@ class FakeEngine:
         """Forgets published weights; unknown ids are fine."""
         self._weights.pop(weights_id, None)
 
-    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
-        """Each job from hashes of (weights, prompt, seed, sample, position)."""
-        return [self._sample_one(job) for job in jobs]
+    def sample(self, jobs: Sequence[SampleJob], watch: SampleWatch | None = None) -> list[SampleResult]:
+        """Each job, one after the other, from hashes of (weights, prompt, seed, sample, position)."""
+        followed = frozenset() if watch is None else frozenset(watch.jobs)
+        return [
+            self._sample_one(job, _Follower(watch, place) if watch is not None and place in followed else None)
+            for place, job in enumerate(jobs)
+        ]
 
-    def _sample_one(self, job: SampleJob) -> SampleResult:
+    def _sample_one(self, job: SampleJob, follower: _Follower | None) -> SampleResult:
         chain = self._chain_of(job)
-        prompt_logprobs = None
+        count = job.num_samples if job.max_tokens else 0
+        try:
+            if follower is not None:
+                follower.ask()
+            samples = [self._draw(chain, job, index, follower) for index in range(count)]
+        except _CancelledError:
+            return SampleResult([], error=CANCELLED)
+        size, last_n = job.prompt.size, job.prompt_logprobs_last_n
+        first = 1 if last_n is None else size - last_n
+        prompt_logprobs, topk, targets, draws = None, None, None, None
         if job.prompt_logprobs:
-            prompt_logprobs = np.full(job.prompt.size, np.nan, dtype=np.float32)
-            prompt_logprobs[1:] = _logprobs(chain, job.prompt[:-1], job.prompt[1:])
-        topk: list[list[tuple[int, float]] | None] | None = None
+            prompt_logprobs = np.full(size, np.nan, dtype=np.float32)
+            prompt_logprobs[first:] = _logprobs(chain, job.prompt[:-1], job.prompt[1:])[first - 1 :]
         if job.topk_prompt_logprobs:
             pairs = [(token, -1.0 - token) for token in range(job.topk_prompt_logprobs)]
-            topk = [None] + [list(pairs) for _ in range(job.prompt.size - 1)]
-        samples = [self._draw(chain, job, index) for index in range(job.num_samples)] if job.max_tokens else []
-        return SampleResult(samples, prompt_logprobs, topk)
+            topk = [None if place < first else list(pairs) for place in range(size)]
+        if job.target_prompt_logprobs is not None:
+            places, tokens = job.target_prompt_logprobs.T
+            targets = _logprobs(chain, job.prompt[:-1], np.arange(self._vocab_size)[None])[places - 1, tokens]
+        if job.prompt_alt_tokens_k:
+            shape = (size - 1, job.prompt_alt_tokens_k)
+            drawn = (np.arange(shape[0] * shape[1]).reshape(shape) + job.seed) % self._vocab_size
+            draws = TokenTable(drawn, _logprobs(chain, job.prompt[:-1], drawn))
+        return SampleResult(samples, prompt_logprobs, topk, target_prompt_logprobs=targets, prompt_alt_tokens=draws)
 
-    def _draw(self, chain: bytes, job: SampleJob, index: int) -> Sample:
+    def _draw(self, chain: bytes, job: SampleJob, index: int, follower: _Follower | None) -> Sample:
         tokens: list[int] = []
         stopped = False
         seed = 0 if job.temperature == 0 else job.seed
@@ -182,14 +203,18 @@ class FakeEngine:
         for position in range(job.max_tokens):
             drawn = _hash(chain, job.prompt.tobytes(), repr((seed, sample_index, position, job.top_k, job.top_p)))
             tokens.append(int.from_bytes(drawn[:4], "little") % self._vocab_size)
-            if tokens[-1] in job.stop.token_ids:
-                stopped = True
+            stopped = tokens[-1] in job.stop.token_ids
+            if follower is not None:
+                follower.tell(index, tokens[-1], float(_logprobs_of(chain, job, tokens)[-1]))
+            if stopped:
                 break
-        whole = np.concatenate([job.prompt, np.asarray(tokens, dtype=np.int64)])
-        logprobs = _logprobs(chain, whole[:-1], whole[1:])[job.prompt.size - 1 :]
-        if job.logprobs_mode == "processed" and job.temperature == 0:
-            logprobs = np.zeros_like(logprobs)
-        return Sample(np.asarray(tokens, dtype=np.int64), logprobs, stopped)
+            if follower is not None and position + 1 < job.max_tokens:
+                follower.ask()
+        topk = None
+        if job.topk_sample_logprobs:
+            best = np.tile(np.arange(job.topk_sample_logprobs), (len(tokens), 1))
+            topk = TokenTable(best, (-1.0 - best).astype(np.float32))
+        return Sample(np.asarray(tokens, dtype=np.int64), _logprobs_of(chain, job, tokens), stopped, topk)
 
     def _chain_of(self, job: SampleJob) -> bytes:
         if job.weights_id is None:
@@ -204,6 +229,25 @@ class FakeEngine:
         return self._models[model_id]
 
 
+class _CancelledError(Exception):
+    """Nobody wants the job any more."""
+
+
+@dataclass(frozen=True)
+class _Follower:
+    """A watch over the job at `place` of the call."""
+
+    watch: SampleWatch
+    place: int
+
+    def ask(self) -> None:
+        if self.watch.is_cancelled(self.place):
+            raise _CancelledError
+
+    def tell(self, sample: int, token: int, logprob: float) -> None:
+        self.watch.token(self.place, sample, token, logprob)
+
+
 def _hash(*parts: bytes | str) -> bytes:
     digest = hashlib.blake2b(digest_size=32)
     for part in parts:
@@ -213,10 +257,20 @@ def _hash(*parts: bytes | str) -> bytes:
     return digest.digest()
 
 
+def _logprobs_of(chain: bytes, job: SampleJob, tokens: list[int]) -> np.ndarray:
+    """float32 [T] of sampled tokens, as the job asked for them."""
+    if job.logprobs_mode == "processed" and job.temperature == 0:
+        return np.zeros(len(tokens), np.float32)
+    whole = np.concatenate([job.prompt, np.asarray(tokens, dtype=np.int64)])
+    return _logprobs(chain, whole[:-1], whole[1:])[job.prompt.size - 1 :]
+
+
 def _logprobs(chain: bytes, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """float32 [N] in (-4, 0]: a function of the chain, of how far the sequence has come, and of the target."""
+    """float32 in (-4, 0], of the shape of `targets` ([N] or [N, K]): a function of the chain, of how far the sequence
+    has come, and of the target."""
     salt = int.from_bytes(chain[:8], "little")
     seen = np.cumsum(tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), dtype=np.uint64)
+    seen = seen[:, None] if targets.ndim == 2 else seen
     mixed = (seen ^ np.uint64(salt)) + targets.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)

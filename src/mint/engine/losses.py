@@ -1,8 +1,10 @@
 """The losses, token by token in float64: value and derivative with respect to the token's logprob, in closed form.
 
 Per token: p = logprob under the trained policy, q = logprob under the sampler, r = exp(p - q), A = advantage, w =
-weight. `gspo` has one ratio per datum instead, s = exp(mean of p - q over its trained tokens). Every loss is multiplied
-by w, and where w is 0 nothing else is looked at: masked positions may hold anything. Losses are summed over tokens.
+weight. `gspo` has one ratio per datum instead, s = exp(mean of p - q over its trained tokens). With a
+`sequence_ratio_mask`, the mean is over the trained tokens that it selects (s = 1 if none), and each token has the
+gradient of s·exp(p - stop_gradient(p)): that of its own p alone (gspo-token). Every loss is multiplied by w, and where
+w is 0 nothing else is looked at: masked positions may hold anything. Losses are summed over tokens.
 Knows nothing of models or torch; names and defaults are in `protocol.LOSSES`.
 """
 
@@ -33,6 +35,8 @@ class TokenInputs:
     high: np.ndarray | float
     beta: float
     of_sequence: bool
+    in_ratio: np.ndarray
+    """Which of the tokens a ratio of sequences is the mean of."""
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -44,7 +48,8 @@ class TokenInputs:
         """The loss's own ratio: r, or s at every token."""
         log_ratio = self.log_ratio
         if self.of_sequence and len(log_ratio):
-            log_ratio = np.full_like(log_ratio, log_ratio.mean())
+            counted = log_ratio[self.in_ratio]
+            log_ratio = np.full_like(log_ratio, counted.mean() if len(counted) else 0.0)
         return np.exp(log_ratio)
 
 
@@ -97,15 +102,16 @@ _FUNCTIONS: Mapping[str, LossFunction] = {
 
 
 def loss_and_slope(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted loss and its derivative with respect to each logprob, float64 [N]; both 0 where the weight is 0."""
+    """Weighted loss and its derivative with respect to each logprob, float64, shaped as the targets; both 0 where the
+    weight is 0."""
     trained = datum.weights != 0
-    loss, slope = np.zeros(len(trained)), np.zeros(len(trained))
+    loss, slope = np.zeros(trained.shape), np.zeros(trained.shape)
     weights = datum.weights[trained].astype(np.float64)
     # A ratio beyond float64 is infinite; the optimizer refuses the step then, and says so.
     with np.errstate(over="ignore", invalid="ignore"):
         values = _FUNCTIONS[spec.name](_select(spec, datum, logprobs, trained))
         loss[trained], slope[trained] = weights * values[0], weights * values[1]
-        if spec.name in _OF_SEQUENCES and trained.any():
+        if spec.name in _OF_SEQUENCES and trained.any() and "sequence_ratio_mask" not in datum.inputs:
             slope[trained] = slope[trained].mean()  # every token moves log s, and with it every term, by 1/n
     return loss, slope
 
@@ -116,8 +122,9 @@ def measure(
     """The metrics of a pass, named `name:reduction`; those of the ratio only where the loss reads sampler logprobs.
 
     Ratio, KL and entropy are over trained tokens (weight not 0) and unweighted; KL is of sampler from trained policy.
+    A position counts as one token, however many targets it has.
     """
-    masks = [datum.weights != 0 for datum in data]
+    masks = [datum.trained for datum in data]
     losses = [loss_and_slope(spec, datum, own)[0] for datum, own in zip(data, logprobs, strict=True)]
     metrics = {
         "loss:sum": float(sum(loss.sum() for loss in losses)),
@@ -177,6 +184,7 @@ def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np
     own = _cut(logprobs, trained)
     low, high = datum.inputs.get("clip_low_threshold"), datum.inputs.get("clip_high_threshold")
     cap = spec.config.get("tis_cap", np.inf)
+    mask = datum.inputs.get("sequence_ratio_mask")
     return TokenInputs(
         logprobs=own,
         sampler_logprobs=_cut(datum.inputs["logprobs"], trained) if policy else own,
@@ -185,6 +193,7 @@ def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np
         high=spec.config.get("clip_high_threshold", cap) if high is None else _cut(high, trained),
         beta=spec.config.get("beta", 0.0),
         of_sequence=spec.name in _OF_SEQUENCES,
+        in_ratio=np.ones(own.shape, bool) if mask is None else mask[trained] != 0,
     )
 
 

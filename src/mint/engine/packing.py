@@ -4,7 +4,8 @@ Everything here is a pure function of the examples, so that the same request alw
 with a common prefix (the samples of one prompt) share its rows: the prefix is computed once, exactly, for its hidden
 states depend on nothing that follows. Knows nothing of torch, losses or weights.
 
-Letters: T rows of a micro-batch · N positions of its examples · U distinct (row, target) pairs.
+Letters: T rows of a micro-batch · N positions of its examples · C their cells (a position and one of its targets) ·
+U distinct (row, target) pairs.
 """
 
 from __future__ import annotations
@@ -54,17 +55,19 @@ class AttentionBlock:
 class MicroBatch:
     """What runs in one forward: `tokens`, `positions` int64 [T] and how they attend.
 
-    The examples `datum_ids` have their N positions, one example after the other, at the pairs `pair_of_position` [N];
-    pair u is target `pair_targets[u]` predicted from row `pair_rows[u]`.
+    The examples `datum_ids` have their N positions, one after the other, at the rows `row_of_position` [N], and their C
+    cells at the pairs `pair_of_cell` [C]. Pair u is target `pair_targets[u]` predicted from row `pair_rows[u]`; rows
+    ascend, and every row has a pair.
     """
 
     datum_ids: list[int]
     tokens: np.ndarray
     positions: np.ndarray
     blocks: list[AttentionBlock]
+    row_of_position: np.ndarray
     pair_rows: np.ndarray
     pair_targets: np.ndarray
-    pair_of_position: np.ndarray
+    pair_of_cell: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -172,16 +175,23 @@ def _lay_out(groups: list[_Group], data: Sequence[TrainDatum]) -> MicroBatch:
             start += len(own)
     datum_ids = list(rows_of_datum)
     rows = np.concatenate([rows_of_datum[index] for index in datum_ids])
-    targets = np.concatenate([data[index].targets for index in datum_ids])
+    targets = np.concatenate([data[index].targets.reshape(-1) for index in datum_ids])
+    counts = np.concatenate([_targets_per_position(data[index]) for index in datum_ids])
     # The positions of a shared prefix have equal targets, too, but for its last: each distinct pair is computed once.
     width = int(targets.max()) + 1
-    pairs, pair_of_position = np.unique(rows * width + targets, return_inverse=True)
+    pairs, pair_of_cell = np.unique(np.repeat(rows, counts) * width + targets, return_inverse=True)
     return MicroBatch(
         datum_ids=datum_ids,
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
         blocks=attention_blocks(spans),
+        row_of_position=rows,
         pair_rows=pairs // width,
         pair_targets=pairs % width,
-        pair_of_position=pair_of_position,
+        pair_of_cell=pair_of_cell,
     )
+
+
+def _targets_per_position(datum: TrainDatum) -> np.ndarray:
+    count = datum.targets.shape[1] if datum.targets.ndim == 2 else 1
+    return np.full(len(datum.targets), count)

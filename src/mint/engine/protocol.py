@@ -2,13 +2,14 @@
 
 The service has validated everything that arrives here. An engine is called from one thread at a time.
 
-Letters: N tokens of one datum · K alternatives per position · P prompt tokens · T sampled tokens.
+Letters: N tokens of one datum · K alternatives per position · P prompt tokens · Q tokens asked about in it · T sampled
+tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -47,14 +48,21 @@ class LoraSpec:
 class TrainDatum:
     """One example. All arrays have length N; `weights` multiply the loss and mask it before any exp.
 
+    Cross-entropy alone may have K targets per position (top-K distillation); `weights` has the shape of `targets`.
     `inputs` holds the further per-token float32 arrays of the loss: `logprobs`, `advantages`,
     `clip_low_threshold`, `clip_high_threshold`.
     """
 
     tokens: np.ndarray  # int64 [N]
-    targets: np.ndarray  # int64 [N]
-    weights: np.ndarray  # float32 [N]
+    targets: np.ndarray  # int64 [N] or [N, K]
+    weights: np.ndarray  # float32 [N] or [N, K]
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Bool [N]: the positions at which any target has a weight."""
+        trained = self.weights != 0
+        return trained.any(axis=1) if trained.ndim == 2 else trained
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class PassResult:
-    """Logprobs of the targets, float32 [N] per datum in order, and metrics named `name:reduction`.
+    """Logprobs of the targets, float32 of their shape per datum in order, and metrics named `name:reduction`.
 
     `entropies` [N] per datum are those of the distributions the targets were predicted from; empty where the engine
     has no distributions.
@@ -122,7 +130,12 @@ class SampleJob:
 
     `weights_id` None samples from the base model `base`. Sample i draws its token at position t from the
     counter-based stream `(seed, i, t)`, so nothing else in the batch can change it. `logprobs_mode` is that of
-    `SamplingParams`; the prompt's logprobs are always the policy's own.
+    `SamplingParams`; the prompt's logprobs and all top-k are always the policy's own.
+
+    About the prompt: `prompt_logprobs` are those of its own tokens and `topk_prompt_logprobs` the best at each place,
+    both for its last `prompt_logprobs_last_n` tokens (None: for all but the first); `target_prompt_logprobs` are pairs
+    (place >= 1, token) of which each gets its logprob; `prompt_alt_tokens_k` asks for so many draws at every place
+    after the first, with replacement, at `temperature` without top-k and top-p.
     """
 
     base: str
@@ -138,29 +151,70 @@ class SampleJob:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     logprobs_mode: Literal["raw", "processed"] = "raw"
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: np.ndarray | None = None  # int64 [Q, 2]
+    prompt_alt_tokens_k: int = 0
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """K tokens at each of some places, and their logprobs: int64 and float32, one row per place."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One continuation: tokens int64 [T], logprobs float32 [T] as the job asked; `stopped` is False at max_tokens."""
+    """One continuation: tokens int64 [T], logprobs float32 [T] as the job asked; `stopped` is False at max_tokens.
+
+    `topk` has the most probable tokens at each place, best first, [T, K], where asked.
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     stopped: bool
+    topk: TokenTable | None = None
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    """The samples in order; prompt logprobs float32 [P] (first is NaN) and top-k pairs per position, where asked.
+    """The samples in order; prompt logprobs float32 [P] (NaN at the first place, and at those before the asked) and
+    top-k pairs per place (None in the same places), where asked.
 
-    `samples` is empty where `max_tokens` was 0. With `error` the job failed (its weights give no finite logits) and the
-    rest is empty; the other jobs of the call are not touched by it.
+    `target_prompt_logprobs` float32 [Q] are those of the job's pairs, `prompt_alt_tokens` [P - 1, K] its draws.
+    `samples` is empty where `max_tokens` was 0. With `error` the job failed (its weights give no finite logits) or was
+    given up (`CANCELLED`), and the rest is empty; the other jobs of the call are not touched by it.
     """
 
     samples: list[Sample]
     prompt_logprobs: np.ndarray | None = None
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
     error: str | None = None
+    target_prompt_logprobs: np.ndarray | None = None
+    prompt_alt_tokens: TokenTable | None = None
+
+
+CANCELLED = "cancelled"
+"""`SampleResult.error` of a job that its watch has cancelled."""
+
+
+class SampleWatch(Protocol):
+    """Follows some jobs of a call while they are sampled, on the engine's thread; what it raises ends the call."""
+
+    @property
+    def jobs(self) -> Collection[int]:
+        """The places, in the call, of the jobs that are followed; the others cost nothing."""
+        ...
+
+    def token(self, job: int, sample: int, token: int, logprob: float) -> None:
+        """A token was accepted; of one sample they come in order."""
+        ...
+
+    def is_cancelled(self, job: int) -> bool:
+        """Asked before every step of a job that has not ended: whether nobody wants it any more."""
+        ...
 
 
 class Engine(Protocol):
@@ -225,8 +279,11 @@ class Engine(Protocol):
         """Forgets published weights; unknown ids are fine."""
         ...
 
-    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
-        """Samples all jobs together; the result of each is a function of that job alone."""
+    def sample(self, jobs: Sequence[SampleJob], watch: SampleWatch | None = None) -> list[SampleResult]:
+        """Samples all jobs together; the result of each is a function of that job alone.
+
+        A job that `watch` cancels leaves the batch at the next step, and its result has the error `CANCELLED`.
+        """
         ...
 
 
@@ -235,11 +292,13 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class LossRule:
-    """What a loss reads per token (required, optional) and its configuration with defaults."""
+    """What a loss reads per token (required, optional), its configuration with defaults, and whether a position may
+    have several targets."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     config: Mapping[str, float] = field(default_factory=dict)
+    many_targets: bool = False
 
 
 _POLICY = ("logprobs", "advantages")
@@ -248,13 +307,15 @@ _HEAT = {"temperature": 1.0}
 _CLIP = {**_HEAT, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSSES: Mapping[str, LossRule] = {
-    "cross_entropy": LossRule(),
+    "cross_entropy": LossRule(many_targets=True),
     "importance_sampling": LossRule(required=_POLICY, config={**_HEAT, "tis_cap": math.inf}),
     "ppo": LossRule(required=_POLICY, optional=_BOUNDS, config=_CLIP),
     "cispo": LossRule(required=_POLICY, optional=_BOUNDS, config=_CLIP),
     "dro": LossRule(required=_POLICY, config={**_HEAT, "beta": 0.05}),
     "gspo": LossRule(
-        required=_POLICY, config={**_HEAT, "clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
+        required=_POLICY,
+        optional=("sequence_ratio_mask",),
+        config={**_HEAT, "clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
     ),
 }
 """Every loss: the one place where its name, inputs and configuration are declared; `losses` has the mathematics.
@@ -268,7 +329,7 @@ _POSITIVE = frozenset({"temperature", "tis_cap"})
 """Settings for which 0 makes no sense."""
 
 
-def resolve_loss(name: str, config: Mapping[str, float] | None = None) -> LossSpec:
+def resolve_loss(name: str, config: Mapping[str, float | str] | None = None) -> LossSpec:
     """The loss with its full configuration, defaults filled in.
 
     Raises:

@@ -20,13 +20,14 @@ from torch import Tensor
 from mint.engine.attention import PackedAttention
 from mint.engine.choice import choose, processed_logprobs
 from mint.engine.decoder import Decoder
+from mint.engine.following import Following
 from mint.engine.kv_cache import KvCache
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
 from mint.engine.packing import Span, attention_blocks
-from mint.engine.protocol import Sample, SampleJob, SampleResult
+from mint.engine.prompt_scoring import PromptScores, score_prompt
+from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenTable
 from mint.engine.random_stream import uniform
 from mint.engine.stopping import StopWatch
-from mint.engine.unembedding import TargetLogprobs, top_logprobs
 
 MAX_ROWS = 512
 """Sequences decoded together; further jobs wait until rows are free."""
@@ -47,18 +48,24 @@ class _Prefilled:
 
     logits: Tensor
     finite: bool
-    prompt_logprobs: np.ndarray | None = None
-    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+    scores: PromptScores
 
 
 class Sampler:
     """One call's worth of jobs over one base model."""
 
-    def __init__(self, decoder: Decoder, jobs: Sequence[SampleJob], loras: Sequence[LoraWeights | None]) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        jobs: Sequence[SampleJob],
+        loras: Sequence[LoraWeights | None],
+        following: Following | None = None,
+    ) -> None:
         """`loras[j]` are the weights of `jobs[j]`; None is the base model alone."""
         self._decoder = decoder
         self._jobs = jobs
         self._loras = loras
+        self._following = following
         self._waiting = deque(range(len(jobs)))
         self._prefilled: dict[int, _Prefilled] = {}
         # Sequences of all jobs, numbered through; the arrays below are indexed by that number.
@@ -66,7 +73,7 @@ class Sampler:
         self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._job_of = np.repeat(np.arange(len(jobs)), counts)
         self._sample_of = np.arange(len(self._job_of)) - self._first[self._job_of]
-        self._watch = StopWatch([jobs[job].stop for job in self._job_of])
+        self._stops = StopWatch([jobs[job].stop for job in self._job_of])
         self._emitted = np.zeros(len(self._job_of), np.int64)
         self._last = np.zeros(len(self._job_of), np.int64)
         self._stopped = np.zeros(len(self._job_of), bool)
@@ -83,6 +90,8 @@ class Sampler:
         self._rows = np.zeros(0, np.int64)
         self._cache = KvCache(decoder.config, decoder.dtype, decoder.device)
         self._history: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._widths = np.array([job.topk_sample_logprobs for job in jobs], np.int64)
+        self._best: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # per sequence, where asked: top-k of each step
 
     @torch.inference_mode()
     def run(self) -> list[SampleResult]:
@@ -100,8 +109,9 @@ class Sampler:
 
     def _schedule(self) -> list[int]:
         """Drops ended rows where that pays, and takes in the jobs that fit now."""
+        cancelled = self._drop_cancelled()
         alive = ~self._ended(self._rows)
-        if not alive.all() and alive.sum() <= 0.75 * len(alive):
+        if not alive.all() and (cancelled or alive.sum() <= 0.75 * len(alive)):
             self._keep(np.flatnonzero(alive))
         admitted: list[int] = []
         if not self._waiting:
@@ -118,14 +128,27 @@ class Sampler:
             admitted.append(self._waiting.popleft())
         return admitted
 
+    def _drop_cancelled(self) -> bool:
+        """Whether a job was cancelled just now; it has ended then, and waits no more."""
+        if self._following is None:
+            return False
+        finished = np.array([job in self._prefilled for job in range(len(self._jobs))], bool)
+        unended = ~self._ended(np.arange(len(self._job_of)))
+        finished[self._job_of[unended]] = False
+        if not self._following.ask(finished):
+            return False
+        self._waiting = deque(job for job in self._waiting if not self._following.cancelled[job])
+        return True
+
     def _cache_bytes(self, job: SampleJob) -> int:
         config = self._decoder.config
         per_token = 2 * config.num_hidden_layers * config.key_value_size * self._decoder.dtype.itemsize
         return per_token * (len(job.prompt) + job.max_tokens)
 
     def _ended(self, sequences: np.ndarray) -> np.ndarray:
-        full = self._emitted[sequences] >= self._limits[self._job_of[sequences]]
-        return full | self._stopped[sequences] | self._broken[sequences]
+        jobs = self._job_of[sequences]
+        ended = (self._emitted[sequences] >= self._limits[jobs]) | self._stopped[sequences] | self._broken[sequences]
+        return ended if self._following is None else ended | self._following.cancelled[jobs]
 
     def _keep(self, order: np.ndarray) -> None:
         self._rows = self._rows[order]
@@ -174,7 +197,10 @@ class Sampler:
         last = torch.from_numpy(ends - 1).to(device)
         logits = self._decoder.logits(hidden[last], rows_of([self._loras[index] for index in batch]))
         for index, span, row in zip(batch, spans, logits, strict=True):
-            self._prefilled[index] = self._inspect_prompt(index, hidden[span.start : span.stop], row)
+            own = hidden[span.start : span.stop]
+            finite = bool(own.isfinite().all() and row.isfinite().all())
+            scores = score_prompt(self._decoder, self._jobs[index], own, self._loras[index])
+            self._prefilled[index] = _Prefilled(row, finite, scores)
 
     def _add_rows(self, batch: list[int], spans: list[Span]) -> tuple[Tensor, Tensor, Tensor]:
         """Cache rows for every sequence of the batch; (prompt row, cache row, position) for each key to be stored."""
@@ -194,20 +220,6 @@ class Sampler:
         positions = np.concatenate([np.arange(length) for length in lengths])
         sources, rows, positions = (torch.from_numpy(array).to(device) for array in (sources, rows, positions))
         return sources, rows, positions
-
-    def _inspect_prompt(self, index: int, hidden: Tensor, logits: Tensor) -> _Prefilled:
-        """Logprobs of the prompt's own tokens, where asked; hidden [P, E]."""
-        job = self._jobs[index]
-        found = _Prefilled(logits, bool(hidden.isfinite().all() and logits.isfinite().all()))
-        loras = [LoraRows(0, len(hidden), self._loras[index])]
-        if job.prompt_logprobs:
-            targets = torch.from_numpy(np.append(job.prompt[1:], 0)).to(hidden.device)
-            logprobs = TargetLogprobs(self._decoder, hidden, targets, loras).logprobs
-            found.prompt_logprobs = np.append(np.float32(np.nan), logprobs.cpu().numpy()[:-1])
-        if job.topk_prompt_logprobs:
-            top = top_logprobs(self._decoder, hidden, job.topk_prompt_logprobs, loras)
-            found.topk_prompt_logprobs = [None, *top[:-1]]
-        return found
 
     def _decode(self) -> tuple[np.ndarray, Tensor]:
         """One token further in every row; returns the sequences and their logits [R, V]."""
@@ -239,9 +251,28 @@ class Sampler:
             own = processed_logprobs(logits[rows], chosen[rows], *(array[processed] for array in rule))
             logprobs[processed] = own.cpu().numpy()
         self._history.append((sequences, tokens, logprobs))
+        self._note_best(sequences, logits)
         self._last[sequences] = tokens
         self._emitted[sequences] += 1
-        self._stopped[sequences] = self._watch.stopped(sequences, tokens)
+        self._stopped[sequences] = self._stops.stopped(sequences, tokens)
+        if self._following is not None:
+            sound = ~self._broken[sequences]
+            parts = (jobs, self._sample_of[sequences], tokens, logprobs)
+            self._following.tell(*(part[sound] for part in parts))
+
+    def _note_best(self, sequences: np.ndarray, logits: Tensor) -> None:
+        """The most probable tokens of this step, for the jobs that asked for them; logits [R, V]."""
+        if not self._widths.any():
+            return
+        widths = self._widths[self._job_of[sequences]]
+        for width in np.unique(widths[widths > 0]).tolist():
+            rows = np.flatnonzero(widths == width)
+            own = logits[torch.from_numpy(rows).to(logits.device)]
+            best = own.topk(min(width, own.shape[1]), dim=1)
+            logprobs = (best.values - own.logsumexp(1, keepdim=True)).cpu().numpy()
+            pairs = zip(best.indices.cpu().numpy(), logprobs, strict=True)
+            for sequence, pair in zip(sequences[rows].tolist(), pairs, strict=True):
+                self._best.setdefault(sequence, []).append(pair)
 
     def _results(self) -> list[SampleResult]:
         empty = np.zeros(0, np.int64)
@@ -256,13 +287,23 @@ class Sampler:
         results = []
         for index in range(len(self._jobs)):
             own = range(self._first[index], self._first[index + 1])
+            if self._following is not None and self._following.cancelled[index]:
+                results.append(SampleResult([], error=CANCELLED))
+                continue
             found = self._prefilled[index]
             if not found.finite or self._broken[self._first[index] : self._first[index + 1]].any():
                 results.append(SampleResult([], error=DIVERGED))
                 continue
-            samples = [Sample(tokens_of[s], logprobs_of[s], bool(self._stopped[s])) for s in own]
-            results.append(SampleResult(samples, found.prompt_logprobs, found.topk_prompt_logprobs))
+            samples = [Sample(tokens_of[s], logprobs_of[s], bool(self._stopped[s]), self._table(s)) for s in own]
+            results.append(SampleResult(samples, **vars(found.scores)))
         return results
+
+    def _table(self, sequence: int) -> TokenTable | None:
+        steps = self._best.get(sequence)
+        if steps is None:
+            return None
+        tokens, logprobs = (np.stack(part) for part in zip(*steps, strict=True))
+        return TokenTable(tokens, logprobs)
 
 
 def _spread(loras: Sequence[LoraWeights | None], lengths: np.ndarray) -> list[LoraRows]:

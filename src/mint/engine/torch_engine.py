@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mint.engine.decoder import Decoder
 from mint.engine.decoder_config import read_decoder_config
+from mint.engine.following import Following
 from mint.engine.lora import LoraWeights
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.protocol import (
@@ -30,6 +31,7 @@ from mint.engine.protocol import (
     PassResult,
     SampleJob,
     SampleResult,
+    SampleWatch,
     TrainDatum,
 )
 from mint.engine.sampler import Sampler
@@ -204,13 +206,14 @@ class TorchEngine:
         """Forgets published weights; unknown ids are fine."""
         self._published.pop(weights_id, None)
 
-    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
+    def sample(self, jobs: Sequence[SampleJob], watch: SampleWatch | None = None) -> list[SampleResult]:
         """Samples all jobs together; the result of each is a function of that job alone."""
         results: dict[int, SampleResult] = {}
         for base in dict.fromkeys(job.base for job in jobs):
             own = [index for index, job in enumerate(jobs) if job.base == base]
             loras = [self._lora(jobs[index]) for index in own]
-            sampler = Sampler(self._base(base)[0], [jobs[index] for index in own], loras)
+            following = None if watch is None else Following(watch, own)
+            sampler = Sampler(self._base(base)[0], [jobs[index] for index in own], loras, following)
             results |= dict(zip(own, sampler.run(), strict=True))
         return [results[index] for index in range(len(jobs))]
 

@@ -5,6 +5,7 @@ Knows nothing of models' names, optimizers or requests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,7 +35,7 @@ def run_pass(
             logprobs[index] = own
             entropies[index] = entropy
     own, entropy = ([found[index] for index in range(len(data))] for found in (logprobs, entropies))
-    trained = [row[datum.weights != 0] for row, datum in zip(entropy, data, strict=True)]
+    trained = [row[datum.trained] for row, datum in zip(entropy, data, strict=True)]
     return PassResult(own, measure(loss, list(data), own, trained), entropy)
 
 
@@ -51,29 +52,39 @@ def _run(
     config, device = decoder.config, decoder.device
     attention = PackedAttention(batch.blocks, config.num_attention_heads, config.num_key_value_heads, device)
     tokens, positions = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.positions))
-    rows, targets = (torch.from_numpy(array).to(device) for array in (batch.pair_rows, batch.pair_targets))
     with torch.set_grad_enabled(gradient):
         hidden = decoder.forward(tokens, positions, attention, [LoraRows(0, len(tokens), lora)])
-    pair_hidden = hidden.detach().index_select(0, rows)
-    loras = [LoraRows(0, len(rows), lora)]
-    temperature = loss.config.get("temperature", 1.0)
-    pairs = TargetLogprobs(decoder, pair_hidden, targets, loras, temperature=temperature, gradient=gradient)
-    ends = np.cumsum([len(data[index].targets) for index in batch.datum_ids])[:-1]
-    logprobs = np.split(pairs.logprobs.cpu().numpy()[batch.pair_of_position], ends)
-    entropies = np.split(pairs.entropies.cpu().numpy()[batch.pair_of_position], ends)
+    pairs = TargetLogprobs(
+        decoder,
+        hidden.detach(),
+        batch.pair_rows,
+        batch.pair_targets,
+        [LoraRows(0, len(hidden), lora)],
+        temperature=loss.config.get("temperature", 1.0),
+        gradient=gradient,
+    )
+    own = [data[index] for index in batch.datum_ids]
+    logprobs = _split(pairs.logprobs.cpu().numpy()[batch.pair_of_cell], [datum.targets.shape for datum in own])
+    entropies = _split(pairs.entropies.cpu().numpy()[batch.row_of_position], [datum.tokens.shape for datum in own])
     if gradient:
-        slopes = [loss_and_slope(loss, data[i], own)[1] for i, own in zip(batch.datum_ids, logprobs, strict=True)]
-        # Positions that share a pair (a common prefix) add up.
-        weights = np.concatenate(slopes)
-        pair_slopes = np.bincount(batch.pair_of_position, weights=weights, minlength=len(batch.pair_rows))
-        _backward(hidden, rows, pairs, torch.from_numpy(pair_slopes.astype(np.float32)).to(device))
+        slopes = [loss_and_slope(loss, datum, found)[1] for datum, found in zip(own, logprobs, strict=True)]
+        # Cells that share a pair (a common prefix) add up.
+        weights = np.concatenate([slope.reshape(-1) for slope in slopes])
+        pair_slopes = np.bincount(batch.pair_of_cell, weights=weights, minlength=len(batch.pair_rows))
+        _backward(hidden, pairs, pair_slopes.astype(np.float32))
     return list(zip(batch.datum_ids, logprobs, entropies, strict=True))
 
 
-def _backward(hidden: Tensor, rows: Tensor, pairs: TargetLogprobs, slopes: Tensor) -> None:
-    """From d loss / d logprob per pair to the lora's gradient; pair u was predicted from row `rows[u]` of `hidden`."""
+def _split(values: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Consecutive runs of `values`, one per shape."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+    return [run.reshape(shape) for run, shape in zip(np.split(values, ends), shapes, strict=True)]
+
+
+def _backward(hidden: Tensor, pairs: TargetLogprobs, slopes: np.ndarray) -> None:
+    """From d loss / d logprob per pair to the lora's gradient."""
     if not slopes.any():
         return
     part = pairs.hidden_gradient(slopes)
     if hidden.requires_grad:  # not so where the unembedding alone is trained
-        hidden.backward(torch.zeros_like(hidden).index_add_(0, rows, part))
+        hidden.backward(part)

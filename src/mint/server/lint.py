@@ -42,7 +42,9 @@ def lint(
     """
     policy = "logprobs" in data[0].inputs
     tokens = _flatten(data, result, policy=policy)
-    found = [_not_shifted(tokens), _duplicates(data, policy=policy), _nothing_trained(tokens)]
+    # Where a position has several targets (a teacher's best, say), none of them need be the next token.
+    shifted = None if any(datum.targets.ndim == 2 for datum in data) else _not_shifted(tokens)
+    found = [shifted, _duplicates(data, policy=policy), _nothing_trained(tokens)]
     if policy and tokens.trained.any():
         found.append(_advantages(data, tokens))
         if found[0] is None:
@@ -53,17 +55,21 @@ def lint(
 
 def _flatten(data: Sequence[TrainDatum], result: PassResult, *, policy: bool) -> Tokens:
     sizes = np.array([datum.tokens.size for datum in data])
-    weights = np.concatenate([datum.weights for datum in data])
-    own = np.concatenate(result.logprobs)
+    own = np.concatenate([_first(row) for row in result.logprobs])
     return Tokens(
         starts=np.cumsum(sizes) - sizes,
         inputs=np.concatenate([datum.tokens for datum in data]),
-        targets=np.concatenate([datum.targets for datum in data]),
-        trained=weights != 0,
+        targets=np.concatenate([_first(datum.targets) for datum in data]),
+        trained=np.concatenate([datum.trained for datum in data]),
         own=own,
         sampler=np.concatenate([datum.inputs["logprobs"] for datum in data]) if policy else own,
         entropies=np.concatenate(result.entropies) if result.entropies else None,
     )
+
+
+def _first(values: np.ndarray) -> np.ndarray:
+    """[N] of [N] or [N, K]: the rules that read targets or their logprobs are for one target per position."""
+    return values[:, 0] if values.ndim == 2 else values
 
 
 def _not_shifted(tokens: Tokens) -> str | None:
@@ -85,7 +91,7 @@ def _duplicates(data: Sequence[TrainDatum], *, policy: bool) -> str | None:
     if len(data) < MIN_DATUMS:
         return None
     keys = [
-        (datum.tokens.tobytes(), datum.weights.tobytes(), *(array.tobytes() for array in datum.inputs.values()))
+        tuple(part.tobytes() for part in (datum.tokens, datum.targets, datum.weights, *datum.inputs.values()))
         for datum in data
     ]
     counts = Counter(keys)

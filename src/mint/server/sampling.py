@@ -6,15 +6,18 @@ when too many others were used since. Used on the worker's thread, except `info`
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+import math
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 import mint.wire as wire
-from mint.engine.protocol import Engine, LoraSpec, SampleJob, SampleResult, StopRule
+from mint.engine.protocol import CANCELLED, Engine, LoraSpec, SampleJob, SampleResult, StopRule, TokenTable
 from mint.errors import MintError, NotFoundError, RequestFailedError
 from mint.server import checkpoints, validation
 from mint.server.bases import Bases
@@ -23,8 +26,10 @@ from mint.server.identities import sample_seed, session_of
 from mint.server.journal import Journal, SamplerRow
 from mint.server.states import read_weights
 from mint.tokenizer import token_bytes
-from mint.types import SampledSequence, SampleResponse, SamplingParams
-from mint.wire import SampleRequest
+from mint.types import PromptAltTokens, SampledSequence, SampleResponse, SamplingParams, TensorData
+from mint.wire.requests import SampleRequest
+
+log = logging.getLogger("mint.sampling")
 
 KEPT_IN_ENGINE = 16
 """Sets of weights that stay in the engine's memory; the others wait in their files."""
@@ -40,6 +45,14 @@ class SampleWork:
     request_id: str
     request: SampleRequest
     arrived_at: float
+    on_token: Callable[[int, int, float], None] | None = None
+    """Told of each token as it is sampled (sample, token, logprob), on the worker's thread: it must be quick."""
+    cancelled: threading.Event | None = None
+    """Set by whoever no longer wants the answer; the request fails then, and gives its room to others."""
+    weights: SamplerRow | None = None
+    """What to sample from, where that is no sampler of a session."""
+    told: Counter[int] = field(default_factory=Counter, compare=False)
+    """Tokens that `on_token` has had of each sample: where the engine breaks and runs again, none is told twice."""
 
 
 class Samplers:
@@ -105,7 +118,7 @@ class Samplers:
         needed: set[str] = set()
         for work in works:
             try:
-                row = self.row(work.request.sampling_session_id)
+                row = work.weights or self.row(work.request.sampling_session_id)
                 jobs.append(self._job(work.request, row))
                 self._bring(row)
             except MintError as error:
@@ -115,7 +128,7 @@ class Samplers:
             running.append(work)
             needed.add(row.weights_id or "")
         if jobs:
-            results = self._engine.sample(jobs)
+            results = self._engine.sample(jobs, _watch(running))
             for work, result in zip(running, results, strict=True):
                 answers[work.request_id] = _answer(work.request, result)
         self._make_room(keep=needed)
@@ -138,9 +151,13 @@ class Samplers:
             top_p=params.top_p,
             seed=seed,
             stop=self._stop_rule(params, base.eos_token_ids, row.base_model),
-            prompt_logprobs=request.prompt_logprobs or request.topk_prompt_logprobs > 0,
+            prompt_logprobs=bool(request.prompt_logprobs),
             topk_prompt_logprobs=request.topk_prompt_logprobs,
             logprobs_mode=params.logprobs_mode,
+            topk_sample_logprobs=request.topk_sample_logprobs,
+            prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+            target_prompt_logprobs=validation.target_pairs(request, base),
+            prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         )
 
     def _stop_rule(self, params: SamplingParams, eos: tuple[int, ...], base_model: str) -> StopRule:
@@ -169,8 +186,8 @@ class Samplers:
     def _read(self, row: SamplerRow) -> dict[str, np.ndarray]:
         if row.file is not None:
             return read_weights(self._data_dir / row.file)
-        found = checkpoints.find_checkpoint(self._journal, row.model_path or "")
-        _, state = checkpoints.read_checkpoint(self._data_dir / found.folder, optimizer=False)
+        # by its folder, not by its path: the name may have been deleted, or given to another checkpoint, meanwhile
+        _, state = checkpoints.read_checkpoint(self._data_dir / (row.weights_id or ""), optimizer=False)
         return dict(state.weights)
 
     def _touch(self, row: SamplerRow) -> None:
@@ -194,10 +211,49 @@ class Samplers:
             del self._in_engine[row.weights_id]
 
 
+class _Watch:
+    """Brings tokens to the requests that stream, and their cancellations to the engine."""
+
+    def __init__(self, works: Sequence[SampleWork]) -> None:
+        self._works = works
+        self._deaf: set[int] = set()
+        self._come: Counter[tuple[int, int]] = Counter()
+        self.jobs = frozenset(job for job, work in enumerate(works) if work.on_token or work.cancelled)
+
+    def token(self, job: int, sample: int, token: int, logprob: float) -> None:
+        """Hands a token over; a listener that fails is not told again, and disturbs nobody else."""
+        work = self._works[job]
+        listener = work.on_token
+        if listener is None:
+            return
+        self._come[job, sample] += 1
+        if job in self._deaf or self._come[job, sample] <= work.told[sample]:
+            return
+        work.told[sample] += 1
+        try:
+            listener(sample, token, logprob)
+        except Exception:  # the boundary: whoever listens must not fail the requests beside his
+            self._deaf.add(job)
+            log.exception("request %s: its listener failed; it hears no more tokens", work.request_id)
+
+    def is_cancelled(self, job: int) -> bool:
+        """Whether the request is not wanted any more."""
+        event = self._works[job].cancelled
+        return event is not None and event.is_set()
+
+
+def _watch(works: Sequence[SampleWork]) -> _Watch | None:
+    """None where no request streams or may be cancelled, which costs the engine nothing."""
+    watch = _Watch(works)
+    return watch if watch.jobs else None
+
+
 def _answer(request: SampleRequest, result: SampleResult) -> Answer:
+    if result.error == CANCELLED:
+        return Answer(wire.encode_error(RequestFailedError("The request was cancelled")), failed=True)
     if result.error is not None:
         return Answer(wire.encode_error(RequestFailedError(result.error)), failed=True)
-    return Answer(wire.encode(_response(request, result)))
+    return Answer(wire.encode_result(_response(request, result)))
 
 
 def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
@@ -206,12 +262,36 @@ def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
             tokens=sample.tokens.tolist(),
             logprobs=sample.logprobs.tolist(),
             stop_reason="stop" if sample.stopped else "length",
+            topk_logprobs=None if sample.topk is None else _pairs(sample.topk),
         )
         for sample in result.samples
     ]
     prompt_logprobs = None
     if request.prompt_logprobs and result.prompt_logprobs is not None:
-        prompt_logprobs = [None, *result.prompt_logprobs[1:].tolist()]
+        prompt_logprobs = [None if math.isnan(value) else value for value in result.prompt_logprobs.tolist()]
+    draws = result.prompt_alt_tokens
     return SampleResponse.model_construct(
-        sequences=sequences, prompt_logprobs=prompt_logprobs, topk_prompt_logprobs=result.topk_prompt_logprobs
+        sequences=sequences,
+        prompt_logprobs=prompt_logprobs,
+        topk_prompt_logprobs=result.topk_prompt_logprobs,
+        target_prompt_logprobs=_in_layout(request.target_prompt_logprobs, result.target_prompt_logprobs),
+        prompt_alt_tokens=None
+        if draws is None
+        else PromptAltTokens.model_construct(
+            tokens=TensorData.from_numpy(draws.tokens), logprobs=TensorData.from_numpy(draws.logprobs)
+        ),
     )
+
+
+def _pairs(table: TokenTable) -> list[list[tuple[int, float]]]:
+    rows = zip(table.tokens.tolist(), table.logprobs.tolist(), strict=True)
+    return [list(zip(*row, strict=True)) for row in rows]
+
+
+def _in_layout(asked: TensorData | None, logprobs: np.ndarray | None) -> TensorData | None:
+    """The logprobs of the cells that named a token, where `asked` has them; 0 in those that did not."""
+    if asked is None or logprobs is None:
+        return None
+    cells = np.zeros(len(asked.data), np.float32)
+    cells[np.asarray(asked.data, np.int64) != validation.UNASKED] = logprobs
+    return asked.model_copy(update={"data": cells.tolist(), "dtype": "float32"})

@@ -1,28 +1,41 @@
 """Is a request's content possible for this model? Pure: values in, checked arrays out, or an error.
 
 Every message names field, value and remedy. Types were checked when the body was decoded; here are ranges, lengths and
-what the model can hold. Letters: N tokens of one datum.
+what the model can hold. Letters: N tokens of one datum · K targets per position · P prompt tokens · Q tokens asked
+about in it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from mint.engine.protocol import LOSSES, AdamSpec, BaseInfo, LossRule, LossSpec, TrainDatum, resolve_loss
 from mint.errors import InvalidRequestError, PromptTooLongError
 from mint.types import AdamParams, Datum, LoraConfig, SamplingParams, TensorData
-from mint.wire import ForwardBackwardInput, SampleRequest
+from mint.wire.requests import ForwardBackwardInput, SampleRequest
+
+R = TypeVar("R")
 
 MAX_RANK = 256
 MAX_SAMPLES = 1024
-MAX_TOPK_PROMPT_LOGPROBS = 1024
+MAX_TOPK = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_SEED = 2**63 - 1
+
+UNASKED = -1
+"""A cell of `target_prompt_logprobs` that asks for nothing."""
+
+MAX_TARGET_CELLS = 1 << 23
+"""Cells of the [N, K] targets of one pass: each has a logprob in the answer, and a sparse body may ask for any."""
+
+MAX_ALTERNATIVES = 1 << 21
+"""Alternatives (a token and its logprob) in one answer, of each kind."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,9 @@ def check_pass(content: ForwardBackwardInput, base: BaseInfo) -> CheckedPass:
     loss = resolve_loss(content.loss_fn, content.loss_fn_config)
     if not content.data:
         raise InvalidRequestError("is empty", field="data", value="[]", remedy="Pass at least one Datum")
+    cells = sum(_target_cells(datum) for datum in content.data)
+    most = f"at most {MAX_TARGET_CELLS} in one request"
+    _require(cells <= MAX_TARGET_CELLS, "target_tokens", f"{cells} cells", most, was="are too many")
     data = [_check_datum(datum, loss.name, base, f"data[{index}]") for index, datum in enumerate(content.data)]
     return CheckedPass(data, loss, _weight_warnings(content.data, loss.name))
 
@@ -88,12 +104,10 @@ def check_sample(request: SampleRequest, base: BaseInfo) -> int:
     _require(len(prompt) > 0, "prompt", "[]", "at least one token (a bos token will do)", was="is empty")
     _check_tokens(_int_array(prompt, "prompt"), base, "prompt")
     _require(1 <= request.num_samples <= MAX_SAMPLES, "num_samples", request.num_samples, f"from 1 to {MAX_SAMPLES}")
-    most = min(MAX_TOPK_PROMPT_LOGPROBS, base.vocab_size)
-    topk = request.topk_prompt_logprobs
-    _require(0 <= topk <= most, "topk_prompt_logprobs", topk, f"a whole number from 0 to {most}")
     _check_sampling_params(params, base)
     room = base.context_length - len(prompt)
-    only_prompt = params.max_tokens == 0 and (request.prompt_logprobs or topk > 0)
+    scored = request.prompt_logprobs or request.topk_prompt_logprobs > 0 or request.prompt_alt_tokens_k > 0
+    only_prompt = params.max_tokens == 0 and (scored or request.target_prompt_logprobs is not None)
     if params.max_tokens is not None and not only_prompt:
         _require(params.max_tokens >= 1, "max_tokens", params.max_tokens, "a whole number >= 1, or None")
     wanted = 1 if params.max_tokens is None else params.max_tokens
@@ -105,7 +119,65 @@ def check_sample(request: SampleRequest, base: BaseInfo) -> int:
             value=f"{len(prompt)} tokens",
             remedy=f"Shorten the prompt, or ask for at most {max(room, 0)} tokens",
         )
-    return room if params.max_tokens is None else params.max_tokens
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    _check_alternatives(request, len(prompt), max_tokens, base)
+    return max_tokens
+
+
+def target_pairs(request: SampleRequest, base: BaseInfo) -> np.ndarray | None:
+    """The tokens whose logprobs `target_prompt_logprobs` asks for, as pairs (place in the prompt, token) int64 [Q, 2].
+
+    Raises:
+        InvalidRequestError: it is no [P - 1, K] tensor of token ids, or names none.
+    """
+    tensor, length = request.target_prompt_logprobs, len(request.prompt.to_ints())
+    if tensor is None:
+        return None
+    name, shape = "target_prompt_logprobs", tensor.shape
+    size, most = len(tensor.data), f"at most {MAX_ALTERNATIVES}"
+    _require(size <= MAX_ALTERNATIVES, name, f"{size} cells", most, was="asks for too large an answer")
+    _require(tensor.dtype == "int64", name, tensor.dtype, "an int64 tensor of token ids", was="holds no ids")
+    good = shape is not None and len(shape) == 2 and shape[0] == length - 1 and 1 <= shape[1] <= MAX_ALTERNATIVES
+    wanted = f"[prompt tokens - 1, K] = [{length - 1}, K]; row i is about token i + 1"
+    _require(good, f"{name}.shape", shape, wanted, was="does not fit the prompt")
+    tokens = _int_array(tensor.data, name)
+    if tensor.is_sparse:
+        rows, _ = _placed(tensor.cells, name)
+    else:
+        columns = shape[1] if shape is not None else 1
+        _require(len(tokens) == (length - 1) * columns, name, f"{len(tokens)} numbers", f"as many as {shape} has cells")
+        rows = np.arange(len(tokens)) // columns
+    asked = tokens != UNASKED
+    _require(bool(asked.any()), name, "no ids", "at least one token id (-1 asks for nothing)", was="is empty")
+    _check_tokens(tokens[asked], base, name)
+    return np.stack([rows[asked] + 1, tokens[asked]], axis=1)
+
+
+def _check_alternatives(request: SampleRequest, length: int, max_tokens: int, base: BaseInfo) -> None:
+    """What is asked besides tokens and their logprobs: about the prompt of `length` tokens, and about the samples."""
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None:
+        scored = request.prompt_logprobs or request.topk_prompt_logprobs > 0
+        _require(scored, "prompt_logprobs_last_n", last_n, "prompt_logprobs=True as well", was="needs prompt logprobs")
+        _require(1 <= last_n < length, "prompt_logprobs_last_n", last_n, f"from 1 to {length - 1} (prompt tokens - 1)")
+    most = min(MAX_TOPK, base.vocab_size)
+    sampled = request.num_samples * max_tokens
+    for name, places, highest in (
+        ("topk_prompt_logprobs", length if last_n is None else last_n, most),
+        ("topk_sample_logprobs", sampled, most),
+        ("prompt_alt_tokens_k", length, MAX_TOPK),
+    ):
+        count = getattr(request, name)
+        _require(0 <= count <= highest, name, count, f"a whole number from 0 to {highest}")
+        wanted = f"at most {MAX_ALTERNATIVES // max(places, 1)} for these {places} places"
+        _require(count * places <= MAX_ALTERNATIVES, name, count, wanted, was="asks for too large an answer")
+    if request.record_stability_info:
+        raise InvalidRequestError(
+            "is not offered here: no loss of this server reads stability information",
+            field="record_stability_info",
+            value=True,
+            remedy="Leave it out",
+        )
 
 
 def _check_sampling_params(params: SamplingParams, base: BaseInfo) -> None:
@@ -139,12 +211,18 @@ def _check_datum(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDa
     rule = LOSSES[loss]
     inputs = datum.loss_fn_inputs
     _check_keys(inputs, loss, rule, where)
-    tensors = {key: _vector(inputs[key], n_tokens, f"{where}.loss_fn_inputs.{key}") for key in inputs}
+    shape = _target_shape(inputs["target_tokens"], loss, n_tokens, f"{where}.loss_fn_inputs.target_tokens")
+    tensors = {
+        key: _array(
+            inputs[key], shape if key in ("target_tokens", "weights") else shape[:1], f"{where}.loss_fn_inputs.{key}"
+        )
+        for key in inputs
+    }
     targets = tensors.pop("target_tokens")
     _check_tokens(targets, base, f"{where}.loss_fn_inputs.target_tokens")
     weights = tensors.pop("weights", None)
     if weights is None:
-        weights = np.ones(n_tokens, np.float32) if not rule.required else (tensors["advantages"] != 0)
+        weights = _usual_weights(inputs["target_tokens"], shape) if not rule.required else tensors["advantages"] != 0
         weights = weights.astype(np.float32)
     _check_finite(weights, f"{where}.loss_fn_inputs.weights")
     used = {key: tensors[key] for key in (*rule.required, *rule.optional) if key in tensors}
@@ -154,6 +232,11 @@ def _check_datum(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDa
     for key, tensor in used.items():
         _check_finite(tensor, f"{where}.loss_fn_inputs.{key}")
     return TrainDatum(tokens, targets, weights, used)
+
+
+def _target_cells(datum: Datum) -> int:
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    return 0 if targets is None or targets.shape is None or len(targets.shape) < 2 else abs(math.prod(targets.shape))
 
 
 def _check_keys(inputs: dict[str, TensorData], loss: str, rule: LossRule, where: str) -> None:
@@ -174,20 +257,57 @@ def _check_keys(inputs: dict[str, TensorData], loss: str, rule: LossRule, where:
             raise InvalidRequestError("is not an input of any loss", field=field, value=key, remedy=remedy)
 
 
-def _vector(tensor: TensorData, length: int, where: str) -> np.ndarray:
-    if tensor.dtype == "int64":
-        array = _int_array(tensor.data, where)
-    else:
-        array = np.asarray(tensor.data, dtype=np.float32)
-    if len(array) != length or tensor.shape not in (None, [length]):
-        size = f"shape {tensor.shape}" if tensor.shape not in (None, [len(array)]) else f"length {len(array)}"
+def _target_shape(targets: TensorData, loss: str, length: int, where: str) -> tuple[int, ...]:
+    """(N,), or (N, K) for a loss that may have several targets per position."""
+    if targets.shape is None or len(targets.shape) != 2:
+        return (length,)
+    if not LOSSES[loss].many_targets:
+        able = ", ".join(name for name, rule in LOSSES.items() if rule.many_targets)
         raise InvalidRequestError(
-            f"does not fit model_input, which has {length} tokens",
+            f"{loss} reads one target per token",
             field=where,
-            value=size,
-            remedy=f"Pass {length} numbers, one per token: inputs are full[:-1] where targets are full[1:]",
+            value=f"shape {targets.shape}",
+            remedy=f"Pass {length} token ids; several weighted targets per token are for {able}",
         )
-    return array
+    _require(targets.shape[1] >= 1, where, f"shape {targets.shape}", "at least one target per token", was="is empty")
+    return (length, targets.shape[1])
+
+
+def _usual_weights(targets: TensorData, shape: tuple[int, ...]) -> np.ndarray:
+    """1 for every target; a cell that a sparse tensor does not list is none."""
+    if not targets.is_sparse:
+        return np.ones(shape)
+    weights = np.zeros(shape)
+    weights[targets.cells()] = 1
+    return weights
+
+
+def _array(tensor: TensorData, shape: tuple[int, ...], where: str) -> np.ndarray:
+    if tensor.is_sparse and tensor.shape == list(shape):
+        _int_array(tensor.data if tensor.dtype == "int64" else (), where)
+        return _placed(tensor.to_numpy, where)
+    array = _int_array(tensor.data, where) if tensor.dtype == "int64" else np.asarray(tensor.data, dtype=np.float32)
+    if tensor.shape in (None, list(shape)) and len(array) == math.prod(shape):
+        return array.reshape(shape)
+    size = f"shape {tensor.shape}" if tensor.shape not in (None, [len(array)]) else f"length {len(array)}"
+    length = shape[0]
+    remedy = f"Pass {length} numbers, one per token: inputs are full[:-1] where targets are full[1:]"
+    raise InvalidRequestError(
+        f"does not fit model_input, which has {length} tokens"
+        if len(shape) == 1
+        else f"does not fit: model_input and target_tokens make it {list(shape)}",
+        field=where,
+        value=size,
+        remedy=remedy if len(shape) == 1 else f"Pass {length} rows, one per token, for targets and weights alike",
+    )
+
+
+def _placed(read: Callable[[], R], where: str) -> R:
+    """What a tensor gives; an error of its layout is told with the tensor's place in the request."""
+    try:
+        return read()
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, field=where, value=error.value, remedy=error.remedy) from error
 
 
 def _int_array(values: Sequence[int] | Sequence[float], where: str) -> np.ndarray:
@@ -202,25 +322,28 @@ def _int_array(values: Sequence[int] | Sequence[float], where: str) -> np.ndarra
 def _check_tokens(tokens: np.ndarray, base: BaseInfo, where: str) -> None:
     wrong = (tokens < 0) | (tokens >= base.vocab_size)
     if wrong.any():
-        index = int(wrong.argmax())
         raise InvalidRequestError(
             f"is no token id: the vocabulary has {base.vocab_size} tokens",
-            field=f"{where}[{index}]",
-            value=int(tokens[index]),
+            field=where + _place(wrong),
+            value=int(tokens[wrong][0]),
             remedy=f"Pass ids from 0 to {base.vocab_size - 1}, from this model's own tokenizer",
         )
 
 
 def _check_finite(array: np.ndarray, where: str) -> None:
-    finite = np.isfinite(array)
-    if not finite.all():
-        index = int(finite.argmin())
+    wrong = ~np.isfinite(array)
+    if wrong.any():
         raise InvalidRequestError(
             "is not finite",
-            field=f"{where}[{index}]",
-            value=float(array[index]),
+            field=where + _place(wrong),
+            value=float(array[wrong][0]),
             remedy="Pass finite numbers, or give the position weight 0 where a logprob is unknown",
         )
+
+
+def _place(wrong: np.ndarray) -> str:
+    """The index of the first cell that is True, as it would be written in Python."""
+    return "".join(f"[{index}]" for index in np.argwhere(wrong)[0])
 
 
 def _weight_warnings(data: Sequence[Datum], loss: str) -> list[str]:
