@@ -11,9 +11,11 @@ from mint.wire.codec import (
     Encoding,
     decode,
     decode_error,
+    decode_result,
     encode,
     encode_error,
     encode_result,
+    is_same,
     read_identity,
     result_as_json,
 )
@@ -24,9 +26,11 @@ __all__ = [
     "Encoding",
     "decode",
     "decode_error",
+    "decode_result",
     "encode",
     "encode_error",
     "encode_result",
+    "is_same",
     "read_identity",
     "result_as_json",
 ]

@@ -1,25 +1,35 @@
 """Bytes ⇄ messages, in the encoding that headers have negotiated: JSON or protobuf.
 
-Infinities and NaN are written to JSON as `Infinity` and `NaN`, which both sides read. Knows no HTTP and no routes.
+Infinities and NaN are written to JSON as `Infinity` and `NaN`, which both sides read. A protobuf message never starts
+with `{`. Knows no HTTP and no routes.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
 
 from mint.errors import InvalidRequestError, MintError
-from mint.types import invalid_request
+from mint.types import ForwardBackwardOutput, SampleResponse, invalid_request
+from mint.wire import proto_codec
+from mint.wire.proto_fields import read_place
+from mint.wire.requests import ForwardBackwardRequest
 
 T = TypeVar("T", bound=BaseModel)
 
 log = logging.getLogger("mint.wire")
 
 API_PREFIX = "/api/v1"
+MAX_NAMED, MAX_NAME_CHARS = 20, 100
+_READ_BY_VALIDATORS = frozenset({"betas"})
+"""What messages read besides their fields."""
+_SETTINGS = frozenset({"adam_params.", "lora_config.", "sampling_params."})
+"""Where an unknown field would change what is computed: it is ignored only if it is null, false, 0 or empty."""
 
 
 class Encoding(StrEnum):
@@ -31,19 +41,38 @@ class Encoding(StrEnum):
 
 MEDIA_TYPE = Encoding.JSON.value
 
+_PROTO: dict[type[BaseModel], tuple[Callable[[bytes], BaseModel], Callable[[Any], bytes]]] = {
+    ForwardBackwardRequest: (proto_codec.read_request, proto_codec.write_request),
+    ForwardBackwardOutput: (proto_codec.read_output, proto_codec.write_output),
+    SampleResponse: (proto_codec.read_sample, proto_codec.write_sample),
+}
+"""The messages that have a protobuf form: how each is read and written."""
+
 
 def encode(message: BaseModel, encoding: Encoding = Encoding.JSON) -> bytes:
     """A request or result; in JSON without the fields that are None."""
     if encoding is Encoding.PROTO:
-        raise InvalidRequestError(
-            "cannot be written as protobuf", field="message", value=type(message).__name__, remedy="Use JSON"
-        )
+        return _proto_form(type(message))[1](message)
     return message.model_dump_json(exclude_none=True).encode()
+
+
+def is_same(one: BaseModel, other: BaseModel) -> bool:
+    """Whether two requests ask for the same, however they were written."""
+    encoding = Encoding.PROTO if type(one) in _PROTO else Encoding.JSON
+    try:
+        return type(one) is type(other) and encode(one, encoding) == encode(other, encoding)
+    except InvalidRequestError:  # one of them holds what cannot be written, and will fail for it
+        return one == other
 
 
 def encode_result(result: BaseModel) -> bytes:
     """A result as it is stored: the large ones as protobuf, the others as JSON; `{` begins JSON only."""
-    return encode(result)
+    return encode(result, Encoding.PROTO if type(result) in _PROTO else Encoding.JSON)
+
+
+def decode_result(kind: type[T], body: bytes) -> T:
+    """A stored result of this kind."""
+    return decode(kind, body, Encoding.JSON if body.startswith(b"{") else Encoding.PROTO)
 
 
 def result_as_json(body: bytes, kind: type[BaseModel]) -> bytes:
@@ -63,26 +92,73 @@ def decode(kind: type[T], body: bytes, encoding: Encoding = Encoding.JSON) -> T:
         InvalidRequestError: the body cannot be read, or is not of this kind; names the first wrong field.
     """
     if encoding is Encoding.PROTO:
-        raise InvalidRequestError(
-            "has no protobuf form", field="content-type", value=encoding.value, remedy="Send application/json"
-        )
+        return cast("T", _proto_form(kind)[0](body))
     try:
         return kind.model_validate_json(body)
-    except ValidationError as error:
-        unknown = _unknown_fields(error)
+    except (ValidationError, InvalidRequestError) as error:
+        known, unknown = _without_unknown(kind, body)
         if not unknown:
-            raise invalid_request(error, kind.__name__) from error
+            raise _as_refusal(error, kind) from error
     try:
-        message = kind.model_validate_json(body, extra="ignore")
-    except ValidationError as error:
-        raise invalid_request(error, kind.__name__) from error
+        message = kind.model_validate_json(known)
+    except (ValidationError, InvalidRequestError) as error:
+        raise _as_refusal(error, kind) from error
     log.warning("%s: unknown fields ignored: %s", kind.__name__, ", ".join(unknown))
     return message
 
 
-def _unknown_fields(error: ValidationError) -> list[str]:
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    return sorted({".".join(map(str, item["loc"])) for item in problems if item["type"] == "extra_forbidden"})
+def _as_refusal(error: ValidationError | InvalidRequestError, kind: type[BaseModel]) -> InvalidRequestError:
+    return invalid_request(error, kind.__name__) if isinstance(error, ValidationError) else error
+
+
+def _proto_form(kind: type[BaseModel]) -> tuple[Callable[[bytes], BaseModel], Callable[[Any], bytes]]:
+    if kind not in _PROTO:
+        raise InvalidRequestError(
+            f"{kind.__name__} has no protobuf form",
+            field="content-type",
+            value=Encoding.PROTO.value,
+            remedy="Send application/json",
+        )
+    return _PROTO[kind]
+
+
+def _without_unknown(kind: type[BaseModel], body: bytes) -> tuple[bytes, list[str]]:
+    """The body without the fields that `kind`, and the messages in it, do not know; and the first few of those."""
+    try:
+        content = pydantic_core.from_json(body)
+    except ValueError:
+        return body, []
+    unknown: dict[str, None] = {}
+    known = _prune(kind, content, "", unknown)
+    return pydantic_core.to_json(known, inf_nan_mode="constants"), list(unknown)[:MAX_NAMED]
+
+
+def _prune(annotation: Any, value: Any, where: str, unknown: dict[str, None]) -> Any:
+    if isinstance(value, list):
+        inner = next(iter(get_args(annotation)), None)
+        return value if inner is None else [_prune(annotation, item, where, unknown) for item in value]
+    message = _message_in(annotation)
+    if message is None or not isinstance(value, dict):
+        return value
+    kept: dict[str, Any] = {}
+    for key, part in value.items():
+        field = message.model_fields.get(key)
+        if field is not None:
+            kept[key] = _prune(field.annotation, part, f"{where}{key}.", unknown)
+        elif key in _READ_BY_VALIDATORS or (where in _SETTINGS and part):  # what is not at rest is not passed over
+            kept[key] = part
+        else:
+            unknown[f"{where}{key}"[:MAX_NAME_CHARS]] = None
+    return kept
+
+
+def _message_in(annotation: Any) -> type[BaseModel] | None:
+    """The type of message that an annotation such as `X | None` or `list[X]` speaks of; none for `dict[str, X]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) is dict:
+        return None
+    return next((found for part in get_args(annotation) if (found := _message_in(part)) is not None), None)
 
 
 def decode_error(body: bytes) -> dict[str, Any] | None:
@@ -102,7 +178,8 @@ def read_identity(body: bytes, name: str, number: str, encoding: Encoding = Enco
     A request whose place in the order can be read has used that place up, however wrong the rest of it is.
     """
     if encoding is Encoding.PROTO:
-        return None
+        # the one request with a protobuf form belongs to a model, and has its place in fields 1 and 2
+        return read_place(body) if name == "model_id" else None
     try:
         content = pydantic_core.from_json(body)
     except ValueError:

@@ -13,7 +13,6 @@ from pydantic import Field, model_validator
 
 from mint.types import AdamParams, CheckpointUri, Datum, LoraConfig, ModelInput, SamplingParams, StrictValue, TensorData
 
-
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "adam_params": {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12},
     "lora_config": {"rank": 32},
@@ -42,6 +41,12 @@ class WireRequest(StrictValue):
         return given
 
 
+class ClientConfigRequest(WireRequest):
+    """Which SDK asks, and by which version."""
+
+    sdk_version: str = ""
+
+
 class CreateSessionRequest(WireRequest):
     """Opens a session; everything else belongs to one."""
 
@@ -58,6 +63,19 @@ class SessionRequest(WireRequest):
 
     session_id: str
     type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishReason(WireRequest):
+    """How a session's work ended."""
+
+    type: str = "success"
+
+
+class FinishSessionRequest(WireRequest):
+    """Why a session ends."""
+
+    reason: FinishReason | None = None
+    detail: str | None = None
 
 
 class CreateModelRequest(WireRequest):
@@ -92,7 +110,7 @@ class ForwardBackwardInput(StrictValue):
 
     data: list[Datum]
     loss_fn: str
-    loss_fn_config: dict[str, float] | None = None
+    loss_fn_config: dict[str, float | str] | None = None
 
 
 class ForwardBackwardRequest(StrictValue):
@@ -216,6 +234,33 @@ class RetrieveFutureRequest(WireRequest):
 
     request_id: str
     allow_metadata_only: bool = False
+
+
+class SamplingSessionTarget(WireRequest):
+    """Whose results are waited for: those of a sampler, or of one of its clones (`seq_id // 1e9`)."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+    type: Literal["sampling_session"] = "sampling_session"
+
+
+class RetrieveFuturesRequest(WireRequest):
+    """Asks which results of a sampler are there; `prev_cursor` is the last answer's cursor, 0 the beginning.
+
+    `timeout` is in seconds, 0 for an answer at once; results that were fetched already may be forgotten.
+    """
+
+    target: SamplingSessionTarget
+    prev_cursor: int = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = Field(default_factory=list)
+
+
+class JoinSamplingSessionRequest(WireRequest):
+    """A further client of a sampler asks for a number of its own."""
+
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 class CancelFutureRequest(WireRequest):

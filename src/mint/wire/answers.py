@@ -1,0 +1,62 @@
+"""Answers that clients read for themselves; those that users see are in `mint.types`. Knows no route."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class ClientConfigResponse(BaseModel):
+    """The client's feature flags: what is left out keeps the client's own default."""
+
+    use_pyqwest_transport: bool | None = None
+
+
+class TelemetryResponse(BaseModel):
+    """Heard, and dropped."""
+
+    status: Literal["accepted"] = "accepted"
+
+
+class FutureCompletion(BaseModel):
+    """A result that is there."""
+
+    state: Literal["finished", "failed"]
+    request_id: str
+
+
+class RetrieveFuturesResponse(BaseModel):
+    """The results since the last question; `cursor` belongs into the next one."""
+
+    completions: list[FutureCompletion] = Field(default_factory=list)
+    cursor: int
+
+
+class JoinSamplingSessionResponse(BaseModel):
+    """A number that no other client of the sampler has."""
+
+    client_counter: int
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class UnloadModelResponse(BaseModel):
+    """A model that is gone."""
+
+    model_id: str
+    type: Literal["unload_model"] = "unload_model"
+
+
+class LiveModel(BaseModel):
+    """A model that can be trained; `lora_rank` is None until it is made."""
+
+    model_id: str
+    session_id: str
+    base_model: str | None = None
+    lora_rank: int | None = None
+
+
+class LiveModelsResponse(BaseModel):
+    """The caller's models."""
+
+    models: list[LiveModel]
