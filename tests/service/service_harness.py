@@ -14,6 +14,7 @@ from mint.engine.fake_engine import POISON_TOKEN, FakeEngine
 from mint.errors import MintError, from_wire
 from mint.server.callers import LOCAL
 from mint.server.service import Service
+from mint.types import ForwardBackwardOutput, SampleResponse
 
 BASE = "mint/tiny"
 Op = tuple[str, dict[str, Any]]
@@ -65,7 +66,8 @@ class Harness:
         body = json.dumps({"request_id": request_id}).encode()
         while (answer := asyncio.run(self.service.retrieve(LOCAL, body))) is None:
             pass
-        return answer.body
+        kind = SampleResponse if ":sample:" in request_id else ForwardBackwardOutput
+        return wire.result_as_json(answer.body, kind)
 
     def wait(self, request_id: str) -> dict[str, Any]:
         body = self.answer(request_id)
@@ -88,6 +90,19 @@ class Harness:
             **fields,
         }
         return self.wait(self.service.sample(LOCAL, json.dumps(body).encode()).request_id)
+
+
+def make_sampler(harness: Harness, number: int = 0) -> str:
+    """A sampler over the base model."""
+    body = {"session_id": harness.session_id, "sampling_session_seq_id": number, "base_model": BASE}
+    return harness.service.create_sampling_session(LOCAL, json.dumps(body).encode()).sampling_session_id
+
+
+def send_sample(harness: Harness, sampler: str, seq_id: int) -> str:
+    """A small sample request; its id."""
+    prompt = {"chunks": [{"tokens": [5, 6]}]}
+    body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+    return harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
 
 
 def script(steps: int) -> list[Op]:

@@ -29,13 +29,13 @@ def test_a_checkpoint_with_its_optimizer_goes_on_bit_for_bit_in_another_process(
     model_id = first.create_model()
     saved = step(first, model_id, 1)
     path = first.run("save_weights", model_id, 3, {"path": "a"})["path"]
-    assert path == f"mint://{model_id}/weights/a"
+    assert path == f"tinker://{model_id}/weights/a"
     uninterrupted = step(first, model_id, 4)
     first.service.finish_session(LOCAL, first.session_id)
     first.service.stop()
 
     second = Harness(open_service(tmp_path))
-    loaded = load_new(second, 0, path.replace("mint://", "tinker://"), optimizer=True)
+    loaded = load_new(second, 0, path.replace("tinker://", "mint://"), optimizer=True)
     assert second.digest(loaded) == saved
     assert step(second, loaded, 1) == uninterrupted
     second.service.stop()
@@ -59,7 +59,7 @@ def test_without_the_optimizer_it_starts_afresh(harness: Harness) -> None:
 def test_sampler_weights_hold_no_optimizer_and_say_so(harness: Harness) -> None:
     model_id = harness.create_model()
     path = harness.run("save_weights_for_sampler", model_id, 1, {"path": "s"})["path"]
-    assert path == f"mint://{model_id}/sampler_weights/s"
+    assert path == f"tinker://{model_id}/sampler_weights/s"
     error = failure(lambda: load_new(harness, 1, path, optimizer=True))
     assert isinstance(error, CheckpointError) and "no optimizer" in str(error) and error.remedy
     load_new(harness, 2, path, optimizer=False)

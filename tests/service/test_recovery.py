@@ -196,6 +196,20 @@ class Fragile(Journal):
         return super().finish_job(finish)
 
 
+def test_a_server_finds_its_sessions_again_though_a_script_used_the_folder_meanwhile(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path, is_server=True))
+    model_id = harness.create_model()
+    digest = train(harness, model_id, 2)[-1]
+    harness.service.stop()
+    script = open_service(tmp_path)
+    assert isinstance(failure(lambda: Harness(script, harness.session_id).create_model(1)), NotFoundError)
+    script.stop()
+    harness = Harness(open_service(tmp_path, is_server=True), harness.session_id)
+    harness.run("forward_backward", model_id, 5, GOOD_PASS)
+    assert harness.digest(model_id) == digest
+    harness.service.stop()
+
+
 def test_a_full_disk_delays_a_result_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mint.server.worker.JOURNAL_RETRY_S", 0.05)
     monkeypatch.setattr("mint.server.service.Journal", Fragile)

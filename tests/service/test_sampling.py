@@ -11,7 +11,7 @@ import pytest
 from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_service
 
 from mint.engine.fake_engine import FakeEngine
-from mint.engine.protocol import SampleJob, SampleResult
+from mint.engine.protocol import SampleJob, SampleResult, SampleWatch
 from mint.errors import ConflictError, JournalError, NotFoundError, RequestFailedError
 from mint.server import sampling
 from mint.server.callers import LOCAL
@@ -120,7 +120,7 @@ def test_a_saved_sampler_samples_as_the_published_one(harness: Harness) -> None:
     one, two = (harness.sample(name, 0, params={"seed": 5}) for name in (published, saved))
     assert one == two
     info = harness.service.sampler_info(LOCAL, saved)
-    assert (info.base_model, info.model_path) == (BASE, path)
+    assert (info.base_model, info.model_path) == (BASE, path.replace("tinker://", "mint://"))
 
 
 def test_prompt_logprobs_alone_need_no_room_for_samples(harness: Harness) -> None:
@@ -136,10 +136,10 @@ def test_prompt_logprobs_alone_need_no_room_for_samples(harness: Harness) -> Non
 class BreaksOnSome(FakeEngine):
     """An engine that cannot sample prompts with token 666."""
 
-    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
+    def sample(self, jobs: Sequence[SampleJob], watch: SampleWatch | None = None) -> list[SampleResult]:
         if any(666 in job.prompt for job in jobs):
             raise ZeroDivisionError("in the batch")
-        return super().sample(jobs)
+        return super().sample(jobs, watch)
 
 
 def test_a_request_that_breaks_the_engine_fails_alone(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_a_folder_that_cannot_be_used_says_so(tmp_path: Path) -> None:
 class Diverged(FakeEngine):
     """Its second job has weights that give no finite logits."""
 
-    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
-        results = super().sample(jobs)
+    def sample(self, jobs: Sequence[SampleJob], watch: SampleWatch | None = None) -> list[SampleResult]:
+        results = super().sample(jobs, watch)
         return [SampleResult([], error="the weights have diverged") if job.seed == 666 else result
                 for job, result in zip(jobs, results, strict=True)]  # fmt: skip
 

@@ -7,6 +7,7 @@ import pytest
 from mint.server.scheduler import (
     BURST_LIMIT_S,
     BURST_PAUSE_S,
+    LONGEST_BURST_PAUSE_S,
     MAX_BATCH_SEQUENCES,
     GiveUp,
     Pending,
@@ -79,3 +80,10 @@ def test_the_plan_is(name: str) -> None:
         assert isinstance(result, Wait) and result.until == pytest.approx(expected.until)
     else:
         assert result == expected
+
+
+@pytest.mark.parametrize(("batch_s", "pause_s"), [(0.0, BURST_PAUSE_S), (0.2, 0.004), (60.0, LONGEST_BURST_PAUSE_S)])
+def test_the_longer_a_batch_takes_the_longer_its_stragglers_are_waited_for(batch_s: float, pause_s: float) -> None:
+    burst = Pending({}, [], [sample("x", 4.999), sample("y", 4.9995)])
+    assert plan(burst, 4.9996, batch_s=batch_s) == Wait(pytest.approx(4.9995 + pause_s))
+    assert plan(burst, 4.9995 + pause_s + 1e-6, batch_s=batch_s) == RunSamples(("x", "y"))

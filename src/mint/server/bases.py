@@ -7,21 +7,23 @@ folder share its weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 
 from mint.engine.protocol import BaseInfo, Engine
+from mint.errors import UnknownBaseModelError
 from mint.models import registry
 
 
 class Bases:
     """Base models by name."""
 
-    def __init__(self, engine: Engine, aliases: Mapping[str, str]) -> None:
-        """`aliases` is `MINT_MODELS` as a mapping."""
+    def __init__(self, engine: Engine, aliases: Mapping[str, str], offered: Collection[str] | None = None) -> None:
+        """`aliases` is `MINT_MODELS` as a mapping; with `offered`, other names are refused, whatever they stand for."""
         self._engine = engine
         self._aliases = dict(aliases)
+        self._offered = None if offered is None else frozenset(offered)
         self._folders: dict[str, Path] = {}
         self._infos: dict[str, BaseInfo] = {}
 
@@ -32,6 +34,13 @@ class Bases:
             UnknownBaseModelError: nothing answers to that name.
             InvalidRequestError: its folder is incomplete.
         """
+        if self._offered is not None and name not in self._offered:
+            raise UnknownBaseModelError(
+                f"is not a base model of this server; it offers {', '.join(self.names)}",
+                field="base_model",
+                value=name,
+                remedy="Name one of these, or have it added: mint serve --model NAME[=PATH]",
+            )
         if name not in self._folders:
             self._folders[name] = registry.resolve(name, self._aliases)
         return self._folders[name]
@@ -55,5 +64,5 @@ class Bases:
 
     @cached_property
     def names(self) -> list[str]:
-        """The names that can be resolved without a path."""
-        return registry.available(self._aliases)
+        """The names on offer: those that can be resolved without a path, unless said otherwise."""
+        return registry.available(self._aliases) if self._offered is None else sorted(self._offered)

@@ -190,6 +190,15 @@ class Database:
         with self._lock:
             self._sa.dispose()
 
+    def probe(self) -> None:
+        """Writes something that changes nothing.
+
+        Raises:
+            JournalError: nothing can be written.
+        """
+        with self.transaction() as connection:
+            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
     @contextmanager
     def transaction(self, *, write: bool = True) -> Generator[sa.Connection]:
         """One transaction on the one connection.

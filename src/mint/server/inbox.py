@@ -1,93 +1,151 @@
 """What waits for the engine: accepted requests in memory, and the condition on which the worker sleeps.
 
-Any thread adds; only the worker takes. Holds no rule about what goes first (`scheduler`) and no durability (`journal`).
+Any thread adds; only the worker takes. Bounds what waits, for each owner and in all. Holds no rule about what goes
+first (`scheduler`) and no durability (`journal`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
 from mint.errors import OverloadedError
 from mint.server.sampling import SampleWork
 from mint.server.scheduler import Pending, SampleItem, TrainingItem
 from mint.server.training import TrainingJob
 
-MAX_WAITING_SAMPLES = 4096
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many requests of one owner may wait, how large they may be together, and those of everybody."""
+
+    owner_requests: int = 4096
+    owner_bytes: int = 256 * 1024 * 1024
+    total_bytes: int = 2 * 1024 * 1024 * 1024
 
 
 class Inbox:
     """Requests by model and place, and sample requests in order of arrival."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self._bounds = bounds or Bounds()
         self._changed = threading.Condition()
         self._next_seq: dict[str, int] = {}
         self._training: dict[tuple[str, int], TrainingJob] = {}
         self._samples: OrderedDict[str, SampleWork] = OrderedDict()
+        self._charged: dict[Hashable, tuple[str, int]] = {}  # waiting request → owner, bytes
+        self._requests: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
         self._woken = False
 
-    def add_training(self, job: TrainingJob, *, next_seq: int) -> None:
+    def require_room(self, owner: str, size_bytes: int, *, max_requests: int | None = None) -> None:
+        """That one more request of this size may wait; `max_requests` is the owner's own bound.
+
+        Raises:
+            OverloadedError: it may not; names the bound.
+        """
+        bounds = self._bounds
+        with self._changed:
+            most = bounds.owner_requests if max_requests is None else min(max_requests, bounds.owner_requests)
+            for name, used, limit in (
+                ("max_waiting_requests", self._requests[owner] + 1, most),
+                ("max_waiting_bytes", self._bytes[owner] + size_bytes, bounds.owner_bytes),
+                ("max_waiting_bytes of this server", self._bytes.total() + size_bytes, bounds.total_bytes),
+            ):
+                if used > limit:
+                    raise OverloadedError(
+                        f"{limit} may wait at once, and so much waits already",
+                        field=name,
+                        value=used,
+                        remedy="Wait for earlier results, then send the same request again",
+                    )
+
+    def is_full(self, owner: str, *, max_requests: int | None = None) -> bool:
+        """Whether no further request of an owner may wait."""
+        try:
+            self.require_room(owner, 0, max_requests=max_requests)
+        except OverloadedError:
+            return True
+        return False
+
+    def add_training(self, job: TrainingJob, *, next_seq: int, owner: str = "", size_bytes: int = 0) -> None:
         """A training request; `next_seq` is the model's place, used if the model is not known here yet."""
         with self._changed:
             place = self._next_seq.setdefault(job.model_id, next_seq)
-            if job.seq_id >= place:
-                self._training.setdefault((job.model_id, job.seq_id), job)
+            key = (job.model_id, job.seq_id)
+            if job.seq_id >= place and key not in self._training:
+                self._training[key] = job
+                self._charge(key, owner, size_bytes)
             self._wake()
 
-    def add_sample(self, work: SampleWork) -> None:
+    def next_seq(self, model_id: str) -> int | None:
+        """The number that a model waits for; None if it is not known here yet."""
+        with self._changed:
+            return self._next_seq.get(model_id)
+
+    def add_sample(
+        self, work: SampleWork, *, owner: str = "", size_bytes: int = 0, max_requests: int | None = None
+    ) -> None:
         """A sample request.
 
         Raises:
-            OverloadedError: too many wait already.
+            OverloadedError: as `require_room`.
         """
         with self._changed:
-            if len(self._samples) >= MAX_WAITING_SAMPLES:
-                raise OverloadedError(
-                    f"{len(self._samples)} sample requests wait already", remedy="Send the same request again later"
-                )
+            self.require_room(owner, size_bytes, max_requests=max_requests)
             self._samples[work.request_id] = work
+            self._charge(work.request_id, owner, size_bytes)
             self._wake()
 
     def pending(self) -> Pending:
         """What the scheduler decides on."""
         with self._changed:
-            training = [TrainingItem(job.model_id, job.seq_id, job.arrived_at) for job in self._training.values()]
+            training = [
+                TrainingItem(job.model_id, job.seq_id, job.arrived_at, job.kind) for job in self._training.values()
+            ]
             samples = [
                 SampleItem(work.request_id, work.request.num_samples, work.arrived_at)
                 for work in self._samples.values()
             ]
             return Pending(dict(self._next_seq), training, samples)
 
-    def job(self, model_id: str, seq_id: int) -> TrainingJob:
-        """A waiting training request; it stays until `advance`."""
+    def job(self, model_id: str, seq_id: int) -> TrainingJob | None:
+        """A waiting training request, which stays until `advance`; None if it was dropped meanwhile."""
         with self._changed:
-            return self._training[model_id, seq_id]
+            return self._training.get((model_id, seq_id))
 
     def advance(self, model_id: str, seq_id: int) -> None:
         """Everything of a model up to `seq_id` is finished."""
         with self._changed:
+            if model_id not in self._next_seq:
+                return
             self._next_seq[model_id] = seq_id + 1
-            for place in [place for place in self._training if place[0] == model_id and place[1] <= seq_id]:
-                del self._training[place]
+            self._drop_training(place for place in self._training if place[0] == model_id and place[1] <= seq_id)
 
     def take_samples(self, request_ids: Iterable[str]) -> list[SampleWork]:
-        """Sample requests, which wait here no longer."""
+        """Sample requests, which wait here no longer; those that are gone are left out."""
         with self._changed:
-            return [self._samples.pop(request_id) for request_id in request_ids if request_id in self._samples]
+            works = [self._samples.pop(request_id) for request_id in request_ids if request_id in self._samples]
+            for work in works:
+                self._discharge(work.request_id)
+            return works
 
-    def drop(self, models: Iterable[str], session_id: str) -> list[str]:
-        """Takes out all that waits for a session's models and samplers; the ids of the sample requests."""
+    def drop(self, models: Iterable[str], session_id: str) -> None:
+        """Takes out all that waits for a session's models and samplers."""
+        self.drop_models(models)
+        with self._changed:
+            names = [name for name in self._samples if name.startswith(f"{session_id}:")]
+        self.take_samples(names)
+
+    def drop_models(self, models: Iterable[str]) -> None:
+        """Takes out all that waits for these models."""
         gone = set(models)
         with self._changed:
-            for place in [place for place in self._training if place[0] in gone]:
-                del self._training[place]
+            self._drop_training(place for place in self._training if place[0] in gone)
             for model_id in gone:
                 self._next_seq.pop(model_id, None)
-            samples = [name for name in self._samples if name.startswith(f"{session_id}:")]
-            for name in samples:
-                del self._samples[name]
-            return samples
 
     def wait(self, timeout_s: float | None) -> None:
         """Until something is added or `wake` is called, or the time has passed."""
@@ -100,6 +158,23 @@ class Inbox:
         """Makes `wait` return."""
         with self._changed:
             self._wake()
+
+    def _drop_training(self, places: Iterable[tuple[str, int]]) -> None:
+        for place in list(places):
+            del self._training[place]
+            self._discharge(place)
+
+    def _charge(self, key: Hashable, owner: str, size_bytes: int) -> None:
+        self._charged[key] = (owner, size_bytes)
+        self._requests[owner] += 1
+        self._bytes[owner] += size_bytes
+
+    def _discharge(self, key: Hashable) -> None:
+        owner, size_bytes = self._charged.pop(key)
+        for counter, amount in ((self._requests, 1), (self._bytes, size_bytes)):
+            counter[owner] -= amount
+            if not counter[owner]:
+                del counter[owner]
 
     def _wake(self) -> None:
         self._woken = True

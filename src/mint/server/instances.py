@@ -13,15 +13,19 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
+SERVER = "server-"
+"""How the names of instances begin that serve others over a socket."""
+
 
 class Instance:
     """This process's place in a data directory."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, *, is_server: bool = False) -> None:
         """Takes a new name and its lock."""
         self._folder = data_dir / "instances"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.instance_id = uuid.uuid4().hex
+        self._role = SERVER if is_server else ""
+        self.instance_id = f"{self._role}{uuid.uuid4().hex}"
         self._file = os.open(self._path(self.instance_id), os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
@@ -46,8 +50,14 @@ class Instance:
             os.close(file)
 
     def dead_among(self, instance_ids: Iterable[str]) -> dict[str, str]:
-        """Those whose process is gone, and what each of them was running then. Call inside `sole_adopter`."""
-        others = sorted(set(instance_ids) - {self.instance_id})
+        """Those whose process is gone, and what each of them was running then. Call inside `sole_adopter`.
+
+        Only those of this instance's kind: a server's clients come back to a server, and would not find what a script
+        in the same data directory had taken over.
+        """
+        others = sorted(
+            name for name in set(instance_ids) - {self.instance_id} if name.startswith(SERVER) == bool(self._role)
+        )
         return {instance_id: self._last_mark(instance_id) for instance_id in others if not self._is_held(instance_id)}
 
     def bury(self, instance_ids: Iterable[str]) -> None:

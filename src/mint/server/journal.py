@@ -350,11 +350,35 @@ class Journal:
             found = connection.execute(sa.select(tables.checkpoints).where(chosen)).first()
         return CheckpointRow(**found._mapping) if found is not None else None
 
+    def checkpoint_in(self, folder: str) -> CheckpointRow | None:
+        """The checkpoint whose files lie in this folder."""
+        with self._transaction(write=False) as connection:
+            found = connection.execute(
+                sa.select(tables.checkpoints).where(tables.checkpoints.c.folder == folder)
+            ).first()
+        return CheckpointRow(**found._mapping) if found is not None else None
+
     def checkpoints(self) -> list[CheckpointRow]:
         """Every named checkpoint, oldest first."""
         with self._transaction(write=False) as connection:
             rows = connection.execute(sa.select(tables.checkpoints).order_by(tables.checkpoints.c.created_at)).all()
         return [CheckpointRow(**row._mapping) for row in rows]
+
+    def saves(self, model_id: str, *, limit: int = 100) -> list[bytes]:
+        """The results of a live model's latest saves and publications, newest first."""
+        table = tables.jobs.c
+        is_save = table.kind.in_(("save_weights", "save_weights_for_sampler"))
+        chosen = (table.model_id == model_id) & (table.status == "done") & is_save
+        newest = sa.select(table.result).where(chosen).order_by(table.seq_id.desc()).limit(limit)
+        with self._transaction(write=False) as connection:
+            return [result for result in connection.execute(newest).scalars() if result]
+
+    def checkpoint_bytes(self, owner: str) -> int:
+        """How large an owner's checkpoints are together."""
+        table = tables.checkpoints.c
+        chosen = sa.select(sa.func.coalesce(sa.func.sum(table.size_bytes), 0)).where(table.owner == owner)
+        with self._transaction(write=False) as connection:
+            return int(connection.execute(chosen).scalar_one())
 
     def add_sampler(self, row: SamplerRow) -> None:
         """A new sampler; an existing one of that id is left as it is."""
@@ -376,7 +400,9 @@ class Journal:
 
     def named_files(self) -> set[str]:
         """Every file and folder that a row names; whatever else lies in the data directory is an orphan."""
-        columns = (tables.snapshots.c.file, tables.samplers.c.file, tables.checkpoints.c.folder)
+        samplers = tables.samplers.c
+        # a sampler reads a checkpoint's folder for as long as it lives, also after the checkpoint was deleted
+        columns = (tables.snapshots.c.file, samplers.file, samplers.weights_id, tables.checkpoints.c.folder)
         with self._transaction(write=False) as connection:
             return {name for column in columns for name in connection.execute(sa.select(column)).scalars() if name}
 

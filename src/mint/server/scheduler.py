@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 GAP_TIMEOUT_S = 600.0
 """Long, because a client's own code may run between two requests (a custom loss reserves its second number early)."""
 
-BURST_PAUSE_S = 0.002
-"""Samples start once none has arrived for this long …"""
+BURST_PAUSE_S, LONGEST_BURST_PAUSE_S = 0.002, 0.008
+"""Samples start once none has arrived for this long: a fiftieth of what a batch takes, within these bounds …"""
 
-BURST_LIMIT_S = 0.02
+BURST_LIMIT_S = 0.03
 """… or the first of them has waited this long."""
 
 MAX_BATCH_SEQUENCES = 1024
@@ -32,6 +32,7 @@ class TrainingItem:
     model_id: str
     seq_id: int
     arrived_at: float
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,15 @@ class Wait:
 Plan = RunTraining | RunSamples | GiveUp | Wait
 
 
-def plan(pending: Pending, now: float, *, gap_timeout_s: float = GAP_TIMEOUT_S) -> Plan:
-    """The next thing to do."""
+def plan(pending: Pending, now: float, *, gap_timeout_s: float = GAP_TIMEOUT_S, batch_s: float = 0.0) -> Plan:
+    """The next thing to do; `batch_s` is how long a batch of samples has taken lately.
+
+    A burst that is cut in two costs a whole second batch, and over a socket its requests arrive further apart than a
+    short batch is worth waiting for: so the longer a batch takes, the longer its stragglers are waited for.
+    """
     ready = [item for item in pending.training if item.seq_id == pending.next_seq[item.model_id]]
     head = min(ready, key=lambda item: item.arrived_at, default=None)
-    samples_at = _samples_ready_at(pending.samples)
+    samples_at = _samples_ready_at(pending.samples, batch_s)
     samples_are_ready = samples_at is not None and samples_at <= now
     if samples_are_ready and (head is None or pending.samples[0].arrived_at <= head.arrived_at):
         return RunSamples(_merge(pending.samples))
@@ -104,11 +109,12 @@ def plan(pending: Pending, now: float, *, gap_timeout_s: float = GAP_TIMEOUT_S) 
     return Wait(min([*deadlines, *([samples_at] if samples_at is not None else [])], default=None))
 
 
-def _samples_ready_at(samples: Sequence[SampleItem]) -> float | None:
+def _samples_ready_at(samples: Sequence[SampleItem], batch_s: float) -> float | None:
     """When the burst that is arriving counts as complete; samples are in order of arrival."""
     if not samples:
         return None
-    return min(samples[-1].arrived_at + BURST_PAUSE_S, samples[0].arrived_at + BURST_LIMIT_S)
+    pause_s = min(max(BURST_PAUSE_S, batch_s / 50), LONGEST_BURST_PAUSE_S)
+    return min(samples[-1].arrived_at + pause_s, samples[0].arrived_at + BURST_LIMIT_S)
 
 
 def _merge(samples: Sequence[SampleItem]) -> tuple[str, ...]:

@@ -6,12 +6,11 @@ does is the worker's business. Knows no HTTP.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -19,58 +18,51 @@ from pydantic import BaseModel
 import mint.wire as wire
 from mint.engine.protocol import Engine
 from mint.errors import (
-    ConflictError,
     InvalidRequestError,
     JournalError,
     MintError,
-    NotFoundError,
-    OverloadedError,
     RequestFailedError,
     SessionEndedError,
 )
 from mint.server import checkpoints
 from mint.server.bases import Bases
 from mint.server.callers import Caller
+from mint.server.catalog import Catalog
 from mint.server.futures import Answer, FutureBook
-from mint.server.identities import RequestName, model_id, request_id, sampler_id, seed_root, session_of
+from mint.server.identities import RequestName
 from mint.server.inbox import Inbox
 from mint.server.instances import Instance
-from mint.server.journal import JobRow, Journal, ModelRow, RunRow, SamplerRow
-from mint.server.sampling import Samplers, SampleWork
-from mint.server.scheduler import GAP_TIMEOUT_S
+from mint.server.journal import JobRow, Journal
+from mint.server.retrieval import Retrieval
+from mint.server.sampling import Samplers
+from mint.server.sampling_desk import SamplingDesk
+from mint.server.scheduler import GAP_TIMEOUT_S, Pending
+from mint.server.session_catalog import SessionCatalog
 from mint.server.sessions import STALE_S, Sessions
 from mint.server.training import Trainer, TrainingJob
-from mint.server.validation import MAX_SAMPLES
+from mint.server.training_desk import TrainingDesk
 from mint.server.worker import Worker
 from mint.types import (
-    CreateSamplingSessionResponse,
     CreateSessionResponse,
-    GetInfoResponse,
     GetServerCapabilitiesResponse,
-    ModelData,
-    SamplerInfo,
     SupportedModel,
-    UntypedPromise,
     WeightsInfoResponse,
 )
 from mint.wire.requests import (
-    CreateSamplingSessionRequest,
     CreateSessionRequest,
-    ModelRequest,
-    RetrieveFutureRequest,
-    SampleRequest,
     SessionRequest,
     WeightsInfoRequest,
 )
 
 log = logging.getLogger("mint.service")
 
-LONG_POLL_S = 25.0
-MADE_UP_SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)
 MAX_ATTEMPTS = 5
 """A request in whose run the process has died this often is failed instead of being run again."""
 
-MAX_SEQ_ID = 2**31 - 1
+NEWEST_TRIED_SDK = (0, 38, 0)
+"""Of the public SDKs that have been run against this server."""
+
+MAX_SESSION_BYTES = 256 * 1024
 ORPHAN_AGE_S = 3600.0
 
 
@@ -78,23 +70,34 @@ class Service:
     """One data directory, one engine."""
 
     def __init__(
-        self, engine: Engine, data_dir: Path, *, aliases: Mapping[str, str], gap_timeout_s: float = GAP_TIMEOUT_S
+        self,
+        engine: Engine,
+        data_dir: Path,
+        *,
+        aliases: Mapping[str, str],
+        offered: Collection[str] | None = None,
+        is_server: bool = False,
+        gap_timeout_s: float = GAP_TIMEOUT_S,
     ) -> None:
-        """Opens the data directory; `start` begins to work."""
+        """Opens the data directory; `start` begins to work. `offered` are the base models' names, None for any.
+
+        `is_server`: others reach it over a socket, and come back after its death.
+        """
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
-            self.instance = Instance(data_dir)
+            self.instance = Instance(data_dir, is_server=is_server)
         except OSError as error:
             raise JournalError(f"{data_dir} cannot be used: {error}", remedy="Set MINT_HOME to a folder") from error
         self.data_dir = data_dir
         self.journal = Journal(data_dir / checkpoints.JOURNAL_FILE)
-        self.bases = Bases(engine, aliases)
+        self.catalog = Catalog(self.journal, data_dir)
+        self.session_catalog = SessionCatalog(self.journal)
+        self.bases = Bases(engine, aliases, offered)
         self.futures = FutureBook()
         self._inbox = Inbox()
         self._sessions = Sessions(self.journal, self.instance.instance_id)
         self._trainer = Trainer(engine, self.journal, self.bases, data_dir)
         self._samplers = Samplers(engine, self.journal, self.bases, data_dir)
-        self._models: set[str] = set()  # known to exist; a cache of the journal
         self._worker = Worker(
             self._inbox,
             self.futures,
@@ -104,6 +107,20 @@ class Service:
             mark=self.instance.mark,
             gap_timeout_s=gap_timeout_s,
         )
+        self._training = TrainingDesk(
+            self.journal, self._sessions, self.futures, self._inbox, self._trainer, self.bases, run_soon=self.run_soon
+        )
+        self.submit, self.get_info = self._training.submit, self._training.get_info
+        self.unload_model, self.live_models = self._training.unload, self._training.live_models
+        desk = SamplingDesk(
+            self.journal, self._sessions, self.futures, self._inbox, self._samplers, self.bases, data_dir
+        )
+        self.create_sampling_session, self.sampler_info = desk.create_sampling_session, desk.sampler_info
+        self.join_sampling_session, self.sample_now = desk.join, desk.sample_now
+        self.sample, self.cancel = desk.sample, desk.cancel
+        retrieval = Retrieval(self.journal, self._sessions, self.futures, self._inbox, self._worker.pace)
+        self.retrieve, self.retrieve_many = retrieval.retrieve, retrieval.retrieve_many
+        self.queue_facts = retrieval.facts
 
     def start(self) -> None:
         """Takes over what dead processes have left, and begins to work."""
@@ -124,14 +141,40 @@ class Service:
         """Whether requests are being worked on."""
         return self._worker.is_alive
 
+    def release_waiters(self) -> None:
+        """Answers everybody who waits for a result with "ask again", now and from now on."""
+        self.futures.release()
+
+    def run_soon(self, errand: Callable[[], None]) -> None:
+        """Runs something on the engine's thread, between two requests."""
+        self._worker.run_soon(errand)
+
+    @property
+    def waiting(self) -> Pending:
+        """What has been accepted and is not finished."""
+        return self._inbox.pending()
+
+    @property
+    def open_sessions(self) -> int:
+        """How many sessions live here, whoever owns them."""
+        return len(self._sessions.last_seen())
+
     # --- sessions ------------------------------------------------------------------------------------------------
 
     def create_session(self, caller: Caller, body: bytes) -> CreateSessionResponse:
-        """Opens a session."""
+        """Opens a session; whoever comes with an SDK newer than those tried is told so.
+
+        Raises:
+            OverloadedError: the caller's quota of sessions is used up.
+        """
+        if len(body) > MAX_SESSION_BYTES:
+            remedy = f"Send at most {MAX_SESSION_BYTES} bytes of tags and user_metadata"
+            raise InvalidRequestError("is too large", field="body", value=f"{len(body)} bytes", remedy=remedy)
         request = wire.decode(CreateSessionRequest, body)
+        self._sessions.require_room(caller)
         details = request.model_dump(include={"tags", "sdk_version", "project_id", "display_name"}, exclude_none=True)
         session_id = self._sessions.create(caller.owner, request.user_metadata, details)
-        return CreateSessionResponse(session_id=session_id)
+        return CreateSessionResponse(session_id=session_id, warning_message=_version_warning(request.sdk_version))
 
     def heartbeat(self, caller: Caller, body: bytes) -> None:
         """Keeps a session alive."""
@@ -142,20 +185,11 @@ class Service:
         self._sessions.require(session_id, caller.owner)
         self._end_session(session_id)
 
-    def _require_session(self, caller: Caller, session_id: str) -> None:
-        """As `Sessions.require`; a session that its client has made up without asking is opened.
-
-        MinT's own scripts for raw HTTP do so. An id that is, or was, in use stays whose it is.
-        """
-        if MADE_UP_SESSION.fullmatch(session_id) and not self._sessions.is_known(session_id):
-            self._sessions.create(caller.owner, None, session_id=session_id)
-        self._sessions.require(session_id, caller.owner)
-
     def _end_session(self, session_id: str) -> None:
         if not self._sessions.end(session_id):
             return
         models = [row.model_id for row in self.journal.models_of(session_id)]
-        self._models.difference_update(models)
+        self._training.forget(models)
         self._inbox.drop(models, session_id)
         files = tuple(self.journal.end_session(session_id, time.time()))
         error = SessionEndedError("has ended", field="session_id", value=session_id, remedy="Make a new ServiceClient")
@@ -170,212 +204,7 @@ class Service:
 
         self._worker.run_soon(let_go)
 
-    # --- training ------------------------------------------------------------------------------------------------
-
-    def submit(
-        self, caller: Caller, kind: str, body: bytes, encoding: wire.Encoding = wire.Encoding.JSON
-    ) -> UntypedPromise:
-        """Accepts a request that changes a model or reads it in its turn; the same one again gets the same promise.
-
-        Raises:
-            InvalidRequestError: not even its place in the order can be read.
-            ConflictError: its place is taken by another request.
-            NotFoundError, SessionEndedError: there is no such model.
-        """
-        request = TrainingJob.decode(kind, body, encoding)
-        model, place = self._place(kind, body, encoding, request)
-        session_id = session_of(model)
-        kind = TrainingJob.kind_of(kind, request)
-        sha256 = hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
-        row = JobRow(model, place, kind, body, sha256, encoding=encoding.value)
-        new_model = run = None
-        now = time.time()
-        if place == 0:
-            self._require_session(caller, session_id)
-            metadata = getattr(request, "user_metadata", None)
-            new_model = ModelRow(model, session_id)
-            run = RunRow(model, session_id, caller.owner, now, now, user_metadata=metadata)
-        else:
-            self._sessions.require(session_id, caller.owner)
-            self._require_model(model)
-        name = request_id(model, place)
-        existing = self.journal.add_job(row, now=now, model=new_model, run=run)
-        if existing is None:
-            self._enqueue(row, request)
-        elif existing.kind != "missing" and existing.sha256 != row.sha256:
-            raise ConflictError(
-                f"was used before by another request ({existing.kind}) of {model}",
-                field="seq_id" if place else "model_seq_id",
-                value=place,
-                remedy="Count upwards by one for every new request; send a repeated one unchanged",
-            )
-        return UntypedPromise(request_id=name, model_id=model)
-
-    def get_info(self, caller: Caller, body: bytes) -> GetInfoResponse:
-        """What a model is, and what took effect."""
-        name = wire.decode(ModelRequest, body).model_id
-        self._sessions.require(session_of(name), caller.owner)
-        row = self.journal.model(name)
-        if row is None or row.base_model is None or row.lora is None:
-            raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
-        effective = row.effective or {}
-        folder = str(self.bases.folder(row.base_model))
-        arch = str(effective.get("arch", "qwen3"))
-        return GetInfoResponse(
-            model_id=name,
-            model_data=ModelData(model_name=row.base_model, tokenizer_id=folder, arch=arch),
-            lora_rank=row.lora["rank"],
-            model_name=row.base_model,
-            effective=effective,
-        )
-
-    def _place(
-        self, kind: str, body: bytes, encoding: wire.Encoding, request: BaseModel | MintError
-    ) -> tuple[str, int]:
-        """The model that a body is for, and its place there; readable even where the rest of the body is wrong."""
-        makes_model = kind == "create_model"
-        if isinstance(request, MintError):
-            identity = None if makes_model else wire.read_identity(body, "model_id", "seq_id", encoding)
-            made = wire.read_identity(body, "session_id", "model_seq_id", encoding) if identity is None else None
-        else:
-            identity = _pair(request, "model_id", "seq_id")
-            made = _pair(request, "session_id", "model_seq_id")
-        if identity is not None and 1 <= identity[1] <= MAX_SEQ_ID:
-            return identity
-        if identity is None and made is not None and 0 <= made[1] <= MAX_SEQ_ID:
-            return model_id(*made), 0
-        if isinstance(request, MintError):
-            raise request
-        place = identity or made
-        raise InvalidRequestError(
-            "is not a place in the order of requests",
-            field="model_seq_id" if makes_model else "seq_id",
-            value=None if place is None else place[1],
-            remedy="Count from 1 (models from 0), below 2**31",
-        )
-
-    def _require_model(self, name: str) -> None:
-        if name in self._models:
-            return
-        if self.journal.model(name) is None:
-            raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
-        self._models.add(name)
-
-    def _enqueue(self, row: JobRow, request: BaseModel | MintError) -> None:
-        job = TrainingJob(row.model_id, row.seq_id, row.kind, request, time.monotonic())
-        model = self.journal.model(row.model_id)
-        self.futures.open(request_id(row.model_id, row.seq_id))
-        self._inbox.add_training(job, next_seq=0 if model is None else model.applied_seq + 1)
-
-    # --- sampling ------------------------------------------------------------------------------------------------
-
-    def create_sampling_session(self, caller: Caller, body: bytes) -> CreateSamplingSessionResponse:
-        """A sampler over a base model or over a checkpoint."""
-        request = wire.decode(CreateSamplingSessionRequest, body)
-        self._require_session(caller, request.session_id)
-        name = sampler_id(request.session_id, request.sampling_session_seq_id)
-        existing = self.journal.sampler(name)
-        if existing is None:
-            self.journal.add_sampler(self._sampler_row(caller, name, request))
-        elif existing.model_path != request.model_path or request.base_model not in (None, existing.base_model):
-            raise ConflictError(
-                "was used before by another request",
-                field="sampling_session_seq_id",
-                value=request.sampling_session_seq_id,
-                remedy="Count upwards by one for every new sampler",
-            )
-        return CreateSamplingSessionResponse(sampling_session_id=name)
-
-    def _sampler_row(self, caller: Caller, name: str, request: CreateSamplingSessionRequest) -> SamplerRow:
-        number = request.sampling_session_seq_id
-        if request.model_path is not None:
-            found = checkpoints.find_checkpoint(self.journal, request.model_path, reader=caller.owner)
-            manifest = checkpoints.read_manifest(self.data_dir / found.folder)
-            if request.base_model not in (None, manifest.base_model):
-                raise InvalidRequestError(
-                    f"does not fit the checkpoint, which was saved from {manifest.base_model}",
-                    field="base_model",
-                    value=request.base_model,
-                    remedy="Leave it out",
-                )
-            root = seed_root(manifest.lora["seed"] if manifest.seed_given else None, number)
-            path, base = request.model_path, manifest.base_model
-            return SamplerRow(name, request.session_id, base, path, found.folder, None, manifest.lora, root)
-        if request.base_model is None:
-            raise InvalidRequestError(
-                "is missing", field="model_path", value="(none)", remedy="Give model_path or base_model"
-            )
-        self.bases.folder(request.base_model)
-        root = seed_root(self._session_seed(request.session_id), number)
-        return SamplerRow(name, request.session_id, request.base_model, None, None, None, None, root)
-
-    def _session_seed(self, session_id: str) -> int | None:
-        """The seed of the first model of the session that was given one."""
-        rows = self.journal.models_of(session_id)
-        return next((row.lora["seed"] for row in rows if row.seed_given is True and row.lora is not None), None)
-
-    def sampler_info(self, caller: Caller, name: str) -> SamplerInfo:
-        """What a sampler samples from."""
-        self._sessions.require(session_of(name), caller.owner)
-        row = self._samplers.row(name)
-        folder = str(self.bases.folder(row.base_model))
-        return SamplerInfo(sampler_id=name, base_model=row.base_model, model_path=row.model_path, tokenizer_id=folder)
-
-    def sample(self, caller: Caller, body: bytes) -> UntypedPromise:
-        """Accepts a sample request. It is not journaled: a lost one is sent again, and gives the same samples."""
-        request: SampleRequest | InvalidRequestError
-        try:
-            request = wire.decode(SampleRequest, body)
-            identity = (request.sampling_session_id, request.seq_id)
-        except InvalidRequestError as error:
-            readable = wire.read_identity(body, "sampling_session_id", "seq_id")
-            if readable is None:
-                raise
-            identity, request = readable, error
-        self._sessions.require(session_of(identity[0]), caller.owner)
-        self._samplers.row(identity[0])
-        name = request_id(*identity)
-        fingerprint = hashlib.sha256(body).hexdigest()
-        known = self.futures.fingerprint(name)
-        if known is None:
-            self.futures.open(name, fingerprint)
-            if isinstance(request, InvalidRequestError):
-                self.futures.finish({name: Answer(wire.encode_error(request), failed=True)})
-            else:
-                self._add_sample(SampleWork(name, request, time.monotonic()))
-        elif known != fingerprint:
-            raise ConflictError("was used before by another request", field="seq_id", value=identity[1])
-        count = min(max(request.num_samples, 0), MAX_SAMPLES) if isinstance(request, SampleRequest) else 0
-        return UntypedPromise(request_id=name, sample_sequence_ids=[f"{name}-{index}" for index in range(count)])
-
-    def _add_sample(self, work: SampleWork) -> None:
-        try:
-            self._inbox.add_sample(work)
-        except OverloadedError:
-            self.futures.abandon(work.request_id)
-            raise
-
     # --- looking up ----------------------------------------------------------------------------------------------
-
-    async def retrieve(self, caller: Caller, body: bytes) -> Answer | None:
-        """The answer of an accepted request, as soon as it is there; None if it takes longer than a long poll.
-
-        Raises:
-            NotFoundError: no such request; a lost sample request may be sent again.
-            SessionEndedError: its session has ended.
-        """
-        name = wire.decode(RetrieveFutureRequest, body).request_id
-        parsed = RequestName.parse(name)
-        if parsed is None:
-            raise NotFoundError("is not a request here", field="request_id", value=name)
-        self._sessions.require(session_of(parsed.owner), caller.owner)
-        answer = await self.futures.wait(name, LONG_POLL_S)
-        if answer is not None or self.futures.fingerprint(name) is not None:
-            return answer
-        row = None if parsed.is_sample else self.journal.job(parsed.owner, parsed.number)
-        if row is None or row.result is None:
-            raise NotFoundError("is not a request here (any more)", field="request_id", value=name)
-        return Answer(row.result, failed=row.status == "failed")
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """The base models that can be used by name."""
@@ -413,7 +242,7 @@ class Service:
                 continue
             for model in self.journal.models_of(session.session_id):
                 for job in self.journal.jobs(model.model_id, after=model.applied_seq, status=("pending",)):
-                    self._enqueue(job, _adopted_request(job))
+                    self._training.enqueue(job, _adopted_request(job), owner=session.owner)
         log.info("took over the sessions of %d dead processes", len(dead))
 
     def _sweep_orphans(self) -> None:
@@ -431,11 +260,18 @@ class Service:
         for session_id in self._sessions.expired():
             log.info("session %s expired", session_id)
             self._end_session(session_id)
+        self.catalog.tidy()
 
 
-def _pair(request: BaseModel, name: str, number: str) -> tuple[str, int] | None:
-    owner, place = getattr(request, name, None), getattr(request, number, None)
-    return (owner, place) if isinstance(owner, str) and isinstance(place, int) else None
+def _version_warning(sdk_version: str) -> str | None:
+    found = re.match(r"(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?", sdk_version, re.ASCII)
+    if found is None or tuple(int(part or 0) for part in found.groups()) <= NEWEST_TRIED_SDK:
+        return None
+    tried = ".".join(map(str, NEWEST_TRIED_SDK))
+    return (
+        f"This server was tried with SDK versions up to {tried}, and you have {found[0]}: what is new there may be "
+        f"refused or ignored. Everything that {tried} can do should work."
+    )
 
 
 def _adopted_request(row: JobRow) -> BaseModel | MintError:

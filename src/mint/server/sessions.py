@@ -6,15 +6,18 @@ with it, except named checkpoints. Any thread may ask.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
 
-from mint.errors import NotFoundError, SessionEndedError
+from mint.errors import NotFoundError, OverloadedError, SessionEndedError
+from mint.server.callers import Caller
 from mint.server.identities import new_session_id
 from mint.server.journal import Journal, SessionRow
 
 EXPIRY_S = 900.0
+MADE_UP_SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)
 STALE_S = 24 * 3600.0
 """Sessions of a dead process that were silent for this long before are not taken over."""
 
@@ -51,10 +54,10 @@ class Sessions:
             self._heard_at[session_id] = time.monotonic()
             self._owners[session_id] = owner
 
-    def count(self, owner: str) -> int:
-        """How many sessions of an owner live here."""
+    def of(self, owner: str) -> list[str]:
+        """The sessions of an owner that live here, oldest first."""
         with self._lock:
-            return sum(known == owner for known in self._owners.values())
+            return [session_id for session_id, known in self._owners.items() if known == owner]
 
     def owner(self, session_id: str) -> str | None:
         """Whose session it is; None if it is not served here."""
@@ -64,6 +67,31 @@ class Sessions:
     def is_known(self, session_id: str) -> bool:
         """Whether there is, or ever was, a session of that id, whoever owns it."""
         return self.owner(session_id) is not None or self._journal.session(session_id) is not None
+
+    def require_room(self, caller: Caller) -> None:
+        """That the caller may have one more session.
+
+        Raises:
+            OverloadedError: the quota is used up.
+        """
+        limit, used = caller.quotas.max_sessions, len(self.of(caller.owner))
+        if limit is not None and used >= limit:
+            raise OverloadedError(
+                f"{limit} sessions may live at once, and so many do",
+                field="max_sessions",
+                value=used + 1,
+                remedy="Close one (ServiceClient.close), or ask the operator for more",
+            )
+
+    def require_or_open(self, session_id: str, caller: Caller) -> None:
+        """As `require`; a session that its client has made up without asking is opened.
+
+        MinT's own scripts for raw HTTP do so. An id that is, or was, in use stays whose it is.
+        """
+        if MADE_UP_SESSION.fullmatch(session_id) and not self.is_known(session_id):
+            self.require_room(caller)
+            self.create(caller.owner, None, session_id=session_id)
+        self.require(session_id, caller.owner)
 
     def require(self, session_id: str, owner: str) -> None:
         """Notes that the session was heard of by its owner.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from mint.types import (
     ForwardBackwardOutput,
     LoadWeightsResponse,
     OptimStepResponse,
+    SaveWeightsExternalResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
     TensorData,
@@ -46,6 +48,7 @@ from mint.wire.requests import (
     ForwardRequest,
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
@@ -64,6 +67,7 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "optim_step": OptimStepRequest,
     "save_weights": SaveWeightsRequest,
     "save_weights_for_sampler": SaveWeightsForSamplerRequest,
+    "save_weights_external": SaveWeightsExternalRequest,
     "load_weights": LoadWeightsRequest,
 }
 """Every kind of request that is journaled, and the type of its body."""
@@ -151,6 +155,7 @@ class Trainer:
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,
             "save_weights_for_sampler": self._save_weights_for_sampler,
+            "save_weights_external": self._save_weights_external,
             "load_weights": self._load_weights,
         }
 
@@ -192,13 +197,16 @@ class Trainer:
         self.live.pop(model_id, None)
 
     def discard(self, files: tuple[str, ...]) -> None:
-        """Removes files and folders of the data directory that no row names any more."""
-        for name in files:
+        """Removes files and folders of the data directory that no row names any more.
+
+        A sampler may still read the folder of a checkpoint that was replaced: the next start sweeps it.
+        """
+        folders = {name for name in files if (self.data_dir / name).is_dir()}
+        in_use = folders & self.journal.named_files() if folders else set()
+        for name in set(files) - in_use:
             path = self.data_dir / name
-            if path.is_dir():
-                for part in path.iterdir():
-                    part.unlink(missing_ok=True)
-                path.rmdir()
+            if name in folders:
+                shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
 
@@ -290,8 +298,22 @@ class Trainer:
         return _Effect(CreateModelResponse(model_id=job.model_id), changes={"model": columns})
 
     def _load_weights(self, job: TrainingJob, request: LoadWeightsRequest) -> _Effect:
+        if request.weights_access_token not in (None, ""):
+            raise InvalidRequestError(
+                "is not supported",
+                field="weights_access_token",
+                value="(given)",
+                remedy="Leave it out: load your own checkpoints, or those that their owners have published",
+            )
         row = checkpoints.find_checkpoint(self.journal, request.path, reader=self._owner(job.model_id))
         manifest, state = checkpoints.read_checkpoint(self.data_dir / row.folder, optimizer=request.optimizer)
+        if request.base_model is not None and self.bases.key(request.base_model) != self.bases.key(manifest.base_model):
+            raise InvalidRequestError(
+                f"does not fit the checkpoint, which was saved from {manifest.base_model}",
+                field="base_model",
+                value=request.base_model,
+                remedy="Leave it out",
+            )
         made: dict[str, Any] = {}
         if job.seq_id == 0:
             seed_given = manifest.seed_given
@@ -321,11 +343,24 @@ class Trainer:
         path = CheckpointPath(row.model_id, row.kind, row.name)
         return _Effect(SaveWeightsForSamplerResponse(path=path.uri), None, {"checkpoint": row}, replaced)
 
+    def _save_weights_external(self, job: TrainingJob, request: SaveWeightsExternalRequest) -> _Effect:
+        if request.age_encryption_recipients not in (None, []):
+            raise InvalidRequestError(
+                "is not supported",
+                field="age_encryption_recipients",
+                value=request.age_encryption_recipients,
+                remedy="Leave it out, and encrypt what you have downloaded",
+            )
+        row, replaced = self._save(job, checkpoints.EXTERNAL, request, request.path, overwrite=False)
+        path = CheckpointPath(row.model_id, row.kind, row.name)
+        result = SaveWeightsExternalResponse(path=path.uri, size_bytes=row.size_bytes)
+        return _Effect(result, None, {"checkpoint": row}, replaced)
+
     def _save(
         self,
         job: TrainingJob,
         kind: str,
-        request: SaveWeightsRequest | SaveWeightsForSamplerRequest,
+        request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
         name: str,
         *,
         overwrite: bool,
@@ -334,7 +369,7 @@ class Trainer:
         path = CheckpointPath(job.model_id, kind, checkpoints.check_name(name))
         ttl_s = checkpoints.check_ttl(request.ttl_seconds)
         existing = self.journal.checkpoint(job.model_id, kind, name)
-        if existing is not None and not overwrite:
+        if existing is not None and not overwrite and not checkpoints.is_expired(existing, time.time()):
             remedy = "Choose another name, or call save_state with overwrite=True"
             raise ConflictError("names a checkpoint that exists already", field="name", value=name, remedy=remedy)
         live = self.live[job.model_id]

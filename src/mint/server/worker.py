@@ -18,6 +18,7 @@ from mint.server import recovery
 from mint.server.futures import Answer, FutureBook
 from mint.server.identities import request_id
 from mint.server.inbox import Inbox
+from mint.server.pace import SAMPLE, Pace
 from mint.server.sampling import Samplers, SampleWork
 from mint.server.scheduler import GAP_TIMEOUT_S, GiveUp, RunSamples, RunTraining, plan
 from mint.server.training import Outcome, Trainer, TrainingJob
@@ -50,6 +51,7 @@ class Worker:
         self._housekeeping = housekeeping
         self._mark = mark
         self._gap_timeout_s = gap_timeout_s
+        self.pace = Pace()
         self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="mint-worker", daemon=True)
@@ -98,9 +100,12 @@ class Worker:
 
     def _work(self, housekeeping_at: float) -> None:
         now = time.monotonic()
-        match plan(self._inbox.pending(), now, gap_timeout_s=self._gap_timeout_s):
+        batch_s = self.pace.typical_s(SAMPLE)
+        match plan(self._inbox.pending(), now, gap_timeout_s=self._gap_timeout_s, batch_s=batch_s):
             case RunTraining(model_id, seq_id):
-                self._train(self._inbox.job(model_id, seq_id))
+                job = self._inbox.job(model_id, seq_id)
+                if job is not None:
+                    self._train(job)
             case RunSamples(request_ids):
                 self._sample(request_ids)
             case GiveUp(model_id, missing, waiting):
@@ -110,8 +115,13 @@ class Worker:
                 self._inbox.wait(max(0.0, until - now))
 
     def _train(self, job: TrainingJob) -> None:
-        self._mark(request_id(job.model_id, job.seq_id))
-        outcome = self._outcome(job)
+        name = request_id(job.model_id, job.seq_id)
+        self._mark(name)
+        self.pace.began([name], job.kind)
+        try:
+            outcome = self._outcome(job)
+        finally:
+            self.pace.ended()
         try:
             known = self._trainer.journal.finish_job(outcome.finish)
         except JournalError:
@@ -129,7 +139,7 @@ class Worker:
         self._mark("")
         self._inbox.advance(job.model_id, job.seq_id)
         answer = Answer(finish.result, failed=finish.status == "failed")
-        self._futures.finish({request_id(job.model_id, job.seq_id): answer})
+        self._futures.finish({name: answer})
         self._trainer.discard(gone)
 
     def _outcome(self, job: TrainingJob) -> Outcome:
@@ -150,9 +160,11 @@ class Worker:
 
     def _sample(self, request_ids: tuple[str, ...]) -> None:
         works = self._inbox.take_samples(request_ids)
+        self.pace.began(request_ids, SAMPLE)
         answers = self._answers(works)
         if len(works) > 1 and all(answer.failed for answer in answers.values()):
             answers = {name: answer for work in works for name, answer in self._answers([work]).items()}
+        self.pace.ended()
         self._futures.finish(answers)
 
     def _answers(self, works: list[SampleWork]) -> dict[str, Answer]:
@@ -170,7 +182,8 @@ class Worker:
             remedy="Send them again, with new numbers",
         )
         body = wire.encode_error(error)
-        kinds = {seq_id: self._inbox.job(model_id, seq_id).kind for seq_id in waiting}
+        jobs = {seq_id: self._inbox.job(model_id, seq_id) for seq_id in waiting}
+        kinds = {seq_id: job.kind for seq_id, job in jobs.items() if job is not None}
         self._trainer.journal.give_up(model_id, missing, waiting, body)
         for seq_id in sorted([*missing, *waiting]):
             self._trainer.note_failed(model_id, kinds.get(seq_id, "missing"))
