@@ -4,24 +4,47 @@
 |---|---|---|
 | `MINT_BASE_URL` (or `TINKER_BASE_URL`) | the server to talk to; unset means embedded | unset |
 | `MINT_API_KEY` (or `TINKER_API_KEY`) | the key for that server | unset |
+| `MINT_PROJECT_ID`, `MINT_TAGS` (or `TINKER_…`) | a label and comma-separated tags, stored with sessions | unset |
 | `MINT_HOME` | where embedded runs keep journal, checkpoints and runs | `~/.mint` |
 | `MINT_MODELS` | comma-separated `name=path-or-name`: which weights a base-model name stands for | unset |
 | `MINT_DTYPE` | dtype of the base model: `float32` or `bfloat16` | `float32` on a CPU |
 | `MINT_THREADS` | threads of the engine; part of what makes a run reproducible | all cores |
 | `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, … (`_RL_VARIABLES`) | `run_grpo` without a config | `RLConfig` |
 | `MINT_JUDGE_API_KEY` (or `OPENAI_API_KEY`) | the key for a judge behind an OpenAI-compatible endpoint | unset |
+| `MINT_SERVE_HOST`, `MINT_SERVE_PORT` | where `mint serve` listens | `127.0.0.1`, `8500` |
+| `MINT_SERVE_DATA_DIR` | its journal, checkpoints and keys | `MINT_HOME` |
+| `MINT_SERVE_MODELS` | comma-separated `NAME[=PATH]`: the base models on offer, and no others | all registered |
+| `MINT_SERVE_API_KEYS` | whether it asks for keys | if any was ever made |
+| `MINT_SERVE_INSECURE` | lets it listen beyond this machine without keys | `false` |
+| `MINT_SERVE_MAX_BODY_MB`, `MINT_SERVE_BODY_TIMEOUT_S` | bounds of one request's body | `64`, `30` |
+| `MINT_SERVE_STOP_WITHIN_S` | how long a shutdown may take | `20` |
+| `MINT_SERVE_STUCK_AFTER_S` | a request that runs for longer makes `/readyz` say no | `600` |
+| `MINT_SERVE_LOG_FORMAT` | `console` or `json` | `console` |
+| `MINT_SERVE_LOG_LEVEL` | `debug`, `info`, `warning` or `error` | `info` |
+
+What `MINT_SERVE_…` says can also stand, by its name in lower case without that prefix, in a TOML file (`mint serve
+--config mint.toml`). Flags come before the environment, and the environment before the file.
 
 The environment is read when a client is made, not at import, so that `load_dotenv()` after the import works.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AliasChoices, Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from mint.errors import InvalidRequestError
 
@@ -36,6 +59,8 @@ class Settings(BaseSettings):
 
     base_url: str | None = Field(None, validation_alias=AliasChoices("MINT_BASE_URL", "TINKER_BASE_URL"))
     api_key: str | None = Field(None, validation_alias=AliasChoices("MINT_API_KEY", "TINKER_API_KEY"), repr=False)
+    project_id: str | None = Field(None, validation_alias=AliasChoices("MINT_PROJECT_ID", "TINKER_PROJECT_ID"))
+    tags: str = Field("", validation_alias=AliasChoices("MINT_TAGS", "TINKER_TAGS"))
     home: Path = Path("~/.mint")
     models: str = ""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -49,6 +74,11 @@ class Settings(BaseSettings):
     def home_dir(self) -> Path:
         """`home` with `~` expanded; not created here."""
         return self.home.expanduser()
+
+    @property
+    def tag_list(self) -> list[str]:
+        """`MINT_TAGS`, one by one."""
+        return [tag for tag in (part.strip() for part in self.tags.split(",")) if tag]
 
     @property
     def model_aliases(self) -> dict[str, str]:
@@ -84,6 +114,106 @@ def read_settings() -> Settings:
         name = str(first["loc"][0]) if first["loc"] else "MINT_*"
         variable = name if name.isupper() else f"MINT_{name.upper()}"
         raise InvalidRequestError(first["msg"], field=variable, value=first.get("input")) from error
+
+
+class ServeSettings(BaseSettings):
+    """How `mint serve` runs: flags, environment and file, checked."""
+
+    model_config = SettingsConfigDict(env_prefix="MINT_SERVE_", extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(8500, ge=0, le=65535)
+    data_dir: Path | None = None
+    models: Annotated[tuple[str, ...], NoDecode] = ()
+    api_keys: bool | None = None
+    insecure: bool = False
+    max_body_mb: int = Field(64, ge=1, le=1024)
+    body_timeout_s: float = Field(30.0, ge=1, le=3600)
+    stop_within_s: float = Field(20.0, ge=1, le=3600)
+    stuck_after_s: float = Field(600.0, ge=1)
+    log_format: Literal["console", "json"] = "console"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @property
+    def folder(self) -> Path:
+        """The data directory; not created here."""
+        return (self.data_dir or read_settings().home).expanduser().resolve()
+
+    @property
+    def offered(self) -> dict[str, str]:
+        """`models` as name → what the name stands for; a name alone stands for itself.
+
+        Raises:
+            InvalidRequestError: an entry has no name or nothing behind its `=`.
+        """
+        found: dict[str, str] = {}
+        for entry in self.models:
+            name, separator, target = (part.strip() for part in entry.partition("="))
+            if not name or (separator and not target):
+                raise InvalidRequestError(
+                    "is not of the form NAME or NAME=PATH", field="model", value=entry, remedy="Name a base model"
+                )
+            found[name] = target or name
+        return found
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then environment, then the file."""
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+def read_serve_settings(flags: Mapping[str, Any], config: Path | None = None) -> ServeSettings:
+    """The settings of `mint serve`: the flags that were given, the environment, and the file `config`.
+
+    Raises:
+        InvalidRequestError: the file cannot be read or has a key that is none; a value cannot be used.
+    """
+    if config is None:
+        written: dict[str, Any] = {}
+    else:
+        written = _read_toml(config)
+
+    class FromFile(ServeSettings):
+        model_config = SettingsConfigDict(toml_file=config)
+
+    try:
+        return FromFile(**flags)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "settings"
+        if name in flags:
+            field = f"--{name.replace('_', '-')}"
+        else:
+            field = f"{config}: {name}" if name in written else f"MINT_SERVE_{name.upper()}"
+        raise InvalidRequestError(first["msg"], field=field, value=first.get("input")) from error
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    known = sorted(ServeSettings.model_fields)
+    try:
+        written = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequestError(
+            f"cannot be read: {error}", field="--config", value=path, remedy="Give a TOML file"
+        ) from error
+    for key in written:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            remedy = f"Is {close[0]} meant?" if close else f"There are: {', '.join(known)}"
+            raise InvalidRequestError("is not a setting", field=str(path), value=key, remedy=remedy)
+    return written
 
 
 def let_waiting_threads_sleep() -> None:

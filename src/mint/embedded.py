@@ -60,16 +60,21 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
     folder = (data_dir or settings.home_dir).expanduser().resolve()
     with _lock:
         if engine is not None or options:
-            return EmbeddedService(folder, engine or _torch_engine(settings), settings, **options)
+            return EmbeddedService(folder, engine or torch_engine(settings), settings, **options)
         key = (folder, settings.models, settings.dtype, settings.threads)
         if key in _running:
             _running[key].users += 1
         else:
-            _running[key] = EmbeddedService(folder, _torch_engine(settings), settings)
+            _running[key] = EmbeddedService(folder, torch_engine(settings), settings)
         return _running[key]
 
 
-def _torch_engine(settings: Settings) -> Engine:
+def torch_engine(settings: Settings) -> Engine:
+    """The engine that computes on this machine.
+
+    Raises:
+        MissingExtraError: the `local` extra is not installed.
+    """
     let_waiting_threads_sleep()
     try:
         from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import

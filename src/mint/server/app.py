@@ -7,55 +7,138 @@ behind a socket by the server: the same object.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 import mint.wire as wire
-from mint.errors import InvalidRequestError, MintError, RequestFailedError
-from mint.server import operations_routes, protocol_routes
-from mint.server.callers import LOCAL, Caller
+from mint.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    MintError,
+    NotFoundError,
+    OverloadedError,
+    RequestFailedError,
+)
+from mint.server import (
+    file_routes,
+    management_routes,
+    openai_routes,
+    operations_routes,
+    protocol_routes,
+    tokenizer_routes,
+)
+from mint.server.auth import Authenticate, Screen, everyone_is_local, everything_passes
+from mint.server.bodies import Bodies
+from mint.server.callers import LOCAL
 from mint.server.calls import Call, RouteRow, answer_json
+from mint.server.exchanges import Observed, Observer, exchange_of
+from mint.server.readiness import Readiness
 from mint.server.service import Service
 
 log = logging.getLogger("mint.app")
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
-
-ROUTES: tuple[RouteRow, ...] = (*protocol_routes.ROUTES, *operations_routes.ROUTES)
-
-Authenticate = Callable[[Request], Caller]
-"""Says who sends a request, or raises `AuthenticationError`."""
-
-
-def everyone_is_local(_request: Request) -> Caller:
-    """Asks for no key."""
-    return LOCAL
+ROUTES: tuple[RouteRow, ...] = (
+    *protocol_routes.ROUTES,
+    *file_routes.ROUTES,
+    *management_routes.ROUTES,
+    *openai_routes.ROUTES,
+    *operations_routes.ROUTES,
+    *tokenizer_routes.ROUTES,
+)
 
 
-def create_app(service: Service, *, authenticate: Authenticate = everyone_is_local) -> Starlette:
-    """The ASGI application over a service that the caller starts and stops."""
-    routes = [Route(row.path, _endpoint(service, row, authenticate), methods=[row.method]) for row in ROUTES]
-    return Starlette(routes=routes)
+class Exposition(Protocol):
+    """Numbers for a monitoring system."""
+
+    def render(self) -> bytes:
+        """All of them, in Prometheus' text format."""
+        ...
 
 
-def _endpoint(service: Service, row: RouteRow, authenticate: Authenticate) -> Callable[[Request], Awaitable[Response]]:
+def create_app(
+    service: Service,
+    *,
+    authenticate: Authenticate = everyone_is_local,
+    screen: Screen = everything_passes,
+    bodies: Bodies | None = None,
+    observers: Sequence[Observer] = (),
+    metrics: Exposition | None = None,
+    readiness: Readiness | None = None,
+) -> Starlette:
+    """The ASGI application over a service that the caller starts and stops.
+
+    `screen` sees every request before its sender is known; `observers` see every exchange when it is over.
+    """
+    rooms = bodies or Bodies()
+    app = Starlette(
+        routes=[
+            Route(row.path, _endpoint(service, row, authenticate, screen, rooms), methods=[row.method])
+            for row in ROUTES
+        ],
+        middleware=[Middleware(Observed, observers)],
+        exception_handlers={404: _no_route, 405: _wrong_method},
+    )
+    app.router.redirect_slashes = False
+    app.state.rows = ROUTES
+    app.state.asks_keys = authenticate is not everyone_is_local
+    app.state.metrics = metrics
+    app.state.readiness = readiness or Readiness(service)
+    return app
+
+
+def _endpoint(
+    service: Service, row: RouteRow, authenticate: Authenticate, screen: Screen, bodies: Bodies
+) -> Callable[[Request], Awaitable[Response]]:
+    refuse = row.refuse or _answer_error
+
     async def endpoint(request: Request) -> Response:
+        exchange = exchange_of(request.scope)
+        exchange.route = row.path
         try:
+            screen(request)
             caller = LOCAL if row.is_open else authenticate(request)
-            body = b"" if row.streams_body else await request.body()
-            if len(body) > MAX_BODY_BYTES:
-                remedy = f"Send at most {MAX_BODY_BYTES} bytes at once: split the data into several calls"
-                raise InvalidRequestError("is too large", field="body", value=f"{len(body)} bytes", remedy=remedy)
-            return await row.operation(Call(service, request, body, caller))
+            exchange.owner = None if row.is_open else caller.owner
+            # whoever needs no key gets no memory either
+            if row.streams_body or row.is_open:
+                return await row.operation(Call(service, request, b"", caller))
+            async with bodies.body_of(request, caller.owner) as body:
+                return await row.operation(Call(service, request, body, caller))
         except MintError as error:
-            return answer_json(wire.encode_error(error), status=error.status)
+            return refuse(error)
         except Exception as error:  # the boundary: a route must answer, and the log must know why
-            log.exception("route %s failed", request.url.path)
-            failure = RequestFailedError(f"{type(error).__name__}: {error}", remedy="See the server's log")
-            return answer_json(wire.encode_error(failure), status=failure.status)
+            log.exception("%s %s failed", row.method, row.path)
+            return refuse(RequestFailedError(f"{type(error).__name__}: {error}", remedy="See the server's log"))
 
     return endpoint
+
+
+def _answer_error(error: MintError, *, status: int | None = None) -> Response:
+    response = answer_json(wire.encode_error(error), status=status or error.status)
+    if isinstance(error, OverloadedError):
+        response.headers["retry-after"] = "1"
+    if type(error) is AuthenticationError:
+        response.headers["www-authenticate"] = "Bearer"
+    return response
+
+
+async def _no_route(request: Request, _error: Exception) -> Response:
+    remedy = "See /docs for those there are; those of the training protocol begin with /api/v1"
+    return _answer_error(
+        NotFoundError("is not a route of this server", field="path", value=request.url.path, remedy=remedy)
+    )
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    headers = (error.headers or {}) if isinstance(error, HTTPException) else {}
+    remedy = f"Use {headers.get('Allow', 'another one')}"
+    refusal = InvalidRequestError("is not taken by this route", field="method", value=request.method, remedy=remedy)
+    response = _answer_error(refusal, status=405)
+    response.headers.update(headers)
+    return response

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import mint.wire as wire
+from mint.errors import MintError
 from mint.server.callers import Caller
 from mint.server.service import Service
 
@@ -43,6 +44,8 @@ class RouteRow:
     """One route. `request` and `response` describe the bodies; the operation's docstring says what it is for.
 
     `is_open` rows answer without a key. `streams_body` rows read the body themselves, and get it empty.
+    `refuse` is for rows whose protocol writes errors in a shape of its own, which `refusal` describes. What `streams`
+    may answer with server-sent events instead of one message.
     """
 
     method: str
@@ -52,6 +55,9 @@ class RouteRow:
     response: type[BaseModel] | None = None
     is_open: bool = False
     streams_body: bool = False
+    refuse: Callable[[MintError], Response] | None = None
+    refusal: type[BaseModel] | None = None
+    streams: bool = False
 
 
 def answer(message: BaseModel, *, status: int = 200) -> Response:

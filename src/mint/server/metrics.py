@@ -1,0 +1,140 @@
+"""Numbers for Prometheus: requests by route, the queue, what the engine does. No owners, no keys, no texts.
+
+Watches from outside: exchanges once they are over, the engine through a wrapper, the rest when the numbers are asked
+for. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mint.engine.protocol import Engine
+from mint.server.exchanges import NO_ROUTE, Exchange
+from mint.server.service import Service
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+TIMED = frozenset(
+    {
+        "load_base",
+        "create_model",
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "read_state",
+        "write_state",
+        "publish",
+        "load_weights",
+        "sample",
+    }
+)
+"""The operations of the engine whose time is counted."""
+
+
+class Metrics:
+    """The numbers of one process."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # when each number began to be counted is of no use, and doubles the page
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "mint_requests", "Requests answered.", ("method", "route", "status"), registry=self._registry
+        )
+        self._seconds = Histogram(
+            "mint_request_seconds",
+            "From the head of a request to the end of its answer; those that wait for a result included.",
+            ("route",),
+            buckets=BUCKETS_S,
+            registry=self._registry,
+        )
+        self._busy = Counter("mint_engine_busy_seconds", "Time in the engine.", ("operation",), registry=self._registry)
+        self._tokens = Counter("mint_tokens", "Tokens worked on.", ("kind",), registry=self._registry)
+        for kind in ("trained", "sampled"):
+            self._tokens.labels(kind)
+
+    def observe(self, exchange: Exchange) -> None:
+        """Counts an exchange."""
+        # the method of a request that no route takes is the sender's invention: not a label
+        method = "-" if exchange.route == NO_ROUTE else exchange.method
+        self._requests.labels(method, exchange.route, exchange.status).inc()
+        self._seconds.labels(exchange.route).observe(exchange.seconds)
+
+    def watch(self, service: Service) -> None:
+        """Shows the state of a service from now on."""
+        self._registry.register(_ServiceState(service))
+
+    def metered(self, engine: Engine) -> Engine:
+        """The same engine, whose work is counted."""
+        return cast("Engine", _Metered(engine, self._count_work))
+
+    def render(self) -> bytes:
+        """All numbers in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _count_work(self, operation: str, seconds: float, arguments: tuple[Any, ...], result: Any) -> None:
+        self._busy.labels(operation).inc(seconds)
+        if operation == "forward_backward":
+            self._tokens.labels("trained").inc(sum(len(datum.tokens) for datum in arguments[1]))
+        elif operation == "sample":
+            count = sum(len(sample.tokens) for found in result for sample in found.samples)
+            self._tokens.labels("sampled").inc(count)
+
+
+class _Metered:
+    """Stands in front of an engine; hands everything through."""
+
+    def __init__(self, engine: Engine, count: Callable[[str, float, tuple[Any, ...], Any], None]) -> None:
+        self._engine = engine
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._engine, name)
+        if name not in TIMED:
+            return found
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            started_at = time.perf_counter()
+            result = found(*arguments, **named)
+            self._count(name, time.perf_counter() - started_at, arguments, result)
+            return result
+
+        return timed
+
+
+class _ServiceState(Collector):
+    """What is read from the service at the moment of asking."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the service is not asked before it works."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The gauges."""
+        waiting = self._service.waiting
+        queue = GaugeMetricFamily("mint_waiting_requests", "Accepted and not finished.", labels=("kind",))
+        queue.add_metric(("training",), len(waiting.training))
+        queue.add_metric(("sample",), len(waiting.samples))
+        yield queue
+        yield GaugeMetricFamily("mint_open_sessions", "Sessions that live.", value=self._service.open_sessions)
+        yield GaugeMetricFamily("mint_journal_bytes", "Size of the journal's files.", value=self._journal_bytes())
+        yield GaugeMetricFamily(
+            "mint_working", "1 while requests are being worked on.", value=float(self._service.is_working)
+        )
+
+    def _journal_bytes(self) -> int:
+        sizes = []
+        for path in self._service.data_dir.glob("journal.sqlite3*"):
+            try:
+                sizes.append(path.stat().st_size)
+            except FileNotFoundError:  # SQLite takes its log away between the two
+                continue
+        return sum(sizes)

@@ -1,0 +1,36 @@
+"""`mint serve` over the fake engine, for tests that need a process of its own: arguments are settings as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mint.config import read_serve_settings
+from mint.engine.fake_engine import FakeEngine
+from mint.engine.protocol import AdamSpec, SampleJob, SampleResult
+from mint.serving import serve
+
+
+class SlowEngine(FakeEngine):
+    """Takes its time for every step and every call to sample."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        time.sleep(self._seconds)
+        return super().optim_step(model_id, adam)
+
+    def sample(self, jobs: Sequence[SampleJob], *watch: Any) -> list[SampleResult]:
+        time.sleep(self._seconds)
+        return super().sample(jobs, *watch)
+
+
+if __name__ == "__main__":
+    flags = json.loads(sys.argv[1])
+    engine = SlowEngine(flags.pop("slow", 0.0))
+    serve(read_serve_settings(flags), announce=lambda line: print(line, flush=True), engine=engine)

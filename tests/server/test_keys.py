@@ -1,0 +1,174 @@
+"""Keys are shown once, kept as hashes, end within a second, and are never written anywhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mint.cli import app
+from mint.errors import ConflictError, InvalidRequestError, NotFoundError
+from mint.server.callers import Quotas
+from mint.server.checkpoints import JOURNAL_FILE
+from mint.server.database import Database
+from mint.server.keys import FRESH_S, Keys
+from tests.server.server_harness import API, Person, make_key, running
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(tmp_path / JOURNAL_FILE)
+    yield database
+    database.close()
+
+
+def mint(*arguments: str, stdin: str | None = None) -> str:
+    result = CliRunner().invoke(app, list(arguments), input=stdin)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_key_is_random_accepted_by_every_client_and_kept_as_a_hash_alone(database: Database, tmp_path: Path) -> None:
+    keys = Keys(database)
+    made = {keys.create("ann")[0] for _ in range(50)}
+    assert len(made) == 50
+    assert all(key.startswith("tml-mint-") and len(key) >= len("tml-mint-") + 43 for key in made)
+    database.close()
+    written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert not any(key.encode() in written or key[len("tml-mint-") + 8 :].encode() in written for key in made)
+
+
+def test_a_key_stands_for_its_owner_with_quotas(database: Database) -> None:
+    keys = Keys(database)
+    key, row = keys.create("ann", Quotas(max_models=2))
+    caller = keys.verify(key)
+    assert caller is not None and (caller.owner, caller.key_id) == ("ann", row.key_id)
+    assert caller.quotas == Quotas(max_models=2)
+    for wrong in ("", "tml-mint-", key[:-1], f"{key}x", key.upper(), "\udcff", "ключ"):
+        assert keys.verify(wrong) is None
+
+
+def test_a_revoked_key_ends_within_a_second_also_where_another_process_revokes_it(
+    database: Database, tmp_path: Path
+) -> None:
+    now = [0.0]
+    keys = Keys(database, clock=lambda: now[0])
+    key, row = keys.create("ann")
+    other, _ = keys.create("ann")
+    assert keys.verify(key) is not None
+    elsewhere = Database(tmp_path / JOURNAL_FILE)
+    Keys(elsewhere).revoke(row.key_id)
+    elsewhere.close()
+    now[0] += FRESH_S
+    assert FRESH_S < 1 and keys.verify(key) is None
+    assert keys.verify(other) is not None
+
+
+def test_a_key_is_known_at_once_although_it_was_tried_before_it_was_made(database: Database) -> None:
+    now = [0.0]
+    keys = Keys(database, clock=lambda: now[0])
+    own = "sk-0123456789abcdefghijklmnop"
+    assert keys.verify(own) is None
+    keys.create("ann", key=own)
+    now[0] += FRESH_S
+    assert keys.verify(own) is not None
+
+
+def test_when_a_key_was_used_is_written_rarely(database: Database) -> None:
+    now = [0.0]
+    keys = Keys(database, clock=lambda: now[0])
+    key, _ = keys.create("ann")
+    times = set()
+    for _ in range(105):
+        now[0] += 0.6
+        keys.verify(key)
+        times.add(keys.list()[0].last_used_at)
+    assert None not in times and len(times) == 2  # the first use, and one a minute later
+
+
+@pytest.mark.parametrize(
+    "key", ["short", "a" * 64, "ab" * 32, "has spaces " * 6, "ü" * 40, "x" * 600, "", "tab\t" * 10]
+)
+def test_a_key_of_ones_own_that_can_be_guessed_or_not_sent_is_refused_and_not_shown(
+    database: Database, key: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Keys(database).create("ann", key=key)
+    assert not key or key not in str(caught.value)
+
+
+def test_a_key_of_ones_own_may_begin_with_anything_and_is_registered_once(database: Database) -> None:
+    own = "sk-0123456789abcdefghijklmnop"
+    _, row = Keys(database).create("ann", key=own)
+    assert Keys(database).verify(own) is not None and own not in row.hint
+    with pytest.raises(ConflictError):
+        Keys(database).create("bob", key=own)
+
+
+@pytest.mark.parametrize("owner", ["", " ann", "local", "a\nb", "x" * 200, "\x1b[31m"])
+def test_an_owner_has_a_name_that_can_be_shown(database: Database, owner: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        Keys(database).create(owner)
+
+
+def test_an_unknown_key_cannot_be_revoked(database: Database) -> None:
+    with pytest.raises(NotFoundError):
+        Keys(database).revoke("nothing")
+
+
+def test_the_command_line_makes_lists_and_revokes_beside_a_running_server(tmp_path: Path) -> None:
+    first = json.loads(mint("keys", "create", "--owner", "ann", "--data-dir", str(tmp_path), "--json"))
+    assert first["owner"] == "ann"
+    with running(tmp_path) as server:
+        made = json.loads(
+            mint("keys", "create", "--owner", "bob", "--max-models", "3", "--data-dir", str(tmp_path), "--json")
+        )
+        bob = Person(server, made["key"])
+        assert bob.session()
+        listed = json.loads(mint("keys", "list", "--data-dir", str(tmp_path), "--json"))
+        assert [row["owner"] for row in listed] == ["ann", "bob"] and listed[1]["quotas"]["max_models"] == 3
+        shown = mint("keys", "list", "--data-dir", str(tmp_path))
+        assert "ann" in shown and first["key"] not in shown
+        mint("keys", "revoke", listed[1]["key_id"], "--data-dir", str(tmp_path))
+        time.sleep(FRESH_S)
+        assert bob.send("POST", f"{API}/create_session", {}).status_code == 401
+        assert Person(server, first["key"]).session()
+
+
+def test_a_key_of_ones_own_comes_by_standard_input_or_file(tmp_path: Path) -> None:
+    own = "sk-0123456789abcdefghijklmnop"
+    made = json.loads(
+        mint("keys", "create", "--owner", "ann", "--key-stdin", "--json", "--data-dir", str(tmp_path), stdin=f"{own}\n")
+    )
+    assert made["key"] is None  # its owner has it
+    (tmp_path / "key").write_text("sk-another-0123456789abcdefghij\n")
+    mint("keys", "create", "--owner", "bob", "--key-file", str(tmp_path / "key"), "--data-dir", str(tmp_path))
+    with running(tmp_path) as server:
+        assert Person(server, own).session()
+
+
+def test_keys_of_a_place_without_data_are_an_error_and_nothing_is_made(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["keys", "list", "--data-dir", str(tmp_path / "none")])
+    assert result.exit_code == 1 and not (tmp_path / "none").exists()
+
+
+def test_both_headers_carry_a_key(tmp_path: Path) -> None:
+    key = make_key(tmp_path, "ann")
+    with running(tmp_path) as server:
+        nobody = Person(server)
+        good = [
+            {"x-api-key": key},
+            {"authorization": f"Bearer {key}"},
+            {"authorization": f"bearer {key}", "x-api-key": ""},
+        ]
+        for headers in good:
+            assert nobody.send("POST", f"{API}/create_session", {}, **headers).status_code == 200
+        bad = [{}, {"x-api-key": f"{key}x", "authorization": f"Bearer {key}"}, {"authorization": f"Basic {key}"}]
+        for headers in bad:
+            response = nobody.send("POST", f"{API}/create_session", {}, **headers)
+            assert response.status_code == 401 and key not in response.text
+            assert "error" not in response.headers["www-authenticate"]  # which would make clients exchange tokens

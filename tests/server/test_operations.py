@@ -1,0 +1,243 @@
+"""Health says the truth, numbers add up, and the log holds what an operator needs and nothing that is private."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mint.engine.fake_engine import FakeEngine
+from mint.engine.protocol import SampleJob, SampleResult
+from mint.errors import JournalError
+from mint.server.logs import configure_logs
+from tests.server.server_harness import API, Person, make_key, pass_input, running, sample_body
+
+
+class Held(FakeEngine):
+    """Samples only once it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self.busy = threading.Event()
+
+    def sample(self, jobs: Sequence[SampleJob], *watch: Any) -> list[SampleResult]:
+        self.busy.set()
+        self.go_on.wait(20)
+        return super().sample(jobs, *watch)
+
+
+class Dying(FakeEngine):
+    """Ends the engine's thread, as nothing that is caught would."""
+
+    def sample(self, jobs: Sequence[SampleJob], *watch: Any) -> list[SampleResult]:
+        raise SystemExit
+
+
+def wait_for_status(person: Person, path: str, status: int, *, within_s: float = 10.0) -> dict[str, Any]:
+    give_up_at = time.monotonic() + within_s
+    while time.monotonic() < give_up_at:
+        response = person.send("GET", path)
+        if response.status_code == status:
+            return response.json()
+        time.sleep(0.1)
+    raise AssertionError(f"{path} did not answer {status} within {within_s} s: {response.text}")
+
+
+# --- health ------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_works_is_alive_and_ready(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        for path in ("/healthz", "/health", f"{API}/healthz", "/readyz"):
+            assert Person(server).send("GET", path).json() == {"status": "ok"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_readiness_ends_with_the_engines_thread_and_life_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path, engine=Dying()) as server:
+        person = Person(server)
+        person.post("asample", sample_body(person.sampler(person.session())))
+        found = wait_for_status(person, "/readyz", 503)
+        assert found["problems"] == ["the engine's thread has ended"]
+        assert person.send("GET", "/healthz").status_code == 200
+
+
+def test_readiness_ends_where_one_request_takes_for_ever_and_comes_back(tmp_path: Path) -> None:
+    engine = Held()
+    with running(tmp_path, engine=engine, stuck_after_s=1.0) as server:
+        person = Person(server)
+        person.post("asample", sample_body(person.sampler(person.session())))
+        assert engine.busy.wait(5)
+        assert person.send("GET", "/readyz").status_code == 200  # busy is not stuck
+        found = wait_for_status(person, "/readyz", 503)
+        assert "busy with one request" in found["problems"][0]
+        engine.go_on.set()
+        wait_for_status(person, "/readyz", 200)
+
+
+def test_readiness_ends_where_the_journal_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise JournalError("database or disk is full: /secret/path")
+
+    with running(tmp_path) as server:
+        person = Person(server)
+        monkeypatch.setattr(server.service.journal.database, "probe", full)
+        found = wait_for_status(person, "/readyz", 503)
+        assert found["problems"] == ["the journal cannot be written"]
+        monkeypatch.undo()
+        wait_for_status(person, "/readyz", 200)
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------
+
+
+def numbers(person: Person) -> dict[tuple[str, ...], float]:
+    text = person.send("GET", "/metrics").text
+    return {
+        (sample.name, *(f"{key}={value}" for key, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_numbers_say_what_was_done(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        person = Person(server)
+        session = person.session()
+        model = person.model(session)
+        person.done("forward_backward", {"model_id": model, "seq_id": 1, "forward_backward_input": pass_input()})
+        sampler = person.sampler(session)
+        promise = person.post("asample", sample_body(sampler, max_tokens=5))
+        sampled = len(person.result(promise["request_id"])["sequences"][0]["tokens"])
+        person.send("GET", "/no/such/route")
+        person.send("PROPFIND", "/healthz")
+        found = numbers(person)
+    route = f"route={API}/create_session"
+    assert found["mint_requests_total", "method=POST", route, "status=200"] == 1
+    assert found["mint_request_seconds_count", route] == 1
+    assert found["mint_requests_total", "method=-", "route=(none)", "status=404"] == 1
+    assert found["mint_requests_total", "method=-", "route=(none)", "status=405"] == 1
+    assert found["mint_tokens_total", "kind=trained"] == 3
+    assert found["mint_tokens_total", "kind=sampled"] == sampled > 0
+    assert found["mint_engine_busy_seconds_total", "operation=forward_backward"] > 0
+    assert found[("mint_open_sessions",)] == 1 and found[("mint_working",)] == 1
+    assert found["mint_waiting_requests", "kind=sample"] == 0
+    assert found[("mint_journal_bytes",)] > 0
+
+
+def test_the_queue_is_counted_while_it_waits(tmp_path: Path) -> None:
+    engine = Held()
+    with running(tmp_path, engine=engine) as server:
+        person = Person(server)
+        sampler = person.sampler(person.session())
+        person.post("asample", sample_body(sampler, 0))
+        assert engine.busy.wait(5)
+        for seq_id in range(1, 4):
+            person.post("asample", sample_body(sampler, seq_id))
+        assert numbers(person)["mint_waiting_requests", "kind=sample"] == 3
+        engine.go_on.set()
+
+
+# --- the log -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written() -> io.StringIO:
+    stream = io.StringIO()
+    configure_logs(format="json", level="debug", stream=stream)
+    return stream
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_every_request_is_one_line_with_an_id_that_the_answer_carries(tmp_path: Path, written: io.StringIO) -> None:
+    key = make_key(tmp_path, "ann")
+    with running(tmp_path) as server:
+        own = Person(server, key).send("POST", f"{API}/create_session", {}, x_request_id="mine-1")
+        odd = Person(server, key).send("POST", f"{API}/create_session", {}, x_request_id="no good; {}")
+        refused = Person(server).send("POST", f"{API}/create_session", {"secret": 1})
+    assert own.headers["x-request-id"] == "mine-1"
+    assert odd.headers["x-request-id"] not in ("", "no good; {}")
+    access = {line["request_id"]: line for line in lines(written) if line["logger"] == "mint.access"}
+    line = access["mine-1"]
+    assert (line["method"], line["route"], line["status"]) == ("POST", f"{API}/create_session", 200)
+    assert line["owner"] == "ann" and line["ms"] > 0 and line["received_bytes"] == 2 and line["sent_bytes"] > 2
+    line = access[refused.headers["x-request-id"]]
+    assert (line["status"], line["owner"]) == (401, None)
+
+
+def test_what_is_logged_during_a_request_carries_its_id(tmp_path: Path, written: io.StringIO) -> None:
+    with running(tmp_path) as server:
+        Person(server).send("POST", f"{API}/create_session", {"unheard_of": 1}, x_request_id="mine-2")
+    warned = [line for line in lines(written) if "unheard_of" in line["event"]]
+    assert [line["request_id"] for line in warned] == ["mine-2"]
+
+
+def test_neither_keys_nor_prompts_are_written_anywhere_they_should_not_be(
+    tmp_path: Path, written: io.StringIO, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key = make_key(tmp_path, "ann")
+    secret_text = "the quick brown canary"
+    tokens = [977, 978, 979, 980, 981]
+    with running(tmp_path) as server:
+        ann = Person(server, key)
+        session = ann.session()
+        sampler = ann.sampler(session)
+        ann.done("asample", sample_body(sampler, 0, tokens=tokens))
+        ann.send("POST", f"{API}/asample", {**sample_body(sampler, 1), "prompt": secret_text})
+        ann.send("POST", f"{API}/asample", sample_body(sampler, 2, tokens=[*tokens, -1]))
+        ann.send("POST", f"{API}/asample", secret_text.encode())
+        ann.send("POST", "/v1/completions", {"model": "mint/tiny", "prompt": secret_text, "max_tokens": 2})
+        ann.send("GET", f"{API}/sessions?api_key={key}&note={secret_text}")
+        ann.send("GET", f"/{key}")
+        ann.send("POST", f"{API}/telemetry", {"events": [{"headers": {"x-api-key": key}, "note": secret_text}]})
+        Person(server, f"{key}x").send("GET", f"{API}/sessions")
+        Person(server).send("GET", f"{API}/sessions", None, authorization=f"Bearer {key}")
+        numbers_text = ann.send("GET", "/metrics").text
+        logging.getLogger("a.library").warning("sent with Authorization: Bearer %s and %s", key, key)
+        try:
+            raise RuntimeError(f"bad key {key}")
+        except RuntimeError:
+            logging.getLogger("a.library").exception("it failed")
+    console = capfd.readouterr()
+    log = written.getvalue()
+    assert "it failed" in log and "[redacted]" in log
+    for text in (log, console.out, console.err, numbers_text):
+        assert key not in text and key[len("tml-mint-") :] not in text
+        assert secret_text not in text
+        assert "977, 978" not in text
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            content = file.read_bytes()
+            assert key.encode() not in content and key[len("tml-mint-") :].encode() not in content, file
+            assert secret_text.encode() not in content, file
+
+
+def test_the_log_for_people_is_one_line_per_event(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    configure_logs(format="console", level="info", stream=stream)
+    with running(tmp_path) as server:
+        Person(server).send("POST", f"{API}/create_session", {})
+        Person(server).send("GET", "/healthz")
+    access = [line for line in stream.getvalue().splitlines() if "mint.access" in line]
+    assert len(access) == 1 and "status=200" in access[0] and "\x1b" not in access[0]
+
+
+@pytest.mark.parametrize("format", ["console", "json"])
+def test_what_strangers_send_feigns_no_line_and_fills_no_disk(format: str) -> None:
+    stream = io.StringIO()
+    configure_logs(format=format, level="info", stream=stream)
+    logging.getLogger("a.library").warning("unknown: %s", "\n2026 [info] all is well \x1b[2J" + "x" * 100_000)
+    text = stream.getvalue()
+    assert len(text.splitlines()) == 1 and len(text) < 2_000 and "\x1b" not in text
