@@ -1,0 +1,281 @@
+"""What is kept, as management sees it: training runs, checkpoints, sessions; and the questions about them.
+
+The names are those of the public protocol's types; `mint.types` has them too. Knows nothing of storage, of routes, or
+of whose anything is. Times are aware datetimes, RFC 3339 on the wire.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_serializer
+
+from mint.errors import InvalidRequestError
+from mint.types import CheckpointUri, StrictValue
+
+CheckpointType = Literal["training", "sampler", "external"]
+AccessScope = Literal["owned", "accessible"]
+"""`accessible` adds what others have published to what is the caller's own."""
+
+TYPE_OF_KIND: dict[str, CheckpointType] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+"""The middle part of a checkpoint's path → what management calls it."""
+
+MAX_PAGE = 1000
+MAX_OFFSET = 2**31 - 1
+
+
+class Record(BaseModel):
+    """A record: read leniently, so that a newer server may say more."""
+
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
+
+
+# --- checkpoints and runs ----------------------------------------------------------------------------------------
+
+
+class Checkpoint(Record):
+    """A named checkpoint. `checkpoint_id` is `weights/NAME` or `sampler_weights/NAME`, `alias` its `ckpt_…` id."""
+
+    checkpoint_id: str
+    checkpoint_type: CheckpointType
+    time: datetime
+    tinker_path: CheckpointUri
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: dict[str, Any] | None = None
+    expires_at: datetime | None = None
+    alias: str | None = None
+
+
+class ParsedCheckpointTinkerPath(Record):
+    """The parts of a checkpoint's path."""
+
+    tinker_path: CheckpointUri
+    training_run_id: str
+    checkpoint_type: CheckpointType
+    checkpoint_id: str
+
+    @classmethod
+    def from_tinker_path(cls, tinker_path: str) -> Self:
+        """From `mint://RUN/KIND/NAME`, or its alias `tinker://…`.
+
+        Raises:
+            InvalidRequestError: the text is no such path.
+        """
+        scheme, _, rest = tinker_path.partition("://")
+        parts = rest.split("/")
+        if scheme not in ("mint", "tinker") or len(parts) != 3 or not all(parts) or parts[1] not in TYPE_OF_KIND:
+            raise InvalidRequestError(
+                "is not a checkpoint path",
+                field="path",
+                value=tinker_path,
+                remedy="Pass what save_state or save_weights_for_sampler returned: mint://MODEL_ID/weights/NAME",
+            )
+        run, kind, name = parts
+        return cls(
+            tinker_path=tinker_path,
+            training_run_id=run,
+            checkpoint_type=TYPE_OF_KIND[kind],
+            checkpoint_id=f"{kind}/{name}",
+        )
+
+
+class Cursor(Record):
+    """Which part of a list this is; `limit` is the page size that took effect."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class CheckpointsListResponse(Record):
+    """Checkpoints, newest first; no cursor where all are given."""
+
+    checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None
+
+
+class TrainingRun(Record):
+    """What stays known of a model after its session. `corrupted`: its replay gave other bits than acknowledged."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool = True
+    corrupted: bool = False
+    lora_rank: int | None = None
+    last_request_time: datetime
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class TrainingRunsResponse(Record):
+    """A page of training runs, newest first."""
+
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+class CheckpointArchiveUrlResponse(Record):
+    """Where a checkpoint's archive can be fetched without a key, until `expires`."""
+
+    url: str
+    expires: datetime
+
+
+class ExternalWeightsUrlsResponse(Record):
+    """Relative file name → where it can be fetched without a key, until `expires`."""
+
+    urls: dict[str, str]
+    expires: datetime
+
+
+class UploadCheckpointResponse(Record):
+    """An uploaded checkpoint; `notes` say what was changed on the way in."""
+
+    path: CheckpointUri
+    checkpoint_id: str | None = None
+    notes: list[str] = Field(default_factory=list)
+
+
+class CopyWeightsRequest(StrictValue):
+    """Copies readable weights into a new run of the caller's, or into a slot of one of their sessions."""
+
+    source_path: CheckpointUri
+    destination_project_id: str | None = None
+    session_id: str | None = None
+    model_seq_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+class CopyWeightsResponse(Record):
+    """The copy."""
+
+    tinker_path: CheckpointUri
+
+
+class SetCheckpointTtlRequest(StrictValue):
+    """How long a checkpoint is kept from now on; null keeps it for good."""
+
+    ttl_seconds: int | None
+
+    @model_serializer
+    def _whole(self) -> dict[str, int | None]:
+        """With its null, which says something here."""
+        return {"ttl_seconds": self.ttl_seconds}
+
+
+# --- sessions ----------------------------------------------------------------------------------------------------
+
+
+class GetSessionResponse(Record):
+    """What belongs to a session."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+
+
+class ListSessionsResponse(Record):
+    """Session ids, newest first."""
+
+    sessions: list[str]
+
+
+class AssignSessionProjectRequest(StrictValue):
+    """Puts a session into a project."""
+
+    project_id: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class SessionSearchCursor(Record):
+    """Where the next page starts; passed back unchanged."""
+
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SessionSearchOwner(Record):
+    """Whose sessions: `own` or `accessible`, which is the same here; `user` with a list of owners."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] | None = None
+
+
+class SessionStatusQuery(Record):
+    """A state to look for; sessions here are `active` or `client_finished`, so the others match none."""
+
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+
+
+class SessionSearchRequest(StrictValue):
+    """Sessions to look for: every condition must hold, but of `session_id` and `display_name` either will do."""
+
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, Any] = Field(default_factory=dict)
+    display_name: Annotated[str, Field(min_length=1)] | None = None
+    owner: SessionSearchOwner = Field(default_factory=SessionSearchOwner)
+    statuses: Annotated[list[SessionStatusQuery], Field(min_length=1)] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: SessionSearchCursor | None = None
+
+
+class SessionSummary(Record):
+    """One session. `status` is `{"type": "active"}` while it lives, and None once it is over."""
+
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    status: dict[str, Any] | None = None
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchResponse(Record):
+    """A page of sessions, newest first; `next_cursor` None after the last."""
+
+    sessions: list[SessionSummary]
+    next_cursor: SessionSearchCursor | None = None
+
+
+class SessionTraceExportResponse(Record):
+    """A trace's state; this server keeps none, and says so."""
+
+    status: Literal["pending", "ready", "failed"]
+    url: str | None = None
+    error: str | None = None
+
+
+# --- pages -------------------------------------------------------------------------------------------------------
+
+
+class PageQuery(BaseModel):
+    """Which part of a list: at most `MAX_PAGE` items are given at once, whatever was asked for."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    limit: Annotated[int, Field(ge=0)] = 20
+    offset: Annotated[int, Field(ge=0, le=MAX_OFFSET)] = 0
+    access_scope: AccessScope = "owned"
+    project_id: str | None = None
+
+    @property
+    def size(self) -> int:
+        """The page size that takes effect."""
+        return min(self.limit, MAX_PAGE)
+
+
+FIRST_PAGE = PageQuery(limit=MAX_PAGE)
+"""The most that one question can give."""

@@ -1,0 +1,309 @@
+"""What can be done to a checkpoint, and what goes on regardless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from owners import Place, refusal
+
+import mint
+from mint.errors import InvalidRequestError, NotFoundError
+from mint.records import CopyWeightsRequest
+from mint.server.catalog import EXPIRY_GRACE_S, Catalog
+from mint.server.sampling import KEPT_IN_ENGINE
+
+PROMPT = mint.types.ModelInput.from_ints([1, 2, 3])
+PARAMS = mint.types.SamplingParams(max_tokens=3, seed=5)
+
+
+class Clocks:
+    """A time of day that can be set, and seconds that pass."""
+
+    def __init__(self) -> None:
+        self.now, self.seconds = 1_800_000_000.0, 50.0
+
+    def catalog(self, place: Place) -> Catalog:
+        return Catalog(place.service.journal, place.data_dir, clock=lambda: self.now, ticks=lambda: self.seconds)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.seconds += seconds
+
+
+# --- deleting ----------------------------------------------------------------------------------------------------
+
+
+def test_a_deleted_checkpoint_is_gone_with_its_files(place: Place) -> None:
+    trainer = place.trainer("alice")
+    path = trainer.save_state("one").result().path
+    rest = place.rest("alice")
+    rest.delete_checkpoint(trainer.model_id, "weights/one").result()
+    assert rest.list_checkpoints(trainer.model_id).result().checkpoints == []
+    assert place.folders() == set()
+    again = refusal(lambda: rest.delete_checkpoint_from_tinker_path(path).result())
+    assert isinstance(again, NotFoundError)
+    assert trainer.save_state("one").result().path == path  # the name is free again
+
+
+def test_what_already_samples_a_deleted_checkpoint_goes_on(place: Place) -> None:
+    trainer = place.trainer("alice")
+    path = trainer.save_weights_for_sampler("one").result().path
+    client = place.client("alice")
+    sampler = client.create_sampling_client(model_path=path)
+    before = sampler.sample(PROMPT, 1, PARAMS).result()
+    rest = place.rest("alice")
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    for number in range(KEPT_IN_ENGINE + 1):  # push the weights out of memory: only the files have them now
+        trainer.forward_backward([_datum(number)], "cross_entropy").result()
+        trainer.optim_step(mint.types.AdamParams(learning_rate=1e-3)).result()
+        trainer.save_weights_and_get_sampling_client().sample(PROMPT, 1, PARAMS).result()
+    assert sampler.sample(PROMPT, 1, PARAMS).result() == before
+    assert isinstance(refusal(lambda: client.create_sampling_client(model_path=path).result()), NotFoundError)
+    assert len(place.folders()) == 1
+    client.close()
+    place.service.catalog.tidy()
+    assert place.folders() == set()
+
+
+def _datum(number: int) -> mint.types.Datum:
+    inputs = {"target_tokens": [2, 3, 4 + number], "weights": [1.0, 1.0, 1.0]}
+    return mint.types.Datum(model_input=PROMPT, loss_fn_inputs=inputs)
+
+
+# --- time to live ------------------------------------------------------------------------------------------------
+
+
+def test_a_ttl_is_shown_changed_and_cleared(place: Place) -> None:
+    trainer = place.trainer("alice")
+    path = trainer.save_state("one", ttl_seconds=3600).result().path
+    rest = place.rest("alice")
+    saved = rest.get_checkpoint(path).result()
+    assert saved.expires_at is not None
+    assert (saved.expires_at - saved.time).total_seconds() == pytest.approx(3600, abs=1)
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+    longer = rest.get_checkpoint(path).result().expires_at
+    assert longer is not None
+    assert (longer - saved.time).total_seconds() > 7100
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    assert rest.get_checkpoint(path).result().expires_at is None
+    for wrong in (0, -5, 10**12):
+        error = refusal(lambda wrong=wrong: rest.set_checkpoint_ttl_from_tinker_path(path, wrong).result())
+        assert isinstance(error, InvalidRequestError)
+        assert error.field == "ttl_seconds"
+
+
+def test_an_expired_checkpoint_is_hidden_at_once_and_its_files_go_later(place: Place) -> None:
+    trainer = place.trainer("alice")
+    path = trainer.save_state("one").result().path
+    clocks = Clocks()
+    catalog = clocks.catalog(place)
+    catalog.set_ttl("alice", path, 100)
+    clocks.wait(101)
+    assert isinstance(refusal(lambda: catalog.checkpoint("alice", path)), NotFoundError)
+    assert catalog.checkpoints("alice").checkpoints == []
+    assert catalog.run("alice", trainer.model_id).last_checkpoint is None
+    assert catalog.tidy() == 0
+    assert len(place.folders()) == 1
+    clocks.wait(EXPIRY_GRACE_S)
+    assert catalog.tidy() == 1
+    assert place.folders() == set()
+
+
+def test_a_clock_that_jumps_and_comes_back_removes_nothing(place: Place) -> None:
+    path = place.trainer("alice").save_state("one").result().path
+    clocks = Clocks()
+    catalog = clocks.catalog(place)
+    catalog.set_ttl("alice", path, 3600)
+    for jump in (10 * 365 * 86400.0, -10 * 365 * 86400.0):
+        clocks.now += jump
+        for _ in range(5):
+            clocks.wait(60)
+            catalog.tidy()
+        clocks.now -= jump
+        clocks.wait(60)
+        catalog.tidy()
+    assert catalog.checkpoint("alice", path).checkpoint_id == "weights/one"
+    clocks.wait(3600)
+    catalog.tidy()
+    clocks.wait(EXPIRY_GRACE_S)
+    assert catalog.tidy() == 1
+
+
+def test_what_a_living_session_samples_does_not_expire(place: Place) -> None:
+    trainer = place.trainer("alice")
+    path = trainer.save_weights_for_sampler("one").result().path
+    client = place.client("alice")
+    sampler = client.create_sampling_client(model_path=path)
+    before = sampler.sample(PROMPT, 1, PARAMS).result()
+    clocks = Clocks()
+    catalog = clocks.catalog(place)
+    catalog.set_ttl("alice", path, 1)
+    for _ in range(3):
+        clocks.wait(EXPIRY_GRACE_S)
+        assert catalog.tidy() == 0
+    assert sampler.sample(PROMPT, 1, PARAMS).result() == before
+    client.close()
+    catalog.tidy()
+    clocks.wait(EXPIRY_GRACE_S)
+    assert catalog.tidy() == 1
+    assert place.folders() == set()
+
+
+# --- copying -----------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_ones_own_and_outlives_its_source(place: Place) -> None:
+    trainer = place.trainer("alice")
+    trainer.forward_backward([_datum(1)], "cross_entropy").result()
+    step = trainer.optim_step(mint.types.AdamParams(learning_rate=1e-3)).result()
+    path = trainer.save_state("one", ttl_seconds=3600).result().path
+    alice, bob = place.rest("alice"), place.rest("bob")
+    alice.publish_checkpoint_from_tinker_path(path).result()
+    copy = bob.copy_weights(path, "archive").result()
+    alice.delete_checkpoint_from_tinker_path(path).result()
+    kept = bob.get_checkpoint(copy).result()
+    assert (kept.checkpoint_id, kept.public, kept.expires_at) == ("weights/one", False, None)
+    run = bob.get_training_run_by_tinker_path(copy).result()
+    assert (run.model_owner, run.base_model, run.lora_rank) == ("bob", "mint/tiny", 4)
+    filed = bob.list_training_runs(project_id="archive").result().training_runs
+    assert [one.training_run_id for one in filed] == [run.training_run_id]
+    resumed = place.client("bob").create_training_client_from_state_with_optimizer(copy)
+    assert resumed.get_info().lora_rank == 4
+    assert resumed.optim_step(mint.types.AdamParams(learning_rate=0.0)).result().metrics["step"] == (
+        step.metrics["step"] + 1
+    )
+    assert isinstance(refusal(lambda: alice.get_checkpoint(copy).result()), NotFoundError)
+
+
+def test_the_same_idempotency_key_gives_the_same_copy(place: Place) -> None:
+    path = place.trainer("alice").save_state("one").result().path.replace("mint://", "tinker://")
+
+    def copy(key: str | None, **fields: object) -> httpx.Response:
+        headers = {"x-api-key": "alice", **({} if key is None else {"X-Idempotency-Key": key})}
+        return httpx.post(f"{place.url}/api/v1/copy_weights", json={"source_path": path, **fields}, headers=headers)
+
+    first = copy("k1").json()["tinker_path"]
+    assert first.startswith("tinker://")
+    assert copy("k1").json()["tinker_path"] == first
+    others = {copy(None).json()["tinker_path"], copy("k2").json()["tinker_path"], first}
+    others.add(copy("k1", ttl_seconds=60).json()["tinker_path"])
+    assert len(others) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"weights_access_token": "t"}, "weights_access_token"),
+        ({"session_id": "sess-1"}, "model_seq_id"),
+        ({"ttl_seconds": -1}, "ttl_seconds"),
+        ({"source_path": "mint://a/b"}, "path"),
+        ({"source_path": 3}, "CopyWeightsRequest.source_path"),
+    ],
+)
+def test_a_copy_that_cannot_be_made_says_why(place: Place, fields: dict[str, object], field: str) -> None:
+    path = place.trainer("alice").save_state("one").result().path
+    headers = {"x-api-key": "alice"}
+    answer = httpx.post(f"{place.url}/api/v1/copy_weights", json={"source_path": path, **fields}, headers=headers)
+    assert (answer.status_code, answer.json()["field"]) == (400, field)
+    assert len(place.folders()) == 1
+
+
+def test_a_copy_into_a_session_takes_a_free_slot_there(place: Place) -> None:
+    client = place.client("alice")
+    trainer = client.create_lora_training_client("mint/tiny", rank=4)
+    path = trainer.save_state("one").result().path
+    catalog, session_id = place.service.catalog, client.session_id
+    copy = catalog.copy("alice", CopyWeightsRequest(source_path=path, session_id=session_id, model_seq_id=1))
+    assert copy == f"tinker://{session_id}:train:1/weights/one"
+    error = refusal(
+        lambda: catalog.copy("alice", CopyWeightsRequest(source_path=path, session_id=session_id, model_seq_id=0))
+    )
+    assert "model_seq_id" in str(error)
+
+
+def test_a_copy_counts_for_the_quota(place: Place) -> None:
+    path = place.trainer("alice").save_state("one").result().path
+    size = place.rest("alice").get_checkpoint(path).result().size_bytes
+    assert size is not None
+    request = CopyWeightsRequest(source_path=path)
+    error = refusal(lambda: place.service.catalog.copy("alice", request, max_bytes=2 * size - 1))
+    assert error.field == "max_checkpoint_bytes"
+    assert error.status == 400
+    place.service.catalog.copy("alice", request, max_bytes=2 * size)
+
+
+# --- ids ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_ckpt_id_is_taken_wherever_a_path_is(place: Place) -> None:
+    trainer = place.trainer("alice")
+    path = trainer.save_state("one").result().path
+    rest, client = place.rest("alice"), place.client("alice")
+    alias = rest.get_checkpoint(path).result().alias
+    assert alias is not None
+    assert alias.startswith("ckpt_")
+    assert rest.get_checkpoint(alias).result().tinker_path == path
+    assert rest.get_weights_info_by_tinker_path(alias).result().lora_rank == 4
+    assert client.create_training_client_from_state_with_optimizer(alias).get_info().lora_rank == 4
+    assert client.create_sampling_client(model_path=alias).sample(PROMPT, 1, PARAMS).result().sequences
+    rest.publish_checkpoint_from_tinker_path(alias).result()
+    assert rest.get_checkpoint(alias).result().public
+    assert rest.copy_weights(alias).result().endswith("/weights/one")
+    rest.delete_checkpoint_from_tinker_path(alias).result()
+    assert isinstance(refusal(lambda: rest.get_checkpoint(alias).result()), NotFoundError)
+
+
+@pytest.mark.parametrize("alias", ["ckpt_", "ckpt_xyz", "ckpt_" + "0" * 31, "ckpt_" + "A" * 32, "ckpt_../../etc"])
+def test_what_only_looks_like_a_ckpt_id_is_refused(shared: Place, alias: str) -> None:
+    answer = httpx.post(f"{shared.url}/api/v1/weights_info", json={"tinker_path": alias})
+    assert answer.status_code == 400
+
+
+def test_an_unknown_ckpt_id_is_not_found(shared: Place) -> None:
+    answer = httpx.get(f"{shared.url}/api/v1/checkpoints/ckpt_{'0' * 32}")
+    assert answer.status_code == 404
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def test_a_download_is_whole_or_is_not_there(place: Place, tmp_path: Path) -> None:
+    trainer = place.trainer("alice")
+    path = trainer.save_state("one").result().path
+    rest = place.rest("alice")
+    archive = rest.download_checkpoint(path, tmp_path).result()
+    assert archive == tmp_path / "weights-one.tar.gz"
+    assert [kept.name for kept in tmp_path.iterdir() if kept.is_file()] == [archive.name]
+    missing = refusal(lambda: rest.download_checkpoint(path.replace("one", "two"), tmp_path / "two").result())
+    assert isinstance(missing, NotFoundError)
+    assert not (tmp_path / "two").exists()
+    unreadable = refusal(lambda: rest.upload_checkpoint(tmp_path / "nothing.tar.gz").result())
+    assert isinstance(unreadable, InvalidRequestError)
+
+
+# --- names -------------------------------------------------------------------------------------------------------
+
+
+def test_an_overwritten_checkpoint_goes_on_being_sampled_as_it_was(place: Place) -> None:
+    trainer = place.trainer("alice")
+    path = trainer.save_state("rolling").result().path
+    sampler = place.client("alice").create_sampling_client(model_path=path)
+    before = sampler.sample(PROMPT, 1, PARAMS).result()
+    for number in range(KEPT_IN_ENGINE + 1):
+        trainer.forward_backward([_datum(number)], "cross_entropy").result()
+        trainer.optim_step(mint.types.AdamParams(learning_rate=1e-2)).result()
+        trainer.save_state("rolling", overwrite=True).result()
+        trainer.save_weights_and_get_sampling_client().sample(PROMPT, 1, PARAMS).result()
+    assert sampler.sample(PROMPT, 1, PARAMS).result() == before
+    fresh = place.client("alice").create_sampling_client(model_path=path).sample(PROMPT, 1, PARAMS).result()
+    assert fresh.sequences[0].logprobs != before.sequences[0].logprobs
+
+
+def test_the_name_of_an_expired_checkpoint_is_free_again(place: Place) -> None:
+    trainer = place.trainer("alice")
+    path = trainer.save_state("one").result().path
+    Catalog(place.service.journal, place.data_dir, clock=lambda: 0.0).set_ttl("alice", path, 60)
+    assert trainer.save_state("one").result().path == path
+    assert place.rest("alice").get_checkpoint(path).result().expires_at is None
