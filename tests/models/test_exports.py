@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
-from mint.errors import CheckpointError
-from mint.models.hf_format import write_merged
-from mint.models.peft_format import read_peft, write_peft
-from mint.models.tensor_files import read_tensors, write_tensors
+from mint.errors import CheckpointError, InvalidRequestError
+from mint.models.folder import ModelFolder
+from mint.models.hf_format import write_gguf_ready, write_merged
+from mint.models.peft_format import AdapterConfig, read_config, read_weights, write_peft
+from mint.models.tensor_files import open_tensors, read_tensors, write_tensors
 
-PARTS = [(True, True, True), (True, True, False), (False, False, True)]
+PARTS = [parts for parts in itertools.product([True, False], repeat=3) if any(parts)]
 TOKENS = np.random.default_rng(0).integers(0, 64, 30)
 
 
@@ -44,6 +46,12 @@ def _ours(engine: TorchEngine) -> np.ndarray:
 def _theirs(model: torch.nn.Module) -> np.ndarray:
     with torch.no_grad():
         return model.float().eval()(torch.from_numpy(TOKENS)[None]).logits[0].log_softmax(-1).numpy()
+
+
+def _read(folder: Path, base: Path) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
+    config = read_config((folder / "adapter_config.json").read_bytes())
+    with (folder / "adapter_model.safetensors").open("rb") as file:
+        return config, read_weights(file, config, ModelFolder(base))
 
 
 @pytest.mark.parametrize("shape", ["tied", "untied"])
@@ -92,39 +100,46 @@ def test_an_adapter_comes_back_as_it_went(tmp_path: Path) -> None:
     engine, lora = _trained(tmp_path / "base", "tied", (True, True, True))
     weights = engine.read_state("m").weights
     write_peft(tmp_path / "adapter", weights, rank=lora.rank, alpha=32.0, base_model="mint/tiny")
-    adapter = read_peft(tmp_path / "adapter")
-    assert (adapter.rank, adapter.alpha, adapter.base_model) == (8, 32.0, "mint/tiny")
-    engine.load_weights("back", "base", lora, adapter.weights)
-    assert all(np.array_equal(adapter.weights[name], array) for name, array in weights.items())
-
-
-def test_an_adapter_that_peft_saved_is_read(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "base", "untied")
-    config = peft.LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=["q_proj", "lm_head"])
-    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    adapter = read_peft(tmp_path / "adapter")
-    assert adapter.rank == 4 and adapter.alpha == 16.0  # 8 · √4
-    assert "lm_head.lora_B.weight" in adapter.weights
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [({"use_dora": True}, "use_dora"), ({"bias": "all"}, "bias"), ({"r": 0}, "r = 0"), ({"peft_type": "IA3"}, "PEFT")],
-)
-def test_adapters_of_other_kinds_are_refused(tmp_path: Path, change: dict[str, object], word: str) -> None:
-    write_peft(tmp_path, {"lm_head.lora_A.weight": np.ones((2, 3), np.float32)}, rank=2, alpha=32, base_model="")
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(CheckpointError, match=word):
-        read_peft(tmp_path)
+    config, back = _read(tmp_path / "adapter", tmp_path / "base")
+    assert (config.rank, config.alpha, config.base_model) == (8, 32.0, "mint/tiny")
+    engine.load_weights("back", "base", lora, back)
+    assert all(np.array_equal(back[name], array) for name, array in weights.items())
 
 
 def test_an_adapter_with_other_tensors_is_refused(tmp_path: Path) -> None:
-    write_peft(tmp_path, {"lm_head.lora_A.weight": np.ones((2, 3), np.float32)}, rank=2, alpha=32, base_model="")
+    engine, lora = _trained(tmp_path / "base", "tied", (True, False, False))
+    write_peft(tmp_path, engine.read_state("m").weights, rank=lora.rank, alpha=32, base_model="")
     arrays, _ = read_tensors(tmp_path / "adapter_model.safetensors")
     write_tensors(tmp_path / "adapter_model.safetensors", {**arrays, "odd": np.ones(1, np.float32)}, {})
-    with pytest.raises(CheckpointError, match="odd"):
-        read_peft(tmp_path)
+    with pytest.raises(InvalidRequestError, match="odd"):
+        _read(tmp_path, tmp_path / "base")
+
+
+@pytest.mark.parametrize("shape", ["tied", "untied"])
+@pytest.mark.parametrize("parts", PARTS)
+def test_a_folder_for_llama_cpp_meets_its_converters_conditions(
+    tmp_path: Path, shape: str, parts: tuple[bool, bool, bool]
+) -> None:
+    engine, _ = _trained(tmp_path / "base", shape, parts)
+    (tmp_path / "base" / "generation_config.json").unlink(missing_ok=True)
+    write_gguf_ready(tmp_path / "out", tmp_path / "base", engine.read_state("m").weights, scale=4.0)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["dtype"] == config["torch_dtype"] == "float16"
+    tensors = open_tensors(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {"F16"}
+    # the converter takes a missing lm_head as tied, whatever the configuration says
+    assert ("lm_head.weight" in tensors) == (not config["tie_word_embeddings"]) == (shape == "untied" or parts[2])
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names >= {"tokenizer.json", "generation_config.json"} and not any("adapter" in name for name in names)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert np.abs(_ours(engine) - _theirs(merged)).max() <= 0.02  # half a float16 step of every weight
+
+
+def test_weights_too_large_for_float16_are_refused(tmp_path: Path) -> None:
+    engine, _ = _trained(tmp_path / "base", "tied", (True, True, True))
+    with pytest.raises(CheckpointError, match="too large for float16"):
+        write_gguf_ready(tmp_path / "out", tmp_path / "base", engine.read_state("m").weights, scale=1e9)
 
 
 def test_a_lora_of_another_model_cannot_be_merged(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -21,13 +22,21 @@ _COPIED = {".json", ".jinja", ".txt", ".model"}
 """Tokenizer, chat template and generation settings; everything else in a folder is weights or documents."""
 
 
-def write_merged(folder: Path, base: Path, weights: Mapping[str, np.ndarray], *, scale: float) -> None:
-    """Writes `base` + `scale · B @ A` to `folder` in float32: rounded to bfloat16, most of a small lora would be lost.
+def write_merged(
+    folder: Path,
+    base: Path,
+    weights: Mapping[str, np.ndarray],
+    *,
+    scale: float,
+    dtype: Literal["float32", "float16"] = "float32",
+) -> None:
+    """Writes `base` + `scale · B @ A` to `folder`: rounded to bfloat16, most of a small lora would be lost.
 
     A lora on the unembedding of a tied model unties it: the embedding stays as it was, and config.json says so.
 
     Raises:
-        CheckpointError: the lora has a layer that the base has not, or other shapes.
+        CheckpointError: the lora has a layer that the base has not, or other shapes; or a weight is too large for
+            float16.
     """
     source = ModelFolder(base)
     tensors = source.tensors()
@@ -39,13 +48,41 @@ def write_merged(folder: Path, base: Path, weights: Mapping[str, np.ndarray], *,
     if unknown:
         raise CheckpointError(f"the base model in {base} has no layer {unknown[0]}")
     config.pop("torch_dtype", None)
-    config["dtype"] = "float32"
-    merged = {name: _merge(name, tensor, weights, scale) for name, tensor in tensors.items()}
+    config["dtype"] = dtype
+    merged = {name: _round(name, _merge(name, tensor, weights, scale), dtype) for name, tensor in tensors.items()}
     write_tensors(folder / "model.safetensors", merged, {"format": "pt"})
     for path in base.iterdir():
         if path.suffix in _COPIED and path.name not in ("config.json", "model.safetensors.index.json"):
             shutil.copyfile(path, folder / path.name)
     write_file(folder / "config.json", [json.dumps(config, indent=2).encode()])
+
+
+def write_gguf_ready(folder: Path, base: Path, weights: Mapping[str, np.ndarray], *, scale: float) -> None:
+    """As `write_merged`, in the shape that llama.cpp's convert_hf_to_gguf.py reads: float16, which keeps eight times
+    finer steps of the lora than bfloat16, the architecture's name, and generation settings that name the end tokens.
+
+    Raises:
+        CheckpointError: as `write_merged`, or the base does not name its architecture.
+    """
+    write_merged(folder, base, weights, scale=scale, dtype="float16")
+    source = ModelFolder(base)
+    if not source.config.get("architectures"):
+        raise CheckpointError(f"{base / 'config.json'} names no architecture, by which llama.cpp picks its converter")
+    config = json.loads((folder / "config.json").read_text())
+    # converters from before transformers 5 look for the older key
+    write_file(folder / "config.json", [json.dumps({**config, "torch_dtype": "float16"}, indent=2).encode()])
+    if not (folder / "generation_config.json").is_file():
+        ends = {"eos_token_id": list(source.eos_token_ids)} if source.eos_token_ids else {}
+        write_file(folder / "generation_config.json", [json.dumps(ends, indent=2).encode()])
+
+
+def _round(name: str, merged: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "float32":
+        return merged
+    largest = float(np.abs(merged).max(initial=0.0))
+    if largest > float(np.finfo(np.float16).max):
+        raise CheckpointError(f"{name} reaches {largest:g}, too large for float16", remedy="Export with --format hf")
+    return merged.astype(np.float16)
 
 
 def _merge(name: str, stored: StoredTensor, weights: Mapping[str, np.ndarray], scale: float) -> np.ndarray:

@@ -1,88 +1,282 @@
 """A lora as a PEFT adapter folder, which PEFT, transformers and vLLM load unchanged; and back.
 
 Arrays are named as mint names them everywhere: `{module}.lora_A.weight` [r, inputs], `{module}.lora_B.weight`
-[outputs, r]. Knows nothing of engines or checkpoints' places.
+[outputs, r]. This is the one place that knows PEFT's own names. Knows nothing of engines or checkpoints' places.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 
-from mint.errors import CheckpointError
-from mint.models.tensor_files import read_tensors, write_file, write_tensors
+from mint.errors import CheckpointError, InvalidRequestError
+from mint.models.folder import ModelFolder
+from mint.models.foreign_tensors import ForeignTensor, ForeignTensors
+from mint.models.tensor_files import StoredTensor, write_file, write_tensors
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+UNEMBED = "lm_head"
 
 _PREFIX = "base_model.model."
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_EMBEDDING = "model.embed_tokens"
+_LAYER = re.compile(
+    r"model\.layers\.\d{1,4}\.(?:(?P<attn>self_attn\.[qkvo]_proj)|(?P<mlp>mlp\.(?:gate|up|down)_proj))", re.ASCII
+)
+_FROZEN_COPY = re.compile(r"(?P<module>model\.embed_tokens|lm_head)\.(?:base_layer\.)?weight", re.ASCII)
+"""Where PEFT stores a second copy of a base's embeddings, once a lora is on one of them."""
+
+_FILL_SEED = 0
+_ROWS_AT_ONCE = 4096
+
+"""Ways to draw the first A and B that leave the base model's own weights alone; PiSSA, OLoRA and LoftQ do not."""
+
+_STARTS_AS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Ways to draw the first A and B that leave the base model's own weights alone; PiSSA, OLoRA and LoftQ do not."""
+
+_CHANGES_FUNCTION = {
+    "use_dora": "DoRA rescales every column of the merged weights",
+    "use_rslora": "save it with use_rslora=false and lora_alpha = alpha·√r, which is the same function",
+    "modules_to_save": "whole layers were trained beside the lora",
+    "rank_pattern": "layers have different ranks",
+    "alpha_pattern": "layers have different scales",
+    "fan_in_fan_out": "matrices are stored transposed",
+    "lora_bias": "the lora has biases",
+    "layer_replication": "layers are repeated",
+    "trainable_token_indices": "rows of the embedding were trained",
+    "alora_invocation_tokens": "an activated lora depends on the prompt",
+    "target_parameters": "parameters outside of linear layers were trained",
+    "use_qalora": "QA-LoRA pools its inputs",
+    "use_bdlora": "block-diagonal matrices",
+    "arrow_config": "a router over several loras",
+    "monteclora_config": "Monte Carlo lora",
+    "kasa_config": "KaSA has further factors",
+    "velora_config": "VeLoRA has further factors",
+    "megatron_config": "Megatron's layers are split",
+}
+"""Settings of PEFT's that make the adapter compute something else than base + scale · B @ A, and what they mean."""
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """A lora read from a folder: the product of its parts is scaled by `alpha / rank`."""
+class AdapterConfig:
+    """What adapter_config.json says, checked."""
 
-    weights: dict[str, np.ndarray]
     rank: int
     alpha: float
     base_model: str
 
 
-def module_names(weights: Mapping[str, np.ndarray]) -> list[str]:
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a base model that a lora can be on; `part` is attn, mlp or unembed."""
+
+    part: str
+    outputs: int
+    inputs: int
+
+
+def module_names(weights: Iterable[str]) -> list[str]:
     """The layers that have a lora, such as `model.layers.0.self_attn.q_proj`."""
     return sorted({name.rsplit(".lora_", 1)[0] for name in weights})
 
 
-def write_peft(folder: Path, weights: Mapping[str, np.ndarray], *, rank: int, alpha: float, base_model: str) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors; `base_model` is what PEFT is told to load first."""
+# --- out ---------------------------------------------------------------------------------------------------------
+
+
+def config_json(modules: Iterable[str], *, rank: int, alpha: float, base_model: str) -> bytes:
+    """adapter_config.json; `base_model` is what PEFT is told to load first."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": rank,
-        "lora_alpha": alpha,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in module_names(weights)}),
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in modules}),
         "bias": "none",
+        "modules_to_save": None,
         "use_rslora": False,
         "use_dora": False,
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    write_tensors(folder / _WEIGHTS, {_PREFIX + name: array for name, array in weights.items()}, {"format": "pt"})
-    write_file(folder / _CONFIG, [json.dumps(config, indent=2).encode()])
+    return json.dumps(config, indent=2).encode()
 
 
-def read_peft(folder: Path) -> Adapter:
-    """The lora in a PEFT folder, in float32.
+def write_peft(folder: Path, weights: Mapping[str, np.ndarray], *, rank: int, alpha: float, base_model: str) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors."""
+    write_tensors(folder / WEIGHTS_FILE, {_PREFIX + name: array for name, array in weights.items()}, {"format": "pt"})
+    config = config_json(module_names(weights), rank=rank, alpha=alpha, base_model=base_model)
+    write_file(folder / CONFIG_FILE, [config])
+
+
+def peft_header(path: Path) -> tuple[bytes, int, list[str]]:
+    """A file of weights by mint's names, as PEFT names them: the first bytes of the renamed file, the place in `path`
+    from which the rest follows unchanged, and the layers.
 
     Raises:
-        CheckpointError: the folder is incomplete or damaged, or the adapter is of a kind that mint does not compute.
+        CheckpointError: the file is damaged.
     """
     try:
-        config = json.loads((folder / _CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / _CONFIG} cannot be read: {error}") from error
-    rank, alpha = _check_config(folder, config)
-    arrays, _ = read_tensors(folder / _WEIGHTS)
-    weights = {name.removeprefix(_PREFIX): array.astype(np.float32) for name, array in arrays.items()}
-    odd = [name for name in weights if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
-    if odd:
-        raise CheckpointError(f"{folder / _WEIGHTS} holds {odd[0]}, which is no lora matrix")
-    return Adapter(weights, rank, alpha, str(config.get("base_model_name_or_path", "")))
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        renamed = {"__metadata__": {"format": "pt"}, **{_PREFIX + name: entry for name, entry in header.items()}}
+    except (OSError, ValueError, AttributeError, OverflowError, MemoryError) as error:
+        raise CheckpointError(f"the tensor file {path} cannot be read: {error}") from error
+    text = json.dumps(renamed, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, 8 + length, module_names(header)
 
 
-def _check_config(folder: Path, config: dict[str, Any]) -> tuple[int, float]:
-    """Rank and alpha; the scale of rank-stabilised loras is folded into alpha."""
-    unsupported = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias")
-    found = [key for key in unsupported if config.get(key)]
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or found:
-        raise CheckpointError(f"{folder}: mint reads plain PEFT loras, without {', '.join(found) or 'bias'}")
+# --- in ----------------------------------------------------------------------------------------------------------
+
+
+def read_config(text: bytes) -> AdapterConfig:
+    """What adapter_config.json says.
+
+    Raises:
+        InvalidRequestError: it is no such file, or the adapter is of another kind.
+    """
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(CONFIG_FILE, "is not JSON", "Send the file that PEFT wrote") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise _refused(CONFIG_FILE, "does not describe a PEFT lora (peft_type LORA)", "Send the file that PEFT wrote")
+    for key, meaning in _CHANGES_FUNCTION.items():
+        if config.get(key):
+            raise _refused(key, f"is not supported: {meaning}", "Merge the adapter, or train a plain lora", config[key])
+    if config.get("bias", "none") != "none":
+        raise _refused("bias", "is not supported: biases were trained", "Train with bias='none'", config["bias"])
+    start = config.get("init_lora_weights", True)
+    if start not in _STARTS_AS_BASE:
+        remedy = "Convert it to a plain lora with PEFT's path_initial_model_for_weight_conversion"
+        raise _refused("init_lora_weights", "is not supported: it changes the base model's weights", remedy, start)
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise CheckpointError(f"{folder / _CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}")
-    return rank, float(alpha) * (math.sqrt(rank) if config.get("use_rslora") else 1.0)
+    if type(rank) is not int or rank < 1:
+        raise _refused("r", "is not a rank", "A rank is a whole number from 1", rank)
+    if type(alpha) not in (int, float) or not 0 < alpha < 1e6:
+        raise _refused("lora_alpha", "is not a scale", "It is a number above 0 and below a million", alpha)
+    base = config.get("base_model_name_or_path")
+    return AdapterConfig(rank, float(alpha), base if isinstance(base, str) else "")
+
+
+def base_layers(folder: ModelFolder) -> dict[str, Layer]:
+    """The layers of a base model that can have a lora, with their shapes, from the headers of its files."""
+    tensors = folder.tensors()
+    layers: dict[str, Layer] = {}
+    for name, tensor in tensors.items():
+        match = _LAYER.fullmatch(name.removesuffix(".weight"))
+        if match is not None and len(tensor.shape) == 2:
+            layers[name.removesuffix(".weight")] = Layer(match.lastgroup or "", *tensor.shape)
+    unembed = tensors.get(f"{UNEMBED}.weight", tensors.get(f"{_EMBEDDING}.weight"))
+    if unembed is not None:
+        layers[UNEMBED] = Layer("unembed", *unembed.shape)
+    return layers
+
+
+def read_weights(file: BinaryIO, config: AdapterConfig, base: ModelFolder) -> dict[str, np.ndarray]:
+    """The matrices of adapter_model.safetensors by mint's names, in float32, as they stand in the file.
+
+    Nothing is read before every name and shape has been found to fit the base.
+
+    Raises:
+        InvalidRequestError: the file is damaged, holds something else, or is an adapter of another model.
+    """
+    stored = ForeignTensors(file, WEIGHTS_FILE)
+    layers = base_layers(base)
+    found: dict[str, str] = {}
+    for name, entry in stored.entries.items():
+        own = name.removeprefix(_PREFIX)
+        copy = _FROZEN_COPY.fullmatch(own)
+        if copy is not None:
+            _require_frozen(stored, entry, base.tensors(), copy["module"])
+            continue
+        found[own] = name
+        _check_shape(own, entry, layers, config.rank)
+    lone = sorted(name for name in found if _other_half(name) not in found)
+    if lone or not found:
+        raise _refused(WEIGHTS_FILE, f"lacks the other half of {lone[0] if lone else 'every lora'}", "Send all of it")
+    return {own: stored.read(name) for own, name in sorted(found.items())}
+
+
+def read_unchecked(file: BinaryIO) -> dict[str, np.ndarray]:
+    """As `read_weights`, where the base model is not at hand to compare shapes with.
+
+    Raises:
+        InvalidRequestError: the file is damaged, or holds anything but loras.
+    """
+    stored = ForeignTensors(file, WEIGHTS_FILE)
+    odd = [name for name in stored.entries if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
+    if odd:
+        raise _refused(WEIGHTS_FILE, f"holds {odd[0][:120]!a}, which is no lora", "Export with --format hf")
+    return {name.removeprefix(_PREFIX): stored.read(name) for name in sorted(stored.entries)}
+
+
+def rescale(weights: Mapping[str, np.ndarray], factor: float) -> dict[str, np.ndarray]:
+    """The same lora for a scale that is `factor` times smaller: B takes the difference."""
+    return {
+        name: (array.astype(np.float64) * factor).astype(np.float32) if name.endswith(".lora_B.weight") else array
+        for name, array in weights.items()
+    }
+
+
+def fill(weights: Mapping[str, np.ndarray], layers: Mapping[str, Layer], rank: int) -> dict[str, np.ndarray]:
+    """`weights`, and for every other layer of the parts they touch a lora that changes nothing yet: A drawn as for a
+    new model, B zero. mint trains attention, MLP and unembedding as wholes."""
+    modules = set(module_names(weights))
+    parts = {layers[module].part for module in modules}
+    rng = np.random.default_rng(_FILL_SEED)
+    filled = dict(weights)
+    for module, layer in sorted(layers.items()):
+        if layer.part in parts and module not in modules:
+            bound = 1 / np.sqrt(layer.inputs)
+            drawn = rng.uniform(-bound, bound, (rank, layer.inputs))
+            filled[f"{module}.lora_A.weight"] = drawn.astype(np.float32)
+            filled[f"{module}.lora_B.weight"] = np.zeros((layer.outputs, rank), np.float32)
+    return filled
+
+
+def _check_shape(name: str, entry: ForeignTensor, layers: Mapping[str, Layer], rank: int) -> None:
+    module, _, half = name.rpartition(".lora_")
+    layer = layers.get(module)
+    if layer is None or half not in ("A.weight", "B.weight"):
+        remedy = "mint has loras on q, k, v, o, gate, up, down projections and on lm_head of this base model"
+        raise _refused(WEIGHTS_FILE, f"holds {entry.name[:120]!a}, which is no lora of such a layer", remedy)
+    wanted = (rank, layer.inputs) if half == "A.weight" else (layer.outputs, rank)
+    if entry.shape != wanted:
+        problem = f"has {name} of shape {list(entry.shape)}; with r = {rank} and this base model it is {list(wanted)}"
+        raise _refused(WEIGHTS_FILE, problem, "Name the base model that the adapter was trained on")
+
+
+def _require_frozen(
+    stored: ForeignTensors, entry: ForeignTensor, base: Mapping[str, StoredTensor], module: str
+) -> None:
+    """A copy of an embedding must be the base's own; PEFT stores it untrained when a lora is on it."""
+    own = base.get(f"{module}.weight", base.get(f"{_EMBEDDING}.weight"))
+    if own is not None and entry.shape == own.shape:
+        theirs = stored.read(entry.name)
+        rows = own.file.get_slice(own.name)
+        starts = range(0, own.shape[0], _ROWS_AT_ONCE)
+        if all(
+            np.array_equal(theirs[at : at + _ROWS_AT_ONCE], rows[at : at + _ROWS_AT_ONCE].float().numpy())
+            for at in starts
+        ):
+            return
+    problem = f"holds {entry.name!a}, which is not the base model's own {module}"
+    raise _refused(WEIGHTS_FILE, problem, "Save the adapter with save_embedding_layers=False")
+
+
+def _other_half(name: str) -> str:
+    return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+
+
+def _refused(field: str, problem: str, remedy: str, value: object = "the adapter") -> InvalidRequestError:
+    return InvalidRequestError(problem, field=field, value=value, remedy=remedy)

@@ -12,6 +12,8 @@ import hashlib
 import json
 import re
 import time
+import uuid
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _PATH = re.compile(
     r"(?:mint|tinker)://(?P<model_id>[^/]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[^/]+)"
 )
+_ALIAS = re.compile(r"ckpt_[0-9a-f]{32}", re.ASCII)
 
 TRAINING = "weights"
 SAMPLER = "sampler_weights"
@@ -130,8 +133,13 @@ def write_checkpoint(folder: Path, state: ModelState, manifest: Manifest, *, opt
         write_optimizer(folder / OPTIMIZER_FILE, state)
         names.append(OPTIMIZER_FILE)
     whole = replace(manifest, files={name: _sha256(folder / name) for name in names})
-    write_file(folder / MANIFEST_FILE, [json.dumps(asdict(whole), indent=2).encode()])
+    write_manifest(folder, whole)
     return whole
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Says what a folder holds, replacing what was said before in one step."""
+    write_file(folder / MANIFEST_FILE, [json.dumps(asdict(manifest), indent=2).encode()])
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -160,31 +168,59 @@ def read_checkpoint(folder: Path, *, optimizer: bool) -> tuple[Manifest, ModelSt
             f"{manifest.path} holds no optimizer",
             remedy="Load it without the optimizer (load_state), or load one that save_state wrote",
         )
-    for name in (WEIGHTS_FILE, OPTIMIZER_FILE) if optimizer else (WEIGHTS_FILE,):
-        if _sha256(folder / name) != manifest.files.get(name):
-            raise CheckpointError(
-                f"{manifest.path} is damaged: {folder / name} has not the hash in its manifest",
-                remedy="Use another checkpoint",
-            )
+    check_files(folder, manifest, (WEIGHTS_FILE, OPTIMIZER_FILE) if optimizer else (WEIGHTS_FILE,))
     weights = read_weights(folder / WEIGHTS_FILE)
     if not optimizer:
         return manifest, ModelState(weights)
     return manifest, read_optimizer(folder / OPTIMIZER_FILE, weights)
 
 
-def find_checkpoint(journal: Journal, path: str, *, reader: str | None) -> CheckpointRow:
-    """The row of a path, if `reader` owns it or it is public; None reads everything.
+def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Reads files of a checkpoint, and compares them with its manifest.
 
     Raises:
-        InvalidRequestError: the text is no checkpoint path.
+        CheckpointError: one is damaged.
+    """
+    for name in names:
+        if _sha256(folder / name) != manifest.files.get(name):
+            raise CheckpointError(
+                f"{manifest.path} is damaged: {folder / name} has not the hash in its manifest",
+                remedy="Use another checkpoint",
+            )
+
+
+def alias_of(folder: str) -> str:
+    """The `ckpt_…` id of the checkpoint in a folder: another name for its path, as MinT has it."""
+    return f"ckpt_{folder.rpartition('/')[2].replace('-', '')}"
+
+
+def find_checkpoint(journal: Journal, path: str, *, reader: str | None, now: float | None = None) -> CheckpointRow:
+    """The row of a path or `ckpt_…` id, if `reader` owns it or it is public; None reads everything.
+
+    Raises:
+        InvalidRequestError: the text is neither.
         NotFoundError: there is no such checkpoint for that reader.
     """
-    parsed = CheckpointPath.parse(path)
-    row = journal.checkpoint(parsed.model_id, parsed.kind, parsed.name)
-    expired = row is not None and row.expires_at is not None and row.expires_at <= time.time()
-    if row is None or expired or (reader is not None and reader != row.owner and not row.public):
-        raise NotFoundError("is not a checkpoint here", field="path", value=path, remedy="See `mint checkpoints list`")
+    if _ALIAS.fullmatch(path):
+        row = journal.checkpoint_in(f"checkpoints/{uuid.UUID(path.removeprefix('ckpt_'))}")
+    else:
+        parsed = CheckpointPath.parse(path)
+        row = journal.checkpoint(parsed.model_id, parsed.kind, parsed.name)
+    if row is None or is_expired(row, time.time() if now is None else now):
+        raise no_checkpoint(path)
+    if reader is not None and reader != row.owner and not row.public:
+        raise no_checkpoint(path)
     return row
+
+
+def is_expired(row: CheckpointRow, now: float) -> bool:
+    """Whether a checkpoint's time is over; its files may lie there for a while yet."""
+    return row.expires_at is not None and row.expires_at <= now
+
+
+def no_checkpoint(path: str) -> NotFoundError:
+    """What is said of a path that leads nowhere, or to somebody else's."""
+    return NotFoundError("is not a checkpoint here", field="path", value=path, remedy="See `mint checkpoints list`")
 
 
 def open_checkpoint(data_dir: Path, path: str) -> tuple[Manifest, dict[str, np.ndarray]]:
