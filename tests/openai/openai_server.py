@@ -1,0 +1,50 @@
+"""A server over the bundled model, with keys for two tenants, and the clients that they open on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+from http_server import http_app
+
+import mint
+from mint.embedded import EmbeddedService, open_embedded
+from mint.server.app import create_app
+from mint.server.auth import by_key
+from mint.server.keys import Keys
+
+MODEL = "mint/tiny"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server, and what a tenant opens on it."""
+
+    url: str
+    running: EmbeddedService
+    keys: dict[str, str]
+
+    def client(self, owner: str = "ada", *, path: str = "/v1") -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + path, api_key=self.keys[owner], max_retries=0)
+
+    def async_client(self, owner: str = "ada") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.keys[owner], max_retries=0)
+
+    def mint_client(self, owner: str = "ada") -> mint.ServiceClient:
+        return mint.ServiceClient(base_url=self.url, api_key=self.keys[owner])
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    running = open_embedded(data_dir=folder)
+    book = Keys(running.service.journal.database)
+    keys = {owner: book.create(owner)[0] for owner in ("ada", "bob")}
+    app = create_app(running.service, authenticate=by_key(book))
+    try:
+        with http_app(running, app) as url:
+            yield Server(url, running, keys)
+    finally:
+        running.release()

@@ -1,0 +1,146 @@
+"""A model's name leads to a base, to a checkpoint, or to what a run has published last; others' things do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai_server import MODEL, Server
+
+import mint
+from mint.types import AdamParams, Datum, ModelInput, SamplingParams
+
+PROMPT = "What is 3 + 4?\n"
+
+
+def datum(tokenizer: Any, text: str) -> Datum:
+    tokens = tokenizer.encode(PROMPT + text)
+    weights = [1.0] * (len(tokens) - 1)
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights}
+    )
+
+
+def step(trainer: mint.TrainingClient, text: str) -> None:
+    data = [datum(trainer.get_tokenizer(), text)] * 2
+    trainer.forward_backward(data, "cross_entropy").result()
+    trainer.optim_step(AdamParams(learning_rate=5e-2)).result()
+
+
+@pytest.fixture
+def trainer(server: Server) -> Iterator[mint.TrainingClient]:
+    with server.mint_client() as service:
+        yield service.create_lora_training_client(base_model=MODEL, rank=4, seed=1)
+
+
+def said(client: openai.OpenAI, model: str) -> tuple[list[int], list[float]]:
+    extra = {"return_token_ids": True}
+    got = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=8, temperature=0, logprobs=0, extra_body=extra
+    ).choices[0]
+    return got.token_ids, got.logprobs.token_logprobs
+
+
+def sampled(sampler: mint.SamplingClient) -> tuple[list[int], list[float]]:
+    prompt = ModelInput.from_ints(sampler.get_tokenizer().encode(PROMPT))
+    (own,) = sampler.sample(prompt, 1, SamplingParams(max_tokens=8, temperature=0)).result().sequences
+    return own.tokens, own.logprobs
+
+
+def test_a_run_answers_with_its_newest_weights_while_it_trains(
+    server: Server, client: openai.OpenAI, trainer: mint.TrainingClient
+) -> None:
+    run = trainer.model_id
+    assert run not in [model.id for model in client.models.list()]
+    with pytest.raises(openai.NotFoundError, match="no weights yet"):
+        said(client, run)
+    answers = [said(client, MODEL)]
+    fingerprints = set()
+    for text in ("xyz", "abc"):
+        step(trainer, text)
+        sampler = trainer.save_weights_and_get_sampling_client()
+        own = sampled(sampler)
+        answers.append(said(client, run))
+        assert answers[-1] == own
+        fingerprints.add(client.completions.create(model=run, prompt=PROMPT, max_tokens=1).system_fingerprint)
+    step(trainer, "named")
+    path = trainer.save_weights_for_sampler("newest").result().path
+    answers.append(said(client, run))
+    assert answers[-1] == said(client, path)
+    assert len({tuple(logprobs) for _, logprobs in answers}) == 4
+    assert len(fingerprints) == 2
+    (shown,) = [model for model in client.models.list() if model.id == run]
+    assert (shown.root, shown.owned_by) == (MODEL, "ada")
+    assert said(client, MODEL) == answers[0]
+
+
+def test_a_checkpoint_answers_under_each_of_its_names(
+    server: Server, client: openai.OpenAI, trainer: mint.TrainingClient
+) -> None:
+    step(trainer, "seven")
+    sampling = trainer.save_weights_for_sampler("one").result().path
+    training = trainer.save_state("two").result().path
+    own = sampled(server.mint_client().create_sampling_client(model_path=sampling))
+    (alias,) = [
+        kept.alias
+        for kept in server.running.service.catalog.checkpoints("ada").checkpoints
+        if kept.tinker_path == sampling
+    ]
+    for name in (sampling, sampling.replace("mint://", "tinker://"), training, alias):
+        assert said(client, name) == own
+    listed = [model.id for model in client.models.list()]
+    assert {sampling, training, MODEL} <= set(listed)
+    for name in (MODEL, sampling, trainer.model_id):
+        found = client.models.retrieve(name)
+        assert (found.id, found.root, found.max_model_len) == (name, MODEL, 1024)
+
+
+def test_an_ended_run_answers_with_its_last_checkpoint(server: Server, client: openai.OpenAI) -> None:
+    with server.mint_client() as service:
+        trainer = service.create_lora_training_client(base_model=MODEL, rank=4, seed=2)
+        step(trainer, "kept")
+        path = trainer.save_weights_for_sampler("kept").result().path
+        step(trainer, "lost")
+        own = sampled(trainer.save_weights_and_get_sampling_client())
+        run, before = trainer.model_id, said(client, trainer.model_id)
+        assert before == own
+    assert said(client, run) == said(client, path) != before
+
+
+def test_what_others_own_is_not_there_until_it_is_published(
+    server: Server, client: openai.OpenAI, trainer: mint.TrainingClient
+) -> None:
+    step(trainer, "mine")
+    path = trainer.save_weights_for_sampler("mine").result().path
+    with server.client("bob") as bob:
+        assert {path, trainer.model_id}.isdisjoint(model.id for model in bob.models.list())
+        for name in (path, trainer.model_id):
+            with pytest.raises(openai.NotFoundError) as refusal:
+                said(bob, name)
+            with pytest.raises(openai.NotFoundError):
+                bob.models.retrieve(name)
+            with pytest.raises(openai.NotFoundError) as nothing:
+                said(bob, name.replace("sess", "sess0"))
+            assert refusal.value.body["message"].replace("sess", "sess0") == nothing.value.body["message"]
+        server.running.service.catalog.publish("ada", path, public=True)
+        assert said(bob, path) == said(client, path)
+        assert path not in [model.id for model in bob.models.list()]
+
+
+def test_requests_leave_no_session_and_no_sampler_behind(server: Server, client: openai.OpenAI) -> None:
+    service = server.running.service
+    journal = service.journal
+
+    def rows() -> tuple[int, int]:
+        with journal.database.transaction(write=False) as connection:
+            count = lambda table: connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar_one()  # noqa: E731
+            return count("sessions"), count("samplers")
+
+    before, open_before = rows(), service.open_sessions
+    for _ in range(5):
+        said(client, MODEL)
+    assert (rows(), service.open_sessions) == (before, open_before)
+    assert service.waiting.samples == []
+    assert not [name for name in vars(service.futures)["_answers"] if name.startswith("now:")]

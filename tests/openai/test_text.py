@@ -1,0 +1,107 @@
+"""Text leaves as soon as it is certain: whole characters, no beginning of a stop string, calls apart from words."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mint.models.registry import BUNDLED
+from mint.server.openai_text import CallReader, TextStream, Vocabulary, read_vocabulary
+
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return read_vocabulary(BUNDLED["mint/tiny"])
+
+
+def stream(tokens: list[int], stops: tuple[str, ...] = ()) -> list[str]:
+    text = TextStream(vocabulary(), vocabulary().hidden(skip_special=True, calls=False), stops)
+    return [*(text.push(token) for token in tokens), text.close()]
+
+
+def test_no_piece_of_a_text_holds_half_a_character() -> None:
+    text = "é漢🙂ß — naïve"
+    tokens = [vocabulary().pieces.index(bytes([byte])) for byte in text.encode()]
+    pieces = stream(tokens)
+    assert "".join(pieces) == text
+    assert not any("�" in piece for piece in pieces)
+    assert "".join(stream(tokens[:1])) == "�"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 1023), max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3), st.data())
+def test_what_has_left_is_the_text_up_to_the_first_stop_string(
+    tokens: list[int], stops: list[str], data: st.DataObject
+) -> None:
+    hidden = vocabulary().special | vocabulary().ends
+    tokens = [token for token in tokens if token not in hidden]
+    raw = b"".join(vocabulary().piece(token) for token in tokens)
+    whole = raw.decode(errors="ignore")
+    if whole:
+        start = data.draw(st.integers(0, len(whole) - 1))
+        stops = [*stops, whole[start : start + data.draw(st.integers(1, 6))]]
+    places = [place for stop in stops if (place := raw.find(stop.encode())) >= 0]
+    expected = raw[: min(places)] if places else raw
+    assert "".join(stream(tokens, tuple(stops))) == expected.decode(errors="replace")
+
+
+def test_a_stop_string_may_be_a_token_that_is_no_text() -> None:
+    tokens = [*vocabulary().tokenizer.encode("Seven."), 5, *vocabulary().tokenizer.encode("Eight.")]
+    assert vocabulary().piece(5) == b"<tool_response>"
+    assert "".join(stream(tokens)) == "Seven.Eight."
+    assert "".join(stream(tokens, ("<tool_response>",))) == "Seven."
+
+
+def read(text: str, sizes: int, *, is_thinking: bool = False) -> tuple[str, list[tuple[str, dict[str, object]]]]:
+    reader = CallReader(is_thinking=is_thinking)
+    said, calls = "", []
+    for start in range(0, len(text), sizes):
+        piece, found = reader.push(text[start : start + sizes])
+        said += piece
+        calls += found
+    return said + reader.close(), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+F = ("f", {"x": 1})
+CASES = {
+    "a call alone": (CALL, "", [F]),
+    "words, then calls": (f"Let me see.\n\n{CALL}\n{CALL}\n", "Let me see.", [F, F]),
+    "words after a call": (f"One {CALL} two", "One two", [F]),
+    "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [F]),
+    "no arguments": ('<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+    "no JSON stays text": ("So: <tool_call>{f: 1}</tool_call> or", "So: <tool_call>{f: 1}</tool_call> or", []),
+    "no name stays text": ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
+    "a list stays text": ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+    "half a character stays text": (
+        '<tool_call>{"name": "\\ud800"}</tool_call>',
+        '<tool_call>{"name": "\\ud800"}</tool_call>',
+        [],
+    ),
+    "an open call stays text": (f'{CALL} <tool_call>{{"name"', '<tool_call>{"name"', [F]),
+    "an open call before another": (f"<tool_call>oh {CALL}", "<tool_call>oh ", [F]),
+    "a call in a reasoning block": (f"<think>{CALL}</think>\n{CALL}", f"<think>{CALL}</think>", [F]),
+    "almost a mark": ("a <tool_cal> b < c <thin", "a <tool_cal> b < c <thin", []),
+    "white space stays": (" a \n b \n", " a \n b \n", []),
+}
+
+
+@pytest.mark.parametrize("sizes", [1, 3, 7, 1000])
+@pytest.mark.parametrize("case", CASES)
+def test_calls_are_read_alike_however_the_text_arrives(case: str, sizes: int) -> None:
+    text, said, calls = CASES[case]
+    assert read(text, sizes) == (said, calls)
+
+
+def test_a_call_in_a_reasoning_block_that_the_prompt_has_opened_does_not_count() -> None:
+    assert read(f"hm {CALL}</think>{CALL}", 4, is_thinking=True) == (f"hm {CALL}</think>", [F])
+
+
+def test_deep_json_in_a_call_is_text() -> None:
+    text = f"<tool_call>{'[' * 100_000}</tool_call>"
+    assert read(text, 10_000) == (text, [])
