@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from http_server import http_server
 
 BLOCKS = Path(__file__).parent / "seed"
 
@@ -34,8 +36,21 @@ def extract_answer(text: str) -> str:
     return "".join(re.findall(r"-?\d+", text)[:1])
 
 
-def test_every_block_of_the_rl_overview_runs_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["embedded", "http"])
+def _service(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The service that the document's code finds: in its own process, or where `MINT_BASE_URL` says."""
     monkeypatch.setenv("MINT_MODELS", "Qwen/Qwen3-0.6B=mint/tiny")
+    if request.param == "embedded":
+        yield
+        return
+    with http_server(tmp_path / "server") as url:
+        monkeypatch.delenv("MINT_MODELS")
+        monkeypatch.setenv("MINT_BASE_URL", url)
+        yield
+
+
+@pytest.mark.usefixtures("_service")
+def test_every_block_of_the_rl_overview_runs_as_printed() -> None:
     names: dict[str, Any] = {"num_steps": 2, "extract_answer": extract_answer, "gold_answer": "8", "datums": []}
 
     def collect() -> list[Any]:

@@ -12,6 +12,11 @@ from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError, NotFoundError
 
+TOKENIZER_FILES = frozenset(
+    {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
+)
+"""All that a tokenizer is made of; what else lies in a model's folder is not needed for it."""
+
 _TOKENIZERS: dict[str, Any] = {}
 
 
@@ -39,7 +44,7 @@ def _load(source: str) -> Any:
     except ImportError as error:
         raise MissingExtraError("get_tokenizer() needs transformers", remedy="pip install transformers") from error
     try:
-        return Loader.from_pretrained(source)
+        return Loader.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise NotFoundError(
             f"has no tokenizer that can be loaded ({error})",
@@ -47,6 +52,21 @@ def _load(source: str) -> Any:
             value=source,
             remedy="Name a folder with tokenizer.json, or a Hugging Face model in the local cache",
         ) from error
+
+
+def tokenizer_files(folder: Path) -> dict[str, str]:
+    """Name → text of the files that the tokenizer in a model's folder is made of.
+
+    Raises:
+        NotFoundError: the folder has no `tokenizer.json` that can be read.
+    """
+    try:
+        found = {name: (folder / name).read_text("utf-8") for name in TOKENIZER_FILES if (folder / name).is_file()}
+    except (OSError, ValueError) as error:
+        raise NotFoundError(f"has a tokenizer that cannot be read ({error})", field="base_model") from error
+    if "tokenizer.json" not in found:
+        raise NotFoundError("has no tokenizer.json", field="base_model", remedy="Load the tokenizer on your side")
+    return found
 
 
 def _is_generic(folder: Path) -> bool:

@@ -1,12 +1,14 @@
-"""A `ServiceClient` over the fake engine, in process, for every test of this folder."""
+"""A `ServiceClient` over the fake engine for every test of this folder: in process, and over HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from http_server import http_server
 
 import mint
 from mint.embedded import open_embedded
@@ -15,20 +17,29 @@ from mint.engine.fake_engine import FakeEngine
 MakeClient = Callable[..., mint.ServiceClient]
 
 
+@pytest.fixture(params=["embedded", "http"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """How the client reaches its service."""
+    return str(request.param)
+
+
 @pytest.fixture
-def make_client(tmp_path: Path) -> Iterator[MakeClient]:
+def make_client(tmp_path: Path, transport: str) -> Iterator[MakeClient]:
     """Makes clients, each with a service of its own over the same folder."""
-    clients: list[mint.ServiceClient] = []
+    with ExitStack() as stack:
 
-    def make(folder: str = "data", **options: Any) -> mint.ServiceClient:
-        engine = options.pop("engine", None) or FakeEngine()
-        opened = lambda: open_embedded(data_dir=tmp_path / folder, engine=engine, **options)  # noqa: E731
-        clients.append(mint.ServiceClient(open_embedded=opened))
-        return clients[-1]
+        def make(folder: str = "data", **options: Any) -> mint.ServiceClient:
+            engine = options.pop("engine", None) or FakeEngine()
+            if transport == "embedded":
+                opened = lambda: open_embedded(data_dir=tmp_path / folder, engine=engine, **options)  # noqa: E731
+                client = mint.ServiceClient(open_embedded=opened)
+            else:
+                client = mint.ServiceClient(
+                    base_url=stack.enter_context(http_server(tmp_path / folder, engine=engine, **options))
+                )
+            return stack.enter_context(client)
 
-    yield make
-    for client in clients:
-        client.close()
+        yield make
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import mint
 from mint.client import chunks
 from mint.errors import CheckpointError, InvalidRequestError, StepRefusedError, UnknownBaseModelError
-from mint.types import AdamParams, Datum, ModelInput, SamplingParams
+from mint.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 ADAM = AdamParams(learning_rate=1e-3)
 PROMPT = ModelInput.from_ints([5, 6, 7])
@@ -265,3 +265,86 @@ def test_a_base_model_s_name_may_stand_for_other_weights(make_client: Any, monke
     assert training.get_tokenizer().encode("a")
     names = [model.model_name for model in client.get_server_capabilities().supported_models]
     assert names == ["Qwen/Qwen3-0.6B", "mint/tiny"]
+
+
+def test_a_checkpoint_is_found_by_name_described_and_published(client: mint.ServiceClient) -> None:
+    training = trainer(client)
+    training.forward_backward(DATA, "cross_entropy")
+    training.optim_step(ADAM)
+    state = training.save_state("mine", ttl_seconds=7200, user_metadata={"note": "a"}).result().path
+    weights = training.save_weights_for_sampler("mine").result().path
+    params = SamplingParams(max_tokens=3, seed=5)
+    by_path = client.create_sampling_client(model_path=weights).sample(PROMPT, 1, params).result()
+    for name in ("mine", weights, state):
+        found = client.create_sampling_client_from_checkpoint(checkpoint_name=name)
+        assert found.sample(PROMPT, 1, params).result() == by_path
+    with pytest.raises(mint.NotFoundError, match="yours"):
+        client.create_sampling_client_from_checkpoint("yours")
+    described = {item.checkpoint_id: item for item in training.get_checkpoint_metadata()}
+    assert set(described) == {"weights/mine", "sampler_weights/mine"}
+    assert described["weights/mine"].user_metadata == {"note": "a"} and described["weights/mine"].expires_at
+    assert not described["sampler_weights/mine"].public
+    training.publish_checkpoint(weights)
+    assert {item.checkpoint_id for item in training.get_checkpoint_metadata() if item.public} == {
+        "sampler_weights/mine"
+    }
+
+
+def test_a_name_is_taken_unless_overwriting_is_asked_for(client: mint.ServiceClient) -> None:
+    training = trainer(client)
+    training.save_state("mine").result()
+    with pytest.raises(mint.ConflictError):
+        training.save_state("mine").result()
+    assert training.save_state("mine", overwrite=True).result().path.endswith("/weights/mine")
+
+
+def test_resuming_may_name_the_base_model_and_a_wrong_one_is_refused(client: mint.ServiceClient) -> None:
+    path = trainer(client).save_state("a").result().path
+    resumed = client.create_training_client_from_state(path, base_model="mint/tiny", user_metadata={"run": "2"})
+    assert resumed.get_info().model_data.model_name == "mint/tiny"
+    with pytest.raises(mint.MintError):
+        client.create_training_client_from_state(path, base_model="other/model")
+
+
+def test_an_optimizer_that_is_not_there_is_refused_by_name(client: mint.ServiceClient) -> None:
+    trainer(client, optimizer={"type": "adamw"})
+    with pytest.raises(InvalidRequestError, match="dimuon"):
+        trainer(client, optimizer="dimuon")
+
+
+def test_all_that_a_sample_can_be_asked_for_comes_back(client: mint.ServiceClient) -> None:
+    sampler = trainer(client).save_weights_and_get_sampling_client()
+    answer = sampler.sample(
+        PROMPT,
+        2,
+        SamplingParams(max_tokens=3),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=TensorData.from_any([[6], [7]], dtype="int64"),
+        prompt_alt_tokens_k=2,
+        prompt_logprobs_last_n=2,
+    ).result()
+    assert answer.prompt_logprobs is not None and answer.prompt_logprobs[0] is None
+    assert answer.topk_prompt_logprobs_np is not None and answer.topk_prompt_logprobs_np.token_ids.shape == (3, 2)
+    for sequence in answer.sequences:
+        top = sequence.topk_logprobs_np
+        assert top is not None and top.token_ids.shape == (len(sequence.tokens), 2)
+    assert answer.target_prompt_logprobs is not None and answer.target_prompt_logprobs.to_numpy().shape == (2, 1)
+    assert answer.prompt_alt_tokens is not None and answer.prompt_alt_tokens.tokens.to_numpy().shape == (2, 2)
+    only_last = sampler.compute_logprobs(PROMPT, prompt_logprobs_last_n=1).result()
+    assert only_last == [None, None, answer.prompt_logprobs[2]]
+
+
+def test_a_custom_loss_may_have_several_targets_per_place(client: mint.ServiceClient) -> None:
+    several = Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [[2, 3], [4, 5]]})
+    training = trainer(client)
+    shapes = []
+
+    def loss(_data: list[Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        shapes.extend(tuple(row.shape) for row in logprobs)
+        return -sum(row.sum() for row in logprobs), {}
+
+    training.forward_backward_custom([several, *DATA], loss).result()
+    assert shapes == [(2, 2), (3,), (2,)]
+    assert training.optim_step(ADAM).result().metrics["step"] == 1

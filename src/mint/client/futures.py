@@ -42,6 +42,11 @@ class APIFuture(Generic[T]):
         """The future of the standard library behind this one."""
         return self._future
 
+    def cancel(self) -> bool:
+        """Gives the result up; False where it is there already. The server is told to stop sampling; a request of a
+        training client has its place in the order, and is carried out all the same."""
+        return self._future.cancel()
+
     def done(self) -> bool:
         """Whether the result, or the error, is there."""
         return self._future.done()

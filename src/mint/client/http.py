@@ -11,47 +11,50 @@ import asyncio
 import atexit
 import concurrent.futures
 import itertools
-import logging
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
 
 import httpx
 from pydantic import BaseModel
 
 import mint.wire as wire
+from mint.client.answers import LostError, error_of, is_error, is_not_yet, json_of
+from mint.client.waiting import Pauses, WaitingRoom, log
 from mint.config import EMBEDDED_URL
-from mint.errors import (
-    AuthenticationError,
-    ConnectionLostError,
-    MintError,
-    NotFoundError,
-    OverloadedError,
-    RequestFailedError,
-    SessionEndedError,
-    from_wire,
+from mint.errors import ConnectionLostError, InvalidRequestError, MintError, SessionEndedError
+from mint.types import CreateSessionResponse, ForwardBackwardOutput, SampleResponse, UntypedPromise
+from mint.version import VERSION
+from mint.wire.requests import (
+    CancelFutureRequest,
+    CreateSessionRequest,
+    ForwardBackwardRequest,
+    RetrieveFutureRequest,
+    SessionRequest,
 )
-from mint.types import CreateSessionResponse, UntypedPromise
-from mint.wire.requests import CreateSessionRequest, RetrieveFutureRequest, SessionRequest
-
-log = logging.getLogger("mint.client")
 
 R = TypeVar("R")
 M = TypeVar("M", bound=BaseModel)
+Outcome = Literal["success", "errored", "interrupted"]
 
 CONNECT_PATIENCE_S = 15.0
 SUBMIT_PATIENCE_S = 300.0
 RETRIEVE_PATIENCE_S = 3600.0
 """How long a server that does not answer is tried again: at first, to hand something in, to fetch what was accepted."""
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 HEARTBEAT_S = 10.0
+CLOSE_S = 3.0
 TIMEOUT = httpx.Timeout(60.0, connect=5.0)
-TRANSIENT = frozenset({429, 502, 503, 504})
-TRY_AGAIN, GONE = 408, 410
+SHORTEST_POLL_S = 0.3
+TRANSIENT = frozenset({408, 429, 502, 503, 504})
+GONE, UNSUPPORTED_MEDIA_TYPE = 410, 415
+PROTO_RESULTS = (ForwardBackwardOutput, SampleResponse)
+BOTH = f"{wire.Encoding.PROTO.value}, {wire.Encoding.JSON.value}"
 
 
 class EmbeddedServer(Protocol):
@@ -64,26 +67,71 @@ class EmbeddedServer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Address:
+    """Which server, and what it is shown; `base_url` None means the service in this process."""
+
+    base_url: str | None
+    api_key: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise InvalidRequestError(
+                "is no address of a server",
+                field="base_url",
+                value=self.base_url,
+                remedy="Write http://HOST:PORT or https://HOST, with a path prefix where the server has one",
+            )
+
+    @property
+    def url(self) -> str:
+        """What the routes are below; ends with a slash."""
+        return (self.base_url or EMBEDDED_URL).rstrip("/") + wire.API_PREFIX + "/"
+
+    def all_headers(self) -> dict[str, str]:
+        """Those of every request."""
+        key = {"x-api-key": self.api_key} if self.api_key is not None else {}
+        ours = {"content-type": wire.MEDIA_TYPE, "user-agent": f"mint/{VERSION}", "x-sdk-version": VERSION}
+        return {**ours, **key, **self.headers}
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A request, and its bytes."""
+
+    message: BaseModel
+    encoding: wire.Encoding
+    body: bytes
+
+
 class Session:
     """A lazy connection: nothing happens until the first use."""
 
     def __init__(
         self,
+        address: Address,
         *,
-        base_url: str | None,
-        api_key: str | None,
-        user_metadata: dict[str, Any] | None,
-        open_embedded: Callable[[], EmbeddedServer],
+        request: CreateSessionRequest | None = None,
+        open_embedded: Callable[[], EmbeddedServer] | None = None,
+        joined: str | None = None,
     ) -> None:
-        """`base_url` None means the service in this process, which `open_embedded` opens."""
-        self._base_url = base_url
-        self._api_key = api_key
-        self._user_metadata = user_metadata
+        """Opens a session of its own with `request`, or joins the one with the id `joined` that another process keeps.
+
+        `open_embedded` opens the service in this process, for an address without a URL.
+        """
+        self.address = address
+        self._request = request or CreateSessionRequest()
         self._open_embedded = open_embedded
+        self._joined = joined
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
         self._closed = False
         self._session_id: str | None = None
+        self._speaks_proto = True
+        self._waiting = WaitingRoom()
+        self._farewells: set[asyncio.Task[None]] = set()
         self.model_numbers = itertools.count()
         self.sampler_numbers = itertools.count()
 
@@ -95,12 +143,18 @@ class Session:
         with self._lock:
             if self._closed:
                 raise _ended(self._session_id)
-            if self._session_id is None:
+            if self._loop is None:
                 self._open()
+            self._require_own_process()
             return self._session_id or ""
 
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the service runs in this process."""
+        return self.address.base_url is None
+
     def _open(self) -> None:
-        embedded = self._open_embedded() if self._base_url is None else None
+        embedded = self._open_embedded() if self._open_embedded is not None and self.is_embedded else None
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="mint-client", daemon=True)
         thread.start()
@@ -113,20 +167,39 @@ class Session:
         _open_sessions.add(self)
 
     async def _connect(self) -> None:
-        headers = {"content-type": wire.MEDIA_TYPE, "x-api-key": self._api_key or ""}
         transport = httpx.ASGITransport(self._embedded.app) if self._embedded is not None else None
-        url = (self._base_url or EMBEDDED_URL).rstrip("/") + wire.API_PREFIX + "/"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+        loopback = httpx.URL(self.address.url).host in ("127.0.0.1", "localhost", "::1", "mint.embedded")
         self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, transport=transport, timeout=TIMEOUT, limits=limits
+            base_url=self.address.url,
+            headers=self.address.all_headers(),
+            transport=transport,
+            timeout=TIMEOUT,
+            limits=limits,
+            trust_env=not loopback,  # a proxy of the environment is for other machines
         )
-        request = CreateSessionRequest(user_metadata=self._user_metadata)
-        body = await self._exchange("POST", "create_session", wire.encode(request), patience_s=CONNECT_PATIENCE_S)
-        self._session_id = wire.decode(CreateSessionResponse, body).session_id
+        if self._joined is not None:
+            self._session_id = self._joined
+            return
+        response = await self._exchange(
+            "POST",
+            "create_session",
+            self.prepare(self._request),
+            patience_s=CONNECT_PATIENCE_S,
+            timeout_s=CONNECT_PATIENCE_S,
+        )
+        opened = wire.decode(CreateSessionResponse, response.content)
+        self._session_id = opened.session_id
+        for message in (opened.info_message, opened.warning_message, opened.error_message):
+            if message is not None:
+                log.warning("the server says: %s", message)
         self._heart = asyncio.create_task(self._beat())
 
-    def close(self) -> None:
-        """Ends the session; futures that are still open fail with `SessionEndedError`. Again is fine."""
+    def close(self, outcome: Outcome = "success", detail: str | None = None) -> None:
+        """Ends the session; futures that are still open fail with `SessionEndedError`. Again is fine.
+
+        Takes a few seconds at most where the server does not answer: it ends the session itself when nobody is there.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -134,136 +207,241 @@ class Session:
             if self._loop is None or self._pid != os.getpid():
                 return
         _open_sessions.discard(self)
-        asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._disconnect(outcome, detail), self._loop).result()
         self._stop()
 
-    async def _disconnect(self) -> None:
-        self._heart.cancel()
-        try:
-            await self._http.post(f"sessions/{self._session_id}/finish", content=b"{}", timeout=5.0)
-        except httpx.TransportError as error:
-            log.debug("the session could not be closed on the server: %s", error)
+    async def _disconnect(self, outcome: Outcome, detail: str | None) -> None:
+        if self._joined is None:
+            self._heart.cancel()
+            reason = {"reason": {"type": outcome}, "detail": detail}
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._http.post(f"sessions/{self._session_id}/finish", json=reason)
+            except (httpx.TransportError, TimeoutError) as error:
+                log.debug("the session could not be closed on the server: %s", error)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._http.aclose()
+        if others:
+            await asyncio.wait(others, timeout=CLOSE_S)
+            await asyncio.sleep(0)  # whoever waits for them is told
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._http.aclose()
+        except TimeoutError:
+            log.debug("the connections could not be closed in time")
 
     def _stop(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.join(CLOSE_S)
+            if not self._thread.is_alive():
+                self._loop.close()
             self._loop = None
         if self._embedded is not None:
             self._embedded.release()
 
     async def _beat(self) -> None:
+        body = wire.encode(SessionRequest(session_id=self._session_id or ""))
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
-                body = wire.encode(SessionRequest(session_id=self._session_id or ""))
-                await self._http.post("session_heartbeat", content=body, timeout=HEARTBEAT_S)
+                response = await self._http.post("session_heartbeat", content=body, timeout=HEARTBEAT_S)
             except httpx.TransportError as error:
                 log.debug("heartbeat not delivered: %s", error)
+            else:
+                if response.status_code == GONE:
+                    log.warning("session %s is over, says the server", self._session_id)
+                    return
+
+    def _require_own_process(self) -> None:
+        if self._pid != os.getpid():
+            raise SessionEndedError(
+                "belongs to the process that this one was forked from",
+                field="session_id",
+                value=self._session_id,
+                remedy="Make the ServiceClient after the fork, or hand over a SamplingClient by pickle",
+            )
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
-    def run(self, work: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
-        """Runs a coroutine on the session's thread; the result is waited for from any other."""
+    def run(self, work: Coroutine[Any, Any, R], *, may_cancel: bool = False) -> concurrent.futures.Future[R]:
+        """Runs a coroutine on the session's thread; the result is waited for from any other.
+
+        Cancelling the future stops the work only where it `may_cancel`: a request that has taken its place in the order
+        of a model must be sent, or those after it would wait for it.
+        """
         with self._lock:
-            if not self._closed and self._loop is not None:
-                return asyncio.run_coroutine_threadsafe(self._until_closed(work), self._loop)
+            if not self._closed and self._loop is not None and self._pid == os.getpid():
+                return asyncio.run_coroutine_threadsafe(self._until_closed(work, may_cancel), self._loop)
         work.close()
+        self._require_own_process()
         failed: concurrent.futures.Future[R] = concurrent.futures.Future()
         failed.set_exception(_ended(self._session_id))
         return failed
 
-    async def _until_closed(self, work: Coroutine[Any, Any, R]) -> R:
+    async def _until_closed(self, work: Coroutine[Any, Any, R], may_cancel: bool) -> R:
         try:
-            return await work
+            if may_cancel:
+                return await work
+            task = asyncio.ensure_future(work)
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has looked
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
-            raise _ended(self._session_id) from None
+            if self._closed:
+                raise _ended(self._session_id) from None
+            raise
 
     async def get(self, path: str, kind: type[M]) -> M:
         """The answer of a GET route."""
-        return wire.decode(kind, await self._exchange("GET", path, None))
+        return _read(await self._exchange("GET", path, None), kind)
 
     async def post(self, path: str, message: BaseModel, kind: type[M]) -> M:
         """The answer of a POST route that answers at once."""
-        return wire.decode(kind, await self._exchange("POST", path, wire.encode(message)))
+        return _read(await self._exchange("POST", path, self.prepare(message)), kind)
 
-    async def submit(self, path: str, body: bytes, kind: type[M]) -> M:
+    async def call(
+        self, method: str, path: str, message: BaseModel | None, *, timeout_s: float | None = None
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """Body and headers (lower case) of what any other route answers."""
+        outgoing = None if message is None else self.prepare(message)
+        response = await self._exchange(method, path, outgoing, timeout_s=timeout_s)
+        return response.content, {name.lower(): value for name, value in response.headers.items()}
+
+    async def transfer(self, work: Callable[[httpx.AsyncClient], Awaitable[R]]) -> R:
+        """Does what is more than one answer, such as a file, over this session's connections."""
+        return await work(self._http)
+
+    def prepare(self, message: BaseModel) -> Outgoing:
+        """The message in the encoding that suits it: passes, which hold tensors, as protobuf."""
+        if self._speaks_proto and isinstance(message, ForwardBackwardRequest):
+            try:
+                return Outgoing(message, wire.Encoding.PROTO, wire.encode(message, wire.Encoding.PROTO))
+            except InvalidRequestError as error:
+                # a value that only JSON can carry: the server answers it in its turn
+                log.debug("sent as JSON: %s", error)
+        return Outgoing(message, wire.Encoding.JSON, wire.encode(message))
+
+    async def submit(self, path: str, outgoing: Outgoing, kind: type[M]) -> M:
         """Hands a request in and waits for its result; a sample request that the server has lost goes in again."""
         while True:
-            promise = wire.decode(UntypedPromise, await self._exchange("POST", path, body))
+            response = await self._exchange("POST", path, outgoing)
+            request_id = _read(response, UntypedPromise).request_id
+            self._waiting.enter(request_id)
             try:
-                return await self._retrieve(promise.request_id, kind)
-            except _LostError:
-                log.info("request %s was lost by the server and is sent again", promise.request_id)
+                return await self._retrieve(request_id, kind)
+            except LostError:
+                if kind is not SampleResponse:
+                    raise
+                log.info("request %s was lost by the server and is sent again", request_id)
+            except asyncio.CancelledError:
+                self._send_cancel(request_id)
+                raise
+            finally:
+                self._waiting.leave(request_id)
 
     async def _retrieve(self, request_id: str, kind: type[M]) -> M:
-        body = wire.encode(RetrieveFutureRequest(request_id=request_id))
+        message = RetrieveFutureRequest(request_id=request_id)
+        outgoing = Outgoing(message, wire.Encoding.JSON, wire.encode(message))
+        accept = BOTH if kind in PROTO_RESULTS else wire.Encoding.JSON.value
         while True:
-            answer = await self._exchange("POST", "retrieve_future", body, patience_s=RETRIEVE_PATIENCE_S)
-            if answer is not None:
-                return wire.decode(kind, answer)
+            asked_at = time.monotonic()
+            response = await self._exchange(
+                "POST", "retrieve_future", outgoing, patience_s=RETRIEVE_PATIENCE_S, accept=accept, polls=True
+            )
+            if not is_not_yet(response.status_code, response.content):
+                return _read(response, kind)
+            self._waiting.not_yet(request_id, json_of(response.content))
+            # a server that does not hold the question would be asked in a loop
+            await asyncio.sleep(max(0.0, SHORTEST_POLL_S - (time.monotonic() - asked_at)))
+
+    def _send_cancel(self, request_id: str) -> None:
+        if self._closed:
+            return
+        task = asyncio.create_task(self._cancel(request_id))
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
+
+    async def _cancel(self, request_id: str) -> None:
+        try:
+            body = wire.encode(CancelFutureRequest(request_id=request_id))
+            await self._http.post("cancel_future", content=body, timeout=HEARTBEAT_S)
+        except httpx.TransportError as error:
+            log.debug("the server was not told that %s is not needed: %s", request_id, error)
 
     async def _exchange(
-        self, method: str, path: str, body: bytes | None, *, patience_s: float = SUBMIT_PATIENCE_S
-    ) -> Any:
-        """The body of a good answer; None for "ask again". Waits and repeats while the server cannot be reached."""
-        give_up_at = time.monotonic() + patience_s
-        for pause_s in _pauses():
+        self,
+        method: str,
+        path: str,
+        outgoing: Outgoing | None,
+        *,
+        patience_s: float | None = None,
+        accept: str = wire.MEDIA_TYPE,
+        polls: bool = False,
+        timeout_s: float | None = None,
+    ) -> httpx.Response:
+        """A good answer, or, where one `polls`, "ask again". Waits and repeats while the server cannot be reached."""
+        pauses = Pauses()
+        give_up_at = time.monotonic() + (SUBMIT_PATIENCE_S if patience_s is None else patience_s)
+        timeout = TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s, connect=TIMEOUT.connect)
+        while True:
             problem: MintError
+            retry_after = None
+            headers = {"accept": accept}
+            if outgoing is not None:
+                headers["content-type"] = outgoing.encoding.value
+            content = None if outgoing is None else outgoing.body
             try:
-                response = await self._http.request(method, path, content=body)
+                response = await self._http.request(method, path, content=content, headers=headers, timeout=timeout)
             except httpx.TransportError as error:
-                problem = ConnectionLostError(
-                    f"{self._base_url} cannot be reached: {type(error).__name__}: {error}",
-                    remedy="Is the server running? Check MINT_BASE_URL",
-                )
+                problem = _lost(self.address, error)
             else:
-                if response.status_code == TRY_AGAIN:
-                    return None
+                if polls and is_not_yet(response.status_code, response.content):
+                    return response
+                if outgoing is not None and _reads_no_proto(response, outgoing):
+                    self._speaks_proto = False
+                    outgoing = self.prepare(outgoing.message)
+                    continue
                 if response.status_code not in TRANSIENT:
-                    return _good_body(response)
-                problem = _error_of(response)
+                    self._waiting.answered()
+                    return _good(response)
+                problem = error_of(response.status_code, response.content, str(response.request.url))
+                retry_after = response.headers.get("retry-after")
+            pause_s = pauses.next_s(retry_after)
             if time.monotonic() + pause_s > give_up_at:
                 raise problem
-            log.warning("%s; trying again in %g s", problem.message, pause_s)
+            self._waiting.unreachable(problem.message, pause_s)
             await asyncio.sleep(pause_s)
-        raise AssertionError("the pauses never end")
 
 
-class _LostError(RequestFailedError):
-    """The server does not know the request any more, and says that it may be sent again."""
+def _lost(address: Address, error: httpx.TransportError) -> ConnectionLostError:
+    return ConnectionLostError(
+        f"{address.base_url or 'the service in this process'} cannot be reached: {type(error).__name__}: {error}",
+        remedy="Is the server running? Check MINT_BASE_URL",
+    )
 
 
-def _pauses() -> Any:
-    pause_s = FIRST_PAUSE_S
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+def _reads_no_proto(response: httpx.Response, outgoing: Outgoing) -> bool:
+    """Whether this is the answer of a server that is older than protobuf here."""
+    if outgoing.encoding is not wire.Encoding.PROTO:
+        return False
+    if response.status_code == 400:
+        return "protobuf" in response.text[:2000].lower()
+    return response.status_code == UNSUPPORTED_MEDIA_TYPE
 
 
-def _good_body(response: httpx.Response) -> bytes:
+def _good(response: httpx.Response) -> httpx.Response:
     if response.status_code == GONE:
-        raise _LostError("the server has lost the request")
-    # a failed future is answered with 200 too, and its body begins like this
-    if response.status_code >= 400 or response.content.startswith(b'{"error"'):
-        raise _error_of(response)
-    return response.content
+        raise LostError("the server does not have it any more")
+    if is_error(response.status_code, response.content):
+        raise error_of(response.status_code, response.content, str(response.request.url))
+    return response
 
 
-def _error_of(response: httpx.Response) -> MintError:
-    body = wire.decode_error(response.content)
-    if body is not None and "code" in body:
-        return from_wire(body)
-    text = str(body["error"]) if body is not None else response.text[:200]
-    kinds = {401: AuthenticationError, 404: NotFoundError, 429: OverloadedError}
-    kind = kinds.get(response.status_code, RequestFailedError)
-    return kind(f"{response.request.url} answered {response.status_code}: {text}")
+def _read(response: httpx.Response, kind: type[M]) -> M:
+    media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+    encoding = wire.Encoding.PROTO if media_type == wire.Encoding.PROTO.value else wire.Encoding.JSON
+    return wire.decode(kind, response.content, encoding)
 
 
 def _ended(session_id: str | None) -> SessionEndedError:
@@ -280,5 +458,9 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
+    ended_by = getattr(sys, "last_type", None)  # the exception that nobody caught, if one ends the program
+    outcome: Outcome = "success"
+    if ended_by is not None:
+        outcome = "interrupted" if issubclass(ended_by, KeyboardInterrupt) else "errored"
     for session in list(_open_sessions):
-        session.close()
+        session.close(outcome)

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import concurrent.futures
 import itertools
+import json
+import secrets
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import mint.wire as wire
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
-from mint.client.http import Session
-from mint.tokenizer import load_tokenizer
-from mint.types import ModelInput, SampleResponse, SamplerInfo, SamplingParams
+from mint.client.http import Address, Outgoing, Session
+from mint.client.tokenizers import tokenizer_of
+from mint.config import read_settings
+from mint.errors import InvalidRequestError
+from mint.types import ModelInput, SampleResponse, SamplerInfo, SamplingParams, TensorData
 from mint.wire.requests import SampleRequest
+
+CLONES = 1_000_000_000
+"""A client in another process numbers its requests from a random multiple of this, so that no two use one number."""
 
 
 class SamplingClient(ClientFuture):
-    """A sampler, and the future of its making. Its weights never change: later training steps make new samplers."""
+    """A sampler, and the future of its making. Its weights never change: later training steps make new samplers.
 
-    def __init__(self, session: Session, sampler_id: str, made: concurrent.futures.Future[Any]) -> None:
+    May be pickled for another process (the pickle holds the API key; `get_sampler_handle` gives a text without it). The
+    session stays that of the `ServiceClient`, which must live on.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        sampler_id: str,
+        made: concurrent.futures.Future[Any],
+        *,
+        record_stability_info: bool = False,
+        first_number: int = 0,
+    ) -> None:
         """Made by `ServiceClient.create_sampling_client` and `TrainingClient.save_weights_and_get_sampling_client`."""
         self._session = session
         self._made = made
         self._info: SamplerInfo | None = None
-        self._numbers = itertools.count()
+        self._record_stability_info = record_stability_info
+        self._numbers = itertools.count(first_number)
         self.sampling_session_id = sampler_id
+
+    # --- sampling ------------------------------------------------------------------------------------------------
 
     def sample(
         self,
@@ -32,8 +57,24 @@ class SamplingClient(ClientFuture):
         sampling_params: SamplingParams,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
     ) -> APIFuture[SampleResponse]:
-        """`num_samples` continuations of `prompt`, each with the logprob of every token (temperature 1)."""
+        """`num_samples` continuations of `prompt`, each with the logprob of every token (temperature 1).
+
+        Args:
+            prompt: What is continued.
+            num_samples: How many continuations; they share the prompt's computation.
+            sampling_params: Length, temperature, stops, seed.
+            include_prompt_logprobs: Also the logprob of each prompt token (None for the first).
+            topk_prompt_logprobs: Also the so many most probable tokens at each place of the prompt.
+            topk_sample_logprobs: Also the so many most probable tokens at each sampled place.
+            target_prompt_logprobs: Also the logprobs of these token ids [prompt - 1, K] at each place after the first.
+            prompt_alt_tokens_k: Also so many draws from the policy at each place after the first.
+            prompt_logprobs_last_n: All that is asked about the prompt, for its last so many tokens only.
+        """
         request = SampleRequest(
             sampling_session_id=self.sampling_session_id,
             seq_id=next(self._numbers),
@@ -42,8 +83,13 @@ class SamplingClient(ClientFuture):
             num_samples=num_samples,
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
         )
-        return APIFuture(self._session.run(self._sample(wire.encode(request))))
+        return APIFuture(self._session.run(self._sample(self._session.prepare(request)), may_cancel=True))
 
     async def sample_async(
         self,
@@ -52,25 +98,47 @@ class SamplingClient(ClientFuture):
         sampling_params: SamplingParams,
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
     ) -> SampleResponse:
-        """As `sample`; awaiting it gives the response itself."""
-        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs)
+        """As `sample`; awaiting it gives the response itself. Cancelled, it tells the server to stop."""
+        future = self.sample(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+        )
+        return await _or_cancel(future)
 
-    def compute_logprobs(self, prompt: ModelInput) -> APIFuture[list[float | None]]:
-        """The logprob of each token of `prompt` given those before it; None for the first."""
-        only_prompt = SamplingParams(max_tokens=0)
+    def compute_logprobs(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> APIFuture[list[float | None]]:
+        """The logprob of each token of `prompt` given those before it; None for the first, and, where only the last n
+        are asked for, for those before them."""
         request = SampleRequest(
             sampling_session_id=self.sampling_session_id,
             seq_id=next(self._numbers),
             prompt=prompt,
-            sampling_params=only_prompt,
+            sampling_params=SamplingParams(max_tokens=0),
             prompt_logprobs=True,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
-        return APIFuture(self._session.run(self._prompt_logprobs(wire.encode(request))))
+        return APIFuture(self._session.run(self._prompt_logprobs(self._session.prepare(request)), may_cancel=True))
 
-    async def compute_logprobs_async(self, prompt: ModelInput) -> list[float | None]:
+    async def compute_logprobs_async(
+        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
+    ) -> list[float | None]:
         """As `compute_logprobs`; awaiting it gives the list itself."""
-        return await self.compute_logprobs(prompt)
+        return await _or_cancel(self.compute_logprobs(prompt, prompt_logprobs_last_n))
+
+    # --- looking up ----------------------------------------------------------------------------------------------
 
     def get_base_model(self) -> str:
         """The name of the base model."""
@@ -83,14 +151,62 @@ class SamplingClient(ClientFuture):
     def get_tokenizer(self) -> Any:
         """The base model's Hugging Face tokenizer."""
         info = self._known_info(wait(self._session.run(self._get_info()), None))
-        return load_tokenizer(info.tokenizer_id or "", info.base_model)
+        return tokenizer_of(self._session, info.tokenizer_id or "", info.base_model)
 
-    async def _sample(self, body: bytes) -> SampleResponse:
+    # --- in other processes --------------------------------------------------------------------------------------
+
+    def get_sampler_handle(self) -> str:
+        """A text from which `from_sampler_handle` makes this client again, in any process. It holds no key.
+
+        Raises:
+            InvalidRequestError: the service runs in this process, and nowhere else.
+        """
+        return base64.urlsafe_b64encode(json.dumps(self._identity(), separators=(",", ":")).encode()).decode()
+
+    @staticmethod
+    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+        """The client that a handle stands for, with `api_key`, or, where that is None, `MINT_API_KEY`.
+
+        Raises:
+            InvalidRequestError: the text is no handle.
+        """
+        try:
+            identity = json.loads(base64.urlsafe_b64decode(handle))
+            fields = {name: identity[name] for name in ("base_url", "session_id", "sampler_id")}
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequestError(
+                "is not what get_sampler_handle() gave", field="handle", value=handle, remedy="Pass that text unchanged"
+            ) from error
+        return _joined_sampler({**fields, "api_key": api_key or read_settings().api_key})
+
+    def __reduce__(self) -> tuple[Callable[..., SamplingClient], tuple[dict[str, Any]]]:
+        address = self._session.address
+        return _joined_sampler, ({**self._identity(), "api_key": address.api_key, "headers": dict(address.headers)},)
+
+    def _identity(self) -> dict[str, Any]:
+        if self._session.is_embedded:
+            raise InvalidRequestError(
+                "cannot leave this process: the service runs inside it",
+                field="SamplingClient",
+                value=self.sampling_session_id,
+                remedy="Start a server with `mint serve`, and set MINT_BASE_URL",
+            )
+        self.result()
+        return {
+            "base_url": self._session.address.base_url,
+            "session_id": self._session.session_id,
+            "sampler_id": self.sampling_session_id,
+            "record_stability_info": self._record_stability_info,
+        }
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    async def _sample(self, outgoing: Outgoing) -> SampleResponse:
         await wait_async(self._made, None)
-        return await self._session.submit("asample", body, SampleResponse)
+        return await self._session.submit("asample", outgoing, SampleResponse)
 
-    async def _prompt_logprobs(self, body: bytes) -> list[float | None]:
-        return (await self._sample(body)).prompt_logprobs or []
+    async def _prompt_logprobs(self, outgoing: Outgoing) -> list[float | None]:
+        return (await self._sample(outgoing)).prompt_logprobs or []
 
     async def _get_info(self) -> SamplerInfo:
         await wait_async(self._made, None)
@@ -99,3 +215,36 @@ class SamplingClient(ClientFuture):
     def _known_info(self, info: SamplerInfo) -> SamplerInfo:
         self._info = info
         return info
+
+
+async def _or_cancel(future: APIFuture[Any]) -> Any:
+    try:
+        return await future
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+
+
+_joined: dict[tuple[str, str, str], Session] = {}
+_joined_lock = threading.Lock()
+
+
+def _joined_sampler(identity: Mapping[str, Any]) -> SamplingClient:
+    """A client of a sampler that belongs to the session of another process; those of one session share a connection."""
+    address = Address(identity["base_url"], identity.get("api_key"), identity.get("headers") or {})
+    session_id = identity["session_id"]
+    key = (address.url, address.api_key or "", session_id)
+    with _joined_lock:
+        if key not in _joined:
+            _joined[key] = Session(address, joined=session_id)
+        session = _joined[key]
+    _ = session.session_id
+    made: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    made.set_result(None)
+    return SamplingClient(
+        session,
+        identity["sampler_id"],
+        made,
+        record_stability_info=bool(identity.get("record_stability_info")),
+        first_number=CLONES * (1 + secrets.randbelow(CLONES)),
+    )

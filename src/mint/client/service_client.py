@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-import mint.wire as wire
 from mint.client.futures import ClientFuture, wait, wait_async
-from mint.client.http import EmbeddedServer, Session
+from mint.client.http import Address, EmbeddedServer, Outcome, Session
 from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClient
 from mint.client.training_client import TrainingClient, create_sampler
 from mint.config import read_settings
-from mint.errors import InvalidRequestError
-from mint.types import CreateModelResponse, GetServerCapabilitiesResponse, LoadWeightsResponse, LoraConfig
-from mint.wire.requests import CreateModelRequest, LoadWeightsRequest
+from mint.errors import InvalidRequestError, NotFoundError
+from mint.types import (
+    CreateModelResponse,
+    GetServerCapabilitiesResponse,
+    LoadWeightsResponse,
+    LoraConfig,
+    invalid_request,
+)
+from mint.version import VERSION
+from mint.wire.requests import CreateModelRequest, CreateSessionRequest, LoadWeightsRequest
 
 C = TypeVar("C", bound=ClientFuture)
+Q = TypeVar("Q", bound=BaseModel)
 
 
 class ServiceClient:
@@ -39,22 +47,30 @@ class ServiceClient:
         user_metadata: dict[str, Any] | None = None,
         project_id: str | None = None,
         *,
+        display_name: str | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
         data_dir: str | Path | None = None,
         open_embedded: Callable[[], EmbeddedServer] | None = None,
+        **unknown: Any,
     ) -> None:
         """`base_url` and `api_key` None are read from the environment; `data_dir` is for the embedded service only.
 
         Args:
             user_metadata: Stored with the session.
-            project_id: A label, stored with the session.
+            project_id: A label, stored with the session; `MINT_PROJECT_ID` if None.
+            display_name: What lists of sessions show.
             base_url: The server; `MINT_BASE_URL` if None, and the service in this process if that is unset too.
             api_key: The key for that server; `MINT_API_KEY` if None.
+            default_headers_overrides: Headers for every request, for whatever stands in front of the server.
             data_dir: Where the embedded service keeps journal and checkpoints; `MINT_HOME` if None.
             open_embedded: Opens another service in this process, with an engine of your own.
+            **unknown: Settings of other SDKs of this protocol; each is named in a warning, and changes nothing.
         """
         settings = read_settings()
+        for name in unknown:
+            warnings.warn(f"ServiceClient knows no {name!r}; it changes nothing", stacklevel=2)
         url = base_url or settings.base_url or None
         if url is not None and data_dir is not None and base_url is None:
             url = None  # a data directory asks for the embedded service, whatever the environment says
@@ -64,11 +80,18 @@ class ServiceClient:
                 "was given together with base_url", field="data_dir", value=data_dir, remedy=remedy
             )
         folder = None if data_dir is None else Path(data_dir)
-        metadata = {**(user_metadata or {}), **({"project_id": project_id} if project_id is not None else {})}
+        request = _checked(
+            CreateSessionRequest,
+            tags=settings.tag_list,
+            user_metadata=user_metadata,
+            sdk_version=VERSION,
+            project_id=project_id or settings.project_id,
+            display_name=display_name,
+        )
+        headers = dict(default_headers_overrides or {})
         self._session = Session(
-            base_url=None if open_embedded is not None else url,
-            api_key=api_key or settings.api_key,
-            user_metadata=metadata or None,
+            Address(None if open_embedded is not None else url, api_key or settings.api_key, headers),
+            request=request,
             open_embedded=open_embedded or (lambda: _open_embedded(folder)),
         )
 
@@ -77,15 +100,18 @@ class ServiceClient:
         """The session's id."""
         return self._session.session_id
 
-    def close(self) -> None:
-        """Ends the session. Again is fine."""
-        self._session.close()
+    def close(self, status: Outcome = "success", detail: str | None = None) -> None:
+        """Ends the session, and says how it went. Again is fine; takes seconds at most where the server is gone."""
+        self._session.close(status, detail)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.close("interrupted" if issubclass(kind, KeyboardInterrupt) else "errored", kind.__name__)
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -98,9 +124,14 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: dict[str, Any] | None = None,
+        optimizer: Any = None,
     ) -> TrainingClient:
-        """A new model: a lora over `base_model`. With a `seed`, the same calls give the same bits."""
-        return _made(self._new_model(base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata))
+        """A new model: a lora over `base_model`. With a `seed`, the same calls give the same bits.
+
+        `optimizer` None is AdamW, the one there is; another is refused by name.
+        """
+        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
+        return _made(self._new_model(base_model, lora, user_metadata, optimizer))
 
     async def create_lora_training_client_async(
         self,
@@ -111,45 +142,110 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: dict[str, Any] | None = None,
+        optimizer: Any = None,
     ) -> TrainingClient:
         """As `create_lora_training_client`, once the model is there."""
         await self._opened()
-        return await self._new_model(base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata)
+        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
+        return await self._new_model(base_model, lora, user_metadata, optimizer)
 
-    def create_training_client_from_state(self, path: str) -> TrainingClient:
-        """A new model with the weights of a checkpoint and a fresh optimizer."""
-        return _made(self._loaded_model(path, optimizer=False))
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, Any] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: Any = None,
+    ) -> TrainingClient:
+        """A new model with the weights of a checkpoint and a fresh optimizer.
 
-    async def create_training_client_from_state_async(self, path: str) -> TrainingClient:
+        `base_model`, where it is given, must be the one that the checkpoint was saved from.
+        """
+        return _made(
+            self._loaded_model(path, base_model, user_metadata, weights_access_token, optimizer, with_moments=False)
+        )
+
+    async def create_training_client_from_state_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, Any] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: Any = None,
+    ) -> TrainingClient:
         """As `create_training_client_from_state`, once the model is there."""
         await self._opened()
-        return await self._loaded_model(path, optimizer=False)
+        return await self._loaded_model(
+            path, base_model, user_metadata, weights_access_token, optimizer, with_moments=False
+        )
 
-    def create_training_client_from_state_with_optimizer(self, path: str) -> TrainingClient:
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, Any] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
         """A new model that goes on where a checkpoint was saved, optimizer and all."""
-        return _made(self._loaded_model(path, optimizer=True))
+        return _made(self._loaded_model(path, base_model, user_metadata, weights_access_token, None, with_moments=True))
 
-    async def create_training_client_from_state_with_optimizer_async(self, path: str) -> TrainingClient:
+    async def create_training_client_from_state_with_optimizer_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, Any] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
         """As `create_training_client_from_state_with_optimizer`, once the model is there."""
         await self._opened()
-        return await self._loaded_model(path, optimizer=True)
+        return await self._loaded_model(path, base_model, user_metadata, weights_access_token, None, with_moments=True)
 
     # --- sampling and looking up ---------------------------------------------------------------------------------
 
-    def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
-        """A sampler of a checkpoint (`model_path`), or of a base model as it is."""
-        return _made(create_sampler(self._session, model_path=model_path, base_model=base_model))
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """A sampler of a checkpoint (`model_path`), or of a base model as it is.
+
+        `retry_config` is accepted: this SDK tries again by its own rules.
+        """
+        return _made(create_sampler(self._session, model_path, base_model, record_stability_info))
 
     async def create_sampling_client_async(
-        self, model_path: str | None = None, base_model: str | None = None
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
     ) -> SamplingClient:
         """As `create_sampling_client`, once the sampler is there."""
         await self._opened()
-        return await create_sampler(self._session, model_path=model_path, base_model=base_model)
+        return await create_sampler(self._session, model_path, base_model, record_stability_info)
+
+    def create_sampling_client_from_checkpoint(self, checkpoint_name: str) -> SamplingClient:
+        """A sampler of a checkpoint of one's own, by its path, its `ckpt_…` id, or the name that it was saved under.
+
+        The newest one of that name, weights for samplers before training states.
+
+        Raises:
+            NotFoundError: no checkpoint has that name.
+        """
+        if "://" in checkpoint_name or checkpoint_name.startswith("ckpt_"):
+            return self.create_sampling_client(model_path=checkpoint_name)
+        found = self.create_rest_client().list_user_checkpoints(limit=1000).result().checkpoints
+        named = [item for item in found if item.checkpoint_id.partition("/")[2] == checkpoint_name]
+        if not named:
+            raise NotFoundError("is not a checkpoint of yours", field="checkpoint_name", value=checkpoint_name)
+        best = max(named, key=lambda item: (item.checkpoint_type == "sampler", item.time))
+        return self.create_sampling_client(model_path=best.tinker_path)
 
     def create_rest_client(self) -> RestClient:
         """Questions about saved weights and samplers."""
-        return RestClient(self._session)
+        return RestClient(session=self._session)
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         """The base models on offer."""
@@ -171,36 +267,62 @@ class ServiceClient:
         return self._session.run(self._session.get("get_server_capabilities", GetServerCapabilitiesResponse))
 
     def _new_model(
-        self,
-        base_model: str,
-        rank: int,
-        seed: int | None,
-        train_mlp: bool,
-        train_attn: bool,
-        train_unembed: bool,
-        user_metadata: dict[str, Any] | None,
+        self, base_model: str, lora: LoraConfig, user_metadata: dict[str, Any] | None, optimizer: Any
     ) -> TrainingClient:
-        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
-        number = next(self._session.model_numbers)
-        request = CreateModelRequest(
-            session_id=self._session.session_id,
-            model_seq_id=number,
-            base_model=base_model,
-            lora_config=lora,
-            user_metadata=user_metadata,
-        )
-        return self._model("create_model", request, CreateModelResponse, number)
+        fields = {
+            "base_model": base_model,
+            "lora_config": lora,
+            "user_metadata": user_metadata,
+            "optimizer_config": _optimizer(optimizer),
+        }
+        return self._model("create_model", CreateModelRequest, CreateModelResponse, fields)
 
-    def _loaded_model(self, path: str, *, optimizer: bool) -> TrainingClient:
-        number = next(self._session.model_numbers)
-        request = LoadWeightsRequest(
-            session_id=self._session.session_id, model_seq_id=number, path=path, optimizer=optimizer
-        )
-        return self._model("load_weights", request, LoadWeightsResponse, number)
+    def _loaded_model(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: dict[str, Any] | None,
+        weights_access_token: str | None,
+        optimizer: Any,
+        *,
+        with_moments: bool,
+    ) -> TrainingClient:
+        fields = {
+            "path": path,
+            "optimizer": with_moments,
+            "base_model": base_model,
+            "user_metadata": user_metadata,
+            "weights_access_token": weights_access_token,
+            "optimizer_config": _optimizer(optimizer),
+        }
+        return self._model("load_weights", LoadWeightsRequest, LoadWeightsResponse, fields)
 
-    def _model(self, route: str, request: BaseModel, kind: type[BaseModel], number: int) -> TrainingClient:
-        made = self._session.run(self._session.submit(route, wire.encode(request), kind))
-        return TrainingClient(self._session, f"{self._session.session_id}:train:{number}", made)
+    def _model(
+        self, route: str, kind: type[BaseModel], answer: type[BaseModel], fields: dict[str, Any]
+    ) -> TrainingClient:
+        session_id = self._session.session_id
+        number = next(self._session.model_numbers)
+        request = _checked(kind, session_id=session_id, model_seq_id=number, **fields)
+        made = self._session.run(self._session.submit(route, self._session.prepare(request), answer))
+        return TrainingClient(self._session, f"{session_id}:train:{number}", made)
+
+
+def _checked(message: type[Q], /, **fields: Any) -> Q:
+    try:
+        return message(**fields)
+    except ValidationError as error:
+        raise invalid_request(error, message.__name__) from error
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any] | None:
+    """The choice of an optimizer as the wire has it; the server refuses what it does not have."""
+    if optimizer is None or isinstance(optimizer, dict):
+        return optimizer
+    if isinstance(optimizer, str):
+        return {"type": optimizer}
+    if isinstance(optimizer, BaseModel):
+        return optimizer.model_dump()
+    raise InvalidRequestError("is no optimizer", field="optimizer", value=optimizer, remedy="Leave it out: AdamW")
 
 
 def _made(client: C) -> C:

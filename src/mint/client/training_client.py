@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-import mint.wire as wire
 from mint.client import chunks
+from mint.client.custom_loss import CustomLoss, gradient, reweighted, without_loss
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
-from mint.client.http import Session
+from mint.client.http import Outgoing, Session
+from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClient
-from mint.errors import MissingExtraError, NotFoundError
-from mint.tokenizer import load_tokenizer
+from mint.client.tokenizers import tokenizer_of
+from mint.errors import InvalidRequestError
+from mint.records import Checkpoint
 from mint.types import (
     AdamParams,
     CreateSamplingSessionResponse,
@@ -29,9 +30,10 @@ from mint.types import (
     GetInfoResponse,
     LoadWeightsResponse,
     OptimStepResponse,
+    SaveWeightsExternalResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
-    TensorData,
+    invalid_request,
 )
 from mint.wire.requests import (
     CreateSamplingSessionRequest,
@@ -40,14 +42,14 @@ from mint.wire.requests import (
     LoadWeightsRequest,
     ModelRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
 
 M = TypeVar("M", bound=BaseModel)
-
-CustomLoss = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, float]]]
-"""`fn(data, logprobs)` → (loss, metrics): torch tensors, one row of logprobs per datum."""
+Q = TypeVar("Q", bound=BaseModel)
+LossConfig = Mapping[str, float | str]
 
 
 class TrainingClient(ClientFuture):
@@ -58,121 +60,205 @@ class TrainingClient(ClientFuture):
         self._session = session
         self._made = made
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
+        self._next_number = 1
         self.model_id = model_id
 
     # --- passes and steps ----------------------------------------------------------------------------------------
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """Logprobs of the targets and the loss; no gradient, and the model does not change."""
         return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
 
     async def forward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward`: awaiting it gives the future."""
         return self.forward(data, loss_fn, loss_fn_config)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward`, and adds the gradient of the summed loss to what the next `optim_step` applies."""
         return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
 
     async def forward_backward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward_backward`: awaiting it gives the future."""
         return self.forward_backward(data, loss_fn, loss_fn_config)
 
-    def forward_backward_custom(self, data: Sequence[Datum], fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
+    def forward_backward_custom(
+        self, data: Sequence[Datum], fn: CustomLoss, *, loss_type_input: str | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
         """A loss of your own: `fn(data, logprobs)` returns a torch scalar and metrics, here and not on the server.
 
         Two passes: logprobs for `fn`, then the gradient of its loss. `fn` runs on a thread of its own.
         """
+        if loss_type_input not in (None, "logprobs"):
+            raise InvalidRequestError(
+                "is not what a loss can be given",
+                field="loss_type_input",
+                value=loss_type_input,
+                remedy="Leave it out: fn gets logprobs",
+            )
         data = list(data)
         parts = chunks.split(data)
         forward, backward = self._take_numbers(len(parts)), self._take_numbers(len(parts))
         return APIFuture(self._session.run(self._custom(data, parts, fn, forward, backward)))
 
     async def forward_backward_custom_async(
-        self, data: Sequence[Datum], fn: CustomLoss
+        self, data: Sequence[Datum], fn: CustomLoss, *, loss_type_input: str | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward_backward_custom`: awaiting it gives the future."""
-        return self.forward_backward_custom(data, fn)
+        return self.forward_backward_custom(data, fn, loss_type_input=loss_type_input)
 
-    def optim_step(self, adam_params: AdamParams | None = None) -> APIFuture[OptimStepResponse]:
-        """Applies the accumulated gradient with AdamW and clears it; refused after a pass that failed."""
-        (number,) = self._take_numbers(1)
-        request = OptimStepRequest(model_id=self.model_id, seq_id=number, adam_params=adam_params or AdamParams())
+    def optim_step(
+        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
+        """Applies the accumulated gradient with AdamW and clears it; refused after a pass that failed.
+
+        `adam_params` is the older name of `optim_params`.
+        """
+        if optim_params is not None and adam_params is not None:
+            raise InvalidRequestError("was given together with optim_params", field="adam_params", value=adam_params)
+        params = optim_params or adam_params or AdamParams()
+        if not isinstance(params, AdamParams):
+            raise InvalidRequestError(
+                "is no optimizer here", field="optim_params", value=params, remedy="Pass types.AdamParams"
+            )
+        request = self._numbered(OptimStepRequest, adam_params=params)
         return self._send("optim_step", request, OptimStepResponse)
 
-    async def optim_step_async(self, adam_params: AdamParams | None = None) -> APIFuture[OptimStepResponse]:
+    async def optim_step_async(
+        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
         """As `optim_step`: awaiting it gives the future."""
-        return self.optim_step(adam_params)
+        return self.optim_step(optim_params, adam_params=adam_params)
 
     # --- saving and loading --------------------------------------------------------------------------------------
 
-    def save_state(self, name: str, overwrite: bool = False) -> APIFuture[SaveWeightsResponse]:
-        """Saves weights and optimizer under `name`; `.path` is what loads them again."""
-        (number,) = self._take_numbers(1)
-        request = SaveWeightsRequest(model_id=self.model_id, seq_id=number, path=name, overwrite=overwrite)
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        """Saves weights and optimizer under `name`; `.path` is what loads them again.
+
+        Kept for `ttl_seconds`, or for good. A name that is taken is refused unless `overwrite` is asked for.
+        """
+        request = self._numbered(
+            SaveWeightsRequest, path=name, overwrite=overwrite, ttl_seconds=ttl_seconds, user_metadata=user_metadata
+        )
         return self._send("save_weights", request, SaveWeightsResponse)
 
-    async def save_state_async(self, name: str, overwrite: bool = False) -> APIFuture[SaveWeightsResponse]:
+    async def save_state_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
         """As `save_state`: awaiting it gives the future."""
-        return self.save_state(name, overwrite)
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
 
-    def load_state(self, path: str) -> APIFuture[LoadWeightsResponse]:
+    def load_state(self, path: str, weights_access_token: str | None = None) -> APIFuture[LoadWeightsResponse]:
         """Loads the weights of a checkpoint; the optimizer starts afresh."""
-        return self._load(path, optimizer=False)
+        return self._load(path, weights_access_token, optimizer=False)
 
-    async def load_state_async(self, path: str) -> APIFuture[LoadWeightsResponse]:
+    async def load_state_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
         """As `load_state`: awaiting it gives the future."""
-        return self.load_state(path)
+        return self.load_state(path, weights_access_token)
 
-    def load_state_with_optimizer(self, path: str) -> APIFuture[LoadWeightsResponse]:
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
         """Loads the weights and the optimizer of a checkpoint."""
-        return self._load(path, optimizer=True)
+        return self._load(path, weights_access_token, optimizer=True)
 
-    async def load_state_with_optimizer_async(self, path: str) -> APIFuture[LoadWeightsResponse]:
+    async def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
         """As `load_state_with_optimizer`: awaiting it gives the future."""
-        return self.load_state_with_optimizer(path)
+        return self.load_state_with_optimizer(path, weights_access_token)
 
-    def save_weights_for_sampler(self, name: str) -> APIFuture[SaveWeightsForSamplerResponse]:
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Saves the weights alone under `name`; `.path` goes to `create_sampling_client`."""
-        (number,) = self._take_numbers(1)
-        request = SaveWeightsForSamplerRequest(model_id=self.model_id, seq_id=number, path=name)
+        request = self._numbered(
+            SaveWeightsForSamplerRequest, path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
+        )
         return self._send("save_weights_for_sampler", request, SaveWeightsForSamplerResponse)
 
-    async def save_weights_for_sampler_async(self, name: str) -> APIFuture[SaveWeightsForSamplerResponse]:
+    async def save_weights_for_sampler_async(
+        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """As `save_weights_for_sampler`: awaiting it gives the future."""
-        return self.save_weights_for_sampler(name)
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
 
-    def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
+    def save_weights_external(
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """Saves the weights as a PEFT folder; `RestClient.get_external_weights_urls` says where its files are."""
+        request = self._numbered(
+            SaveWeightsExternalRequest,
+            path=name,
+            ttl_seconds=ttl_seconds,
+            age_encryption_recipients=age_encryption_recipients,
+        )
+        return self._send("save_weights_external", request, SaveWeightsExternalResponse)
+
+    async def save_weights_external_async(
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """As `save_weights_external`: awaiting it gives the future."""
+        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+
+    def save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        kind: str = "snapshot",
+    ) -> SamplingClient:
         """A sampler of the weights as they are after all calls so far, kept in memory for this session.
 
         `name` is accepted as MinT's is; the weights are kept without a name (`save_weights_for_sampler` names them).
+        `retry_config` is accepted, too: this SDK tries again by its own rules.
         """
-        (number,) = self._take_numbers(1)
         sampler = next(self._session.sampler_numbers)
-        request = SaveWeightsForSamplerRequest(model_id=self.model_id, seq_id=number, sampling_session_seq_id=sampler)
+        request = self._numbered(SaveWeightsForSamplerRequest, sampling_session_seq_id=sampler, kind=kind)
         made = self._send("save_weights_for_sampler", request, SaveWeightsForSamplerResponse)
-        return SamplingClient(self._session, f"{self._session.session_id}:sample:{sampler}", made.future())
+        name = f"{self._session.session_id}:sample:{sampler}"
+        return SamplingClient(self._session, name, made.future(), record_stability_info=record_stability_info)
 
-    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
+    async def save_weights_and_get_sampling_client_async(
+        self,
+        name: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        kind: str = "snapshot",
+    ) -> SamplingClient:
         """As `save_weights_and_get_sampling_client`, once the sampler is there."""
-        return await self.save_weights_and_get_sampling_client(name)
+        return await self.save_weights_and_get_sampling_client(name, retry_config, record_stability_info, kind)
 
-    def create_sampling_client(self, model_path: str) -> SamplingClient:
+    def create_sampling_client(
+        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
         """A sampler of a saved checkpoint."""
-        return create_sampler(self._session, model_path=model_path, base_model=None)
+        return create_sampler(self._session, model_path, None, record_stability_info)
 
-    async def create_sampling_client_async(self, model_path: str) -> SamplingClient:
+    async def create_sampling_client_async(
+        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
         """As `create_sampling_client`, once the sampler is there."""
-        return await self.create_sampling_client(model_path)
+        return await self.create_sampling_client(model_path, retry_config, record_stability_info)
 
     # --- looking up ----------------------------------------------------------------------------------------------
 
@@ -187,16 +273,38 @@ class TrainingClient(ClientFuture):
     def get_tokenizer(self) -> Any:
         """The base model's Hugging Face tokenizer."""
         data = self.get_info().model_data
-        return load_tokenizer(data.tokenizer_id, data.model_name)
+        return tokenizer_of(self._session, data.tokenizer_id, data.model_name)
+
+    def get_checkpoint_metadata(self) -> list[Checkpoint]:
+        """What is known of every checkpoint of this model, newest first."""
+        self.result()
+        return RestClient(session=self._session).list_checkpoints(self.model_id).result().checkpoints
+
+    def publish_checkpoint(self, path: str) -> None:
+        """Makes a checkpoint readable for everyone on its server."""
+        self.result()
+        RestClient(session=self._session).publish_checkpoint_from_tinker_path(path).result()
 
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _take_numbers(self, count: int) -> list[int]:
         with self._lock:
-            return [next(self._numbers) for _ in range(count)]
+            first = self._next_number
+            self._next_number += count
+        return list(range(first, first + count))
+
+    def _numbered(self, message: type[Q], /, **fields: Any) -> Q:
+        """The next request of this model. A wrong field raises here, and uses no number up."""
+        with self._lock:
+            try:
+                request = message(**{"model_id": self.model_id, "seq_id": self._next_number, **fields})
+            except ValidationError as error:
+                raise invalid_request(error, message.__name__) from error
+            self._next_number += 1
+        return request
 
     def _pass(
-        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None, *, forward_only: bool
+        self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None, *, forward_only: bool
     ) -> APIFuture[ForwardBackwardOutput]:
         parts = chunks.split(data)
         numbers = self._take_numbers(len(parts))
@@ -211,10 +319,10 @@ class TrainingClient(ClientFuture):
         data: list[Datum],
         number: int,
         loss_fn: str,
-        config: Mapping[str, float] | None = None,
+        config: LossConfig | None = None,
         *,
         forward_only: bool = False,
-    ) -> bytes:
+    ) -> Outgoing:
         # not checked here: a wrong value has used its number up, and the server answers it in its turn
         content = ForwardBackwardInput.model_construct(
             data=data, loss_fn=loss_fn, loss_fn_config=dict(config) if config is not None else None
@@ -222,9 +330,9 @@ class TrainingClient(ClientFuture):
         request = ForwardBackwardRequest.model_construct(
             model_id=self.model_id, seq_id=number, forward_backward_input=content, forward_only=forward_only
         )
-        return wire.encode(request)
+        return self._session.prepare(request)
 
-    async def _submit_passes(self, bodies: Sequence[bytes]) -> ForwardBackwardOutput:
+    async def _submit_passes(self, bodies: Sequence[Outgoing]) -> ForwardBackwardOutput:
         await wait_async(self._made, None)
         outputs = [self._session.submit("forward_backward", body, ForwardBackwardOutput) for body in bodies]
         return chunks.merge(await asyncio.gather(*outputs))
@@ -235,17 +343,17 @@ class TrainingClient(ClientFuture):
         numbered = list(zip(parts, forward, strict=True))
         try:
             bodies = [
-                self._pass_body(_without_loss(part), n, "cross_entropy", forward_only=True) for part, n in numbered
+                self._pass_body(without_loss(part), n, "cross_entropy", forward_only=True) for part, n in numbered
             ]
             first = await self._submit_passes(bodies)
             rows = [output["logprobs"] for output in first.loss_fn_outputs]
-            loss, metrics, weights = await asyncio.to_thread(_gradient, fn, data, rows)
+            loss, metrics, weights = await asyncio.to_thread(gradient, fn, data, rows)
         except BaseException:
             await self._fail_numbers(backward)
             raise
         weighted = iter(weights)
         bodies = [
-            self._pass_body([_reweighted(datum, next(weighted)) for datum in part], number, "cross_entropy")
+            self._pass_body([reweighted(datum, next(weighted)) for datum in part], number, "cross_entropy")
             for part, number in zip(parts, backward, strict=True)
         ]
         second = await self._submit_passes(bodies)
@@ -258,65 +366,31 @@ class TrainingClient(ClientFuture):
         empty = [self._pass_body([], number, "cross_entropy") for number in numbers]
         await asyncio.gather(*(self._submit_passes([body]) for body in empty), return_exceptions=True)
 
-    def _load(self, path: str, *, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
-        (number,) = self._take_numbers(1)
-        request = LoadWeightsRequest(model_id=self.model_id, seq_id=number, path=path, optimizer=optimizer)
+    def _load(self, path: str, token: str | None, *, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
+        request = self._numbered(LoadWeightsRequest, path=path, optimizer=optimizer, weights_access_token=token)
         return self._send("load_weights", request, LoadWeightsResponse)
 
     def _send(self, route: str, request: BaseModel, kind: type[M]) -> APIFuture[M]:
-        return APIFuture(self._session.run(self._submit(route, wire.encode(request), kind)))
+        return APIFuture(self._session.run(self._submit(route, self._session.prepare(request), kind)))
 
-    async def _submit(self, route: str, body: bytes, kind: type[M]) -> M:
+    async def _submit(self, route: str, outgoing: Outgoing, kind: type[M]) -> M:
         await wait_async(self._made, None)
-        return await self._session.submit(route, body, kind)
+        return await self._session.submit(route, outgoing, kind)
 
     async def _get_info(self) -> GetInfoResponse:
         await wait_async(self._made, None)
         return await self._session.post("get_info", ModelRequest(model_id=self.model_id), GetInfoResponse)
 
 
-def create_sampler(session: Session, *, model_path: str | None, base_model: str | None) -> SamplingClient:
+def create_sampler(
+    session: Session, model_path: str | None, base_model: str | None, record_stability_info: bool = False
+) -> SamplingClient:
     """A sampler of a checkpoint or of a base model, under way."""
+    session_id = session.session_id
     number = next(session.sampler_numbers)
     request = CreateSamplingSessionRequest(
-        session_id=session.session_id, sampling_session_seq_id=number, model_path=model_path, base_model=base_model
+        session_id=session_id, sampling_session_seq_id=number, model_path=model_path, base_model=base_model
     )
     made = session.run(session.post("create_sampling_session", request, CreateSamplingSessionResponse))
-    return SamplingClient(session, f"{session.session_id}:sample:{number}", made)
-
-
-def _without_loss(data: Sequence[Datum]) -> list[Datum]:
-    """The same inputs and targets, with weight 0 where none was given."""
-    return [
-        _reweighted(datum, datum.loss_fn_inputs["weights"].data)
-        if "weights" in datum.loss_fn_inputs
-        else _reweighted(datum, [0.0] * len(_targets(datum).data))
-        for datum in data
-    ]
-
-
-def _reweighted(datum: Datum, weights: Sequence[float]) -> Datum:
-    tensor = TensorData.model_construct(data=list(weights), dtype="float32", shape=None)
-    inputs = {"target_tokens": _targets(datum), "weights": tensor}
-    return Datum.model_construct(model_input=datum.model_input, loss_fn_inputs=inputs)
-
-
-def _targets(datum: Datum) -> TensorData:
-    if "target_tokens" not in datum.loss_fn_inputs:
-        raise NotFoundError("is missing", field="loss_fn_inputs.target_tokens", value="(missing)")
-    return datum.loss_fn_inputs["target_tokens"]
-
-
-def _gradient(
-    fn: CustomLoss, data: list[Datum], rows: Sequence[TensorData]
-) -> tuple[float, dict[str, float], list[list[float]]]:
-    """The user's loss and metrics, and per datum the weights whose cross-entropy has the same gradient."""
-    try:
-        import torch  # deferred: only this function of the SDK needs it
-    except ImportError as error:
-        raise MissingExtraError("a custom loss needs torch on this machine", remedy="pip install torch") from error
-    logprobs = [torch.from_numpy(row.to_numpy()).requires_grad_() for row in rows]
-    loss, metrics = fn(data, logprobs)
-    loss.backward()
-    weights: list[list[float]] = [[0.0] * len(row) if row.grad is None else (-row.grad).tolist() for row in logprobs]
-    return float(loss.detach()), dict(metrics), weights
+    name = f"{session_id}:sample:{number}"
+    return SamplingClient(session, name, made, record_stability_info=record_stability_info)

@@ -1,0 +1,63 @@
+"""A loss of the user's own, made of two passes: logprobs for it, and the weights whose cross-entropy has its gradient.
+
+Pure but for the user's function. Needs torch where such a loss is used, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mint.errors import MissingExtraError, NotFoundError
+from mint.types import Datum, TensorData
+
+CustomLoss = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, float]]]
+"""`fn(data, logprobs)` → (loss, metrics): torch tensors, one row of logprobs per datum, of the shape of its targets."""
+
+
+def without_loss(data: Sequence[Datum]) -> list[Datum]:
+    """The same inputs and targets, with weight 0 where none was given."""
+    return [
+        _with_weights(datum, datum.loss_fn_inputs["weights"])
+        if "weights" in datum.loss_fn_inputs
+        else _with_weights(datum, _zeros(_targets(datum)))
+        for datum in data
+    ]
+
+
+def reweighted(datum: Datum, weights: np.ndarray) -> Datum:
+    """Inputs and targets of a datum with other weights, of the targets' shape."""
+    return _with_weights(datum, TensorData.from_numpy(weights))
+
+
+def gradient(
+    fn: CustomLoss, data: list[Datum], rows: Sequence[TensorData]
+) -> tuple[float, dict[str, float], list[np.ndarray]]:
+    """The user's loss and metrics, and per datum the weights whose cross-entropy has the same gradient."""
+    try:
+        import torch  # deferred: only this function of the SDK needs it
+    except ImportError as error:
+        raise MissingExtraError("a custom loss needs torch on this machine", remedy="pip install torch") from error
+    logprobs = [torch.from_numpy(row.to_numpy()).requires_grad_() for row in rows]
+    loss, metrics = fn(data, logprobs)
+    loss.backward()
+    weights = [np.zeros(tuple(row.shape), np.float32) if row.grad is None else (-row.grad).numpy() for row in logprobs]
+    return float(loss.detach()), dict(metrics), weights
+
+
+def _with_weights(datum: Datum, weights: TensorData) -> Datum:
+    inputs = {"target_tokens": _targets(datum), "weights": weights}
+    return Datum.model_construct(model_input=datum.model_input, loss_fn_inputs=inputs)
+
+
+def _zeros(tensor: TensorData) -> TensorData:
+    """Zeros in the layout of a tensor."""
+    return tensor.model_copy(update={"data": [0.0] * len(tensor.data), "dtype": "float32"})
+
+
+def _targets(datum: Datum) -> TensorData:
+    if "target_tokens" not in datum.loss_fn_inputs:
+        raise NotFoundError("is missing", field="loss_fn_inputs.target_tokens", value="(missing)")
+    return datum.loss_fn_inputs["target_tokens"]

@@ -1,0 +1,76 @@
+"""The tokenizer of a model, wherever its files are: in this process's models, or on the server.
+
+What a server sends is kept under `MINT_HOME/tokenizers`, by the hash of its contents. Only files of known names are
+taken, and nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from mint.client.futures import wait
+from mint.client.http import Session
+from mint.config import read_settings
+from mint.errors import InvalidRequestError, NotFoundError
+from mint.tokenizer import TOKENIZER_FILES, load_tokenizer
+from mint.types import TokenizerFilesResponse
+
+_folders: dict[tuple[str, str], str] = {}
+
+
+def tokenizer_of(session: Session, tokenizer_id: str, base_model: str) -> Any:
+    """The Hugging Face tokenizer of a base model of the session's server.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        NotFoundError: neither the server, nor this machine, nor the Hugging Face cache has it.
+    """
+    if session.is_embedded:
+        return load_tokenizer(tokenizer_id, base_model)
+    key = (session.address.url, base_model)
+    if key not in _folders:
+        try:
+            answer = wait(session.run(session.get(f"tokenizers/{quote(base_model)}", TokenizerFilesResponse)), None)
+        except NotFoundError:  # a server that sends none: another one of this protocol
+            return load_tokenizer("", tokenizer_id or base_model)
+        _folders[key] = str(_keep(answer.files, read_settings().home_dir / "tokenizers"))
+    return load_tokenizer(_folders[key], base_model)
+
+
+def _keep(files: dict[str, str], home: Path) -> Path:
+    """Writes the files into a folder of their own, named by their contents; the folder appears whole or not at all."""
+    contents = {name: _harmless(name, text).encode() for name, text in sorted(files.items()) if name in TOKENIZER_FILES}
+    if "tokenizer.json" not in contents:
+        raise InvalidRequestError("holds no tokenizer.json", field="tokenizer", value=sorted(files))
+    digest = hashlib.sha256()
+    for name, content in contents.items():
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    folder = home / digest.hexdigest()[:32]
+    if folder.is_dir():
+        return folder
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home) as draft:
+        made = Path(draft) / "made"
+        made.mkdir()
+        for name, content in contents.items():
+            (made / name).write_bytes(content)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first, with the same bytes
+                raise
+    return folder
+
+
+def _harmless(name: str, text: str) -> str:
+    """The file without references to code."""
+    if name != "tokenizer_config.json":
+        return text
+    config = json.loads(text)
+    config.pop("auto_map", None)
+    return json.dumps(config, sort_keys=True)

@@ -1,0 +1,20 @@
+"""Training recipes by MinT's names: those of the package tinker_cookbook, where that is installed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from mint.errors import MissingExtraError
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return import_module(f"tinker_cookbook.{name}")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"mint.recipe.{name} is that of tinker_cookbook, which cannot be imported ({error})",
+            remedy="pip install tinker-cookbook",
+        ) from error

@@ -1,0 +1,20 @@
+"""Renderers by MinT's names: those of the package tinker_cookbook, where that is installed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from mint.errors import MissingExtraError
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module("tinker_cookbook.renderers"), name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"mint.renderers.{name} is that of tinker_cookbook, which cannot be imported ({error})",
+            remedy="pip install tinker-cookbook, or use the chat template: tokenizer.apply_chat_template",
+        ) from error

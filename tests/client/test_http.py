@@ -1,0 +1,399 @@
+"""What the SDK does with every kind of answer: repeats, gives up, falls back, and tells people."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_server import http_app
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount
+
+import mint
+import mint.client.http as http_module
+from mint.client.waiting import LONGEST_PAUSE_S, Pauses, WaitingRoom
+from mint.embedded import EmbeddedService, open_embedded
+from mint.engine.fake_engine import FakeEngine
+from mint.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    RequestFailedError,
+    SessionEndedError,
+)
+from mint.types import AdamParams, Datum, ModelInput, SamplingParams
+
+DATA = [Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3]})]
+PROMPT = ModelInput.from_ints([5, 6])
+Answer = Callable[[Request], Response | None]
+
+
+@dataclass
+class FrontDoor:
+    """An app before the real one: `answers` speak first, and None from them lets the request through."""
+
+    running: EmbeddedService
+    answers: dict[str, Answer] = field(default_factory=dict)
+    seen: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            request = Request(scope)
+            route = scope["path"].rpartition("/api/v1/")[2]
+            self.seen.append((route, dict(request.headers)))
+            spoken = self.answers.get(route, lambda _request: None)(request)
+            if spoken is not None:
+                await spoken(scope, receive, send)
+                return
+        await self.running.app(scope, receive, send)
+
+    def headers(self, route: str) -> list[dict[str, str]]:
+        return [headers for name, headers in self.seen if name == route]
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[FrontDoor]:
+    running = open_embedded(data_dir=tmp_path / "data", engine=FakeEngine())
+    yield FrontDoor(running)
+    running.release()
+
+
+@pytest.fixture
+def url(door: FrontDoor) -> Iterator[str]:
+    with http_app(door.running, door) as address:
+        yield address
+
+
+def times(count: int, answer: Response) -> Answer:
+    """The same answer for the first `count` requests."""
+    left = iter(range(count))
+    return lambda _request: answer if next(left, None) is not None else None
+
+
+# --- repeating and giving up -------------------------------------------------------------------------------------
+
+
+def test_pauses_grow_are_drawn_at_random_and_honour_what_the_server_asks() -> None:
+    longest, shortest = Pauses(lambda: 1.0), Pauses(lambda: 0.0)
+    grown = [longest.next_s() for _ in range(10)]
+    assert grown == sorted(grown) and grown[0] < 0.5 and grown[-1] == LONGEST_PAUSE_S
+    assert [shortest.next_s() for _ in range(10)] == [pause / 2 for pause in grown]
+    assert Pauses(lambda: 0.0).next_s("7") == 7.0
+    assert Pauses().next_s("1000000") <= 60.0
+    for nonsense in ("soon", "", "-5", "Wed, 21 Oct 2026 07:28:00 GMT", None):
+        assert Pauses(lambda: 1.0).next_s(nonsense) == grown[0]
+
+
+@pytest.mark.parametrize("status", [429, 503, 408])
+def test_a_passing_trouble_is_tried_again_and_no_sooner_than_the_server_asks(
+    door: FrontDoor, url: str, status: int
+) -> None:
+    with mint.ServiceClient(base_url=url) as client:
+        training = client.create_lora_training_client("mint/tiny", rank=4)
+        door.answers["optim_step"] = times(1, Response("busy", status_code=status, headers={"retry-after": "1"}))
+        training.forward_backward(DATA, "cross_entropy")
+        began = time.monotonic()
+        assert training.optim_step().result(timeout=20).metrics["step"] == 1
+        assert time.monotonic() - began >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(401, AuthenticationError), (403, AuthenticationError), (404, NotFoundError), (400, InvalidRequestError),
+     (500, RequestFailedError), (301, InvalidRequestError)],
+)  # fmt: skip
+def test_a_lasting_trouble_is_raised_at_once_as_the_class_that_the_status_means(
+    door: FrontDoor, url: str, status: int, kind: type[mint.MintError]
+) -> None:
+    door.answers["create_model"] = times(1000, Response("no", status_code=status))
+    with mint.ServiceClient(base_url=url) as client:
+        began = time.monotonic()
+        with pytest.raises(kind):
+            client.create_lora_training_client("mint/tiny")
+        assert time.monotonic() - began < 2
+    assert len(door.headers("create_model")) == 1
+
+
+def test_an_overload_that_lasts_is_an_error_in_the_end(
+    door: FrontDoor, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "SUBMIT_PATIENCE_S", 1.0)
+    with mint.ServiceClient(base_url=url) as client:
+        door.answers["create_model"] = times(1000, Response("busy", status_code=429))
+        with pytest.raises(OverloadedError, match="429"):
+            client.create_lora_training_client("mint/tiny")
+        with pytest.raises(mint.RateLimitError):
+            client.create_lora_training_client("mint/tiny")
+
+
+def test_a_failed_future_raises_the_error_that_the_server_named_with_all_its_parts(url: str) -> None:
+    with mint.ServiceClient(base_url=url) as client:
+        training = client.create_lora_training_client("mint/tiny", rank=4)
+        wrong = Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [987_654]})
+        with pytest.raises(mint.BadRequestError) as caught:
+            training.forward_backward([wrong], "cross_entropy").result()
+        error = caught.value
+        assert type(error) is InvalidRequestError and "987654" in str(error)
+        assert (error.category, error.status_code) == ("user", 400) and error.field and error.remedy
+        with pytest.raises(NotFoundError):
+            client.create_sampling_client("tinker://sess-nobody:train:0/weights/none")
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"error": "boom", "category": "server"}, RequestFailedError),
+        ({"category": "user", "error": "x"}, InvalidRequestError),
+    ],
+)
+def test_failed_futures_of_other_servers_are_read_too(
+    door: FrontDoor, url: str, body: dict[str, str], kind: type[mint.MintError]
+) -> None:
+    door.answers["retrieve_future"] = times(1, JSONResponse(body))
+    with mint.ServiceClient(base_url=url) as client, pytest.raises(kind, match=body["error"]):
+        client.create_lora_training_client("mint/tiny")
+
+
+def test_a_server_that_does_not_hold_the_question_is_not_asked_in_a_loop(door: FrontDoor, url: str) -> None:
+    pending = JSONResponse({"type": "try_again", "queue_state": "active"}, status_code=408)
+    old_style = JSONResponse({"type": "try_again", "queue_state": "paused_capacity"}, status_code=200)
+    waves = iter([pending, pending, old_style, old_style])
+    door.answers["retrieve_future"] = lambda _request: next(waves, None)
+    with mint.ServiceClient(base_url=url) as client:
+        began = time.monotonic()
+        client.create_lora_training_client("mint/tiny", rank=4)
+        assert time.monotonic() - began >= 4 * 0.25
+
+
+# --- telling people ----------------------------------------------------------------------------------------------
+
+
+def test_a_long_wait_is_told_about_once_in_a_while_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    room = WaitingRoom(clock=lambda: now[0])
+    body = {
+        "queue_state": "paused_capacity",
+        "queue_state_reason": "3 tenants",
+        "queue_position": 4,
+        "estimated_wait_s": 12.0,
+    }
+    with caplog.at_level(logging.WARNING, logger="mint.client"):
+        room.enter("sess:train:0:5")
+        room.enter("sess:train:0:6")
+        for second in range(0, 200, 5):
+            now[0] = float(second)
+            room.not_yet("sess:train:0:5", body)
+            room.not_yet("sess:train:0:6", body)
+    assert len(caplog.messages) == 3
+    for text in ("sess:train:0:5", "60 s", "2 results", "paused_capacity", "3 tenants", "4 requests", "about 12 s"):
+        assert text in caplog.messages[0]
+
+
+def test_a_lost_server_is_told_about_once_not_once_per_request(
+    door: FrontDoor, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mint.ServiceClient(base_url=url) as client, caplog.at_level(logging.WARNING, logger="mint.client"):
+        sampler = client.create_sampling_client(base_model="mint/tiny")
+        door.answers["asample"] = times(40, Response("busy", status_code=503))
+        futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1)) for _ in range(20)]
+        for future in futures:
+            future.result(timeout=30)
+    told = [message for message in caplog.messages if "trying again" in message]
+    assert len(told) == 1 and "503" in told[0]
+
+
+# --- protobuf, and servers without it ----------------------------------------------------------------------------
+
+
+def test_passes_and_large_results_travel_as_protobuf(door: FrontDoor, url: str) -> None:
+    with mint.ServiceClient(base_url=url) as client:
+        training = client.create_lora_training_client("mint/tiny", rank=4)
+        training.forward_backward(DATA, "cross_entropy").result()
+        training.save_weights_and_get_sampling_client().sample(PROMPT, 1, SamplingParams(max_tokens=1)).result()
+    assert [headers["content-type"] for headers in door.headers("forward_backward")] == ["application/x-protobuf"]
+    assert {headers["content-type"] for headers in door.headers("asample")} == {"application/json"}
+    accepted = Counter(headers["accept"] for headers in door.headers("retrieve_future"))
+    assert accepted["application/x-protobuf, application/json"] >= 2 and accepted["application/json"] >= 2
+
+
+@pytest.mark.parametrize("status", [415, 400])
+def test_a_server_that_reads_no_protobuf_gets_json_from_then_on(door: FrontDoor, url: str, status: int) -> None:
+    def no_protobuf(request: Request) -> Response | None:
+        if request.headers["content-type"] != "application/x-protobuf":
+            return None
+        return JSONResponse({"error": "has no protobuf form", "category": "user"}, status_code=status)
+
+    def json_only(request: Request) -> Response | None:
+        request.scope["headers"] = [(k, v) for k, v in request.scope["headers"] if k != b"accept"]
+        return None
+
+    def steps(client: mint.ServiceClient) -> list[Any]:
+        training = client.create_lora_training_client("mint/tiny", rank=4, seed=1)
+        passes = [training.forward_backward(DATA, "cross_entropy") for _ in range(3)]
+        stepped = training.optim_step(AdamParams()).result()
+        return [*(passed.result() for passed in passes), stepped]
+
+    with mint.ServiceClient(base_url=url) as client:
+        expected = steps(client)
+    door.answers.update({"forward_backward": no_protobuf, "retrieve_future": json_only})
+    with mint.ServiceClient(base_url=url) as client:
+        assert steps(client) == expected
+        assert steps(client) == expected
+    sent = [headers["content-type"] for headers in door.headers("forward_backward")]
+    assert sent[-3:] == ["application/json"] * 3
+
+
+# --- addresses and headers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["", "/"])
+def test_an_address_may_have_a_path_and_a_trailing_slash(door: FrontDoor, ending: str) -> None:
+    below = Starlette(routes=[Mount("/train/here", app=door)])
+    with http_app(door.running, below) as url, mint.ServiceClient(base_url=f"{url}/train/here{ending}") as client:
+        assert client.create_lora_training_client("mint/tiny", rank=4).get_info().lora_rank == 4
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:8500", "localhost", "ftp://x", "/tmp/x"])
+def test_an_address_that_is_none_is_refused_at_once(address: str) -> None:
+    with pytest.raises(InvalidRequestError, match="http://HOST:PORT"):
+        mint.ServiceClient(base_url=address)
+
+
+def test_every_request_says_who_sends_it(door: FrontDoor, url: str) -> None:
+    overrides = {"CF-Access-Client-Id": "me"}
+    with mint.ServiceClient(base_url=url, api_key="tml-secret", default_headers_overrides=overrides) as client:
+        client.get_server_capabilities()
+    for route, headers in door.seen:
+        assert headers["user-agent"] == f"mint/{mint.__version__}" == "mint/" + headers["x-sdk-version"], route
+        assert headers["x-api-key"] == "tml-secret" and headers["cf-access-client-id"] == "me", route
+    assert "tml-secret" not in repr(client._session.address)
+
+
+def test_settings_that_mint_does_not_know_are_named_and_change_nothing(url: str) -> None:
+    with pytest.warns(UserWarning, match="max_retries"), mint.ServiceClient(base_url=url, max_retries=3) as client:
+        assert client.get_server_capabilities().supported_models
+
+
+def test_the_environment_is_read_when_the_client_is_made(
+    door: FrontDoor, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"BASE_URL": url, "API_KEY": "sk-mine", "PROJECT_ID": "p1", "TAGS": "a, b"}.items():
+        monkeypatch.setenv(f"MINT_{name}", value)
+    with mint.ServiceClient(display_name="shown") as client:
+        _ = client.session_id
+        assert door.headers("create_session")[0]["x-api-key"] == "sk-mine"
+        request = client._session._request
+        assert (request.project_id, request.tags, request.display_name) == ("p1", ["a", "b"], "shown")
+
+
+# --- other processes ---------------------------------------------------------------------------------------------
+
+
+def test_a_sampling_client_may_be_pickled_and_handed_to_another_process(url: str) -> None:
+    params = SamplingParams(max_tokens=4, seed=7)
+    with mint.ServiceClient(base_url=url, api_key="tml-secret") as client:
+        sampler = client.create_sampling_client(base_model="mint/tiny")
+        expected = sampler.sample(PROMPT, 2, params).result()
+        clones = [pickle.loads(pickle.dumps(sampler)) for _ in range(2)]  # noqa: S301
+        assert [clone.sample(PROMPT, 2, params).result() for clone in clones] == [expected] * 2
+        assert clones[0]._session is clones[1]._session
+        handle = sampler.get_sampler_handle()
+        assert b"tml-secret" not in base64.urlsafe_b64decode(handle)
+        program = (
+            "import sys, mint; from mint.types import ModelInput, SamplingParams;"
+            "sampler = mint.SamplingClient.from_sampler_handle(sys.argv[1]);"
+            "answer = sampler.sample(ModelInput.from_ints([5, 6]), 2, SamplingParams(max_tokens=4, seed=7)).result();"
+            "print([sequence.tokens for sequence in answer.sequences])"
+        )
+        child = subprocess.run([sys.executable, "-c", program, handle], capture_output=True, text=True, check=True)
+        assert child.stdout.strip() == str([sequence.tokens for sequence in expected.sequences])
+        assert client.get_server_capabilities()  # the child's end was not the session's
+    with pytest.raises(InvalidRequestError, match="get_sampler_handle"):
+        mint.SamplingClient.from_sampler_handle("nonsense")
+
+
+def test_an_embedded_sampler_cannot_leave_its_process_and_says_so(tmp_path: Path) -> None:
+    opened = lambda: open_embedded(data_dir=tmp_path, engine=FakeEngine())  # noqa: E731
+    with mint.ServiceClient(open_embedded=opened) as client:
+        sampler = client.create_sampling_client(base_model="mint/tiny")
+        with pytest.raises(InvalidRequestError, match="mint serve"):
+            pickle.dumps(sampler)
+
+
+def test_a_forked_process_is_told_instead_of_hanging(url: str) -> None:
+    with mint.ServiceClient(base_url=url) as client:
+        sampler = client.create_sampling_client(base_model="mint/tiny")
+        child = os.fork()
+        if child == 0:
+            try:
+                sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1))
+            except SessionEndedError as error:
+                os._exit(0 if "fork" in str(error) else 2)
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result(timeout=20)
+
+
+# --- giving up a result ------------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_is_given_up_is_cancelled_on_the_server(door: FrontDoor, url: str) -> None:
+    pending = JSONResponse({"type": "try_again", "queue_state": "active"}, status_code=408)
+    with mint.ServiceClient(base_url=url) as client:
+        sampler = client.create_sampling_client(base_model="mint/tiny")
+        door.answers["retrieve_future"] = times(1000, pending)
+
+        def told(count: int) -> bool:
+            give_up_at = time.monotonic() + 5
+            while time.monotonic() < give_up_at and len(door.headers("cancel_future")) < count:
+                time.sleep(0.02)
+            return len(door.headers("cancel_future")) == count
+
+        future = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1))
+        time.sleep(0.2)
+        assert future.cancel() and told(1)
+
+        async def give_up() -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=1)), 0.2)
+
+        asyncio.run(give_up())
+        assert told(2)
+
+
+def test_a_step_that_is_given_up_is_taken_all_the_same(url: str) -> None:
+    with mint.ServiceClient(base_url=url) as client:
+        training = client.create_lora_training_client("mint/tiny", rank=4)
+        for _ in range(5):
+            training.forward_backward(DATA, "cross_entropy").cancel()
+            training.optim_step().cancel()
+        training.forward_backward(DATA, "cross_entropy")
+        assert training.optim_step().result(timeout=30).metrics["step"] == 6
+
+
+def test_a_wrong_argument_uses_no_place_up(url: str) -> None:
+    wrong: Any = 17
+    with mint.ServiceClient(base_url=url) as client:
+        training = client.create_lora_training_client("mint/tiny", rank=4)
+        for call in (training.save_state, training.load_state, training.save_weights_for_sampler):
+            with pytest.raises(InvalidRequestError, match="path"):
+                call(wrong)
+        with pytest.raises(InvalidRequestError, match="AdamParams"):
+            training.optim_step({"learning_rate": 1.0})  # ty: ignore
+        training.forward_backward(DATA, "cross_entropy")
+        assert training.optim_step(adam_params=AdamParams()).result(timeout=30).metrics["step"] == 1

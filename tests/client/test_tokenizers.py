@@ -1,0 +1,80 @@
+"""The tokenizer on a machine that has no copy of the model: from the server, kept by its contents, never executed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from http_server import http_server
+
+import mint
+import mint.client.tokenizers as tokenizers_module
+from mint.client.tokenizers import _keep
+from mint.engine.fake_engine import FakeEngine
+from mint.errors import InvalidRequestError
+from mint.models.registry import BUNDLED
+from mint.tokenizer import TOKENIZER_FILES, tokenizer_files
+
+TINY = BUNDLED["mint/tiny"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known() -> Iterator[None]:
+    tokenizers_module._folders.clear()
+    yield
+    tokenizers_module._folders.clear()
+
+
+def test_a_client_gets_the_tokenizer_of_a_model_that_only_the_server_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(TINY, tmp_path / "private model")
+    home = tmp_path / "client-home"
+    monkeypatch.setenv("MINT_MODELS", f"lab/our model={tmp_path / 'private model'}")
+    with http_server(tmp_path / "data", engine=FakeEngine()) as url:
+        monkeypatch.setenv("MINT_HOME", str(home))
+        with mint.ServiceClient(base_url=url) as client:
+            tokenizer = client.create_lora_training_client("lab/our model", rank=4).get_tokenizer()
+            again = client.create_sampling_client(base_model="lab/our model").get_tokenizer()
+    assert again is tokenizer
+    assert str(home) in tokenizer.name_or_path
+    (kept,) = (home / "tokenizers").iterdir()
+    assert {path.name for path in kept.iterdir()} <= TOKENIZER_FILES
+    text = "Q: 3 + 5\nA: 8"
+    with mint.ServiceClient(data_dir=tmp_path / "embedded") as local:
+        embedded = local.create_sampling_client(base_model="mint/tiny").get_tokenizer()
+    assert tokenizer.encode(text) == embedded.encode(text)
+    conversation = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(conversation, tokenize=False) == embedded.apply_chat_template(
+        conversation, tokenize=False
+    )
+
+
+def test_only_known_files_are_kept_and_no_code_is_named_in_them(tmp_path: Path) -> None:
+    files = tokenizer_files(TINY)
+    config = json.loads(files["tokenizer_config.json"])
+    config["auto_map"] = {"AutoTokenizer": ["evil--tokenization.Evil", None]}
+    hostile = {
+        **files,
+        "tokenizer_config.json": json.dumps(config),
+        "../../outside.txt": "x",
+        "/etc/evil": "x",
+        "tokenization.py": "raise SystemExit",
+        "tokenizer.json/../x": "x",
+    }
+    folder = _keep(hostile, tmp_path / "home" / "tokenizers")
+    assert {path.name for path in folder.iterdir()} == set(files)
+    assert "auto_map" not in (folder / "tokenizer_config.json").read_text()
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == sorted(files)
+    assert _keep(hostile, tmp_path / "home" / "tokenizers") == folder
+    other = _keep({**files, "chat_template.jinja": "other"}, tmp_path / "home" / "tokenizers")
+    assert other != folder and not list(folder.parent.glob("tmp*"))
+
+
+@pytest.mark.parametrize("files", [{}, {"tokenizer_config.json": "{}"}])
+def test_an_answer_without_a_tokenizer_is_refused(files: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
+        _keep(files, tmp_path)
