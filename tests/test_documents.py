@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from http_server import http_server
 
 from mint.config import Settings
 from mint.rl import RLConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+NEEDS_SERVER = 'os.environ["MINT_BASE_URL"]'
+"""Documents that say this in a block run against a server of their own."""
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -19,10 +24,16 @@ def python_blocks(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_the_python_blocks_of_a_document_run_in_order(document: Path) -> None:
+def test_the_python_blocks_of_a_document_run_in_order(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names: dict[str, object] = {"__name__": "__document__"}
-    for number, block in enumerate(python_blocks(document.read_text()), start=1):
-        exec(compile(block, f"{document.name}, block {number}", "exec"), names)
+    blocks = python_blocks(document.read_text())
+    with ExitStack() as stack:
+        if any(NEEDS_SERVER in block for block in blocks):
+            monkeypatch.setenv("MINT_BASE_URL", stack.enter_context(http_server(tmp_path / "server")))
+        for number, block in enumerate(blocks, start=1):
+            exec(compile(block, f"{document.name}, block {number}", "exec"), names)
     assert python_blocks(document.read_text()) or document.name not in {"README.md", "rl.md", "sdk.md"}
 
 

@@ -6,12 +6,14 @@ import json
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from mint import cli_serve, cli_tables
 from mint.errors import MintError
+from mint.terminal import fail
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,6 +21,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="LoRA fine-tuning and reinforcement learning of language models, on any machine.",
 )
+app.command()(cli_serve.serve)
+app.add_typer(cli_serve.keys_app, name="keys")
+app.add_typer(cli_tables.runs_app, name="runs")
+app.add_typer(cli_tables.checkpoints_app, name="checkpoints")
+app.add_typer(cli_tables.sessions_app, name="sessions")
+app.add_typer(cli_tables.models_app, name="models")
 
 
 class DemoTask(StrEnum):
@@ -52,13 +60,22 @@ class BenchDtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class BenchTransport(StrEnum):
+    """How `mint bench` reaches the service."""
+
+    EMBEDDED = "embedded"
+    HTTP = "http"
+
+
 class ExportFormat(StrEnum):
     """What `mint export` can write."""
 
     PEFT = "peft"
     HF = "hf"
+    GGUF_READY = "gguf-ready"
 
 
+EXPORT_HELP = "peft: a LoRA adapter; hf: a merged model; gguf-ready: one for llama.cpp's converter"
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
 Seed = Annotated[int, typer.Option(min=0, help="same seed, same run, bit for bit")]
 RunDir = Annotated[Path | None, typer.Option(help="where the run is kept; a new folder if not given")]
@@ -91,7 +108,7 @@ def demo(
             task.value, steps=steps, seed=seed, run_dir=run_dir, resume=resume, console=Console(stderr=True)
         )
     except MintError as error:
-        _fail(error)
+        fail(error)
     print_run(Console(stderr=as_json), result, RunLog(result.run_dir).read("evaluations.jsonl"))
     if as_json:
         typer.echo(json.dumps(report))
@@ -121,7 +138,7 @@ def train(
             console=Console(stderr=True),
         )
     except MintError as error:
-        _fail(error)
+        fail(error)
     if as_json:
         typer.echo(json.dumps(report, default=str))
 
@@ -143,7 +160,7 @@ def evaluate(
         with chosen(task, parse(assignments or [])) as choice, ServiceClient() as service:
             readings = read_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
     except MintError as error:
-        _fail(error)
+        fail(error)
     print_reading(Console(stderr=as_json), f"{checkpoint} on {task}", readings)
     if as_json:
         typer.echo(json.dumps({f"{temperature:g}": reading.to_dict() for temperature, reading in readings.items()}))
@@ -161,7 +178,7 @@ def diagnose(
     try:
         findings, ledger, items = diagnose_run(run), *signal_ledgers(run)
     except MintError as error:
-        _fail(error)
+        fail(error)
     people = Console(stderr=as_json)
     print_findings(people, findings)
     print_ledgers(people, ledger, items)
@@ -190,7 +207,7 @@ def bisect(
                 lambda path: read_checkpoint(path, choice.adapter, config=choice.config, service=service),
             )
     except MintError as error:
-        _fail(error)
+        fail(error)
     print_regression(Console(stderr=as_json), metric, regression)
     if as_json:
         typer.echo(json.dumps(asdict(regression)))
@@ -215,7 +232,7 @@ def doctor(
                 choice.adapter, choice.config, prompts=prompts, samples=samples, seed=choice.config.seed
             )
     except MintError as error:
-        _fail(error)
+        fail(error)
     print_examination(Console(stderr=as_json), task, examination)
     if as_json:
         typer.echo(json.dumps(examination.to_dict(), default=str))
@@ -239,26 +256,13 @@ def plan(
 
 
 @app.command()
-def serve(
-    host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8500,
-    data_dir: Annotated[Path | None, typer.Option(help="journal and checkpoints; MINT_HOME if not given")] = None,
-) -> None:
-    """Serves the API over HTTP: set MINT_BASE_URL to its address, and loops run there unchanged."""
-    from mint.serving import serve as run_server  # deferred: loads the service and its database
-
-    try:
-        run_server(host=host, port=port, data_dir=data_dir)
-    except MintError as error:
-        _fail(error)
-
-
-@app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help="mint://MODEL/weights/NAME or …/sampler_weights/NAME")],
     output: Annotated[Path, typer.Option(help="the folder to write; must not exist")],
-    format: Annotated[ExportFormat, typer.Option(help="peft: a LoRA adapter; hf: a merged model")] = ExportFormat.PEFT,
-    data_dir: Annotated[Path | None, typer.Option(help="where the checkpoint is; MINT_HOME if not given")] = None,
+    format: Annotated[ExportFormat, typer.Option(help=EXPORT_HELP)] = ExportFormat.PEFT,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="where it is; if not given the server at MINT_BASE_URL, else MINT_HOME")
+    ] = None,
 ) -> None:
     """Writes a checkpoint as PEFT, vLLM and transformers load it."""
     from mint.export import export_checkpoint  # deferred: loads the service, its database and the engine
@@ -266,7 +270,7 @@ def export(
     try:
         export_checkpoint(checkpoint, output=output, format=format.value, data_dir=data_dir)
     except MintError as error:
-        _fail(error)
+        fail(error)
     typer.echo(str(output))
 
 
@@ -277,6 +281,9 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="timed steps of each")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each")] = 1,
     dtype: Annotated[BenchDtype, typer.Option(help="of the frozen base model, on every side")] = BenchDtype.FLOAT32,
+    transport: Annotated[
+        BenchTransport, typer.Option(help="http: time mint over HTTP too, beside mint embedded")
+    ] = BenchTransport.EMBEDDED,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON line for each, on stdout")] = False,
 ) -> None:
     """Times mint and its peers in turns, in one run; peers are installed into their own environment."""
@@ -286,16 +293,18 @@ def bench(
 
     try:
         home = read_settings().home_dir
-        rows = run_grpo_bench(peers=peer or [], repeats=repeats, threads=threads, home=home, dtype=dtype.value)
+        rows = run_grpo_bench(
+            peers=peer or [],
+            repeats=repeats,
+            threads=threads,
+            home=home,
+            dtype=dtype.value,
+            transport=transport.value,
+        )
     except MintError as error:
-        _fail(error)
+        fail(error)
     if as_json:
         for row in rows:
             typer.echo(json.dumps(row))
     else:
         print_table(rows)
-
-
-def _fail(error: MintError) -> NoReturn:
-    Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", soft_wrap=True)
-    raise typer.Exit(1) from error

@@ -27,6 +27,7 @@ from mint.bench.shapes import GrpoShape, make_prompts, write_base_model
 from mint.bench.turns import Worker
 from mint.errors import InvalidRequestError, MissingExtraError
 
+Transport = Literal["embedded", "http"]
 DType = Literal["float32", "bfloat16"]
 """Of the frozen base, on both sides; the lora and its optimizer are float32."""
 
@@ -64,9 +65,17 @@ PEERS = {
 
 
 def run_grpo_bench(
-    *, peers: list[str], repeats: int, threads: int, home: Path, dtype: DType = "float32"
+    *,
+    peers: list[str],
+    repeats: int,
+    threads: int,
+    home: Path,
+    dtype: DType = "float32",
+    transport: Transport = "embedded",
 ) -> list[dict[str, Any]]:
     """One row for mint, one for each peer, and a last one with the ratios (`mint.bench.report` has their fields).
+
+    `transport` "http" adds mint over HTTP, with a server in a process of its own, to be compared with mint embedded.
 
     Peers are installed below `home/peers`, once. Progress is told on stderr.
 
@@ -84,7 +93,7 @@ def run_grpo_bench(
     say(f"working in {work_dir}")
     write_base_model(work_dir / "base", shape.model, seed=SEED)
     spec = make_spec(shape, base_model=work_dir / "base", steps=WARM_UP_STEPS + repeats, threads=threads, dtype=dtype)
-    workers = [mint_worker(spec, work_dir)]
+    workers = [mint_worker(spec, work_dir, transport) for transport in dict.fromkeys(("embedded", transport))]
     workers += [trl_worker(name, PEERS[name], python, spec, work_dir) for name in peers if python is not None]
     load_before = os.getloadavg()[0]
     sides = take_turns(workers, repeats=repeats, say=say)
@@ -151,14 +160,20 @@ def make_spec(
     }
 
 
-def mint_worker(spec: dict[str, Any], work_dir: Path) -> Worker:
+def mint_worker(spec: dict[str, Any], work_dir: Path, transport: Transport = "embedded") -> Worker:
     """mint's own process, with a data folder of its own on the disk that `home` is on."""
+    name = "mint" if transport == "embedded" else f"mint-{transport}"
     return Worker(
-        "mint",
-        [sys.executable, "-m", "mint.bench.mint_peer", str(_write_spec(spec, work_dir, "mint"))],
-        log_path=work_dir / "mint.log",
+        name,
+        [
+            sys.executable,
+            "-m",
+            "mint.bench.mint_peer",
+            str(_write_spec(spec | {"transport": transport}, work_dir, name)),
+        ],
+        log_path=work_dir / f"{name}.log",
         environment=_environment(spec)
-        | {"MINT_HOME": str(work_dir / "mint"), "MINT_THREADS": str(spec["threads"])}
+        | {"MINT_HOME": str(work_dir / name), "MINT_THREADS": str(spec["threads"])}
         | {"MINT_DTYPE": spec["dtype"]},
         without=REMOTE_VARIABLES,
     )

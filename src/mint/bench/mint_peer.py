@@ -1,6 +1,7 @@
 """mint's side of `mint bench grpo`: the loop of the documentation, one step whenever a line on stdin asks for one.
 
-Run as `python -m mint.bench.mint_peer SPEC.json`. Uses the public SDK only, with the service embedded in this process.
+Run as `python -m mint.bench.mint_peer SPEC.json`. Uses the public SDK only, with the service embedded in this process
+or, where the spec says so, behind a socket in a process of its own, which is started here.
 A step is timed from the arrival of its command to the end of the optimizer step, on the caller's side: it includes
 whatever the service does (journal, snapshots, hand-over of the weights) as well as tokenisation and decoding.
 """
@@ -10,20 +11,25 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import mint
 from mint import types
 
 
 class Step:
-    """The clock and the counts of one step."""
+    """The clock and the counts of one step; `clock` gives the CPU seconds of all processes that take part."""
 
-    def __init__(self) -> None:
-        self.started_s, self.cpu_started_s = time.perf_counter(), time.process_time()
+    def __init__(self, clock: CpuClock) -> None:
+        self.clock = clock
+        self.started_s, self.cpu_started_s = time.perf_counter(), clock.seconds()
         self.marks_s: dict[str, float] = {}
         self.completion_lengths: list[int] = []
 
@@ -36,7 +42,7 @@ class Step:
         return {
             "event": "step",
             "wall_s": time.perf_counter() - self.started_s,
-            "cpu_s": time.process_time() - self.cpu_started_s,
+            "cpu_s": self.clock.seconds() - self.cpu_started_s,
             "sample_s": self.marks_s["sample"],
             "marks_s": self.marks_s,
             "idle_cpu_s": idle_cpu_s,
@@ -44,12 +50,42 @@ class Step:
         }
 
 
+class CpuClock:
+    """CPU seconds of this process, and of the server's where there is one."""
+
+    def __init__(self, server_pid: int | None) -> None:
+        self._stat = None if server_pid is None else Path(f"/proc/{server_pid}/stat")
+
+    def seconds(self) -> float:
+        """Since the processes began."""
+        own_s = time.process_time()
+        if self._stat is None:
+            return own_s
+        user, system = self._stat.read_text().rpartition(")")[2].split()[11:13]
+        return own_s + (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def server(home: Path) -> Generator[tuple[str, int]]:
+    """`mint serve` on a free port of this machine, with a data directory below `home`: its address and process id."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", "from mint.cli import app; app()", "serve", "--port", str(port)]
+    process = subprocess.Popen([*command, "--data-dir", str(home / "served")], stdout=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
 class GrpoLoop:
     """One training client and the loop around it."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
-        self.spec = spec
-        self.training = mint.ServiceClient().create_lora_training_client(
+    def __init__(self, spec: dict[str, Any], *, base_url: str | None, clock: CpuClock) -> None:
+        self.spec, self.clock = spec, clock
+        self.training = mint.ServiceClient(base_url=base_url).create_lora_training_client(
             base_model=spec["base_model"],
             rank=spec["rank"],
             seed=spec["seed"],
@@ -65,7 +101,7 @@ class GrpoLoop:
 
     def step(self, index: int) -> Step:
         """Sample, reward, centre, train: the step as the documentation writes it."""
-        step = Step()
+        step = Step(self.clock)
         first = index * self.spec["prompts_per_step"]
         texts = self.spec["prompts"][first : first + self.spec["prompts_per_step"]]
         sampler = self.training.save_weights_and_get_sampling_client(name=f"grpo-{index}")
@@ -134,7 +170,15 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     spec = json.loads(Path(sys.argv[1]).read_text())
-    loop = GrpoLoop(spec)
+    if spec["transport"] == "embedded":
+        run(GrpoLoop(spec, base_url=None, clock=CpuClock(None)), answers)
+        return
+    with server(Path(sys.argv[1]).with_suffix(".home")) as (url, process_id):
+        run(GrpoLoop(spec, base_url=url, clock=CpuClock(process_id)), answers)
+
+
+def run(loop: GrpoLoop, answers: TextIO) -> None:
+    """One step for each command."""
     effective = loop.training.get_info().effective
     ready = {
         "event": "ready",
@@ -144,10 +188,10 @@ def main() -> None:
         "threads": effective["threads"],
     }
     print(json.dumps(ready), file=answers)
-    for index in range(spec["steps"] + 1):
-        idle_from_s = time.process_time()
+    for index in range(loop.spec["steps"] + 1):
+        idle_from_s = loop.clock.seconds()
         command = json.loads(sys.stdin.readline() or '{"command": "finish"}')["command"]
-        idle_cpu_s = time.process_time() - idle_from_s
+        idle_cpu_s = loop.clock.seconds() - idle_from_s
         if command == "finish":
             break
         print(json.dumps(loop.step(index).answer(idle_cpu_s)), file=answers)

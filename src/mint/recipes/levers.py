@@ -77,8 +77,8 @@ def train_distill(words: dict[str, Any], run_dir: Path | None) -> dict[str, Any]
     teacher = str(_required(rest, "teacher", "distill"))
     adapter = _adapter("distill", rest, config.seed)
     with mint.ServiceClient() as service:
-        source = {"model_path" if teacher.startswith("mint://") else "base_model": teacher}
-        sampler = service.create_sampling_client(**source)
+        path, base = (teacher, None) if "://" in teacher else (None, teacher)
+        sampler = service.create_sampling_client(model_path=path, base_model=base)
         tokenizer = sampler.get_tokenizer()
         trained, heldout = (
             [list(adapter.make_prompt(sample, tokenizer)) for sample in samples] for samples in _sides(adapter)
