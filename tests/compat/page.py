@@ -1,0 +1,69 @@
+"""The generated tables of docs/compatibility.md: outcomes in, Markdown out. Runs nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+
+MARKS = {"ok": "✓", "refused": "refused", "absent": "–", "failed": "**fails**"}
+
+Outcomes = Sequence[Mapping[str, Any]]
+
+
+def matrix(results: Mapping[str, Outcomes]) -> str:
+    """Versions × methods, a table for each section, and what stands behind every cell that is not a plain ✓ or –."""
+    newest = list(results.values())[-1]
+    sections = list(dict.fromkeys(row["section"] for row in newest))
+    lines = []
+    for section in sections:
+        lines += [f"### {section}", "", f"| | {' | '.join(results)} |", f"|---|{'---|' * len(results)}"]
+        for name in [row["name"] for row in newest if row["section"] == section]:
+            cells = [MARKS[_cell(rows, name)["outcome"]] for rows in results.values()]
+            lines.append(f"| {_escaped(name)} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join([*lines, *_notes(results)])
+
+
+def replace_part(part: str, text: str) -> None:
+    """Writes one generated part of the page, between its two comments."""
+    begin, end = f"<!-- {part}: generated -->", f"<!-- end of {part} -->"
+    page = PAGE.read_text()
+    assert begin in page and end in page, f"{PAGE} has no part {part!r}"
+    before, _, rest = page.partition(begin)
+    PAGE.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{rest.partition(end)[2]}")
+
+
+def _cell(rows: Outcomes, name: str) -> Mapping[str, Any]:
+    return next((row for row in rows if row["name"] == name), {"outcome": "failed", "detail": "the driver ended early"})
+
+
+def _notes(results: Mapping[str, Outcomes]) -> list[str]:
+    said: dict[tuple[str, str, str], list[str]] = {}
+    for version, rows in results.items():
+        for row in rows:
+            if row["outcome"] in ("refused", "failed"):
+                reason = _reason(row["detail"])
+                said.setdefault((row["outcome"], row["name"], reason), []).append(version)
+    if not said:
+        return []
+    lines = ["### What stands behind the cells without a tick", "", "| method | versions | answer |", "|---|---|---|"]
+    for (outcome, name, reason), versions in said.items():
+        lines.append(f"| {_escaped(name)} | {', '.join(versions)} | {MARKS[outcome]}: {_escaped(reason)} |")
+    return lines
+
+
+def _reason(detail: str) -> str:
+    """Without what differs from run to run: ids, request numbers, places in the SDK's code."""
+    short = re.sub(r"\[[\w.:< -]+\]$", "", detail)
+    short = re.sub(r"sess-[0-9a-f]+(:\w+:[\d:]+)?", "…", short)
+    short = re.sub(r" for self\.request_id=.*", "", short)
+    short = re.sub(r"Error code: \d+ - \{'error': ['\"](.*?)['\"], 'category.*", r"\1", short)
+    return short.strip()[:220]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

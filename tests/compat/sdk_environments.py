@@ -1,0 +1,89 @@
+"""Virtual environments with other people's SDKs, made from the registry once and kept: `~/.mint/peers`.
+
+torch, which only some cases need, is installed once; every environment sees it through a `.pth` file.
+`MINT_COMPAT_HOME` names another folder for all of them. Knows nothing of what is run there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mint.bench.peers import STAMP_FILE, PeerEnvironment, run
+
+VERSIONS = ("0.6.0", "0.18.0", "0.22.0", "0.24.1", "0.25.0", "0.30.4", "0.38.0")
+"""Of the public tinker SDK: oldest and newest, MinT's pin (0.22), and where the protocol changed."""
+
+UNDECLARED = {"0.18.0": ("orjson",)}
+"""What a version imports without declaring it."""
+
+COOKBOOK = "tinker-cookbook==0.6.1"
+COOKBOOK_REQUIREMENTS = (
+    "tinker==0.38.0", "aiohttp>=3.9", "blobfile>=3", "chz>=0.4", "cloudpickle>=3", "datasets>=2.14", "pillow>=10",
+    "pyrage>=1.4", "rich>=13", "safetensors>=0.4", "termcolor>=2", "tiktoken>=0.12", "transformers>=5.17,<6",
+)  # fmt: skip
+"""All that it declares but tml-renderers, which only its renderers for Thinking Machines' own models import."""
+
+
+def peers_home() -> Path:
+    """Where environments are kept between runs."""
+    return Path(os.environ.get("MINT_COMPAT_HOME", "~/.mint/peers")).expanduser()
+
+
+@dataclass(frozen=True)
+class SdkEnvironment:
+    """A virtual environment in `folder` that holds `requirements` (and, without what they ask for in turn,
+    `without_dependencies`)."""
+
+    folder: Path
+    requirements: tuple[str, ...]
+    without_dependencies: tuple[str, ...] = ()
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    def ensure(self, torch_python: Path) -> Path:
+        """Installs what is missing, and returns the interpreter; torch comes from the environment of `torch_python`."""
+        wanted = [*self.requirements, *self.without_dependencies, str(torch_python)]
+        stamp = self.folder / STAMP_FILE
+        if stamp.exists() and json.loads(stamp.read_text()) == wanted:
+            return self.python
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        run([sys.executable, "-m", "venv", str(self.folder)])
+        site = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+        (self.folder / site / "shared-torch.pth").write_text(f"{torch_python.parent.parent / site}\n")
+        self._install(self.requirements)
+        if self.without_dependencies:
+            self._install(("--no-deps", *self.without_dependencies))
+        stamp.write_text(json.dumps(wanted))
+        return self.python
+
+    def _install(self, what: Sequence[str]) -> None:
+        run([str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what])
+
+
+def torch_python() -> Path:
+    """The interpreter of the environment that has torch, the same build as here."""
+    environment = PeerEnvironment(peers_home() / "torch", torch_version=torch.__version__, requirements=("numpy>=2",))
+    return environment.ensure(lambda _text: None)
+
+
+def sdk_python(version: str) -> Path:
+    """The interpreter of an environment with one version of the public tinker SDK."""
+    requirements = (f"tinker=={version}", "numpy>=2", *UNDECLARED.get(version, ()))
+    return SdkEnvironment(peers_home() / f"tinker-{version}", requirements).ensure(torch_python())
+
+
+def cookbook_python() -> Path:
+    """The interpreter of an environment with the public tinker-cookbook."""
+    environment = SdkEnvironment(peers_home() / "tinker-cookbook", COOKBOOK_REQUIREMENTS, (COOKBOOK,))
+    return environment.ensure(torch_python())
