@@ -395,6 +395,8 @@ class SupportedModel(_Result):
 
     model_name: str
     max_context_length: int | None = None
+    trainable: bool = True
+    sampleable: bool = True
 
 
 class GetServerCapabilitiesResponse(_Result):

@@ -30,6 +30,7 @@ from mint.errors import (
     StepRefusedError,
 )
 from mint.server.callers import LOCAL
+from mint.server.training_desk import MAX_AHEAD
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -145,6 +146,13 @@ def test_an_unreadable_place_is_refused_at_the_door(harness: Harness) -> None:
     for body in (b"", b"[]", b"{", b"\xff"):
         with pytest.raises(InvalidRequestError):
             harness.service.submit(LOCAL, "optim_step", body)
+
+
+def test_a_place_that_no_client_can_have_reached_is_refused_instead_of_waited_for(harness: Harness) -> None:
+    model_id = harness.create_model()
+    error = failure(lambda: harness.send("optim_step", model_id, 2**31 - 1, STEP))
+    assert isinstance(error, InvalidRequestError) and "which is 1" in str(error)
+    harness.send("optim_step", model_id, 1 + MAX_AHEAD, STEP)
 
 
 def test_an_unknown_model_is_not_found(harness: Harness) -> None:

@@ -30,6 +30,9 @@ MAX_SEQ_ID = 2**31 - 1
 UNLOAD = MAX_SEQ_ID + 1
 """The number of a model's last request, beyond all that have a place in its order."""
 
+MAX_AHEAD = 100_000
+"""How far beyond its model's next request another may be: no client has so many under way."""
+
 SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
 
 
@@ -86,6 +89,7 @@ class TrainingDesk:
         else:
             self._sessions.require(session_id, caller.owner)
             self._require_model(model)
+            self._require_near(model, place)
         self._require_room(caller, row)
         if kind in SAVES:
             request = self._refusal_of_save(caller) or request
@@ -205,6 +209,17 @@ class TrainingDesk:
         if self._journal.model(name) is None:
             raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
         self._models.add(name)
+
+    def _require_near(self, name: str, place: int) -> None:
+        """That the requests before this one can still come: all of them would have to be waited for."""
+        expected = self._next_seq(name)
+        if place > expected + MAX_AHEAD:
+            raise InvalidRequestError(
+                f"is far beyond the next request of {name}, which is {expected}",
+                field="seq_id",
+                value=place,
+                remedy="Count upwards by one for every new request",
+            )
 
     def _require_room_for_model(self, caller: Caller, name: str) -> None:
         """That a model may be made: under a name that was not used before, and within the caller's quota."""
