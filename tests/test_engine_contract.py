@@ -246,7 +246,8 @@ def test_a_pass_with_several_targets_returns_a_logprob_for_each(engine: Engine) 
 
 class _Watch:
     def __init__(self, jobs: Sequence[int], patience: int = 10**9) -> None:
-        self.jobs, self._patience = frozenset(jobs), patience
+        self.jobs = self.listeners = frozenset(jobs)
+        self._patience = patience
         self.heard: list[tuple[int, int, int, float]] = []
 
     def token(self, job: int, sample: int, token: int, logprob: float) -> None:
@@ -304,3 +305,18 @@ def test_what_is_asked_besides_tokens_has_its_shape(engine: Engine) -> None:
     assert found is not None and found.shape == (3,) and found[0] == found[2] and np.isfinite(found).all()
     whole = engine.sample([job([3, 4, 5, 6, 7], max_tokens=0, prompt_logprobs=True)])[0].prompt_logprobs
     assert whole is not None and whole[1] == found[0] and np.array_equal(whole[-2:], result.prompt_logprobs[-2:])
+
+
+def test_a_job_without_a_listener_is_cancelled_all_the_same_and_its_tokens_are_told_to_nobody(engine: Engine) -> None:
+    class Deaf(_Watch):
+        def is_cancelled(self, job: int) -> bool:
+            return job == 1
+
+    jobs = [job([3, 4], max_tokens=6, seed=n) for n in range(3)]
+    watch = Deaf([0, 1])
+    watch.listeners = frozenset([0])
+    plain, results = engine.sample(jobs), engine.sample(jobs, watch)
+    assert {heard[0] for heard in watch.heard} == {0}
+    assert results[1].error == CANCELLED
+    for place in (0, 2):
+        assert results[place].samples[0].tokens.tobytes() == plain[place].samples[0].tokens.tobytes()

@@ -34,6 +34,7 @@ An error crosses the wire as `to_wire()` and is raised again on the client as th
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
 Category = Literal["user", "server", "unknown"]
@@ -248,5 +249,5 @@ def _subclasses(cls: type[MintError]) -> list[type[MintError]]:
 
 
 def _short(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
+    text = str(value) if isinstance(value, str | PurePath) else repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -23,6 +23,8 @@ from typing import Any, TextIO
 import mint
 from mint import types
 
+SERVED_BASE = "bench/base"
+
 
 class Step:
     """The clock and the counts of one step; `clock` gives the CPU seconds of all processes that take part."""
@@ -66,13 +68,17 @@ class CpuClock:
 
 
 @contextmanager
-def server(home: Path) -> Generator[tuple[str, int]]:
-    """`mint serve` on a free port of this machine, with a data directory below `home`: its address and process id."""
+def server(home: Path, base_model: str) -> Generator[tuple[str, int]]:
+    """`mint serve` on a free port of this machine, with a data directory below `home`: its address and process id.
+
+    It offers the folder `base_model` as `SERVED_BASE`.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", "from mint.cli import app; app()", "serve", "--port", str(port)]
-    process = subprocess.Popen([*command, "--data-dir", str(home / "served")], stdout=subprocess.DEVNULL)
+    offer = ["--model", f"{SERVED_BASE}={base_model}", "--data-dir", str(home / "served")]
+    process = subprocess.Popen([*command, *offer], stdout=subprocess.DEVNULL)
     try:
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
@@ -83,10 +89,10 @@ def server(home: Path) -> Generator[tuple[str, int]]:
 class GrpoLoop:
     """One training client and the loop around it."""
 
-    def __init__(self, spec: dict[str, Any], *, base_url: str | None, clock: CpuClock) -> None:
+    def __init__(self, spec: dict[str, Any], base_model: str, *, base_url: str | None, clock: CpuClock) -> None:
         self.spec, self.clock = spec, clock
         self.training = mint.ServiceClient(base_url=base_url).create_lora_training_client(
-            base_model=spec["base_model"],
+            base_model=base_model,
             rank=spec["rank"],
             seed=spec["seed"],
             train_mlp=True,
@@ -171,10 +177,10 @@ def main() -> None:
     os.dup2(2, 1)
     spec = json.loads(Path(sys.argv[1]).read_text())
     if spec["transport"] == "embedded":
-        run(GrpoLoop(spec, base_url=None, clock=CpuClock(None)), answers)
+        run(GrpoLoop(spec, spec["base_model"], base_url=None, clock=CpuClock(None)), answers)
         return
-    with server(Path(sys.argv[1]).with_suffix(".home")) as (url, process_id):
-        run(GrpoLoop(spec, base_url=url, clock=CpuClock(process_id)), answers)
+    with server(Path(sys.argv[1]).with_suffix(".home"), spec["base_model"]) as (url, process_id):
+        run(GrpoLoop(spec, SERVED_BASE, base_url=url, clock=CpuClock(process_id)), answers)
 
 
 def run(loop: GrpoLoop, answers: TextIO) -> None:

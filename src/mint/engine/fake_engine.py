@@ -164,7 +164,10 @@ class FakeEngine:
         """Each job, one after the other, from hashes of (weights, prompt, seed, sample, position)."""
         followed = frozenset() if watch is None else frozenset(watch.jobs)
         return [
-            self._sample_one(job, _Follower(watch, place) if watch is not None and place in followed else None)
+            self._sample_one(
+                job,
+                _Follower(watch, place, place in watch.listeners) if watch is not None and place in followed else None,
+            )
             for place, job in enumerate(jobs)
         ]
 
@@ -239,13 +242,15 @@ class _Follower:
 
     watch: SampleWatch
     place: int
+    listens: bool
 
     def ask(self) -> None:
         if self.watch.is_cancelled(self.place):
             raise _CancelledError
 
     def tell(self, sample: int, token: int, logprob: float) -> None:
-        self.watch.token(self.place, sample, token, logprob)
+        if self.listens:
+            self.watch.token(self.place, sample, token, logprob)
 
 
 def _hash(*parts: bytes | str) -> bytes:

@@ -5,7 +5,7 @@ Knows nothing of logits, caches or who watches. Letters: J jobs of one sampler Â
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,20 +19,25 @@ class Following:
         """`places[j]` is the place in the call of the sampler's job j."""
         self._watch = watch
         self._places = places
-        followed = frozenset(watch.jobs)
-        self._followed = np.array([place in followed for place in places], bool)
+        followed, listeners = frozenset(watch.jobs), frozenset(watch.listeners)
+        self._followed = [job for job, place in enumerate(places) if place in followed]
+        self._listening = np.array([place in listeners for place in places], bool)
+        self.has_listeners = bool(self._listening.any())
         self.cancelled = np.zeros(len(places), bool)
         """Bool [J]."""
 
-    def ask(self, finished: np.ndarray) -> bool:
+    def ask(self, finished: Callable[[], np.ndarray]) -> bool:
         """Notes who is cancelled among the jobs that are not `finished`, bool [J]; whether there is a new one."""
-        asked = np.flatnonzero(self._followed & ~self.cancelled & ~finished).tolist()
-        found = [job for job in asked if self._watch.is_cancelled(self._places[job])]
+        unwanted = [job for job in self._followed if self._watch.is_cancelled(self._places[job])]
+        if not unwanted:
+            return False
+        done = self.cancelled | finished()
+        found = [job for job in unwanted if not done[job]]
         self.cancelled[found] = True
         return bool(found)
 
     def tell(self, jobs: np.ndarray, samples: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """One token of each of some sequences, all [R]; those of jobs that are not followed are passed over."""
-        for row in np.flatnonzero(self._followed[jobs]).tolist():
+        """One token of each of some sequences, all [R]; those of jobs without a listener are passed over."""
+        for row in np.flatnonzero(self._listening[jobs]).tolist():
             place = self._places[int(jobs[row])]
             self._watch.token(place, int(samples[row]), int(tokens[row]), float(logprobs[row]))

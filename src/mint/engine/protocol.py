@@ -208,12 +208,17 @@ class SampleWatch(Protocol):
         """The places, in the call, of the jobs that are followed; the others cost nothing."""
         ...
 
+    @property
+    def listeners(self) -> Collection[int]:
+        """Those of `jobs` whose tokens are wanted as they come."""
+        ...
+
     def token(self, job: int, sample: int, token: int, logprob: float) -> None:
-        """A token was accepted; of one sample they come in order."""
+        """A token of a listener was accepted; of one sample they come in order."""
         ...
 
     def is_cancelled(self, job: int) -> bool:
-        """Asked before every step of a job that has not ended: whether nobody wants it any more."""
+        """Asked before every step: whether nobody wants the job any more. Of one that has ended it changes nothing."""
         ...
 
 

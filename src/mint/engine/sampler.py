@@ -132,13 +132,17 @@ class Sampler:
         """Whether a job was cancelled just now; it has ended then, and waits no more."""
         if self._following is None:
             return False
-        finished = np.array([job in self._prefilled for job in range(len(self._jobs))], bool)
-        unended = ~self._ended(np.arange(len(self._job_of)))
-        finished[self._job_of[unended]] = False
-        if not self._following.ask(finished):
+        if not self._following.ask(self._finished):
             return False
         self._waiting = deque(job for job in self._waiting if not self._following.cancelled[job])
         return True
+
+    def _finished(self) -> np.ndarray:
+        """Bool [J]: the jobs whose sequences have all ended."""
+        finished = np.array([job in self._prefilled for job in range(len(self._jobs))], bool)
+        unended = ~self._ended(np.arange(len(self._job_of)))
+        finished[self._job_of[unended]] = False
+        return finished
 
     def _cache_bytes(self, job: SampleJob) -> int:
         config = self._decoder.config
@@ -255,7 +259,7 @@ class Sampler:
         self._last[sequences] = tokens
         self._emitted[sequences] += 1
         self._stopped[sequences] = self._stops.stopped(sequences, tokens)
-        if self._following is not None:
+        if self._following is not None and self._following.has_listeners:
             sound = ~self._broken[sequences]
             parts = (jobs, self._sample_of[sequences], tokens, logprobs)
             self._following.tell(*(part[sound] for part in parts))

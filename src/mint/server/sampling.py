@@ -218,14 +218,14 @@ class _Watch:
         self._works = works
         self._deaf: set[int] = set()
         self._come: Counter[tuple[int, int]] = Counter()
-        self.jobs = frozenset(job for job, work in enumerate(works) if work.on_token or work.cancelled)
+        self.listeners = frozenset(job for job, work in enumerate(works) if work.on_token is not None)
+        self.jobs = self.listeners | {job for job, work in enumerate(works) if work.cancelled is not None}
 
     def token(self, job: int, sample: int, token: int, logprob: float) -> None:
         """Hands a token over; a listener that fails is not told again, and disturbs nobody else."""
         work = self._works[job]
         listener = work.on_token
-        if listener is None:
-            return
+        assert listener is not None  # the engine tells of listeners only
         self._come[job, sample] += 1
         if job in self._deaf or self._come[job, sample] <= work.told[sample]:
             return
