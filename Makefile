@@ -6,6 +6,9 @@ BIN    := $(VENV)/bin
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),constraints/gpu.txt,constraints/cpu.txt)
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Tests run in up to four processes, of one engine thread each.
+WORKERS := -n auto --maxprocesses 4 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-slow check format bench pretrain clean
 
@@ -30,10 +33,10 @@ demo: $(VENV)/.local  ## a language model learns arithmetic by RL, here, now
 	$(BIN)/mint demo math
 
 test: $(VENV)/.dev  ## the whole suite but the slow marks (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 test-fast: $(VENV)/.dev  ## what to run while editing (under 90 seconds)
-	$(BIN)/python -m pytest -m "not slow and not learns" -x tests/service tests/client tests/rl tests/test_architecture.py tests/test_public_names.py tests/test_checklist.py
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not learns" -x tests/service tests/client tests/rl tests/test_architecture.py tests/test_public_names.py tests/test_checklist.py
 
 test-slow: $(VENV)/.dev  ## everything, the long and the registry-bound included
 	$(BIN)/python -m pytest

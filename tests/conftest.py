@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell that starts something in the background makes it deaf to Ctrl-C, and all that it starts in its turn
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MINT_VARIABLES = (
     "MINT_BASE_URL", "TINKER_BASE_URL", "MINT_API_KEY", "TINKER_API_KEY", "MINT_MODELS", "MINT_DTYPE", "MINT_THREADS",
