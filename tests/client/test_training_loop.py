@@ -34,7 +34,9 @@ def test_the_whole_loop(client: mint.ServiceClient) -> None:
     assert (info.lora_rank, info.model_data.model_name, info.effective["seed"]) == (8, "mint/tiny", 1)
     for step in range(3):
         sampler = training.save_weights_and_get_sampling_client(name=f"rl-step-{step}")
-        answer = sampler.sample(prompt=PROMPT, num_samples=2, sampling_params=SamplingParams(max_tokens=4)).result()
+        answer = sampler.sample(
+            prompt=PROMPT, num_samples=2, sampling_params=SamplingParams(max_tokens=4, stop=[])
+        ).result()
         datums = []
         for sequence in answer.sequences:
             assert len(sequence.tokens) == len(sequence.logprobs) == 4

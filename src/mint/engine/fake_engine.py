@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,8 @@ class FakeEngine:
 
     def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
         """A chain that starts from base, shape and seed; never from `model_id`."""
-        seeded = (base, lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        # the folder's name alone: a test must not depend on where the project lies
+        seeded = (PurePath(base).name, lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
         self._models[model_id] = _Model(base, lora, _hash(b"create", repr(seeded)))
         return {"alpha": LORA_ALPHA, "scale": LORA_ALPHA / lora.rank, "parameters": 32}
 
@@ -221,7 +223,7 @@ class FakeEngine:
 
     def _chain_of(self, job: SampleJob) -> bytes:
         if job.weights_id is None:
-            return _hash(b"base", job.base)
+            return _hash(b"base", PurePath(job.base).name)
         if job.weights_id not in self._weights:
             raise NotFoundError(f"no weights {job.weights_id} are loaded")
         return self._weights[job.weights_id]
