@@ -12,16 +12,16 @@ Letters: T rows · E hidden size · H all heads (query, key, value) · D head di
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.decoder_config import DecoderConfig
-from mint.engine.kernels import BaseProduct, LoraProduct, NormRope, RmsNorm, SwiGlu, add_lora, base_product, run
+from mint.engine.decoder_weights import read_base_weights
+from mint.engine.kernels import BaseProduct, LoraProduct, NormRope, RmsNorm, SwiGlu, add_lora, run
 from mint.engine.lora import UNEMBED, LoraRows
-from mint.errors import InvalidRequestError
+from mint.engine.products import FrozenMatrix
 from mint.models.tensor_files import StoredTensor
 
 MIN_ROWS, MIN_ROWS_PER_THREAD = 16, 4
@@ -29,19 +29,6 @@ MIN_ROWS, MIN_ROWS_PER_THREAD = 16, 4
 
 Attention = Callable[[int, Tensor], Tensor]
 """(layer, normed and rotated heads [T, H, D]) → attended values [T, query heads · D], both in the base's dtype."""
-
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
-
-
-@dataclass(frozen=True)
-class _Layer:
-    input_norm: Tensor  # [E]
-    qkv: Tensor  # [H·D, E]
-    head_norms: Tensor  # [query + key heads, D]
-    o: Tensor  # [E, query heads · D]
-    post_norm: Tensor  # [E]
-    gate_up: Tensor  # [2·intermediate, E]
-    down: Tensor  # [E, intermediate]
 
 
 class Decoder:
@@ -58,17 +45,13 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.device = device
-        reader = _Reader(tensors, device)
-        self._layers = [_read_layer(reader, config, layer, dtype) for layer in range(config.num_hidden_layers)]
-        # Embedding, norms and unembedding stay in float32: logits are never rounded to bfloat16.
-        self._embedding = reader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self._final_norm = reader.take("model.norm.weight", (config.hidden_size,))
-        if config.tie_word_embeddings:
-            reader.ignore("lm_head.weight")
-            self._unembedding = self._embedding
-        else:
-            self._unembedding = reader.take("lm_head.weight", (config.vocab_size, config.hidden_size))
-        reader.finish()
+        weights = read_base_weights(config, tensors, dtype=dtype, device=device)
+        self._layers = weights.layers
+        self._embedding, self._final_norm, self._unembedding = (
+            weights.embedding,
+            weights.final_norm,
+            weights.unembedding,
+        )
         self._cos, self._sin = _rope_tables(config, device)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, loras: Sequence[LoraRows]) -> Tensor:
@@ -108,7 +91,9 @@ def pad_rows(rows: Tensor) -> Tensor:
     return rows if missing <= 0 else F.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
 
 
-def _linear(x: Tensor, weight: Tensor, site: str, loras: Sequence[LoraRows], residual: Tensor | None = None) -> Tensor:
+def _linear(
+    x: Tensor, weight: FrozenMatrix, site: str, loras: Sequence[LoraRows], residual: Tensor | None = None
+) -> Tensor:
     """`residual + x @ weight.T` plus each lora's part on its rows; with a gradient, one lora covers all rows."""
     trained = [(rows, rows.weights.scale, found) for rows in loras if rows.weights and (found := rows.site(site))]
     if torch.is_grad_enabled():
@@ -116,7 +101,7 @@ def _linear(x: Tensor, weight: Tensor, site: str, loras: Sequence[LoraRows], res
             return run(BaseProduct, x, residual, weight)
         _, scale, found = trained[0]
         return run(LoraProduct, x, residual, weight, scale, found.a, *found.bs)
-    out = base_product(x, weight, residual)
+    out = weight.product(x, residual)
     for rows, scale, found in trained:
         part = slice(rows.start, rows.stop)
         if rows.stop - rows.start >= min_rows():
@@ -141,56 +126,3 @@ def _rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, T
     frequencies = 1.0 / (config.rope_theta**exponents)
     angles = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * frequencies
     return angles.cos().to(device), angles.sin().to(device)
-
-
-def _read_layer(reader: _Reader, config: DecoderConfig, index: int, dtype: torch.dtype) -> _Layer:
-    prefix, hidden, inner = f"model.layers.{index}", config.hidden_size, config.intermediate_size
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    query, kv, head = config.query_size, config.key_value_size, config.head_dim
-
-    def matrices(module: str, sizes: Mapping[str, int]) -> Tensor:
-        parts = [reader.take(f"{module}.{name}_proj.weight", (size, hidden)) for name, size in sizes.items()]
-        return torch.cat([part.to(dtype) for part in parts])
-
-    query_norm = reader.take(f"{attention}.q_norm.weight", (head,))
-    key_norm = reader.take(f"{attention}.k_norm.weight", (head,))
-    norms = [query_norm] * config.num_attention_heads + [key_norm] * config.num_key_value_heads
-    return _Layer(
-        input_norm=reader.take(f"{prefix}.input_layernorm.weight", (hidden,)),
-        qkv=matrices(attention, {"q": query, "k": kv, "v": kv}),
-        head_norms=torch.stack(norms),
-        o=reader.take(f"{attention}.o_proj.weight", (hidden, query)).to(dtype),
-        post_norm=reader.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        gate_up=matrices(mlp, {"gate": inner, "up": inner}),
-        down=reader.take(f"{mlp}.down_proj.weight", (hidden, inner)).to(dtype),
-    )
-
-
-class _Reader:
-    """Hands out the tensors of a state dict one by one in float32, and notices what is missing or left over."""
-
-    def __init__(self, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
-        self._left = dict(tensors)
-        self._device = device
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        stored = self._left.pop(name, None)
-        if stored is None:
-            raise _unfit(name, "is missing")
-        if stored.shape != shape or stored.dtype not in _FLOATS:
-            raise _unfit(name, f"is {stored.dtype} {stored.shape}; config.json says a float of {shape}")
-        tensor: Tensor = stored.read()
-        return tensor.to(device=self._device, dtype=torch.float32)
-
-    def ignore(self, name: str) -> None:
-        self._left.pop(name, None)
-
-    def finish(self) -> None:
-        if self._left:
-            raise _unfit(min(self._left), "is not part of a Qwen3 dense model")
-
-
-def _unfit(name: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"tensor {name} {what}", field="base_model", remedy="Give an unmodified Qwen3 dense folder of Hugging Face"
-    )

@@ -17,13 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-
-def base_product(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """`x @ weight.T` (+ residual) in float32 [T, O], the product in the dtype of `weight` [O, I]."""
-    if weight.dtype == torch.float32:
-        return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
-    product = F.linear(x.to(weight.dtype), weight).float()
-    return product if residual is None else product.add_(residual)
+from mint.engine.products import FrozenMatrix
 
 
 def add_lora(out: Tensor, x: Tensor, a: Tensor, bs: Sequence[Tensor], scale: float) -> Tensor:
@@ -60,13 +54,13 @@ class LoraProduct(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, scale: float, a: Tensor, *bs: Tensor
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: FrozenMatrix, scale: float, a: Tensor, *bs: Tensor
     ) -> Tensor:
         """Float32 [T, O] from x [T, I]."""
-        out = base_product(x, weight, residual)
+        out = weight.product(x, residual)
         down = add_lora(out, x, a, bs, scale)
-        ctx.save_for_backward(x, down, weight, a, *bs)
-        ctx.scale = scale
+        ctx.save_for_backward(x, down, a, *bs)
+        ctx.weight, ctx.scale = weight, scale
         return out
 
     @staticmethod
@@ -74,7 +68,7 @@ class LoraProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients in the order of forward's arguments."""
-        x, down, weight, a, *bs = ctx.saved_tensors
+        x, down, a, *bs = ctx.saved_tensors
         rank, start = a.shape[0] // len(bs), 0
         grad_down = torch.empty_like(down)
         grad_bs: list[Tensor | None] = []
@@ -88,7 +82,7 @@ class LoraProduct(torch.autograd.Function):
         grad_down.mul_(ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = _base_gradient(grad, weight).addmm_(grad_down, a)
+            grad_x = ctx.weight.gradient(grad).addmm_(grad_down, a)
         grad_residual = grad if ctx.needs_input_grad[1] else None
         return (grad_x, grad_residual, None, None, grad_down.t().mm(x), *grad_bs)
 
@@ -98,18 +92,17 @@ class BaseProduct(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: FrozenMatrix) -> Tensor:
         """Float32 [T, O] from x [T, I]."""
-        ctx.save_for_backward(weight)
-        return base_product(x, weight, residual)
+        ctx.weight = weight
+        return weight.product(x, residual)
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and residual."""
-        (weight,) = ctx.saved_tensors
-        grad_x = _base_gradient(grad, weight) if ctx.needs_input_grad[0] else None
+        grad_x = ctx.weight.gradient(grad) if ctx.needs_input_grad[0] else None
         return grad_x, (grad if ctx.needs_input_grad[1] else None), None
 
 
@@ -191,10 +184,6 @@ class SwiGlu(torch.autograd.Function):
         torch.mul(grad, F.silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return out
-
-
-def _base_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    return grad.mm(weight) if weight.dtype == torch.float32 else grad.to(weight.dtype).mm(weight).float()
 
 
 def _norm_gradient(scaled: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
