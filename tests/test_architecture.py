@@ -17,8 +17,8 @@ SOURCE = ROOT / "src" / "mint"
 
 EVERYTHING = frozenset(
     ["version", "tensors", "inputs", "types", "records", "errors", "config", "wire", "tokenizer", "models", "client",
-     "engine", "server", "sandbox", "rl", "recipes", "bench", "embedded", "serving", "export", "cli", "cli_serve",
-     "cli_tables", "terminal", "kept", "kept_folder"]
+     "engine", "server", "sandbox", "rl", "recipes", "bench", "embedded", "serving", "export", "cli", "cli_bench",
+     "cli_serve", "cli_tables", "terminal", "kept", "kept_folder"]
 )  # fmt: skip
 ALLOWED: dict[str, frozenset[str]] = {
     "tensors": frozenset({"errors"}),
@@ -51,6 +51,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "serving": EVERYTHING,
     "export": EVERYTHING,
     "cli": EVERYTHING,
+    "cli_bench": EVERYTHING,
     "cli_serve": EVERYTHING,
     "cli_tables": EVERYTHING,
     "terminal": frozenset({"errors"}),
@@ -91,7 +92,15 @@ TORCH_VALUES = {("tensors.py", "torch"), ("client/custom_loss.py", "torch")}
 """Where a user's own torch tensors are made or read, imported inside the function."""
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
-MAX_CODE_LINES = {"engine": 2_500, "server": 7_500, "client": 2_000, "rl": 5_500, "recipes": 2_000, "sandbox": 1_000}
+MAX_CODE_LINES = {
+    "engine": 3_700,
+    "bench": 2_400,
+    "server": 7_500,
+    "client": 2_000,
+    "rl": 5_500,
+    "recipes": 2_000,
+    "sandbox": 1_000,
+}
 MAX_CODE_LINES_ELSEWHERE = 1_000
 """How large a part may grow, so that it fits in one head. Code lines are those that hold code: comments, docstrings and
 blank lines are free, so that nobody saves on them."""

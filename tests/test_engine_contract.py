@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,17 @@ from engine_data import ADAM, CROSS_ENTROPY, LORA, job, random_data
 from small_models import write_model
 
 from mint.engine.fake_engine import FakeEngine
-from mint.engine.protocol import CANCELLED, LOSSES, Engine, ModelState, StopRule, TrainDatum, resolve_loss
+from mint.engine.protocol import (
+    CANCELLED,
+    LOSSES,
+    Engine,
+    ModelState,
+    SampleBatch,
+    SampleResult,
+    StopRule,
+    TrainDatum,
+    resolve_loss,
+)
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, MintError, NotFoundError
 
@@ -216,7 +226,7 @@ def test_a_stop_token_is_the_last_one(engine: Engine) -> None:
 
 def test_prompt_logprobs_start_with_none_and_match_forward(engine: Engine) -> None:
     prompt = np.array([3, 4, 5, 6])
-    result = engine.sample([job(prompt, max_tokens=0, prompt_logprobs=True, topk_prompt_logprobs=3)])[0]
+    result = engine.sample([job(prompt.tolist(), max_tokens=0, prompt_logprobs=True, topk_prompt_logprobs=3)])[0]
     assert result.samples == [] and result.prompt_logprobs is not None and result.topk_prompt_logprobs is not None
     assert result.prompt_logprobs.dtype == np.float32 and np.isnan(result.prompt_logprobs[0])
     assert np.isfinite(result.prompt_logprobs[1:]).all() and len(result.prompt_logprobs) == 4
@@ -242,41 +252,6 @@ def test_a_pass_with_several_targets_returns_a_logprob_for_each(engine: Engine) 
     assert result.metrics["tokens:sum"] == sum(example.trained.sum() for example in data)
     losses = [-(d.weights * own).sum() for d, own in zip(data, result.logprobs, strict=True)]
     assert result.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-4)
-
-
-class _Watch:
-    def __init__(self, jobs: Sequence[int], patience: int = 10**9) -> None:
-        self.jobs = self.listeners = frozenset(jobs)
-        self._patience = patience
-        self.heard: list[tuple[int, int, int, float]] = []
-
-    def token(self, job: int, sample: int, token: int, logprob: float) -> None:
-        self.heard.append((job, sample, token, logprob))
-
-    def is_cancelled(self, job: int) -> bool:
-        return sum(heard[0] == job for heard in self.heard) >= self._patience
-
-
-def test_a_watch_hears_what_the_result_says(engine: Engine) -> None:
-    jobs = [job([3, 4], num_samples=3, max_tokens=6, seed=n, temperature=n) for n in range(3)]
-    watch = _Watch([0, 2])
-    for place, (plain, result) in enumerate(zip(engine.sample(jobs), engine.sample(jobs, watch), strict=True)):
-        for index, sample in enumerate(result.samples):
-            assert sample.logprobs.tobytes() == plain.samples[index].logprobs.tobytes()
-            heard = [(token, logprob) for p, i, token, logprob in watch.heard if (p, i) == (place, index)]
-            expected = zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True)
-            assert heard == ([] if place == 1 else list(expected))
-
-
-@pytest.mark.parametrize("patience", [0, 2])
-def test_a_cancelled_job_ends_early_and_alone(engine: Engine, patience: int) -> None:
-    jobs = [job([3, 4], max_tokens=9, seed=n) for n in range(3)]
-    expected, watch = engine.sample(jobs), _Watch([1], patience)
-    results = engine.sample(jobs, watch)
-    assert [result.error for result in results] == [None, CANCELLED, None] and results[1].samples == []
-    assert len(watch.heard) == patience
-    for place in (0, 2):
-        assert results[place].samples[0].logprobs.tobytes() == expected[place].samples[0].logprobs.tobytes()
 
 
 def test_what_is_asked_besides_tokens_has_its_shape(engine: Engine) -> None:
@@ -307,16 +282,98 @@ def test_what_is_asked_besides_tokens_has_its_shape(engine: Engine) -> None:
     assert whole is not None and whole[1] == found[0] and np.array_equal(whole[-2:], result.prompt_logprobs[-2:])
 
 
-def test_a_job_without_a_listener_is_cancelled_all_the_same_and_its_tokens_are_told_to_nobody(engine: Engine) -> None:
-    class Deaf(_Watch):
-        def is_cancelled(self, job: int) -> bool:
-            return job == 1
+def _finish(batch: SampleBatch, heard: dict[str, SampleResult] | None = None) -> dict[str, SampleResult]:
+    results = heard or {}
+    while batch.keys:
+        results |= batch.step()
+    return results
 
-    jobs = [job([3, 4], max_tokens=6, seed=n) for n in range(3)]
-    watch = Deaf([0, 1])
-    watch.listeners = frozenset([0])
-    plain, results = engine.sample(jobs), engine.sample(jobs, watch)
-    assert {heard[0] for heard in watch.heard} == {0}
-    assert results[1].error == CANCELLED
-    for place in (0, 2):
-        assert results[place].samples[0].tokens.tobytes() == plain[place].samples[0].tokens.tobytes()
+
+def _same(one: SampleResult, other: SampleResult) -> bool:
+    pairs = zip(one.samples, other.samples, strict=True)
+    return one.error == other.error and all(
+        own.tokens.tobytes() == its.tokens.tobytes() and own.logprobs.tobytes() == its.logprobs.tobytes()
+        for own, its in pairs
+    )
+
+
+def test_a_job_that_joins_a_running_batch_gets_what_it_gets_alone(engine: Engine) -> None:
+    engine.publish("m", "w")
+    jobs = [
+        job([3 + n] * (5 * n + 1), weights_id="w" if n % 2 else None, num_samples=n + 1, max_tokens=9 - n, seed=n)
+        for n in range(5)
+    ]
+    alone = engine.sample(jobs)
+    batch, results = engine.open_batch(), {}
+    assert not batch.keys and batch.step() == {}
+    for place, own in enumerate(jobs):
+        batch.add(f"job-{place}", own)
+        assert f"job-{place}" in batch.keys
+        results |= batch.step()
+        results |= batch.step()
+    results = _finish(batch, results)
+    assert all(_same(results[f"job-{place}"], alone[place]) for place in range(5))
+
+
+def test_a_result_comes_as_soon_as_its_job_has_ended_and_then_the_key_is_free(engine: Engine) -> None:
+    batch = engine.open_batch()
+    batch.add("long", job([3, 4], max_tokens=30))
+    batch.add("short", job([5], max_tokens=2))
+    order: list[str] = []
+    while not order:
+        order += batch.step()
+    batch.add("short", job([5], max_tokens=2))
+    while batch.keys:
+        order += batch.step()
+    assert order == ["short", "short", "long"]
+
+
+def test_a_listener_hears_every_token_in_order_by_the_time_the_result_is_there(engine: Engine) -> None:
+    batch, heard = engine.open_batch(), []
+    batch.add("heard", job([3, 4], num_samples=3, max_tokens=6), lambda *told: heard.append(told))
+    batch.add("deaf", job([3, 4], num_samples=3, max_tokens=6))
+    results = _finish(batch)
+    for index, sample in enumerate(results["heard"].samples):
+        told = [(token, logprob) for which, token, logprob in heard if which == index]
+        assert told == list(zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("patience", [0, 1, 4])
+def test_a_cancelled_job_leaves_at_the_next_step_and_the_others_keep_their_bits(engine: Engine, patience: int) -> None:
+    jobs = [job([3, 4], max_tokens=9, seed=n) for n in range(3)]
+    alone, batch, results = engine.sample(jobs), engine.open_batch(), {}
+    for place, own in enumerate(jobs):
+        batch.add(str(place), own)
+    for _ in range(patience):
+        assert not batch.step()
+    batch.cancel("1")
+    batch.cancel("unknown")
+    results = batch.step()
+    assert results["1"].error == CANCELLED and results["1"].samples == [] and "1" not in batch.keys
+    results = _finish(batch, results)
+    assert _same(results["0"], alone[0]) and _same(results["2"], alone[2])
+
+
+def test_weights_may_be_dropped_and_trained_on_while_a_job_uses_them(engine: Engine) -> None:
+    engine.publish("m", "w")
+    own = job([3, 4], weights_id="w", num_samples=2, max_tokens=9)
+    (alone,) = engine.sample([own])
+    batch = engine.open_batch()
+    batch.add("own", own)
+    batch.step()
+    engine.drop_weights("w")
+    _step(engine, "m", 3)
+    assert _same(_finish(batch)["own"], alone)
+    with pytest.raises(NotFoundError):
+        batch.add("late", own)
+    assert not batch.keys
+
+
+def test_several_batches_may_be_open(engine: Engine) -> None:
+    own = job([3, 4], num_samples=2, max_tokens=5)
+    (alone,) = engine.sample([own])
+    batches = [engine.open_batch() for _ in range(3)]
+    for batch in batches:
+        batch.add("own", own)
+        batch.step()
+    assert all(_same(_finish(batch)["own"], alone) for batch in batches)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import write_model
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from mint.engine.torch_engine import TorchEngine
 
@@ -22,21 +22,21 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3ForCausalLM]:
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     """A folder and the model that transformers wrote there."""
     folder = tmp_path_factory.mktemp("tied")
     return folder, write_model(folder, "tied")
 
 
 @pytest.fixture(scope="session")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3ForCausalLM]:
+def untied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     """As `tied`, with an unembedding of its own."""
     folder = tmp_path_factory.mktemp("untied")
     return folder, write_model(folder, "untied")
 
 
 @pytest.fixture
-def engine(tied: tuple[Path, Qwen3ForCausalLM]) -> TorchEngine:
+def engine(tied: tuple[Path, PreTrainedModel]) -> TorchEngine:
     """An engine with the tied model as base `base`."""
     engine = TorchEngine(dtype="float32", threads=1, device="cpu")
     engine.load_base("base", str(tied[0]))

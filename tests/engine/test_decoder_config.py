@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from small_models import write_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from mint.engine.decoder_config import read_decoder_config
+from mint.engine.decoder_config import RopeScaling, read_decoder_config
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.tensor_files import read_tensors, write_tensors
@@ -21,21 +23,130 @@ GOOD = {
 }  # fmt: skip
 
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+MOE: dict[str, Any] = {
+    **GOOD,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model_type", "llama"), ("hidden_act", "gelu"), ("attention_bias", True), ("use_sliding_window", True),
+        ("model_type", "mistral"), ("model_type", None), ("hidden_act", "gelu"), ("attention_bias", True),
+        ("mlp_bias", True), ("use_sliding_window", True), ("dual_chunk_attention_config", {"chunk_size": 8}),
         ("rope_scaling", {"type": "yarn", "factor": 4.0}), ("quantization_config", {"bits": 4}),
         ("layer_types", ["sliding_attention"]), ("num_key_value_heads", 3), ("head_dim", 10),
-        ("hidden_size", 9), ("intermediate_size", 6), ("rope_theta", None),
+        ("hidden_size", 9), ("intermediate_size", 6), ("rope_theta", None), ("rope_theta", True),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6}), ("vocab_size", "10"), ("hidden_size", 0),
         ("rope_parameters", {"partial_rotary_factor": 0.5, "rope_theta": 1e6}), ("num_hidden_layers", None),
+        ("rope_scaling", {**LLAMA3, "rope_type": "llama3", "factor": 0}),
+        ("rope_scaling", {**LLAMA3, "rope_type": "llama3", "low_freq_factor": 4.0}),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
     ],
 )  # fmt: skip
 def test_an_unsupported_option_is_refused_by_name(key: str, value: object) -> None:
     read_decoder_config(GOOD)
     with pytest.raises(InvalidRequestError, match=key):
         read_decoder_config({**GOOD, key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_local_experts", None), ("num_experts_per_tok", 5), ("num_experts_per_tok", None),
+        ("moe_intermediate_size", 6), ("moe_intermediate_size", None), ("decoder_sparse_step", 0),
+    ],
+)  # fmt: skip
+def test_an_unsupported_mixture_is_refused_by_name(key: str, value: object) -> None:
+    read_decoder_config(MOE)
+    config = {name: size for name, size in MOE.items() if name != "num_experts" or key != "num_local_experts"}
+    with pytest.raises(InvalidRequestError, match=key):
+        read_decoder_config({**config, key: value})
+
+
+QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "head_dim": 128, "rope_scaling": None,
+         "max_window_layers": 36, "sliding_window": None, "use_sliding_window": False, "rms_norm_eps": 1e-6,
+         "rope_theta": 1000000, "max_position_embeddings": 40960, "vocab_size": 151936}  # fmt: skip
+QWEN25 = {"model_type": "qwen2", "hidden_act": "silu", "max_window_layers": 21, "sliding_window": 32768,
+          "use_sliding_window": False, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 151936,
+          "max_position_embeddings": 32768}  # fmt: skip
+LLAMA31 = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1,
+           "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "vocab_size": 128256, "max_position_embeddings": 131072,
+           "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                            "original_max_position_embeddings": 8192}}  # fmt: skip
+
+
+def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **more: object) -> dict[str, object]:
+    return {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": key_values, **more}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "head_dim"),
+    [
+        ({**QWEN3, **_sizes(1024, 3072, 28, 16, 8, tie_word_embeddings=True)}, 128),  # Qwen3-0.6B
+        ({**QWEN3, **_sizes(5120, 25600, 64, 64, 8, tie_word_embeddings=False)}, 128),  # Qwen3-32B
+        ({**QWEN3, "model_type": "qwen3_moe", **_sizes(2048, 6144, 48, 32, 4, num_experts=128, num_experts_per_tok=8,
+          moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+          tie_word_embeddings=False, router_aux_loss_coef=0.001)}, 128),  # Qwen3-30B-A3B
+        ({**QWEN25, **_sizes(896, 4864, 24, 14, 2, tie_word_embeddings=True)}, 64),  # Qwen2.5-0.5B
+        ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4, tie_word_embeddings=False)}, 128),  # Qwen2.5-7B
+        ({**LLAMA31, **_sizes(4096, 14336, 32, 32, 8, tie_word_embeddings=False)}, 128),  # Llama-3.1-8B
+        ({**LLAMA31, **_sizes(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True)}, 64),  # Llama-3.2-1B
+    ],
+    ids=["Qwen3-0.6B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-1B"],
+)  # fmt: skip
+def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> None:
+    found = read_decoder_config(config)
+    assert found.head_dim == head_dim and found.tie_word_embeddings == config["tie_word_embeddings"]
+    assert (found.experts is not None) == ("num_experts" in config)
+    assert found.experts is None or len(found.experts.layers) == 48
+    assert (found.rope_scaling is not None) == (found.model_type == "llama")
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "mistral"}, "mistral"), ({"model_type": "gemma3", "text_config": {}}, "gemma3"),
+        ({"model_type": "qwen2_moe", **_sizes(2048, 5632, 24, 16, 16)}, "qwen2_moe"),
+        ({"model_type": "qwen3_next", **_sizes(2048, 5120, 48, 16, 2)}, "qwen3_next"),
+        ({"model_type": "llama4"}, "llama4"), ({"model_type": "phi3"}, "phi3"), ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({**QWEN3, **_sizes(1024, 3072, 28, 16, 8), "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+          "original_max_position_embeddings": 32768}}, "yarn"),
+        ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4), "dual_chunk_attention_config": {"chunk_size": 262144}},
+         "dual_chunk_attention_config"),
+        ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4), "quantization_config": {"quant_method": "awq"}}, "awq"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_other_published_models_are_refused_with_the_families_that_there_are(
+    config: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=named) as refusal:
+        read_decoder_config(config)
+    assert all(family in str(refusal.value) for family in ("Qwen3 (qwen3)", "Qwen3-MoE", "Qwen2.5", "Llama (llama)"))
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_llama_3s_rope_scaling_is_read_in_every_spelling(place: str, kind: str) -> None:
+    config = {**GOOD, "model_type": "llama", place: {**LLAMA3, kind: "llama3"}}
+    assert read_decoder_config(config).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 16.0)
+    assert read_decoder_config({**config, place: {kind: "default"}}).rope_scaling is None
+    assert read_decoder_config({**config, place: None}).rope_scaling is None
+
+
+def test_which_layers_are_mixtures_is_read_as_transformers_reads_it() -> None:
+    config = {**MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    experts = read_decoder_config(config).experts
+    assert experts is not None and experts.layers == {1, 5} and not experts.norm_topk_prob
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    sparse = {index for index, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
+    assert experts.layers == sparse
 
 
 def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path: Path) -> None:
@@ -70,15 +181,3 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     assert TorchEngine(device="cpu").load_base("a", str(tmp_path)).eos_token_ids == (3, 4)
     (tmp_path / "generation_config.json").unlink()
     assert TorchEngine(device="cpu").load_base("a", str(tmp_path)).eos_token_ids == (1,)
-
-
-def test_a_sharded_folder_is_read_as_one(tmp_path: Path) -> None:
-    write_model(tmp_path, "tied")
-    whole, metadata = read_tensors(tmp_path / "model.safetensors")
-    names = sorted(whole)
-    for index, part in enumerate((names[::2], names[1::2])):
-        write_tensors(tmp_path / f"part-{index}.safetensors", {name: whole[name] for name in part}, metadata)
-    (tmp_path / "model.safetensors").unlink()
-    weight_map = {name: f"part-{index % 2}.safetensors" for index, name in enumerate(names)}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert TorchEngine(device="cpu").load_base("a", str(tmp_path)).vocab_size == 97

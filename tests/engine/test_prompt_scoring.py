@@ -22,6 +22,7 @@ PROMPT = np.random.default_rng(1).integers(0, 97, 40)
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unembedding, "MIN_CHUNK_ROWS", 16)
     monkeypatch.setattr(unembedding, "CHUNK_ENTRIES", 97 * 17)
 
 

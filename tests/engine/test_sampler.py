@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -262,6 +263,37 @@ def test_a_stop_string_is_found_across_token_boundaries(published: TorchEngine) 
         assert after.stopped == bool(lengths)
 
 
+def test_a_token_beyond_the_vocabulary_has_no_text(published: TorchEngine) -> None:
+    short = [
+        bytes([97 + token]) for token in range(3)
+    ]  # as where a matrix is padded to more rows than there are tokens
+    rule = StopRule(strings=(b"abc",), vocabulary=short)
+    free, ended = published.sample([job([3, 4, 5], max_tokens=30), job([3, 4, 5], max_tokens=30, stop=rule)])
+    assert free.samples[0].tokens.tolist() == ended.samples[0].tokens.tolist() and not ended.samples[0].stopped
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logprobs_are_the_trainers_to_the_last_bit_wherever_prompts_and_samples_end(
+    tmp_path: Path, dtype: Literal["float32", "bfloat16"], threads: int
+) -> None:
+    write_model(tmp_path, "tied")
+    engine = TorchEngine(dtype=dtype, threads=threads, device="cpu")
+    engine.load_base("base", str(tmp_path))
+    engine.create_model("m", "base", LORA)
+    train(engine, "m")
+    engine.publish("m", "w")
+    rng = np.random.default_rng(0)
+    jobs = [
+        job(rng.integers(2, 97, length).tolist(), weights_id="w", num_samples=3, max_tokens=45, seed=length)
+        for length in (1, 20, 31, 32, 33, 48, 64, 65, 100, 128, 150)
+    ]
+    for own, result in zip(jobs, engine.sample(jobs), strict=True):
+        wholes = [datum(np.concatenate([own.prompt, sample.tokens])) for sample in result.samples]
+        for sample, expected in zip(result.samples, engine.forward("m", wholes, CROSS_ENTROPY).logprobs, strict=True):
+            assert sample.logprobs.tobytes() == expected[len(own.prompt) - 1 :].tobytes()
+
+
 def test_max_tokens_is_kept_and_not_called_a_stop(published: TorchEngine) -> None:
     jobs = [job([3, 4], weights_id="w", max_tokens=n, num_samples=2) for n in (1, 5, 33)]
     for own, result in zip(jobs, published.sample(jobs), strict=True):
@@ -316,7 +348,7 @@ def test_more_jobs_than_rows_wait_for_their_turn(published: TorchEngine, monkeyp
     together = published.sample(jobs)
     monkeypatch.setattr(sampler_module, "MAX_ROWS", 7)
     in_turn = published.sample(jobs)
-    monkeypatch.setattr(sampler_module, "MAX_CACHE_BYTES", 1)
+    monkeypatch.setattr(sampler_module, "MAX_ROWS", 1)
     one_by_one = published.sample(jobs)
     for results in zip(together, in_turn, one_by_one, strict=True):
         assert len({tuple(sample.logprobs.tobytes() for sample in result.samples) for result in results}) == 1

@@ -76,7 +76,7 @@ def _gradient(engine: TorchEngine, passes: list[list[TrainDatum]]) -> np.ndarray
     return gradient
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize(
     ("shape", "parts"),
     [("tied", (True, True, True)), ("untied", (True, True, False)), ("untied", (False, False, True))],
@@ -84,13 +84,13 @@ def _gradient(engine: TorchEngine, passes: list[list[TrainDatum]]) -> np.ndarray
 def test_logprobs_loss_and_gradient_equal_those_of_transformers_in_float64(
     shape: str,
     parts: tuple[bool, bool, bool],
-    kept: bool,
+    chunked: bool,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not kept:
-        monkeypatch.setattr(unembedding, "KEPT_ENTRIES", 0)
-    monkeypatch.setattr(unembedding, "CHUNK_ENTRIES", 97 * 20)  # pairs must find their rows in more than one chunk
+    if chunked:
+        monkeypatch.setattr(unembedding, "MIN_CHUNK_ROWS", 16)
+        monkeypatch.setattr(unembedding, "CHUNK_ENTRIES", 97 * 20)
     stored: Model = request.getfixturevalue(shape)
     engine = TorchEngine(dtype="float32", threads=1, device="cpu")
     engine.load_base("base", str(stored[0]))
@@ -156,7 +156,7 @@ def test_neither_sharing_nor_the_split_changes_the_gradient(
     if setting == "prefix":
         monkeypatch.setattr(packing, "MIN_SHARED", 10**9)
     else:
-        monkeypatch.setattr(training, "TOKEN_BUDGET", 40)
+        monkeypatch.setattr(training, "rows_at_once", lambda *_: 40)
     assert np.abs(whole - _gradient(model, [data])).max() <= 2e-6 * np.abs(whole).max()
 
 
@@ -179,8 +179,10 @@ def test_logits_are_computed_once_for_all_targets_of_a_position(
     plain = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda hidden, loras: rows.append(len(hidden)) or plain(hidden, loras))
     data = [TrainDatum(np.arange(20), np.arange(400).reshape(20, 20) % 97, np.ones((20, 20), np.float32))]
-    model.forward_backward("m", data, CROSS_ENTROPY)
+    model.forward("m", data, CROSS_ENTROPY)
     assert sum(rows) == 20
+    model.forward_backward("m", data, CROSS_ENTROPY)
+    assert sum(rows) == 20 + 2 * 20  # and once more for the gradient
 
 
 def test_every_cell_of_a_packed_batch_finds_its_target() -> None:

@@ -62,7 +62,7 @@ def test_sharing_a_prefix_changes_no_gradient(model: TorchEngine, monkeypatch: p
 def test_small_micro_batches_give_the_same_gradient(model: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     data = random_data(4, count=12, shared=15, policy=True)
     whole = _gradient(model, [data])
-    monkeypatch.setattr(training, "TOKEN_BUDGET", 40)
+    monkeypatch.setattr(training, "rows_at_once", lambda *_: 40)
     parts = _gradient(model, [data])
     assert np.abs(whole - parts).max() <= 1e-6 * np.abs(whole).max()
 
@@ -97,12 +97,13 @@ def test_prompt_tokens_have_no_gradient_whatever_the_policy_thinks_of_them(model
 
 
 @pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"cross_entropy"}))
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("chunked", [True, False])
 def test_the_gradient_at_a_temperature_is_the_slope_of_the_loss(
-    model: TorchEngine, loss: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+    model: TorchEngine, loss: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not kept:
-        monkeypatch.setattr(unembedding, "KEPT_ENTRIES", 0)
+    if chunked:
+        monkeypatch.setattr(unembedding, "MIN_CHUNK_ROWS", 16)
+        monkeypatch.setattr(unembedding, "CHUNK_ENTRIES", 97 * 20)
     own, wide = model._models["m"], {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
     config = {"temperature": 0.7, **{key: wide[key] for key in wide if key in LOSSES[loss].config}}
     data = random_data(9, policy=True)

@@ -1,46 +1,32 @@
-"""Jobs that are watched: every token in order, and a cancelled job gone at once with no effect on the others."""
+"""Batches whose jobs come, go and are listened to: tokens in order, and nothing that happens beside a job matters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from engine_data import LORA, job, train
 
 from mint.engine import sampler as sampler_module
-from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, StopRule
-from mint.engine.sampler import Sampler
+from mint.engine.attention import CHUNK
+from mint.engine.batch import Batch
+from mint.engine.decoder import Decoder
+from mint.engine.protocol import CANCELLED, LoraSpec, SampleBatch, SampleJob, SampleResult, StopRule
 from mint.engine.torch_engine import TorchEngine
 
-
-@dataclass
-class Watch:
-    """Notes tokens; `cancel(job, tokens so far)` says who is no longer wanted."""
-
-    jobs: Collection[int]
-    cancel: Callable[[int, int], bool] = lambda job, seen: False
-    seen: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
-    asked: list[int] = field(default_factory=list)
-
-    @property
-    def listeners(self) -> Collection[int]:
-        return self.jobs
-
-    def token(self, job: int, sample: int, token: int, logprob: float) -> None:
-        self.seen.setdefault((job, sample), []).append((token, logprob))
-
-    def is_cancelled(self, job: int) -> bool:
-        self.asked.append(job)
-        return self.cancel(job, max((len(own) for (j, _), own in self.seen.items() if j == job), default=0))
+WEIGHTS = (None, "w", "v")
 
 
 @pytest.fixture
 def published(engine: TorchEngine) -> TorchEngine:
+    for name, lora in (("w", LORA), ("v", LoraSpec(5, 3, True, True, False))):
+        engine.create_model(name, "base", lora)
+        train(engine, name)
+        engine.publish(name, name)
     engine.create_model("m", "base", LORA)
-    train(engine, "m")
-    engine.publish("m", "w")
     return engine
 
 
@@ -52,121 +38,240 @@ def _jobs() -> list[SampleJob]:
     ]
 
 
-def _bits(result: SampleResult) -> list[tuple[bytes, bytes]]:
-    return [(sample.tokens.tobytes(), sample.logprobs.tobytes()) for sample in result.samples]
+def _random_job(rng: np.random.Generator) -> SampleJob:
+    size = int(rng.choice([1, 5, 31, 32, 40, 63, 64, 65, 100, 130]))
+    # few beginnings, so that jobs share tokens with others
+    start = np.random.default_rng(int(rng.integers(3))).integers(2, 97, size)
+    return job(
+        start.tolist(),
+        weights_id=WEIGHTS[int(rng.integers(3))],
+        num_samples=int(rng.integers(1, 6)),
+        max_tokens=int(rng.choice([0, 1, 2, 9, 40])),
+        seed=int(rng.integers(1 << 40)),
+        stop=StopRule(frozenset(rng.integers(0, 97, 2).tolist())),
+        prompt_logprobs=bool(rng.random() < 0.3),
+    )
 
 
-def test_a_watch_hears_each_token_of_its_jobs_in_order_and_changes_no_bit(published: TorchEngine) -> None:
-    alone = published.sample(_jobs())
-    watch = Watch(jobs={0, 1})
-    watched = published.sample(_jobs(), watch)
-    assert [_bits(one) for one in alone] == [_bits(other) for other in watched]
-    assert {place for place, _ in watch.seen} == set(watch.asked) == {0, 1}
-    for (place, index), heard in watch.seen.items():
-        sample = watched[place].samples[index]
-        assert [token for token, _ in heard] == sample.tokens.tolist()
-        assert np.array_equal(np.array([logprob for _, logprob in heard], np.float32), sample.logprobs)
+def _bits(result: SampleResult) -> list[bytes]:
+    assert result.error is None
+    prompt = [] if result.prompt_logprobs is None else [result.prompt_logprobs.tobytes()]
+    return prompt + [part.tobytes() for sample in result.samples for part in (sample.tokens, sample.logprobs)]
+
+
+def _finish(batch: SampleBatch) -> dict[str, SampleResult]:
+    results: dict[str, SampleResult] = {}
+    while batch.keys:
+        results |= batch.step()
+    return results
+
+
+def _fresh(published: TorchEngine, own: SampleJob) -> list[bytes]:
+    """What the job gets alone, from an engine that has nothing in its cache."""
+    published._memories.clear()
+    return _bits(published.sample([own])[0])
+
+
+def _held(engine: TorchEngine) -> int:
+    """Cells that are neither free nor in the cache of prefixes."""
+    memory = engine._memories["base"]
+    memory.prefixes.shrink(len(memory.prefixes))
+    return memory.cells.count - memory.cells.free
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whenever_a_job_joins_and_whoever_leaves_its_bits_are_its_own(published: TorchEngine, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    jobs = [_random_job(rng) for _ in range(14)]
+    alone = [_fresh(published, own) for own in jobs]
+    published._memories.clear()
+    batch, results, waiting, gone = published.open_batch(), {}, list(range(len(jobs))), set[int]()
+    heard: dict[tuple[int, int], list[int]] = {}
+    while batch.keys or waiting:
+        while waiting and rng.random() < 0.5:
+            place = waiting.pop(0)
+
+            def listen(sample: int, token: int, logprob: float, place: int = place) -> None:
+                heard.setdefault((place, sample), []).append(token)
+
+            batch.add(str(place), jobs[place], listen)
+            if rng.random() < 0.2:
+                gone.add(place)
+        for place in gone:
+            if rng.random() < 0.2:
+                batch.cancel(str(place))
+        results |= batch.step()
+    for place, expected in enumerate(alone):
+        result = results[str(place)]
+        if result.error is None:
+            assert _bits(result) == expected
+            for sample, own in enumerate(result.samples):
+                assert heard[place, sample] == own.tokens.tolist()
+        else:
+            assert place in gone and result.error == CANCELLED
+    assert _held(published) == 0
 
 
 def test_samples_that_stop_are_heard_to_their_last_token(published: TorchEngine) -> None:
     free = published.sample(_jobs()[:1])[0].samples[0].tokens
-    stopping = job(
-        [3, 4, 5], weights_id="w", num_samples=4, max_tokens=20, seed=1, stop=StopRule(frozenset([int(free[4])]))
-    )
-    watch = Watch(jobs=[0])
-    (result,) = published.sample([stopping], watch)
+    stop = StopRule(frozenset([int(free[4])]))
+    batch, heard = published.open_batch(), list[tuple[int, int, float]]()
+    own = job([3, 4, 5], weights_id="w", num_samples=4, max_tokens=20, seed=1, stop=stop)
+    batch.add("own", own, lambda *told: heard.append(told))
+    result = _finish(batch)["own"]
     assert any(sample.stopped for sample in result.samples)
     for index, sample in enumerate(result.samples):
-        assert [token for token, _ in watch.seen[0, index]] == sample.tokens.tolist()
+        assert [token for which, token, _ in heard if which == index] == sample.tokens.tolist()
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 @pytest.mark.parametrize("after", [0, 1, 7])
 def test_the_others_keep_their_bits_when_a_job_is_cancelled(published: TorchEngine, gone: int, after: int) -> None:
     expected = published.sample(_jobs())
-    watch = Watch(jobs=[gone], cancel=lambda place, seen: seen >= after)
-    results = published.sample(_jobs(), watch)
-    assert results[gone].error == CANCELLED and results[gone].samples == []
-    assert max((len(heard) for heard in watch.seen.values()), default=0) == after
+    batch, results = published.open_batch(), {}
+    for place, own in enumerate(_jobs()):
+        batch.add(str(place), own)
+    for _ in range(after):
+        results |= batch.step()
+    batch.cancel(str(gone))
+    results |= batch.step()
+    assert results[str(gone)].error == CANCELLED and results[str(gone)].samples == []
+    results |= _finish(batch)
     for place in {0, 1, 2} - {gone}:
-        assert results[place].error is None and _bits(results[place]) == _bits(expected[place])
-        if expected[place].samples[0].topk is not None:
-            tables = [[sample.topk for sample in found[place].samples] for found in (expected, results)]
-            for one, other in zip(*tables, strict=True):
-                assert one is not None and other is not None and one.logprobs.tobytes() == other.logprobs.tobytes()
+        assert _bits(results[str(place)]) == _bits(expected[place])
+        for one, other in zip(expected[place].samples, results[str(place)].samples, strict=True):
+            assert (one.topk is None) == (other.topk is None)
+            if one.topk is not None and other.topk is not None:
+                assert one.topk.logprobs.tobytes() == other.topk.logprobs.tobytes()
+    assert _held(published) == 0
 
 
-def test_a_cancelled_job_frees_its_rows_and_cache_at_once(
-    published: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_job_frees_its_rows_at_once(published: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    plain = Sampler._decode
+    plain = Decoder.forward
 
-    def counted(self: Sampler) -> object:
-        rows.append(self._cache._cells.shape[2])
-        return plain(self)
+    def counted(self: Decoder, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
+        rows.append(len(tokens))
+        return plain(self, tokens, *rest)  # ty: ignore[invalid-argument-type]
 
-    monkeypatch.setattr(Sampler, "_decode", counted)
-    many = [job([3], num_samples=2, max_tokens=10), job([4, 5], num_samples=7, max_tokens=10)]
-    published.sample(many, Watch(jobs=[0], cancel=lambda place, seen: seen >= 3))
-    assert rows == [9, 9] + [7] * 7  # 2 of 9 rows are too few to be worth moving the others, but for a cancelled job
+    monkeypatch.setattr(Decoder, "forward", counted)
+    batch = published.open_batch()
+    batch.add("few", job([3], num_samples=2, max_tokens=10))
+    batch.add("many", job([4, 5], num_samples=7, max_tokens=10))
+    for _ in range(3):
+        batch.step()
+    batch.cancel("few")
+    _finish(batch)
+    assert rows == [3, 9, 9] + [7] * 7  # 2 of 9 rows are too few to be worth moving the others, but for a cancelled job
 
 
-def test_a_job_that_waits_can_be_cancelled_and_makes_room(
+def test_a_long_prompt_is_computed_beside_the_tokens_of_others(
     published: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler_module, "MAX_ROWS", 4)
-    expected = published.sample(_jobs())
-    prefills: list[int] = []
-    plain = Sampler._prefill_batch
-    monkeypatch.setattr(Sampler, "_prefill_batch", lambda self, batch: prefills.extend(batch) or plain(self, batch))
-    watch = Watch(jobs=[0, 1], cancel=lambda place, seen: place == 1 or seen >= 5)
-    results = published.sample(_jobs(), watch)
-    assert [result.error for result in results] == [CANCELLED, CANCELLED, None]
-    assert prefills == [0, 2] and _bits(results[2]) == _bits(expected[2])
+    monkeypatch.setattr(sampler_module, "PREFILL_TOKENS_BESIDE", 24)
+    long = job((np.arange(150) % 90 + 2).tolist(), weights_id="w", max_tokens=5, prompt_logprobs=True, num_samples=2)
+    alone = _fresh(published, long)
+    published._memories.clear()
+    batch, heard = published.open_batch(), list[int]()
+    batch.add("talks", job([3, 4], weights_id="w", max_tokens=40), lambda sample, token, logprob: heard.append(token))
+    batch.step()
+    batch.add("long", long)
+    for step in range(7):
+        before = len(heard)
+        assert not batch.step()
+        assert len(heard) == before + 1, step
+    assert _bits(_finish(batch)["long"]) == alone
 
 
-def test_a_job_that_has_ended_keeps_its_answer_though_nobody_wants_it_any_more(published: TorchEngine) -> None:
-    short, long = job([3, 4], max_tokens=2), job([5, 6], max_tokens=9)
-    watch = Watch(jobs=[0, 1], cancel=lambda place, seen: seen >= 2 and place == 0)
-    first, second = published.sample([short, long], watch)
-    assert first.error is None and len(first.samples[0].tokens) == 2 and second.error is None
+def test_jobs_that_do_not_fit_together_make_room_and_are_told_no_token_twice(published: TorchEngine) -> None:
+    jobs = [job([3 + n] * 40, weights_id="w", num_samples=3, max_tokens=100, seed=n) for n in range(4)]
+    alone = [_fresh(published, own) for own in jobs]
+    cell = published._memories["base"].cells.cell_bytes
+    for cells in (9, 11, 20):
+        published._memories.clear()
+        published._kv_cache_bytes = cells * cell
+        batch, heard = published.open_batch(), dict[tuple[int, int], list[int]]()
+        for place, own in enumerate(jobs):
+            batch.add(
+                str(place),
+                own,
+                lambda s, t, p, place=place, heard=heard: heard.setdefault((place, s), []).append(t),
+            )
+        results = _finish(batch)
+        for place, expected in enumerate(alone):
+            assert _bits(results[str(place)]) == expected
+            assert [heard[place, s] for s in range(3)] == [s.tokens.tolist() for s in results[str(place)].samples]
+        assert _held(published) == 0
+        if cells == 9:
+            assert published.sampling_counters()["restarts"] > 0
 
 
-def test_jobs_of_two_bases_are_watched_under_their_own_places(published: TorchEngine, tied: tuple) -> None:
+def test_a_job_that_can_never_fit_fails_alone_and_says_what_to_do(published: TorchEngine) -> None:
+    published._kv_cache_bytes = 4 * 2 * published._bases["base"][0].config.num_hidden_layers * CHUNK * 4 * 64
+    small, large = job([3, 4], max_tokens=9), job([5, 6], num_samples=64, max_tokens=90)
+    (alone,) = published.sample([small])
+    results = published.sample([small, large, small])
+    assert results[1].error is not None and "kv_cache_bytes" in results[1].error
+    assert _bits(results[0]) == _bits(results[2]) == _bits(alone)
+
+
+@pytest.mark.parametrize("calls", [(3,), (4, 9), (2, 3)])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, lambda: RuntimeError("[enforce] can't allocate memory")])
+def test_a_device_out_of_memory_only_delays(
+    published: TorchEngine, monkeypatch: pytest.MonkeyPatch, calls: tuple[int, ...], error: Callable[[], Exception]
+) -> None:
+    jobs = _jobs()
+    expected = [_bits(result) for result in published.sample(jobs)]
+    plain, count = Decoder.logits, 0
+
+    def fails(self: Decoder, *arguments: object) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count in calls:
+            raise error()
+        return plain(self, *arguments)  # ty: ignore[invalid-argument-type]
+
+    monkeypatch.setattr(Decoder, "logits", fails)
+    assert [_bits(result) for result in published.sample(jobs)] == expected
+    assert _held(published) == 0
+
+
+def test_another_error_ends_the_batch_and_leaves_nothing_behind(published: TorchEngine) -> None:
+    def refuse(sample: int, token: int, logprob: float) -> None:
+        raise ValueError("enough")
+
+    batch = published.open_batch()
+    batch.add("own", job([3, 4], num_samples=3, max_tokens=9), refuse)
+    with pytest.raises(ValueError, match="enough") as caught:
+        batch.step()
+    del batch, caught
+    assert _held(published) == 0
+
+
+def test_jobs_of_two_bases_share_a_batch(published: TorchEngine, tied: tuple[Path, object]) -> None:
     published.load_base("other", str(tied[0]))
     jobs = [job([3, 4], base=base, max_tokens=5, seed=seed) for seed, base in enumerate(["base", "other"] * 2)]
-    expected = published.sample(jobs)
-    watch = Watch(jobs=range(4), cancel=lambda place, seen: place == 3 and seen >= 2)
-    results = published.sample(jobs, watch)
-    assert [result.error for result in results] == [None, None, None, CANCELLED]
-    for place in range(3):
-        assert _bits(results[place]) == _bits(expected[place])
-        assert [token for token, _ in watch.seen[place, 0]] == results[place].samples[0].tokens.tolist()
+    expected = [_bits(published.sample([own])[0]) for own in jobs]
+    batch = published.open_batch()
+    assert isinstance(batch, Batch)
+    for place, own in enumerate(jobs):
+        batch.add(str(place), own)
+    batch.cancel("3")
+    results = _finish(batch)
+    assert results["3"].error == CANCELLED
+    assert [_bits(results[str(place)]) for place in range(3)] == expected[:3]
 
 
-def test_prompt_questions_of_a_cancelled_neighbour_do_not_matter(published: TorchEngine) -> None:
-    asking = job([3] * 9, max_tokens=0, prompt_logprobs=True, prompt_alt_tokens_k=2)
-    (alone,) = published.sample([asking])
-    results = published.sample(
-        [asking, job([4], max_tokens=40)], Watch(jobs=[0, 1], cancel=lambda place, seen: place == 1)
-    )
-    assert (
-        results[1].error == CANCELLED and results[0].prompt_logprobs is not None and alone.prompt_logprobs is not None
-    )
-    assert results[0].prompt_logprobs.tobytes() == alone.prompt_logprobs.tobytes()
-
-
-def test_everything_may_be_cancelled(published: TorchEngine) -> None:
-    for after in (0, 3):
-        results = published.sample(_jobs(), Watch(jobs=range(3), cancel=lambda place, seen, after=after: seen >= after))
-        assert [result.error for result in results] == [CANCELLED] * 3
-
-
-def test_diverged_weights_are_never_heard(published: TorchEngine) -> None:
+def test_diverged_weights_are_never_heard_and_leave_no_trace(published: TorchEngine) -> None:
     broken = {name: np.full_like(array, 1e30) for name, array in published.read_state("m").weights.items()}
     published.load_weights("broken", "base", LORA, broken)
-    watch = Watch(jobs=range(2))
-    results = published.sample([job([3, 4], weights_id="broken"), job([3, 4], weights_id="w")], watch)
-    assert results[0].error and results[0].error != CANCELLED and results[1].error is None
-    assert {place for place, _ in watch.seen} == {1}
+    own = job([3] * 70, weights_id="w", num_samples=2)
+    alone = _fresh(published, own)
+    published._memories.clear()
+    batch, heard = published.open_batch(), list[int]()
+    batch.add("broken", job([3] * 70, weights_id="broken"), lambda *told: heard.append(told[1]))
+    batch.add("own", own)
+    results = _finish(batch)
+    assert results["broken"].error not in (None, CANCELLED) and not heard
+    assert _bits(results["own"]) == alone
+    assert _bits(published.sample([own])[0]) == alone  # in the cells that held what was not finite

@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from engine_data import CROSS_ENTROPY, train
-from small_models import write_model
+from small_models import FAMILIES, write_model
 from transformers import AutoModelForCausalLM
 
 from mint.engine.protocol import LoraSpec, TrainDatum
@@ -26,8 +26,8 @@ PARTS = [parts for parts in itertools.product([True, False], repeat=3) if any(pa
 TOKENS = np.random.default_rng(0).integers(0, 64, 30)
 
 
-def _trained(folder: Path, shape: str, parts: tuple[bool, bool, bool]) -> tuple[TorchEngine, LoraSpec]:
-    write_model(folder, shape)
+def _trained(folder: Path, shape: str, parts: tuple[bool, bool, bool], **model: object) -> tuple[TorchEngine, LoraSpec]:
+    write_model(folder, shape, **model)
     engine = TorchEngine(dtype="float32", threads=1, device="cpu")
     engine.load_base("base", str(folder))
     lora = LoraSpec(8, 0, *parts)
@@ -80,6 +80,37 @@ def test_transformers_loads_the_merged_model_with_the_same_logits(
     assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4
     assert merged.config.tie_word_embeddings == (shape == "tied" and not parts[2])
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("parts", [(True, True, True), (False, True, False)])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3"])
+def test_every_family_gives_the_same_logits_in_peft_and_in_transformers(
+    tmp_path: Path, family: str, parts: tuple[bool, bool, bool]
+) -> None:
+    engine, lora = _trained(tmp_path / "base", "untied", parts, family=family, shards="40KB")
+    weights = engine.read_state("m").weights
+    write_peft(tmp_path / "adapter", weights, rank=lora.rank, alpha=32.0, base_model=str(tmp_path / "base"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    plain = _theirs(base)
+    theirs = _theirs(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    write_merged(tmp_path / "merged", tmp_path / "base", weights, scale=32 / 8)
+    merged = _theirs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    ours = _ours(engine)
+    assert np.abs(ours - theirs).max() <= 1e-4
+    assert np.abs(ours - merged).max() <= 1e-4
+    assert np.abs(plain - theirs).max() > 0.1  # the lora does something
+    _, back = _read(tmp_path / "adapter", tmp_path / "base")
+    assert all(np.array_equal(back[name], array) for name, array in weights.items())
+
+
+def test_a_mixture_with_dense_layers_is_merged_with_the_same_logits(tmp_path: Path) -> None:
+    parts = (False, True, False)
+    engine, _ = _trained(tmp_path / "base", "untied", parts, family="qwen3_moe", mlp_only_layers=[1])
+    weights = engine.read_state("m").weights
+    assert {f"model.layers.{place}.up_proj.lora_A.weight" for place in ("1.mlp", "0.mlp.experts.5")} <= weights.keys()
+    write_merged(tmp_path / "merged", tmp_path / "base", weights, scale=32 / 8)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4
 
 
 def test_a_bfloat16_base_is_merged_in_float32(tmp_path: Path) -> None:

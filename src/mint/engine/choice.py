@@ -18,10 +18,35 @@ GREEDY_BELOW = 1e-5
 _BLOCK = 64
 
 
-def choose(
+def exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`exp(logits - max)` [R, V] and the logsumexp [R], to the bit as torch's, from logits float32 [R, V]."""
+    best = logits.amax(1, keepdim=True)
+    weights = (logits - best).exp_()
+    return weights, weights.sum(1).log_().add_(best.squeeze(1))
+
+
+def draw(
     logits: Tensor, uniforms: np.ndarray, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """As `choose`, and the logprob of each token under the logits as they are, float32 [R]."""
+    weights, normaliser = exponentials(logits)
+    as_they_are = bool((temperature == 1).all())
+    tokens = choose(logits, uniforms, temperature, top_k, top_p, weights if as_they_are else None)
+    return tokens, logits.gather(1, tokens[:, None]).squeeze(1) - normaliser
+
+
+def choose(
+    logits: Tensor,
+    uniforms: np.ndarray,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """A token per row, int64 [R]; logits float32 [R, V], the rest float64 or int64 [R]. `top_k` <= 0 is off."""
+    """A token per row, int64 [R]; logits float32 [R, V], the rest float64 or int64 [R]. `top_k` <= 0 is off.
+
+    `weights` [R, V] saves work where all temperatures are 1: the logits' `exponentials`.
+    """
     greedy = temperature < GREEDY_BELOW
     restricted = ~greedy & (((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1))
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -30,6 +55,8 @@ def choose(
         if not chosen.any():
             continue
         rows = torch.from_numpy(np.flatnonzero(chosen)).to(logits.device)
+        if kind == "plain" and weights is not None and chosen.all():
+            return _inverse_cdf(weights, _column(uniforms, logits.device)).squeeze(1)
         own = logits if chosen.all() else logits[rows]
         if kind == "greedy":
             tokens[rows] = own.argmax(1)

@@ -1,9 +1,9 @@
-"""A Qwen3 decoder over packed rows: one forward for training, prefill and decoding alike.
+"""A decoder over packed rows: one forward for training, prefill and decoding alike.
 
 Rows are tokens; which row attends to which is the business of the `attention` that the caller passes in. Base weights
 are frozen, in float32 or bfloat16; hidden states are float32 throughout. Knows nothing of sequences, losses or caches.
 
-The bits of a row do not depend on the other rows: every product runs over at least `min_rows()` rows, above which (as
+The bits of a row do not depend on the other rows: every product runs over at least `min_rows` rows, above which (as
 measured, and tested) BLAS treats each row alike, and nothing here reduces over rows.
 
 Letters: T rows · E hidden size · H all heads (query, key, value) · D head dimension · V vocabulary.
@@ -11,21 +11,43 @@ Letters: T rows · E hidden size · H all heads (query, key, value) · D head di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from mint.engine.blocks import AttentionInputs, Geometry, Mlp, apply_mlp, project_heads
 from mint.engine.decoder_config import DecoderConfig
-from mint.engine.decoder_weights import read_base_weights
-from mint.engine.kernels import BaseProduct, LoraProduct, NormRope, RmsNorm, SwiGlu, add_lora, run
-from mint.engine.lora import UNEMBED, LoraRows
-from mint.engine.products import FrozenMatrix
+from mint.engine.decoder_weights import LayerWeights, read_base_weights
+from mint.engine.experts import mix_experts
+from mint.engine.kernels import LoraProduct, RmsNorm, run
+from mint.engine.lora import UNEMBED, LoraRows, LoraWeights
+from mint.engine.products import FrozenMatrix, min_rows
+from mint.engine.rope import rope_tables
+from mint.engine.site_products import MergedMatrices, SiteProduct, add_lora, fit_for_merging
 from mint.models.tensor_files import StoredTensor
 
-MIN_ROWS, MIN_ROWS_PER_THREAD = 16, 4
-"""Below 4 rows, and below about 2 for each thread, MKL sums in another order (measured with 1 to 16 threads)."""
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows `start:stop` are multiplied with `product`."""
+
+    start: int
+    stop: int
+    product: SiteProduct
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    def rows(self, x: Tensor, least: int) -> Tensor:
+        """Its rows of x; a copy where these are fewer than `least`."""
+        return pad_rows(x[self.start : self.stop], least)
+
 
 Attention = Callable[[int, Tensor], Tensor]
 """(layer, normed and rotated heads [T, H, D]) → attended values [T, query heads · D], both in the base's dtype."""
@@ -40,7 +62,7 @@ class Decoder:
         """Takes every tensor of a Hugging Face state dict.
 
         Raises:
-            InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of Qwen3.
+            InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not of its family.
         """
         self.config = config
         self.dtype = dtype
@@ -52,64 +74,163 @@ class Decoder:
             weights.final_norm,
             weights.unembedding,
         )
-        self._cos, self._sin = _rope_tables(config, device)
+        self._cos, self._sin = rope_tables(config, device)
+        matrices = _layer_matrices(self._layers)
+        self._matrices = tuple(matrices.values())
+        # Many loras share one product of the base; merged, each has products of its own, which pays for small ones.
+        merges = device.type == "cpu" and dtype == torch.float32 and fit_for_merging(matrices)
+        self._merged = MergedMatrices(matrices) if merges else None
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, loras: Sequence[LoraRows]) -> Tensor:
-        """Final hidden states (normed) [T, E] of `tokens` [T] at `positions` [T]; `loras` cover all rows."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        loras: Sequence[LoraRows],
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Final hidden states (normed) [T, E] of `tokens` [T] at `positions` [T]; `loras` cover all rows.
+
+        With `recompute`, a layer keeps nothing but its input for the backward, which then runs its forward again:
+        the same bits in less memory and more time.
+        """
         count = tokens.shape[0]
-        tokens, positions = pad_rows(tokens), pad_rows(positions)
+        least = _rows_of_all(self._matrices)
+        tokens, positions = pad_rows(tokens, least), pad_rows(positions, least)
         loras = _cover(loras, count, tokens.shape[0])
-        config, eps = self.config, self.config.rms_norm_eps
-        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in (self._cos, self._sin))
-        x = self._embedding.index_select(0, tokens)
-        for index, layer in enumerate(self._layers):
-            normed = run(RmsNorm, x, layer.input_norm, eps)
-            qkv = _linear(normed, layer.qkv, f"{index}.qkv", loras).view(len(tokens), -1, config.head_dim)
-            heads = run(NormRope, qkv, layer.head_norms, eps, cos, sin).to(self.dtype)
-            mixed = pad_rows(attention(index, heads[:count])).float()
-            x = _linear(mixed, layer.o, f"{index}.o", loras, residual=x)
-            normed = run(RmsNorm, x, layer.post_norm, eps)
-            inner = run(SwiGlu, _linear(normed, layer.gate_up, f"{index}.gate_up", loras))
-            x = _linear(inner, layer.down, f"{index}.down", loras, residual=x)
-        return run(RmsNorm, x, self._final_norm, eps)[:count]
+        config = self.config
+        geometry = Geometry(
+            dtype=self.dtype,
+            eps=config.rms_norm_eps,
+            rotated=config.num_attention_heads + config.num_key_value_heads,
+            head_dim=config.head_dim,
+            cos=self._cos.index_select(0, positions).unsqueeze(1),
+            sin=self._sin.index_select(0, positions).unsqueeze(1),
+        )
+        x = self._embedding.index_select(0, tokens).float()
+        for index in range(len(self._layers)):
+            layer = partial(self._layer, index, attention=attention, loras=loras, geometry=geometry, count=count)
+            if recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x)
+        return run(RmsNorm, x, self._final_norm, config.rms_norm_eps)[:count]
+
+    def _layer(
+        self, index: int, x: Tensor, *, attention: Attention, loras: Sequence[LoraRows], geometry: Geometry, count: int
+    ) -> Tensor:
+        """One layer on rows x [T, E], of which the first `count` are tokens and the rest padding."""
+        layer = self._layers[index]
+        heads = self._heads(index, x, loras, geometry)
+        mixed = pad_rows(attention(index, heads[:count]), len(x))
+        x = self._linear(mixed, layer.o, f"{index}.o", loras, residual=x)
+        if layer.experts is not None and self.config.experts is not None:
+            # without the padding, whose rows would go to experts that nobody else needs
+            own = run(RmsNorm, x, layer.post_norm, geometry.eps)[:count], x[:count]
+            mixed = mix_experts(*own, layer.experts, self.config.experts, index, loras, self._linear_of_any)
+            return pad_rows(mixed, len(x))
+        return self._mlp(index, x, loras, geometry)
+
+    def _heads(self, index: int, x: Tensor, loras: Sequence[LoraRows], geometry: Geometry) -> Tensor:
+        layer = self._layers[index]
+        runs = self._site(f"{index}.qkv", layer.qkv, loras)
+        if torch.is_grad_enabled():
+            return run(AttentionInputs, x, layer, runs[0].product, geometry, *runs[0].product.parameters)
+        return project_heads(x, layer, partial(_multiply, runs), geometry)[0]
+
+    def _mlp(self, index: int, x: Tensor, loras: Sequence[LoraRows], geometry: Geometry) -> Tensor:
+        layer = self._layers[index]
+        if layer.gate_up is None or layer.down is None:
+            raise AssertionError(f"layer {index} has neither an MLP nor experts")
+        gate_up = self._site(f"{index}.gate_up", layer.gate_up, loras)
+        down = self._site(f"{index}.down", layer.down, loras)
+        if torch.is_grad_enabled():
+            products = (gate_up[0].product, down[0].product)
+            parameters = (parameter for product in products for parameter in product.parameters)
+            return run(Mlp, x, layer, *products, geometry, *parameters)
+        return apply_mlp(x, layer, partial(_multiply, gate_up), partial(_multiply, down), geometry.eps)[0]
 
     def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
         """Float32 logits [T, V] of hidden states [T, E]."""
-        count = hidden.shape[0]
-        hidden = pad_rows(hidden)
-        return _linear(hidden, self._unembedding, UNEMBED, _cover(loras, count, hidden.shape[0]))[:count]
+        return self._linear_of_any(hidden, self._unembedding, UNEMBED, loras)
+
+    def logits_gradient(self, grad: Tensor, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
+        """From the gradient for `logits` [T, V] that for hidden [T, E]; a lora's is added to its `.grad`. One lora
+        covers all rows."""
+        product = self._product(UNEMBED, self._unembedding, loras[0].weights)
+        grad_hidden, grads = product.gradient(grad, hidden)
+        for parameter, own in zip(product.parameters, grads, strict=True):
+            if parameter.grad is not None:
+                parameter.grad += own
+        return torch.zeros_like(hidden) if grad_hidden is None else grad_hidden
+
+    def _linear(
+        self, x: Tensor, weight: FrozenMatrix, site: str, loras: Sequence[LoraRows], residual: Tensor | None = None
+    ) -> Tensor:
+        return _multiply(self._site(site, weight, loras), x, residual)
+
+    def _linear_of_any(self, x: Tensor, weight: FrozenMatrix, site: str, loras: Sequence[LoraRows]) -> Tensor:
+        """`_linear` of any number of rows; `loras` may cover more of them."""
+        count, x = x.shape[0], pad_rows(x, _rows_of_all([weight]))
+        loras = [LoraRows(own.start, min(own.stop, count), own.weights) for own in loras if own.start < count]
+        return self._linear(x, weight, site, _cover(loras, count, x.shape[0]))[:count]
+
+    def _site(self, name: str, weight: FrozenMatrix, loras: Sequence[LoraRows]) -> list[_Run]:
+        """What each run of rows is multiplied with at a site."""
+        return [_Run(rows.start, rows.stop, self._product(name, weight, rows.weights)) for rows in loras]
+
+    def _product(self, name: str, weight: FrozenMatrix, lora: LoraWeights | None) -> SiteProduct:
+        found = None if lora is None else lora.sites.get(name)
+        if lora is None or found is None:
+            return SiteProduct(weight)
+        if self._merged is not None and name in self._merged.sites:
+            return self._merged.of(lora)[name]
+        return SiteProduct(weight, found, lora.scale)
 
 
-def min_rows() -> int:
-    """How many rows a product needs so that each of them is treated alike."""
-    return max(MIN_ROWS, MIN_ROWS_PER_THREAD * torch.get_num_threads())
+def _layer_matrices(layers: Sequence[LayerWeights]) -> dict[str, FrozenMatrix]:
+    """The matrices outside of experts, by site."""
+    found = {}
+    for index, layer in enumerate(layers):
+        own = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
+        found |= {f"{index}.{name}": matrix for name, matrix in own.items() if matrix is not None}
+    return found
 
 
-def pad_rows(rows: Tensor) -> Tensor:
-    """`rows` with at least `min_rows()` along the first dimension; what is added is zero."""
-    missing = min_rows() - rows.shape[0]
+def _rows_of_all(matrices: Iterable[FrozenMatrix]) -> int:
+    """Rows that products with all `matrices` need; a gradient's loras need more, and otherwise see to it themselves."""
+    return min_rows() if torch.is_grad_enabled() else max(matrix.min_rows for matrix in matrices)
+
+
+def pad_rows(rows: Tensor, least: int) -> Tensor:
+    """`rows` with at least `least` along the first dimension; what is added is zero."""
+    missing = least - rows.shape[0]
     return rows if missing <= 0 else F.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
 
 
-def _linear(
-    x: Tensor, weight: FrozenMatrix, site: str, loras: Sequence[LoraRows], residual: Tensor | None = None
-) -> Tensor:
+def _multiply(runs: Sequence[_Run], x: Tensor, residual: Tensor | None = None) -> Tensor:
     """`residual + x @ weight.T` plus each lora's part on its rows; with a gradient, one lora covers all rows."""
-    trained = [(rows, rows.weights.scale, found) for rows in loras if rows.weights and (found := rows.site(site))]
+    product = runs[0].product
     if torch.is_grad_enabled():
-        if not trained:
-            return run(BaseProduct, x, residual, weight)
-        _, scale, found = trained[0]
-        return run(LoraProduct, x, residual, weight, scale, found.a, *found.bs)
-    out = weight.product(x, residual)
-    for rows, scale, found in trained:
-        part = slice(rows.start, rows.stop)
-        if rows.stop - rows.start >= min_rows():
-            add_lora(out[part], x[part], found.a, found.bs, scale)
+        return run(LoraProduct, x, residual, product, *product.parameters)
+    if any(own.product.merged for own in runs):
+        if len(runs) == 1:
+            return product.product(x, residual)
+        parts = []
+        for own in runs:
+            least = own.product.weight.min_rows
+            added = None if residual is None else own.rows(residual, least)
+            parts.append(own.product.product(own.rows(x, least), added)[: own.count])
+        return torch.cat(parts)
+    out = product.weight.product(x, residual)
+    for own in runs:
+        if own.product.lora is None:
             continue
-        padded = pad_rows(out[part])
-        add_lora(padded, pad_rows(x[part]), found.a, found.bs, scale)
-        out[part] = padded[: rows.stop - rows.start]
+        target = own.rows(out, min_rows())
+        add_lora(target, own.rows(x, min_rows()), own.product.lora, own.product.scale)
+        if len(target) != own.count:  # a padded copy
+            out[own.start : own.stop] = target[: own.count]
     return out
 
 
@@ -118,11 +239,3 @@ def _cover(loras: Sequence[LoraRows], count: int, padded: int) -> Sequence[LoraR
     if padded == count:
         return loras
     return [*loras[:-1], LoraRows(loras[-1].start, padded, loras[-1].weights)]
-
-
-def _rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, D / 2] in float32, computed as Hugging Face does."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    angles = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos().to(device), angles.sin().to(device)

@@ -16,9 +16,56 @@ ALIGNED = 4
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes and constants of a Qwen3 dense decoder, named as in config.json."""
+class Family:
+    """What tells one family of decoders from another."""
 
+    name: str
+    qkv_bias: bool = False
+    head_norms: bool = False
+    experts: bool = False
+
+
+FAMILIES = {
+    "llama": Family("Llama"),
+    "qwen2": Family("Qwen2.5", qkv_bias=True),
+    "qwen3": Family("Qwen3", head_norms=True),
+    "qwen3_moe": Family("Qwen3-MoE", head_norms=True, experts=True),
+}
+"""By the `model_type` of config.json."""
+
+SUPPORTED = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
+"""The families in words, for whoever brings another one."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's: frequencies of long wavelengths are divided by `factor`, those of short ones stay, between is a ramp.
+
+    The limits are `original_max_position_embeddings` / `low_freq_factor` and / `high_freq_factor`.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP, in `layers`: each token goes to `per_token` of `count` experts."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and constants of a decoder, named as in config.json."""
+
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -29,7 +76,14 @@ class DecoderConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
+    experts: ExpertsConfig | None
+
+    @property
+    def family(self) -> Family:
+        """Which biases and norms there are."""
+        return FAMILIES[self.model_type]
 
     @property
     def query_size(self) -> int:
@@ -41,6 +95,10 @@ class DecoderConfig:
         """Width of all key heads together (the values' is the same)."""
         return self.num_key_value_heads * self.head_dim
 
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts that stand for the MLP of a layer; None for a dense one."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
+
 
 def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that `config` (config.json) describes.
@@ -48,51 +106,87 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         InvalidRequestError: another family, an option that mint does not compute, or a missing or senseless size.
     """
-    _expect(config, "model_type", "qwen3")
-    _expect(config, "hidden_act", "silu", default="silu")
-    _expect(config, "attention_bias", False, default=False)
-    _expect(config, "use_sliding_window", False, default=False)
-    for option in ("rope_scaling", "quantization_config"):
-        if config.get(option):
-            raise _unsupported(option, config[option], "only without")
-    if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise _unsupported("layer_types", config["layer_types"], "only full_attention")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise _unsupported("model_type", model_type, "one of the families")
+    _refuse_options(config)
     heads = _size(config, "num_attention_heads")
     key_value_heads = _size(config, "num_key_value_heads", default=heads)
     if heads % key_value_heads:
         raise _unsupported("num_key_value_heads", key_value_heads, f"a divisor of the {heads} query heads")
-    head_dim = _size(config, "head_dim", default=_size(config, "hidden_size") // heads)
-    sizes = {key: _size(config, key) for key in ("hidden_size", "intermediate_size")}
-    for key, size in {**sizes, "head_dim": head_dim}.items():
-        # Unaligned rows get other bits from BLAS in other places of a batch (measured with widths 18 and 77).
-        if size % ALIGNED:
-            raise _unsupported(key, size, f"a multiple of {ALIGNED}")
+    layers, hidden = _size(config, "num_hidden_layers"), _width(config, "hidden_size")
+    theta, scaling = _rope(config)
     return DecoderConfig(
+        model_type=model_type,
         vocab_size=_size(config, "vocab_size"),
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=sizes["intermediate_size"],
-        num_hidden_layers=_size(config, "num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=_width(config, "intermediate_size"),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
-        head_dim=head_dim,
+        head_dim=_width(config, "head_dim", default=hidden // heads),
         max_position_embeddings=_size(config, "max_position_embeddings"),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=_rope_theta(config),
+        rope_theta=theta,
+        rope_scaling=scaling,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        experts=_experts(config, layers) if FAMILIES[model_type].experts else None,
     )
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Top-level in older files; under `rope_parameters` as transformers 5 writes them."""
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise _unsupported("rope_parameters.rope_type", rope["rope_type"], "only 'default'")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _unsupported("rope_parameters.partial_rotary_factor", rope["partial_rotary_factor"], "only 1.0")
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise _unsupported("rope_theta", theta, "a positive number")
-    return float(theta)
+def _refuse_options(config: Mapping[str, Any]) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        raise _unsupported("hidden_act", config["hidden_act"], "only 'silu'")
+    for option in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config",
+                   "dual_chunk_attention_config"):  # fmt: skip
+        if config.get(option):
+            raise _unsupported(option, config[option], "only without")
+    if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        raise _unsupported("layer_types", config["layer_types"], "only full_attention")
+
+
+def _experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
+    """Which layers are mixtures, and how; transformers 5 writes `num_local_experts` where it reads `num_experts`."""
+    count = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    per_token = _size(config, "num_experts_per_tok")
+    if per_token > count:
+        raise _unsupported("num_experts_per_tok", per_token, f"at most the {count} experts")
+    step, dense = _size(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
+    mixtures = frozenset(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        intermediate_size=_width(config, "moe_intermediate_size"),
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        layers=mixtures,
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """The base and the scaling: in `rope_parameters` as transformers 5 writes them; in older files the base stands at
+    the top level and the scaling in `rope_scaling`, whose kind is `type` or `rope_type`."""
+    place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(place) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise _unsupported(f"{place}.rope_type", kind, "'default' or 'llama3'")
+    rotary = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if rotary != 1.0:
+        raise _unsupported(f"{place}.partial_rotary_factor", rotary, "only 1.0")
+    theta = _positive("rope_theta", rope.get("rope_theta", config.get("rope_theta")))
+    if kind == "default":
+        return theta, None
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    scaling = RopeScaling(*(_positive(f"{place}.{name}", rope.get(name)) for name in names))
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise _unsupported(f"{place}.low_freq_factor", scaling.low_freq_factor, "below high_freq_factor")
+    return theta, scaling
+
+
+def _positive(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise _unsupported(key, value, "a positive number")
+    return float(value)
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -103,16 +197,19 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     return size
 
 
-def _expect(config: Mapping[str, Any], key: str, wanted: object, default: object = None) -> None:
-    found = config.get(key, default)
-    if found != wanted:
-        raise _unsupported(key, found, f"only {wanted!r}")
+def _width(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A size that rows of matrices have."""
+    size = _size(config, key, default)
+    # Unaligned rows get other bits from BLAS in other places of a batch (measured with widths 18 and 77).
+    if size % ALIGNED:
+        raise _unsupported(key, size, f"a multiple of {ALIGNED}")
+    return size
 
 
 def _unsupported(key: str, value: object, supported: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"mint computes Qwen3 dense models; supported here is {supported}",
+        f"is not computed by mint; supported is {supported}, and the families are {SUPPORTED}",
         field=f"config.json {key}",
         value=repr(value),
-        remedy="Choose a base model of that kind",
+        remedy="Choose another base model",
     )

@@ -9,13 +9,13 @@ Letters: E hidden size · H all heads (query, key, value) · D head dimension ·
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mint.engine.decoder_config import DecoderConfig
-from mint.engine.products import FrozenMatrix
+from mint.engine.products import FrozenMatrix, Unembedding
 from mint.errors import InvalidRequestError
 from mint.models.tensor_files import StoredTensor
 
@@ -23,16 +23,27 @@ _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of MLPs, and the matrix that chooses among them, in float32."""
+
+    router: FrozenMatrix  # [experts, E]
+    gate_up: list[FrozenMatrix]  # for each expert [2·intermediate, E]
+    down: list[FrozenMatrix]  # for each expert [E, intermediate]
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """One layer; the matrices in the base's dtype, the norms in float32."""
+    """One layer; the matrices in the base's dtype, the bias and the norms in float32."""
 
     input_norm: Tensor  # [E]
     qkv: FrozenMatrix  # [H·D, E]
-    head_norms: Tensor  # [query + key heads, D]
     o: FrozenMatrix  # [E, query heads · D]
     post_norm: Tensor  # [E]
-    gate_up: FrozenMatrix  # [2·intermediate, E]
-    down: FrozenMatrix  # [E, intermediate]
+    gate_up: FrozenMatrix | None = None  # [2·intermediate, E]; as `down`, where there are no experts
+    down: FrozenMatrix | None = None  # [E, intermediate]
+    experts: Experts | None = None
+    qkv_bias: Tensor | None = None  # [H·D]
+    head_norms: Tensor | None = None  # [query + key heads, D]
 
 
 @dataclass(frozen=True)
@@ -40,9 +51,9 @@ class BaseWeights:
     """All of a base model. `unembedding` is the embedding itself where the two are tied."""
 
     layers: list[LayerWeights]
-    embedding: Tensor  # [V, E]
+    embedding: Tensor  # [V, E], in the base's dtype
     final_norm: Tensor  # [E]
-    unembedding: FrozenMatrix  # [V, E]
+    unembedding: Unembedding  # [V, E]
 
 
 def read_base_weights(
@@ -53,56 +64,79 @@ def read_base_weights(
     Raises:
         InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of the family.
     """
-    reader = _Reader(tensors, device)
+    reader = _Reader(tensors, device, config.family.name)
     layers = [_read_layer(reader, config, layer, dtype) for layer in range(config.num_hidden_layers)]
-    # Embedding, norms and unembedding stay in float32: logits are never rounded to bfloat16.
-    embedding = reader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    embedding = reader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)).to(dtype)
     final_norm = reader.take("model.norm.weight", (config.hidden_size,))
     if config.tie_word_embeddings:
         reader.ignore("lm_head.weight")
         unembedding = embedding
     else:
-        unembedding = reader.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+        unembedding = reader.take("lm_head.weight", (config.vocab_size, config.hidden_size)).to(dtype)
     reader.finish()
-    return BaseWeights(layers, embedding, final_norm, FrozenMatrix(unembedding))
+    return BaseWeights(layers, embedding, final_norm, Unembedding(unembedding))
 
 
 def _read_layer(reader: _Reader, config: DecoderConfig, index: int, dtype: torch.dtype) -> LayerWeights:
-    prefix, hidden, inner = f"model.layers.{index}", config.hidden_size, config.intermediate_size
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    query, kv, head = config.query_size, config.key_value_size, config.head_dim
-
-    def matrices(module: str, sizes: Mapping[str, int]) -> FrozenMatrix:
-        parts = [reader.take(f"{module}.{name}_proj.weight", (size, hidden)) for name, size in sizes.items()]
-        return FrozenMatrix(torch.cat([part.to(dtype) for part in parts]))
-
-    query_norm = reader.take(f"{attention}.q_norm.weight", (head,))
-    key_norm = reader.take(f"{attention}.k_norm.weight", (head,))
-    norms = [query_norm] * config.num_attention_heads + [key_norm] * config.num_key_value_heads
-    return LayerWeights(
+    prefix, hidden, query, kv = f"model.layers.{index}", config.hidden_size, config.query_size, config.key_value_size
+    attention, mlp, family = f"{prefix}.self_attn", f"{prefix}.mlp", config.family
+    sizes, bias, norms = {"q": query, "k": kv, "v": kv}, None, None
+    if family.qkv_bias:
+        bias = torch.cat([reader.take(f"{attention}.{part}_proj.bias", (size,)) for part, size in sizes.items()])
+    if family.head_norms:
+        query_norm = reader.take(f"{attention}.q_norm.weight", (config.head_dim,))
+        key_norm = reader.take(f"{attention}.k_norm.weight", (config.head_dim,))
+        norms = torch.stack([query_norm] * config.num_attention_heads + [key_norm] * config.num_key_value_heads)
+    layer = LayerWeights(
         input_norm=reader.take(f"{prefix}.input_layernorm.weight", (hidden,)),
-        qkv=matrices(attention, {"q": query, "k": kv, "v": kv}),
-        head_norms=torch.stack(norms),
+        qkv=_read_fused(reader, attention, sizes, hidden, dtype),
         o=FrozenMatrix(reader.take(f"{attention}.o_proj.weight", (hidden, query)).to(dtype)),
         post_norm=reader.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        gate_up=matrices(mlp, {"gate": inner, "up": inner}),
-        down=FrozenMatrix(reader.take(f"{mlp}.down_proj.weight", (hidden, inner)).to(dtype)),
+        qkv_bias=bias,
+        head_norms=norms,
     )
+    reader.ignore(f"{attention}.rotary_emb.inv_freq")  # what old checkpoints of Llama hold besides
+    mixture = config.experts_of(index)
+    if mixture is None:
+        gate_up, down = _read_mlp(reader, mlp, hidden, config.intermediate_size, dtype)
+        return replace(layer, gate_up=gate_up, down=down)
+    # The router is in float32: with its inputs rounded to bfloat16, another of two near experts would be chosen.
+    router = FrozenMatrix(reader.take(f"{mlp}.gate.weight", (mixture.count, hidden)))
+    own = [
+        _read_mlp(reader, f"{mlp}.experts.{expert}", hidden, mixture.intermediate_size, dtype)
+        for expert in range(mixture.count)
+    ]
+    return replace(layer, experts=Experts(router, [gate_up for gate_up, _ in own], [down for _, down in own]))
+
+
+def _read_mlp(
+    reader: _Reader, prefix: str, hidden: int, inner: int, dtype: torch.dtype
+) -> tuple[FrozenMatrix, FrozenMatrix]:
+    down = reader.take(f"{prefix}.down_proj.weight", (hidden, inner)).to(dtype)
+    return _read_fused(reader, prefix, {"gate": inner, "up": inner}, hidden, dtype), FrozenMatrix(down)
+
+
+def _read_fused(
+    reader: _Reader, prefix: str, sizes: Mapping[str, int], inputs: int, dtype: torch.dtype
+) -> FrozenMatrix:
+    parts = [reader.take(f"{prefix}.{name}_proj.weight", (size, inputs)) for name, size in sizes.items()]
+    return FrozenMatrix(torch.cat([part.to(dtype) for part in parts]))
 
 
 class _Reader:
     """Hands out the tensors of a state dict one by one in float32, and notices what is missing or left over."""
 
-    def __init__(self, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor], device: torch.device, family: str) -> None:
         self._left = dict(tensors)
         self._device = device
+        self._family = family
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         stored = self._left.pop(name, None)
         if stored is None:
-            raise _unfit(name, "is missing")
+            raise self._unfit(name, "is missing")
         if stored.shape != shape or stored.dtype not in _FLOATS:
-            raise _unfit(name, f"is {stored.dtype} {stored.shape}; config.json says a float of {shape}")
+            raise self._unfit(name, f"is {stored.dtype} {stored.shape}; config.json says a float of {shape}")
         tensor: Tensor = stored.read()
         return tensor.to(device=self._device, dtype=torch.float32)
 
@@ -111,10 +145,8 @@ class _Reader:
 
     def finish(self) -> None:
         if self._left:
-            raise _unfit(min(self._left), "is not part of a Qwen3 dense model")
+            raise self._unfit(min(self._left), f"is not part of a {self._family} model")
 
-
-def _unfit(name: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"tensor {name} {what}", field="base_model", remedy="Give an unmodified Qwen3 dense folder of Hugging Face"
-    )
+    def _unfit(self, name: str, what: str) -> InvalidRequestError:
+        remedy = f"Give an unmodified {self._family} folder of Hugging Face"
+        return InvalidRequestError(f"tensor {name} {what}", field="base_model", remedy=remedy)

@@ -11,7 +11,7 @@ that copy the chain's history, and the gradient: a second chain over the passes 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -30,9 +30,10 @@ from mint.engine.protocol import (
     Sample,
     SampleJob,
     SampleResult,
-    SampleWatch,
+    TokenListener,
     TokenTable,
     TrainDatum,
+    sample_together,
 )
 from mint.errors import CheckpointError, NotFoundError, RequestFailedError
 
@@ -162,64 +163,13 @@ class FakeEngine:
         """Forgets published weights; unknown ids are fine."""
         self._weights.pop(weights_id, None)
 
-    def sample(self, jobs: Sequence[SampleJob], watch: SampleWatch | None = None) -> list[SampleResult]:
-        """Each job, one after the other, from hashes of (weights, prompt, seed, sample, position)."""
-        followed = frozenset() if watch is None else frozenset(watch.jobs)
-        return [
-            self._sample_one(
-                job,
-                _Follower(watch, place, place in watch.listeners) if watch is not None and place in followed else None,
-            )
-            for place, job in enumerate(jobs)
-        ]
+    def open_batch(self) -> FakeBatch:
+        """An empty batch; training between two steps changes nothing in it."""
+        return FakeBatch(self._chain_of, self._vocab_size)
 
-    def _sample_one(self, job: SampleJob, follower: _Follower | None) -> SampleResult:
-        chain = self._chain_of(job)
-        count = job.num_samples if job.max_tokens else 0
-        try:
-            if follower is not None:
-                follower.ask()
-            samples = [self._draw(chain, job, index, follower) for index in range(count)]
-        except _CancelledError:
-            return SampleResult([], error=CANCELLED)
-        size, last_n = job.prompt.size, job.prompt_logprobs_last_n
-        first = 1 if last_n is None else size - last_n
-        prompt_logprobs, topk, targets, draws = None, None, None, None
-        if job.prompt_logprobs:
-            prompt_logprobs = np.full(size, np.nan, dtype=np.float32)
-            prompt_logprobs[first:] = _logprobs(chain, job.prompt[:-1], job.prompt[1:])[first - 1 :]
-        if job.topk_prompt_logprobs:
-            pairs = [(token, -1.0 - token) for token in range(job.topk_prompt_logprobs)]
-            topk = [None if place < first else list(pairs) for place in range(size)]
-        if job.target_prompt_logprobs is not None:
-            places, tokens = job.target_prompt_logprobs.T
-            targets = _logprobs(chain, job.prompt[:-1], np.arange(self._vocab_size)[None])[places - 1, tokens]
-        if job.prompt_alt_tokens_k:
-            shape = (size - 1, job.prompt_alt_tokens_k)
-            drawn = (np.arange(shape[0] * shape[1]).reshape(shape) + job.seed) % self._vocab_size
-            draws = TokenTable(drawn, _logprobs(chain, job.prompt[:-1], drawn))
-        return SampleResult(samples, prompt_logprobs, topk, target_prompt_logprobs=targets, prompt_alt_tokens=draws)
-
-    def _draw(self, chain: bytes, job: SampleJob, index: int, follower: _Follower | None) -> Sample:
-        tokens: list[int] = []
-        stopped = False
-        seed = 0 if job.temperature == 0 else job.seed
-        sample_index = 0 if job.temperature == 0 else index
-        for position in range(job.max_tokens):
-            drawn = _hash(chain, job.prompt.tobytes(), repr((seed, sample_index, position, job.top_k, job.top_p)))
-            tokens.append(int.from_bytes(drawn[:4], "little") % self._vocab_size)
-            stopped = tokens[-1] in job.stop.token_ids
-            if follower is not None:
-                follower.tell(index, tokens[-1], float(_logprobs_of(chain, job, tokens)[-1]))
-            if stopped:
-                break
-            if follower is not None and position + 1 < job.max_tokens:
-                follower.ask()
-        topk = None
-        if job.topk_sample_logprobs:
-            best = np.tile(np.arange(job.topk_sample_logprobs), (len(tokens), 1))
-            topk = TokenTable(best, (-1.0 - best).astype(np.float32))
-        return Sample(np.asarray(tokens, dtype=np.int64), _logprobs_of(chain, job, tokens), stopped, topk)
+    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
+        """All jobs in a batch of their own, to its end."""
+        return sample_together(self.open_batch(), jobs)
 
     def _chain_of(self, job: SampleJob) -> bytes:
         if job.weights_id is None:
@@ -234,25 +184,104 @@ class FakeEngine:
         return self._models[model_id]
 
 
-class _CancelledError(Exception):
-    """Nobody wants the job any more."""
+@dataclass
+class _Running:
+    """A job of a batch: the tokens of each of its samples so far."""
+
+    job: SampleJob
+    chain: bytes
+    listener: TokenListener | None
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    stopped: list[bool]
 
 
-@dataclass(frozen=True)
-class _Follower:
-    """A watch over the job at `place` of the call."""
+class FakeBatch:
+    """`SampleBatch` from hashes of (weights, prompt, seed, sample, position): one token per sequence and step."""
 
-    watch: SampleWatch
-    place: int
-    listens: bool
+    def __init__(self, chain_of: Callable[[SampleJob], bytes], vocab_size: int) -> None:
+        """`chain_of` gives the weights of a job, or raises `NotFoundError`."""
+        self._chain_of = chain_of
+        self._vocab_size = vocab_size
+        self._running: dict[str, _Running] = {}
+        self._cancelled: set[str] = set()
 
-    def ask(self) -> None:
-        if self.watch.is_cancelled(self.place):
-            raise _CancelledError
+    @property
+    def keys(self) -> Collection[str]:
+        """The jobs whose results are still to come."""
+        return self._running.keys()
 
-    def tell(self, sample: int, token: int, logprob: float) -> None:
-        if self.listens:
-            self.watch.token(self.place, sample, token, logprob)
+    def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:
+        """A job, from the next step on; `NotFoundError` where its weights are not here."""
+        count = job.num_samples if job.max_tokens else 0
+        chain = self._chain_of(job)
+        self._running[key] = _Running(
+            job, chain, listener, [[] for _ in range(count)], [[] for _ in range(count)], [False] * count
+        )
+
+    def cancel(self, key: str) -> None:
+        """The job leaves at the next step; unknown keys are fine."""
+        if key in self._running:
+            self._cancelled.add(key)
+
+    def step(self) -> dict[str, SampleResult]:
+        """A token more for every sequence; the jobs that ended by it."""
+        results: dict[str, SampleResult] = {}
+        for key, running in list(self._running.items()):
+            if key in self._cancelled:
+                results[key] = SampleResult([], error=CANCELLED)
+            elif self._advance(running):
+                results[key] = self._result(running)
+        for key in results:
+            del self._running[key]
+            self._cancelled.discard(key)
+        return results
+
+    def _advance(self, running: _Running) -> bool:
+        """Whether the job has ended."""
+        job, ended = running.job, True
+        for index, tokens in enumerate(running.tokens):
+            if running.stopped[index] or len(tokens) >= job.max_tokens:
+                continue
+            seed, stream = (0, 0) if job.temperature == 0 else (job.seed, index)
+            place = repr((seed, stream, len(tokens), job.top_k, job.top_p))
+            drawn = _hash(running.chain, job.prompt.tobytes(), place)
+            tokens.append(int.from_bytes(drawn[:4], "little") % self._vocab_size)
+            running.logprobs[index].append(float(_logprobs_of(running.chain, job, tokens)[-1]))
+            running.stopped[index] = tokens[-1] in job.stop.token_ids
+            if running.listener is not None:
+                running.listener(index, tokens[-1], running.logprobs[index][-1])
+            ended &= running.stopped[index] or len(tokens) >= job.max_tokens
+        return ended
+
+    def _result(self, running: _Running) -> SampleResult:
+        job, chain = running.job, running.chain
+        samples = []
+        for tokens, logprobs, stopped in zip(running.tokens, running.logprobs, running.stopped, strict=True):
+            topk = None
+            if job.topk_sample_logprobs:
+                best = np.tile(np.arange(job.topk_sample_logprobs), (len(tokens), 1))
+                topk = TokenTable(best, (-1.0 - best).astype(np.float32))
+            samples.append(Sample(np.asarray(tokens, np.int64), np.asarray(logprobs, np.float32), stopped, topk))
+        size, last_n = job.prompt.size, job.prompt_logprobs_last_n
+        first = 1 if last_n is None else size - last_n
+        prompt_logprobs, topk_prompt, targets, draws = None, None, None, None
+        if job.prompt_logprobs:
+            prompt_logprobs = np.full(size, np.nan, dtype=np.float32)
+            prompt_logprobs[first:] = _logprobs(chain, job.prompt[:-1], job.prompt[1:])[first - 1 :]
+        if job.topk_prompt_logprobs:
+            pairs = [(token, -1.0 - token) for token in range(job.topk_prompt_logprobs)]
+            topk_prompt = [None if place < first else list(pairs) for place in range(size)]
+        if job.target_prompt_logprobs is not None:
+            places, tokens = job.target_prompt_logprobs.T
+            targets = _logprobs(chain, job.prompt[:-1], np.arange(self._vocab_size)[None])[places - 1, tokens]
+        if job.prompt_alt_tokens_k:
+            shape = (size - 1, job.prompt_alt_tokens_k)
+            drawn = (np.arange(shape[0] * shape[1]).reshape(shape) + job.seed) % self._vocab_size
+            draws = TokenTable(drawn, _logprobs(chain, job.prompt[:-1], drawn))
+        return SampleResult(
+            samples, prompt_logprobs, topk_prompt, target_prompt_logprobs=targets, prompt_alt_tokens=draws
+        )
 
 
 def _hash(*parts: bytes | str) -> bytes:

@@ -3,12 +3,11 @@
 Base weights are frozen: no operation here makes a gradient for them. Activations between operations are float32;
 products with base weights run in the dtype of the weights. Knows nothing of layers, loras' names or sequences.
 
-Letters: T rows (tokens) · I inputs · O outputs · H heads · D head dimension · r rank · S lora parts of one product.
+Letters: T rows (tokens) · I inputs · O outputs · H heads · D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -18,20 +17,10 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.products import FrozenMatrix
+from mint.engine.site_products import SiteProduct
 
-
-def add_lora(out: Tensor, x: Tensor, a: Tensor, bs: Sequence[Tensor], scale: float) -> Tensor:
-    """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place and returns `x @ a.T` [T, S·r].
-
-    The S parts of a fused product (query, key, value) share one `a` [S·r, I] and write side by side into `out`.
-    """
-    down = x @ a.t()
-    rank, start = a.shape[0] // len(bs), 0
-    for part, b in enumerate(bs):
-        target = out[:, start : start + b.shape[0]]
-        target.addmm_(down[:, part * rank : (part + 1) * rank], b.t(), alpha=scale)
-        start += b.shape[0]
-    return down
+SERIAL_ENTRIES = 1 << 14
+"""Torch computes an elementwise operation of fewer entries than twice this on one thread (its grain is 1 << 15)."""
 
 
 def run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -49,42 +38,29 @@ class _Untracked:
 
 
 class LoraProduct(torch.autograd.Function):
-    """`residual + x @ weight.T + scale · x @ a.T @ b.T`, with gradients for x, residual, a and the bs."""
+    """A `SiteProduct` (+ residual), with gradients for x, residual and the lora's parts."""
 
     @staticmethod
     @override
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: FrozenMatrix, scale: float, a: Tensor, *bs: Tensor
-    ) -> Tensor:
-        """Float32 [T, O] from x [T, I]."""
-        out = weight.product(x, residual)
-        down = add_lora(out, x, a, bs, scale)
-        ctx.save_for_backward(x, down, a, *bs)
-        ctx.weight, ctx.scale = weight, scale
-        return out
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, product: SiteProduct, *parameters: Tensor) -> Tensor:
+        """Float32 [T, O] from x [T, I]; `parameters` are those of `product`, named for autograd."""
+        ctx.save_for_backward(x)
+        ctx.product = product
+        return product.product(x, residual)
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients in the order of forward's arguments."""
-        x, down, a, *bs = ctx.saved_tensors
-        rank, start = a.shape[0] // len(bs), 0
-        grad_down = torch.empty_like(down)
-        grad_bs: list[Tensor | None] = []
-        for part, b in enumerate(bs):
-            columns = slice(part * rank, (part + 1) * rank)
-            # Scaling the rank-wide matrices costs less than scaling [T, O].
-            grad_part = grad[:, start : start + b.shape[0]]
-            torch.mm(grad_part, b, out=grad_down[:, columns])
-            grad_bs.append(grad_part.t().mm(down[:, columns]).mul_(ctx.scale))
-            start += b.shape[0]
-        grad_down.mul_(ctx.scale)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = ctx.weight.gradient(grad).addmm_(grad_down, a)
-        grad_residual = grad if ctx.needs_input_grad[1] else None
-        return (grad_x, grad_residual, None, None, grad_down.t().mm(x), *grad_bs)
+        (x,) = ctx.saved_tensors
+        grad_x, grads = ctx.product.gradient(grad, x, for_input=ctx.needs_input_grad[0])
+        return (
+            None if grad_x is None else grad_x.to(x.dtype),
+            grad if ctx.needs_input_grad[1] else None,
+            None,
+            *grads,
+        )
 
 
 class BaseProduct(torch.autograd.Function):
@@ -113,7 +89,7 @@ class RmsNorm(torch.autograd.Function):
     @override
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The same shape as x [T, I]."""
-        inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt_()
+        inverse = inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight)
 
@@ -123,41 +99,7 @@ class RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient for x."""
         x, weight, inverse = ctx.saved_tensors
-        return _norm_gradient(grad * weight, x, inverse), None, None
-
-
-class NormRope(torch.autograd.Function):
-    """Normalises query and key heads one by one and rotates them by position; value heads pass through.
-
-    The input is one row of heads per token, query heads first, then key, then value.
-    """
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, qkv: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-        """From qkv [T, H, D], norm weights [query + key heads, D] and cos, sin [T, 1, D / 2]; out [T, H, D]."""
-        rotated = weight.shape[0]
-        x = qkv[:, :rotated]
-        inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt_()
-        ctx.save_for_backward(qkv, weight, inverse, cos, sin)
-        out = torch.empty_like(qkv)
-        out[:, rotated:] = qkv[:, rotated:]
-        _rotate((x * inverse).mul_(weight), cos, sin, out[:, :rotated])
-        return out
-
-    @staticmethod
-    @override
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient for qkv."""
-        qkv, weight, inverse, cos, sin = ctx.saved_tensors
-        rotated = weight.shape[0]
-        out = torch.empty_like(qkv)
-        out[:, rotated:] = grad[:, rotated:]
-        normed = torch.empty_like(qkv[:, :rotated])
-        _rotate(grad[:, :rotated], cos, -sin, normed)  # a rotation's transpose is the rotation back
-        out[:, :rotated] = _norm_gradient(normed.mul_(weight), qkv[:, :rotated], inverse)
-        return out, None, None, None, None
+        return norm_gradient(grad * weight, x, inverse), None, None
 
 
 class SwiGlu(torch.autograd.Function):
@@ -168,9 +110,7 @@ class SwiGlu(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         """[T, I] from [T, 2·I]."""
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        # Not F.silu: its vector and scalar code differ in the last bit, and a row's place decides which one it meets.
-        return torch.div(gate, gate.neg().exp_().add_(1)).mul_(up)
+        return swiglu(gate_up)
 
     @staticmethod
     @override
@@ -178,22 +118,54 @@ class SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """The gradient for gate_up."""
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_up)
-        grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return out
+        return swiglu_gradient(grad.clone(), gate_up, silu(gate_up.chunk(2, dim=-1)[0]))
 
 
-def _norm_gradient(scaled: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / √(mean of x² + eps) over the last dimension, which stays with size 1."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass; squares first would write them out
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def norm_gradient(scaled: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
     """The gradient through `x · inverse`, `scaled` being that for the normalised x; overwrites `scaled`."""
     mean = (scaled * x).mean(-1, keepdim=True)
     return scaled.mul_(inverse).addcmul_(x, mean.mul_(inverse.pow(3)), value=-1)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Rotates the pairs (x[i], x[i + D / 2]), as Hugging Face lays them out, into `out`."""
+def silu(gate: Tensor) -> Tensor:
+    """`gate · sigmoid(gate)` of columns [T, I] of a wider matrix, contiguous.
+
+    The vector and the scalar code of `F.silu` differ in the last bit. Over columns of a wider matrix it goes row by
+    row, so that a column always meets the same of the two, unless threads share a row: they get none to share.
+    """
+    if gate.is_cuda or torch.get_num_threads() == 1 or gate.numel() <= SERIAL_ENTRIES:
+        return F.silu(gate)
+    out = torch.empty(gate.shape, dtype=gate.dtype)
+    step = max(1, SERIAL_ENTRIES // gate.shape[1])
+    for start in range(0, gate.shape[0], step):
+        out[start : start + step] = F.silu(gate[start : start + step])
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) · up` [T, I] of [T, 2·I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
+
+
+def swiglu_gradient(grad: Tensor, gate_up: Tensor, silu_gate: Tensor) -> Tensor:
+    """The gradient for gate_up [T, 2·I] from grad [T, I] and `silu(gate)`; overwrites `grad`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.empty_like(gate_up)
+    grad_gate, grad_up = out.chunk(2, dim=-1)
+    torch.mul(grad, silu_gate, out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """Rotates the pairs (x[i], x[i + D / 2]) of [T, H, D], as Hugging Face lays them out, into `out`."""
     first, second = x.chunk(2, dim=-1)
     out_first, out_second = out.chunk(2, dim=-1)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)

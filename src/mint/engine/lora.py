@@ -43,22 +43,34 @@ class SiteWeights:
 
 def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
     """The sites that `lora` trains, in the order of their storage."""
-    hidden, inner, query = config.hidden_size, config.intermediate_size, config.query_size
-    kv = config.key_value_size
+    hidden, query, kv = config.hidden_size, config.query_size, config.key_value_size
     sites = []
     for layer in range(config.num_hidden_layers):
         attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        mixture = config.experts_of(layer)
         if lora.train_attn:
             modules = tuple(f"{attention}.{part}_proj" for part in "qkv")
             sites.append(Site(f"{layer}.qkv", modules, hidden, (query, kv, kv)))
             sites.append(Site(f"{layer}.o", (f"{attention}.o_proj",), query, (hidden,)))
-        if lora.train_mlp:
-            modules = (f"{mlp}.gate_proj", f"{mlp}.up_proj")
-            sites.append(Site(f"{layer}.gate_up", modules, hidden, (inner, inner)))
-            sites.append(Site(f"{layer}.down", (f"{mlp}.down_proj",), inner, (hidden,)))
+        if lora.train_mlp and mixture is None:
+            sites += _mlp_sites(str(layer), mlp, hidden, config.intermediate_size)
+        elif lora.train_mlp and mixture is not None:
+            for expert in range(mixture.count):
+                name = expert_site(layer, expert)
+                sites += _mlp_sites(name, f"{mlp}.experts.{expert}", hidden, mixture.intermediate_size)
     if lora.train_unembed:
         sites.append(Site(UNEMBED, (UNEMBED,), hidden, (config.vocab_size,)))
     return sites
+
+
+def expert_site(layer: int, expert: int) -> str:
+    """What the names of an expert's sites begin with."""
+    return f"{layer}.experts.{expert}"
+
+
+def _mlp_sites(name: str, module: str, hidden: int, inner: int) -> list[Site]:
+    gate_up = Site(f"{name}.gate_up", (f"{module}.gate_proj", f"{module}.up_proj"), hidden, (inner, inner))
+    return [gate_up, Site(f"{name}.down", (f"{module}.down_proj",), inner, (hidden,))]
 
 
 class LoraWeights:

@@ -35,8 +35,34 @@ class PromptScores:
     prompt_alt_tokens: TokenTable | None = None
 
 
+def unasked_tokens(job: SampleJob) -> int:
+    """So many tokens at the prompt's beginning need no hidden states: nothing is asked that follows from them."""
+    size = len(job.prompt)
+    asked = [size - 1]
+    if job.prompt_logprobs or job.topk_prompt_logprobs:
+        asked.append(0 if job.prompt_logprobs_last_n is None else size - 1 - job.prompt_logprobs_last_n)
+    if job.target_prompt_logprobs is not None and len(job.target_prompt_logprobs):
+        asked.append(int(job.target_prompt_logprobs[:, 0].min()) - 1)
+    if job.prompt_alt_tokens_k:
+        asked.append(0)
+    return max(0, min(asked))
+
+
+def asks(job: SampleJob) -> bool:
+    """Whether anything is asked about the prompt."""
+    return bool(
+        job.prompt_logprobs
+        or job.topk_prompt_logprobs
+        or job.prompt_alt_tokens_k
+        or job.target_prompt_logprobs is not None
+    )
+
+
 def score_prompt(decoder: Decoder, job: SampleJob, hidden: Tensor, lora: LoraWeights | None) -> PromptScores:
-    """All that `job` asks about its prompt; hidden [P, E], of which row i predicts token i + 1."""
+    """All that `job` asks about its prompt; hidden [P, E], of which row i predicts token i + 1.
+
+    The first `unasked_tokens` rows may hold anything finite.
+    """
     last_n = job.prompt_logprobs_last_n
     first = 0 if last_n is None else len(job.prompt) - 1 - last_n
     before = hidden[:-1]

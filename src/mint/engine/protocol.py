@@ -9,7 +9,7 @@ tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -197,29 +197,50 @@ class SampleResult:
 
 
 CANCELLED = "cancelled"
-"""`SampleResult.error` of a job that its watch has cancelled."""
+"""`SampleResult.error` of a job that was cancelled."""
 
 
-class SampleWatch(Protocol):
-    """Follows some jobs of a call while they are sampled, on the engine's thread; what it raises ends the call."""
+TokenListener = Callable[[int, int, float], None]
+"""Told of each token as it is accepted: (sample, token, logprob), in order for each sample; what it raises ends the
+step."""
+
+
+class SampleBatch(Protocol):
+    """Jobs that are sampled together; they join and leave between two steps. Used on the engine's thread.
+
+    What a job gets is a function of that job alone: not of who is beside it, nor of when it came. After `step` has
+    raised, the batch is of no use any more.
+    """
 
     @property
-    def jobs(self) -> Collection[int]:
-        """The places, in the call, of the jobs that are followed; the others cost nothing."""
+    def keys(self) -> Collection[str]:
+        """The jobs whose results are still to come."""
         ...
 
-    @property
-    def listeners(self) -> Collection[int]:
-        """Those of `jobs` whose tokens are wanted as they come."""
+    def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:
+        """A job, from the next step on; `key` is the caller's name for it.
+
+        Raises `NotFoundError` where its weights are not here. They may be dropped afterwards: the job has its own hold.
+        """
         ...
 
-    def token(self, job: int, sample: int, token: int, logprob: float) -> None:
-        """A token of a listener was accepted; of one sample they come in order."""
+    def cancel(self, key: str) -> None:
+        """The job leaves at the next step, whose results have it with the error `CANCELLED`; unknown keys are fine."""
         ...
 
-    def is_cancelled(self, job: int) -> bool:
-        """Asked before every step: whether nobody wants the job any more. Of one that has ended it changes nothing."""
+    def step(self) -> dict[str, SampleResult]:
+        """A little further: prompts computed, or one token more for every sequence; the jobs that ended by it."""
         ...
+
+
+def sample_together(batch: SampleBatch, jobs: Sequence[SampleJob]) -> list[SampleResult]:
+    """Samples `jobs` in an empty batch to its end; the results in their order."""
+    for place, job in enumerate(jobs):
+        batch.add(str(place), job)
+    results: dict[str, SampleResult] = {}
+    while batch.keys:
+        results |= batch.step()
+    return [results[str(place)] for place in range(len(jobs))]
 
 
 class Engine(Protocol):
@@ -284,11 +305,12 @@ class Engine(Protocol):
         """Forgets published weights; unknown ids are fine."""
         ...
 
-    def sample(self, jobs: Sequence[SampleJob], watch: SampleWatch | None = None) -> list[SampleResult]:
-        """Samples all jobs together; the result of each is a function of that job alone.
+    def open_batch(self) -> SampleBatch:
+        """An empty batch. Several may be open; training between two steps changes nothing in them."""
+        ...
 
-        A job that `watch` cancels leaves the batch at the next step, and its result has the error `CANCELLED`.
-        """
+    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
+        """All jobs in a batch of their own, to its end."""
         ...
 
 

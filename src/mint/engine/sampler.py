@@ -1,317 +1,465 @@
-"""Samples many jobs together: schedule → forward → collect, until every sequence has ended.
+"""Samples jobs that come and go over one base model: admit → prompts → one token for every sequence, step by step.
 
-A job's prompt is computed once for all its samples. Rows of one lora stay together, and within it rows of like length.
-What a job gets is a function of that job alone: rows are computed alike in any company, and each draw comes from the
-counter (seed, sample, position). Knows nothing of requests, tenants or text.
+A job's prompt is computed once for all its samples, and not even that as far as its keys and values are still known.
+Rows of one lora stay together, and within it rows of like length. What a job gets is a function of that job alone: rows
+are computed alike in any company, and each draw comes from the counter (seed, sample, position), so a job that had to
+make room starts again and draws the same. Knows nothing of requests, tenants or text.
 
-Letters: R rows (sequences in the batch) · S all sequences of the call · V vocabulary · P prompt tokens.
+Letters: R rows (sequences in the batch) · S samples of a job · V vocabulary · P prompt tokens · X known tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.attention import PackedAttention
-from mint.engine.choice import choose, processed_logprobs
+from mint.engine.attention import BLOCK, CHUNK
+from mint.engine.choice import draw, processed_logprobs
+from mint.engine.decode_attention import DecodeAttention
 from mint.engine.decoder import Decoder
-from mint.engine.following import Following
-from mint.engine.kv_cache import KvCache
+from mint.engine.kv_cells import KvCells, Lease
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
-from mint.engine.packing import Span, attention_blocks
-from mint.engine.prompt_scoring import PromptScores, score_prompt
-from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenTable
+from mint.engine.prefill import PromptPart, run_prompts
+from mint.engine.prefix_cache import Match, PrefixCache
+from mint.engine.prompt_scoring import PromptScores, asks, score_prompt, unasked_tokens
+from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener
 from mint.engine.random_stream import uniform
-from mint.engine.stopping import StopWatch
+from mint.engine.sequences import Sequences
 
 MAX_ROWS = 512
-"""Sequences decoded together; further jobs wait until rows are free."""
+"""Sequences decoded together; further jobs wait until rows are free. A single job with more runs alone."""
 
-MAX_CACHE_BYTES = 4 << 30
-"""Keys and values that admitted jobs may need at their longest; a single larger job runs alone."""
-
-PREFILL_TOKENS = 4096
-"""Prompt tokens per forward (a single longer prompt runs alone)."""
-
+PREFILL_TOKENS, PREFILL_TOKENS_BESIDE = 2048, 512
+"""Prompt tokens per step, and where sequences are being decoded that would wait for them."""
 
 DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
+NO_ROOM = (
+    "The samples of this request do not fit into memory at once. Ask for fewer samples or tokens per request, or give "
+    "the engine a larger kv_cache_bytes"
+)
 
 
 @dataclass
-class _Prefilled:
-    """What a prompt gave: logits [V] of its next token, and what was asked about the prompt itself."""
+class Memory:
+    """What the batches of one base model share; `counters` are totals since the start."""
 
-    logits: Tensor
-    finite: bool
-    scores: PromptScores
+    cells: KvCells
+    prefixes: PrefixCache
+    counters: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("prefilled", "reused", "sampled", "steps", "restarts"), 0)
+    )
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A job. Its prompt is in `cells` (whole ones) and `own` (one per sample; the first has the rest of it)."""
+
+    key: str
+    job: SampleJob
+    lora: LoraWeights | None
+    listener: TokenListener | None
+    arrival: int
+    told: np.ndarray
+    cells: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    own: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    done: int = 0
+    beginning: bytes = b""
+    hidden: list[Tensor] = field(default_factory=list)
+    scores: PromptScores = field(default_factory=PromptScores)
+    samples: dict[int, Sample] = field(default_factory=dict)
+    left: int = 0
+    rows: int = 0
+    closed: bool = False
+    sound: bool = True
+
+    @property
+    def prompt_cells(self) -> np.ndarray:
+        """The cells that the prompt lies in."""
+        return np.append(self.cells, self.own[:1]) if len(self.job.prompt) % CHUNK else self.cells
+
+    @property
+    def count(self) -> int:
+        """S, or 0 where only the prompt is asked about."""
+        return self.job.num_samples if self.job.max_tokens else 0
+
+
+class _OutOfCells(MemoryError):
+    """No cell is left for the next token of a sequence."""
 
 
 class Sampler:
-    """One call's worth of jobs over one base model."""
+    """The jobs of one batch over one base model."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        jobs: Sequence[SampleJob],
-        loras: Sequence[LoraWeights | None],
-        following: Following | None = None,
-    ) -> None:
-        """`loras[j]` are the weights of `jobs[j]`; None is the base model alone."""
-        self._decoder = decoder
-        self._jobs = jobs
-        self._loras = loras
-        self._following = following
-        self._waiting = deque(range(len(jobs)))
-        self._prefilled: dict[int, _Prefilled] = {}
-        # Sequences of all jobs, numbered through; the arrays below are indexed by that number.
-        counts = [job.num_samples if job.max_tokens else 0 for job in jobs]
-        self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._job_of = np.repeat(np.arange(len(jobs)), counts)
-        self._sample_of = np.arange(len(self._job_of)) - self._first[self._job_of]
-        self._stops = StopWatch([jobs[job].stop for job in self._job_of])
-        self._emitted = np.zeros(len(self._job_of), np.int64)
-        self._last = np.zeros(len(self._job_of), np.int64)
-        self._stopped = np.zeros(len(self._job_of), bool)
-        self._broken = np.zeros(len(self._job_of), bool)
-        self._seeds = np.array([job.seed % (1 << 64) for job in jobs], np.uint64)
-        self._temperature = np.array([job.temperature for job in jobs], np.float64)
-        self._top_k = np.array([job.top_k for job in jobs], np.int64)
-        self._top_p = np.array([job.top_p for job in jobs], np.float64)
-        self._processed = np.array([job.logprobs_mode == "processed" for job in jobs], bool)
-        self._limits = np.array([job.max_tokens for job in jobs], np.int64)
-        groups = {id(lora): index for index, lora in enumerate(dict.fromkeys(loras))}
-        self._lora_group = np.array([groups[id(lora)] for lora in loras])
-        # The batch: sequence per cache row; ended ones stay until it is worth moving the others.
-        self._rows = np.zeros(0, np.int64)
-        self._cache = KvCache(decoder.config, decoder.dtype, decoder.device)
-        self._history: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._widths = np.array([job.topk_sample_logprobs for job in jobs], np.int64)
-        self._best: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # per sequence, where asked: top-k of each step
+    def __init__(self, decoder: Decoder, memory: Memory) -> None:
+        """No jobs yet."""
+        self._decoder, self._memory = decoder, memory
+        self._lease = Lease(memory.cells)
+        self._sequences = Sequences()
+        self._entries: dict[int, _Entry] = {}
+        self._keys: dict[str, _Entry] = {}
+        self._waiting: deque[_Entry] = deque()
+        self._prefilling: list[_Entry] = []
+        self._arrivals = 0
+        self._cancelled: list[_Entry] = []
+        self._row_limit = MAX_ROWS
+        # Slots in the order of the batch's rows; ended ones stay until it is worth moving the others.
+        self._order = np.zeros(0, np.int64)
+        self._attention: DecodeAttention | None = None
+        self._loras: list[LoraRows] = []
+        self._results: dict[str, SampleResult] = {}
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The jobs whose results are still to come."""
+        return self._keys.keys()
+
+    def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
+        """A job, from the next step on."""
+        entry = _Entry(key, job, lora, listener, self._arrivals, np.zeros(job.num_samples, np.int64))
+        self._arrivals += 1
+        self._keys[key] = self._entries[entry.arrival] = entry
+        self._waiting.append(entry)
+
+    def cancel(self, key: str) -> None:
+        """The job leaves at the next step; unknown keys are fine."""
+        if key in self._keys:
+            self._cancelled.append(self._keys[key])
 
     @torch.inference_mode()
-    def run(self) -> list[SampleResult]:
-        """The results, in the order of the jobs."""
-        while True:
-            admitted = self._schedule()
-            if admitted:
-                self._collect(*self._prefill(admitted))
-            elif len(self._rows):
-                self._collect(*self._decode())
-            else:
-                return self._results()
+    def step(self) -> dict[str, SampleResult]:
+        """A little further; the jobs that ended by it."""
+        self._drop_cancelled()
+        try:
+            self._advance()
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._give_way()
+        results, self._results = self._results, {}
+        return results
 
-    # --- schedule ---
+    def _advance(self) -> None:
+        self._memory.counters["steps"] += 1
+        self._tidy()
+        self._admit()
+        decoding = len(self._order) > 0
+        if self._prefilling:
+            self._prefill(PREFILL_TOKENS_BESIDE if decoding else PREFILL_TOKENS)
+        if decoding:
+            self._decode()
+        if self._sequences.of["ended"][self._order].all():
+            self._tidy(now=True)
 
-    def _schedule(self) -> list[int]:
-        """Drops ended rows where that pays, and takes in the jobs that fit now."""
-        cancelled = self._drop_cancelled()
-        alive = ~self._ended(self._rows)
-        if not alive.all() and (cancelled or alive.sum() <= 0.75 * len(alive)):
-            self._keep(np.flatnonzero(alive))
-        admitted: list[int] = []
-        if not self._waiting:
-            return admitted
-        rows = len(self._rows)
-        used = sum(self._cache_bytes(self._jobs[self._job_of[row]]) for row in self._rows)
+    # --- who is in ---
+
+    def _admit(self) -> None:
+        """Takes in the jobs that fit now, in the order of their arrival."""
+        later: list[_Entry] = []
+        rows = len(self._order) + sum(entry.count for entry in self._prefilling)
         while self._waiting:
-            job = self._jobs[self._waiting[0]]
-            count = job.num_samples if job.max_tokens else 0
-            size = count * self._cache_bytes(job)
-            if (rows or admitted) and (rows + count > MAX_ROWS or used + size > MAX_CACHE_BYTES):
+            entry = self._waiting[0]
+            if rows and rows + entry.count > self._row_limit:
                 break
-            rows, used = rows + count, used + size
-            admitted.append(self._waiting.popleft())
-        return admitted
+            known = self._memory.prefixes.find(entry.lora, entry.job.prompt[: unasked_tokens(entry.job)])
+            ahead = entry.job.prompt[known.length : known.length + BLOCK]
+            entry.beginning = ahead.tobytes() if len(ahead) == BLOCK else b""
+            if any(
+                entry.lora is other.lora and entry.beginning == other.beginning != b"" for other in self._prefilling
+            ):
+                # A job ahead is computing the same tokens: at the next step they are known.
+                later.append(self._waiting.popleft())
+                continue
+            fits = self._begin(entry, known, spare=rows)
+            if not fits and (rows or self._prefilling):
+                break
+            self._waiting.popleft()
+            if fits:
+                self._prefilling.append(entry)
+                rows += entry.count
+            else:
+                self._close(entry, SampleResult([], error=NO_ROOM))
+        self._waiting.extendleft(reversed(later))
 
-    def _drop_cancelled(self) -> bool:
-        """Whether a job was cancelled just now; it has ended then, and waits no more."""
-        if self._following is None:
+    def _begin(self, entry: _Entry, known: Match, spare: int) -> bool:
+        """Takes cells for what is not `known` of a job's prompt; whether there were enough, and `spare` ones."""
+        memory, job = self._memory, entry.job
+        held = np.append(known.cells, known.partial) if known.rest else known.cells
+        self._lease.hold(held)
+        whole, rest = divmod(len(job.prompt), CHUNK)
+        new = whole - len(known.cells)
+        needed = new + (entry.count if job.max_tokens > 1 else int(rest > 0))
+        taken = self._lease.take(needed) if memory.prefixes.make_room(needed + spare) else None
+        if taken is None:
+            self._lease.release(held)
             return False
-        if not self._following.ask(self._finished):
-            return False
-        self._waiting = deque(job for job in self._waiting if not self._following.cancelled[job])
+        entry.cells, entry.own = np.concatenate([known.cells, taken[:new]]), taken[new:]
+        if known.rest:
+            memory.cells.copy(known.partial, taken[:1], known.rest)
+            self._lease.release(held[-1:])
+        entry.done = known.length
+        memory.counters["reused"] += known.length
         return True
 
-    def _finished(self) -> np.ndarray:
-        """Bool [J]: the jobs whose sequences have all ended."""
-        finished = np.array([job in self._prefilled for job in range(len(self._jobs))], bool)
-        unended = ~self._ended(np.arange(len(self._job_of)))
-        finished[self._job_of[unended]] = False
-        return finished
+    def _drop_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, []
+        for entry in cancelled:
+            if not entry.closed:
+                self._close(entry, SampleResult([], error=CANCELLED))
+        if cancelled:
+            self._tidy(now=True)
 
-    def _cache_bytes(self, job: SampleJob) -> int:
-        config = self._decoder.config
-        per_token = 2 * config.num_hidden_layers * config.key_value_size * self._decoder.dtype.itemsize
-        return per_token * (len(job.prompt) + job.max_tokens)
+    def _close(self, entry: _Entry, result: SampleResult) -> None:
+        """A job's result; whatever of it is still here goes as soon as it can."""
+        entry.closed = True
+        self._results[entry.key] = result
+        del self._keys[entry.key]
+        self._row_limit = MAX_ROWS
+        self._leave(entry)
+        if not entry.rows:
+            del self._entries[entry.arrival]
 
-    def _ended(self, sequences: np.ndarray) -> np.ndarray:
-        jobs = self._job_of[sequences]
-        ended = (self._emitted[sequences] >= self._limits[jobs]) | self._stopped[sequences] | self._broken[sequences]
-        return ended if self._following is None else ended | self._following.cancelled[jobs]
+    def _leave(self, entry: _Entry) -> None:
+        """Takes a job out of every queue and ends its sequences."""
+        if entry in self._waiting:
+            self._waiting.remove(entry)
+        if entry in self._prefilling:
+            self._prefilling.remove(entry)
+            self._release_prompt(entry)
+        if entry.rows:
+            own = self._order[self._sequences.of["entry"][self._order] == entry.arrival]
+            self._sequences.of["ended"][own] = True
 
-    def _keep(self, order: np.ndarray) -> None:
-        self._rows = self._rows[order]
-        self._cache.keep(order)
+    def _release_prompt(self, entry: _Entry) -> None:
+        self._lease.release(np.concatenate([entry.cells, entry.own]), sound=entry.sound)
+        entry.cells = entry.own = entry.cells[:0]
+        entry.hidden, entry.done = [], 0
+
+    def _give_way(self) -> None:
+        """Memory has run out: the latest job starts again when there is room; one that is alone fails."""
+        of = self._sequences.of[self._order]
+        inside = {entry.arrival for entry in self._prefilling} | set(of["entry"].tolist())
+        inside = {number for number in inside if not self._entries[number].closed}
+        if not inside:
+            raise MemoryError(NO_ROOM)
+        latest = self._entries[max(inside)]
+        if len(inside) == 1:
+            self._close(latest, SampleResult([], error=NO_ROOM))
+            self._tidy(now=True)
+            return
+        # Those that were interrupted between their prompt and the first token start again, too.
+        between = {entry.arrival for entry in self._prefilling if entry.done == len(entry.job.prompt)}
+        again = {max(inside)} | between | (set(of["entry"][of["emitted"] == 0].tolist()) & inside)
+        for number in again:
+            self._leave(self._entries[number])
+        self._tidy(now=True)
+        for number in sorted(again, reverse=True):
+            entry = self._entries[number]
+            entry.samples, entry.scores = {}, PromptScores()
+            self._waiting.appendleft(entry)
+            self._memory.counters["restarts"] += 1
+        self._row_limit = max(1, len(self._order) + sum(other.count for other in self._prefilling))
+
+    def _tidy(self, *, now: bool = False) -> None:
+        """Drops ended rows where that pays."""
+        ended = self._sequences.of["ended"][self._order]
+        gone = int(ended.sum())
+        if gone and (now or self._waiting or gone >= 0.25 * len(ended)):
+            self._remove(self._order[ended])
+            self._set_order(self._order[~ended])
+
+    def _remove(self, slots: np.ndarray) -> None:
+        """Frees ended sequences; what they have computed may serve later prompts."""
+        sequences = self._sequences
+        cells = [sequences.cells_of(slots[row : row + 1]) for row in range(len(slots))]
+        for slot, own, number in zip(slots.tolist(), cells, sequences.of["entry"][slots].tolist(), strict=True):
+            entry = self._entries[number]
+            if entry.sound:
+                known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
+                self._memory.prefixes.insert(entry.lora, known, own)
+            if not entry.closed:
+                entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
+            entry.rows -= 1
+            if not entry.rows and entry.closed:
+                del self._entries[number]
+            self._lease.release(np.append(own, sequences.fronts_of(np.array([slot]))), sound=entry.sound)
+        sequences.remove(slots)
+
+    def _set_order(self, slots: np.ndarray) -> None:
+        """The batch's rows: by lora, so that each has one run, and then by length."""
+        of = self._sequences.of[slots]
+        ranks: dict[int, int] = {}
+        entries = [self._entries[number] for number in of["entry"].tolist()]
+        loras = np.array([ranks.setdefault(id(entry.lora), len(ranks)) for entry in entries], np.int64)
+        order = np.lexsort((of["sample"], of["entry"], of["prompt"] + of["emitted"], loras))
+        self._order = slots[order]
+        self._loras = rows_of([entries[row].lora for row in order.tolist()])
+        self._attention = None
 
     # --- forward ---
 
-    def _prefill(self, admitted: list[int]) -> tuple[np.ndarray, Tensor]:
-        """Runs the prompts; returns the new sequences and the logits [R, V] of their first tokens."""
-        batch: list[int] = []
-        for job in admitted:
-            if batch and sum(len(self._jobs[index].prompt) for index in [*batch, job]) > PREFILL_TOKENS:
-                self._prefill_batch(batch)
-                batch = []
-            batch.append(job)
-        self._prefill_batch(batch)
-        jobs = np.array(admitted)
-        new = np.concatenate([np.arange(self._first[job], self._first[job + 1]) for job in jobs])
-        order = np.lexsort((self._cache.lengths, self._lora_group[self._job_of[self._rows]]))
-        if (np.diff(order) != 1).any():
-            self._keep(order)
-        place = {job: index for index, job in enumerate(admitted)}
-        logits = torch.stack([self._prefilled[job].logits for job in admitted])
-        return new, logits[[place[job] for job in self._job_of[new].tolist()]]
+    def _prefill(self, budget: int) -> None:
+        """Computes up to `budget` tokens of the prompts, the earliest first; those that are complete get their rows."""
+        batch: list[tuple[_Entry, int]] = []
+        for entry in self._prefilling:
+            size = min(len(entry.job.prompt) - entry.done, budget)
+            if size:
+                batch.append((entry, size))
+                budget -= size
+        batch.sort(key=lambda pair: id(pair[0].lora))  # one run for each lora
+        parts = [
+            PromptPart(entry.job.prompt[: entry.done + size], entry.done, entry.prompt_cells, entry.lora)
+            for entry, size in batch
+        ]
+        hidden = run_prompts(self._decoder, self._memory.cells, parts)
+        finite = hidden.isfinite().all(1).cpu().numpy()
+        end, complete, last = 0, [], []
+        for entry, size in batch:
+            end += size
+            entry.done += size
+            entry.sound &= bool(finite[end - size : end].all())
+            if asks(entry.job):
+                entry.hidden.append(hidden[end - size : end])
+            if entry.done == len(entry.job.prompt):
+                complete.append(entry)
+                last.append(end - 1)
+        self._memory.counters["prefilled"] += end
+        if complete:
+            self._start(complete, hidden[torch.tensor(last, device=hidden.device)])
 
-    def _prefill_batch(self, batch: list[int]) -> None:
-        jobs = [self._jobs[index] for index in batch]
-        lengths = np.array([len(job.prompt) for job in jobs])
-        ends = np.cumsum(lengths)
-        spans = [Span(int(end - length), int(end)) for end, length in zip(ends, lengths, strict=True)]
-        config, device = self._decoder.config, self._decoder.device
-        packed = PackedAttention(
-            attention_blocks(spans), config.num_attention_heads, config.num_key_value_heads, device
-        )
-        sources, rows, positions = self._add_rows(batch, spans)
+    def _start(self, entries: list[_Entry], hidden: Tensor) -> None:
+        """Rows for the samples of jobs whose prompts are computed, and their first tokens; hidden [jobs, E]."""
+        logits = self._decoder.logits(hidden, rows_of([entry.lora for entry in entries]))
+        finite = logits.isfinite().all(1).cpu().numpy()
+        started, rows = [], []
+        for index, entry in enumerate(entries):
+            entry.sound &= bool(finite[index])
+            if not entry.sound:
+                self._close(entry, SampleResult([], error=DIVERGED))
+                continue
+            self._memory.prefixes.insert(entry.lora, entry.job.prompt, entry.prompt_cells)
+            if asks(entry.job):
+                unknown = [part for part in entry.hidden if len(part)]
+                front = hidden.new_zeros(len(entry.job.prompt) - sum(map(len, unknown)), hidden.shape[1])
+                entry.scores = score_prompt(self._decoder, entry.job, torch.cat([front, *unknown]), entry.lora)
+            if not entry.count:
+                self._close(entry, SampleResult([], **vars(entry.scores)))
+                continue
+            started.append(self._open_rows(entry))
+            rows += [index] * entry.count
+        if started:
+            slots = np.concatenate(started)
+            self._set_order(np.concatenate([self._order, slots]))
+            self._collect(slots, logits[torch.tensor(rows, device=logits.device)])
 
-        def attention(layer: int, heads: Tensor) -> Tensor:
-            if len(sources):
-                self._cache.write(layer, heads[sources], rows, positions)
-            return packed(layer, heads)
+    def _open_rows(self, entry: _Entry) -> np.ndarray:
+        """Slots for a job's samples: the whole cells of the prompt are shared, its rest is copied."""
+        count, own = entry.count, entry.own
+        self._prefilling.remove(entry)
+        self._lease.hold(np.tile(entry.cells, count - 1))
+        if entry.job.max_tokens > 1:
+            self._memory.cells.copy(int(own[0]), own[1:], len(entry.job.prompt) % CHUNK)
+            table = np.column_stack([np.tile(entry.cells, (count, 1)), own])
+        else:
+            self._lease.release(own)
+            table = np.tile(entry.cells, (count, 1))
+        entry.rows = entry.left = count
+        entry.cells = entry.own = entry.cells[:0]
+        entry.hidden, entry.done = [], 0
+        slots = self._sequences.add(entry.arrival, entry.job, table)
+        self._lease.hold(self._sequences.fronts_of(slots))
+        return slots
 
-        loras = _spread([self._loras[index] for index in batch], lengths)
-        tokens = torch.from_numpy(np.concatenate([job.prompt for job in jobs])).to(device)
-        place = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
-        hidden = self._decoder.forward(tokens, place, attention, loras)
-        last = torch.from_numpy(ends - 1).to(device)
-        logits = self._decoder.logits(hidden[last], rows_of([self._loras[index] for index in batch]))
-        for index, span, row in zip(batch, spans, logits, strict=True):
-            own = hidden[span.start : span.stop]
-            finite = bool(own.isfinite().all() and row.isfinite().all())
-            scores = score_prompt(self._decoder, self._jobs[index], own, self._loras[index])
-            self._prefilled[index] = _Prefilled(row, finite, scores)
-
-    def _add_rows(self, batch: list[int], spans: list[Span]) -> tuple[Tensor, Tensor, Tensor]:
-        """Cache rows for every sequence of the batch; (prompt row, cache row, position) for each key to be stored."""
-        new = np.concatenate([np.arange(self._first[job], self._first[job + 1]) for job in batch])
-        span_of = dict(zip(batch, spans, strict=True))
-        own = [span_of[job] for job in self._job_of[new].tolist()]
-        device = self._decoder.device
-        if not own:
-            empty = torch.zeros(0, dtype=torch.int64, device=device)
-            return empty, empty, empty
-        first_row = len(self._rows)
-        self._rows = np.concatenate([self._rows, new])
-        lengths = np.array([span.stop - span.start for span in own])
-        self._cache.add(lengths, longest=int((lengths + self._limits[self._job_of[new]]).max()))
-        sources = np.concatenate([np.arange(span.start, span.stop) for span in own])
-        rows = np.repeat(np.arange(first_row, first_row + len(own)), lengths)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        sources, rows, positions = (torch.from_numpy(array).to(device) for array in (sources, rows, positions))
-        return sources, rows, positions
-
-    def _decode(self) -> tuple[np.ndarray, Tensor]:
-        """One token further in every row; returns the sequences and their logits [R, V]."""
-        loras = rows_of([self._loras[job] for job in self._job_of[self._rows]])
-        positions = self._cache.begin_step()
-        tokens = torch.from_numpy(self._last[self._rows]).to(self._decoder.device)
-        hidden = self._decoder.forward(tokens, positions, self._cache.attend, loras)
-        return self._rows, self._decoder.logits(hidden, loras)
+    def _decode(self) -> None:
+        """One token further in every row."""
+        sequences, slots, device = self._sequences, self._order, self._decoder.device
+        positions = sequences.positions(slots)
+        if self._attention is None or not self._attention.fits(positions):
+            missing = slots[positions // CHUNK >= sequences.of["cells"][slots]]
+            if len(missing):
+                taken = self._lease.take(len(missing)) if self._memory.prefixes.make_room(len(missing)) else None
+                if taken is None:
+                    raise _OutOfCells(NO_ROOM)
+                sequences.extend(missing, taken)
+            table, fronts = sequences.cells[slots], sequences.of["front"][slots]
+            fronts = np.where(fronts < 0, table[:, 0], fronts)
+            self._attention = DecodeAttention(self._memory.cells, table, fronts, positions)
+        self._attention.begin_step(positions)
+        tokens = torch.from_numpy(sequences.of["last"][slots]).to(device)
+        hidden = self._decoder.forward(tokens, torch.from_numpy(positions).to(device), self._attention, self._loras)
+        self._collect(slots, self._decoder.logits(hidden, self._loras))
 
     # --- collect ---
 
-    def _collect(self, sequences: np.ndarray, logits: Tensor) -> None:
+    def _collect(self, slots: np.ndarray, logits: Tensor) -> None:
         """Chooses each live sequence's next token and notes it, its logprob, and whether it ends the sequence."""
-        live = ~self._ended(sequences)
+        sequences = self._sequences
+        live = ~sequences.of["ended"][slots]
         if not live.all():
-            sequences, logits = sequences[live], logits[torch.from_numpy(np.flatnonzero(live)).to(logits.device)]
-        if not len(sequences):
+            slots, logits = slots[live], logits[torch.from_numpy(np.flatnonzero(live)).to(logits.device)]
+        if not len(slots):
             return
-        jobs = self._job_of[sequences]
-        draws = uniform(self._seeds[jobs], self._sample_of[sequences], self._emitted[sequences])
-        rule = (self._temperature[jobs], self._top_k[jobs], self._top_p[jobs])
-        chosen = choose(logits, draws, *rule)
-        raw = logits.gather(1, chosen[:, None]).squeeze(1) - logits.logsumexp(1)
-        tokens, logprobs = chosen.cpu().numpy(), raw.cpu().numpy()
-        self._broken[sequences] = ~np.isfinite(logprobs)
-        processed = np.flatnonzero(self._processed[jobs])
+        own = sequences.of[slots]
+        draws = uniform(own["seed"], own["sample"], own["emitted"])
+        rule = (own["temperature"], own["top_k"], own["top_p"])
+        chosen, raw = draw(logits, draws, *rule)
+        # Both in one transfer; a float64 holds either exactly.
+        found = torch.stack([chosen.double(), raw.double()]).cpu().numpy()
+        tokens, logprobs = found[0].astype(np.int64), found[1].astype(np.float32)
+        broken = ~np.isfinite(logprobs)
+        processed = np.flatnonzero(own["processed"])
         if len(processed):
             rows = torch.from_numpy(processed).to(logits.device)
-            own = processed_logprobs(logits[rows], chosen[rows], *(array[processed] for array in rule))
-            logprobs[processed] = own.cpu().numpy()
-        self._history.append((sequences, tokens, logprobs))
-        self._note_best(sequences, logits)
-        self._last[sequences] = tokens
-        self._emitted[sequences] += 1
-        self._stopped[sequences] = self._stops.stopped(sequences, tokens)
-        if self._following is not None and self._following.has_listeners:
-            sound = ~self._broken[sequences]
-            parts = (jobs, self._sample_of[sequences], tokens, logprobs)
-            self._following.tell(*(part[sound] for part in parts))
+            tempered = processed_logprobs(logits[rows], chosen[rows], *(column[processed] for column in rule))
+            logprobs[processed] = tempered.cpu().numpy()
+        if own["width"].any():
+            self._note_best(slots, own["width"], logits)
+        ended = sequences.note(slots, tokens, logprobs)
+        self._memory.counters["sampled"] += len(slots)
+        for number in np.unique(own["entry"][broken]).tolist():
+            self._entries[number].sound = False
+            self._close(self._entries[number], SampleResult([], error=DIVERGED))
+        self._tell(own, tokens, logprobs)
+        if ended.any():
+            numbers, counts = np.unique(own["entry"][ended], return_counts=True)
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                self._entries[number].left -= count
+                if not self._entries[number].left and not self._entries[number].closed:
+                    self._finish(self._entries[number])
 
-    def _note_best(self, sequences: np.ndarray, logits: Tensor) -> None:
+    def _note_best(self, slots: np.ndarray, widths: np.ndarray, logits: Tensor) -> None:
         """The most probable tokens of this step, for the jobs that asked for them; logits [R, V]."""
-        if not self._widths.any():
-            return
-        widths = self._widths[self._job_of[sequences]]
         for width in np.unique(widths[widths > 0]).tolist():
             rows = np.flatnonzero(widths == width)
             own = logits[torch.from_numpy(rows).to(logits.device)]
             best = own.topk(min(width, own.shape[1]), dim=1)
             logprobs = (best.values - own.logsumexp(1, keepdim=True)).cpu().numpy()
-            pairs = zip(best.indices.cpu().numpy(), logprobs, strict=True)
-            for sequence, pair in zip(sequences[rows].tolist(), pairs, strict=True):
-                self._best.setdefault(sequence, []).append(pair)
+            self._sequences.note_best(slots[rows], best.indices.cpu().numpy(), logprobs)
 
-    def _results(self) -> list[SampleResult]:
-        empty = np.zeros(0, np.int64)
-        sequences, tokens, logprobs = (
-            [np.concatenate(parts) for parts in zip(*self._history, strict=True)]
-            if self._history
-            else (empty, empty, empty.astype(np.float32))
-        )
-        order = np.argsort(sequences, kind="stable")
-        ends = np.cumsum(self._emitted)[:-1]
-        tokens_of, logprobs_of = np.split(tokens[order], ends), np.split(logprobs[order], ends)
-        results = []
-        for index in range(len(self._jobs)):
-            own = range(self._first[index], self._first[index + 1])
-            if self._following is not None and self._following.cancelled[index]:
-                results.append(SampleResult([], error=CANCELLED))
-                continue
-            found = self._prefilled[index]
-            if not found.finite or self._broken[self._first[index] : self._first[index + 1]].any():
-                results.append(SampleResult([], error=DIVERGED))
-                continue
-            samples = [Sample(tokens_of[s], logprobs_of[s], bool(self._stopped[s]), self._table(s)) for s in own]
-            results.append(SampleResult(samples, **vars(found.scores)))
-        return results
+    def _tell(self, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """The new tokens, to those who listen; of a job that started again, only what they have not heard."""
+        listening = [number for number, entry in self._entries.items() if entry.listener is not None]
+        if not listening:
+            return
+        for row in np.flatnonzero(np.isin(own["entry"], listening)).tolist():
+            entry, sample = self._entries[int(own["entry"][row])], int(own["sample"][row])
+            if entry.listener is not None and not entry.closed and own["emitted"][row] >= entry.told[sample]:
+                entry.told[sample] += 1
+                entry.listener(sample, int(tokens[row]), float(logprobs[row]))
 
-    def _table(self, sequence: int) -> TokenTable | None:
-        steps = self._best.get(sequence)
-        if steps is None:
-            return None
-        tokens, logprobs = (np.stack(part) for part in zip(*steps, strict=True))
-        return TokenTable(tokens, logprobs)
+    def _finish(self, entry: _Entry) -> None:
+        """The result of a job whose sequences have all ended."""
+        sequences = self._sequences
+        for slot in self._order[sequences.of["entry"][self._order] == entry.arrival].tolist():
+            entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
+        samples = [entry.samples[index] for index in range(entry.count)]
+        self._close(entry, SampleResult(samples, **vars(entry.scores)))
 
 
-def _spread(loras: Sequence[LoraWeights | None], lengths: np.ndarray) -> list[LoraRows]:
-    """Prompts' loras as runs over their tokens."""
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    return [LoraRows(int(starts[run.start]), int(ends[run.stop - 1]), run.weights) for run in rows_of(loras)]
+def _is_out_of_memory(error: Exception) -> bool:
+    """A GPU says so by its own exception, torch's CPU allocator only in words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -7,6 +7,7 @@ nothing of tenants, journals or HTTP.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mint.engine.activation_memory import rows_at_once
+from mint.engine.batch import Batch
 from mint.engine.decoder import Decoder
 from mint.engine.decoder_config import read_decoder_config
-from mint.engine.following import Following
+from mint.engine.kv_cells import KvCells
 from mint.engine.lora import LoraWeights
 from mint.engine.optimizer import AdamState, step_adam
+from mint.engine.prefix_cache import PrefixCache
 from mint.engine.protocol import (
     LORA_ALPHA,
     AdamSpec,
@@ -31,15 +35,17 @@ from mint.engine.protocol import (
     PassResult,
     SampleJob,
     SampleResult,
-    SampleWatch,
     TrainDatum,
+    sample_together,
 )
-from mint.engine.sampler import Sampler
+from mint.engine.sampler import Memory
 from mint.engine.training import run_pass
 from mint.errors import CheckpointError, NotFoundError
 from mint.models.folder import ModelFolder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+KV_CACHE_BYTES, PREFIX_CACHE_BYTES = 4 << 30, 512 << 20
 
 
 @dataclass
@@ -66,21 +72,33 @@ class TorchEngine:
         dtype: Literal["float32", "bfloat16"] | None = None,
         threads: int | None = None,
         device: str | None = None,
+        kv_cache_bytes: int = KV_CACHE_BYTES,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+        recompute: bool | None = None,
     ) -> None:
-        """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU."""
+        """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
+
+        `kv_cache_bytes` bounds keys and values of what is being sampled, for each base; up to `prefix_cache_bytes` of
+        them, and at most half, are kept for later prompts that begin alike. `recompute` has training compute its
+        activations again instead of keeping them: the same bits, less memory, about a third more time; None does so
+        for sequences that are too long otherwise.
+        """
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._dtype = dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
         if threads is not None:
             torch.set_num_threads(threads)
+        self._recompute = recompute
         self._bases: dict[str, tuple[Decoder, BaseInfo]] = {}
         self._models: dict[str, _Model] = {}
         self._published: dict[str, _Published] = {}
+        self._memories: dict[str, Memory] = {}
+        self._kv_cache_bytes, self._prefix_cache_bytes = kv_cache_bytes, prefix_cache_bytes
 
     def load_base(self, name: str, path: str) -> BaseInfo:
         """Loads a Hugging Face folder as base `name`; again is a no-op.
 
         Raises:
-            InvalidRequestError: the folder is no Qwen3 dense model, or lacks or adds tensors.
+            InvalidRequestError: the folder is of a family that mint does not compute, or lacks or adds tensors.
             CheckpointError: a weight file is damaged.
         """
         if name in self._bases:
@@ -95,10 +113,12 @@ class TorchEngine:
             "unembedding_dtype": "float32",
             "device": str(self._device),
             "threads": torch.get_num_threads(),
+            "micro_batch_rows": rows_at_once(config, _DTYPES[self._dtype], self._device),
+            "recompute": {None: "long sequences", True: "always", False: "never"}[self._recompute],
             "path": path,
         }
         context = config.max_position_embeddings
-        info = BaseInfo(name, "qwen3", config.vocab_size, context, folder.eos_token_ids, settings)
+        info = BaseInfo(name, config.model_type, config.vocab_size, context, folder.eos_token_ids, settings)
         self._bases[name] = (decoder, info)
         return info
 
@@ -111,6 +131,7 @@ class TorchEngine:
         self._models[model_id] = _Model(base, weights, gradient, AdamState.fresh(weights.flat))
         return {
             **info.settings,
+            "arch": info.arch,
             "alpha": LORA_ALPHA,
             "scale": weights.scale,
             "rank": lora.rank,
@@ -190,7 +211,7 @@ class TorchEngine:
         """Freezes a copy of the model's weights for sampling; later steps do not touch it."""
         model = self._model(model_id)
         copy = model.weights.copy(self._base(model.base)[0].config)
-        self._published[weights_id] = _Published(model.base, copy)
+        self._add_published(weights_id, _Published(model.base, copy))
 
     def load_weights(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:
         """Makes saved weights available for sampling.
@@ -200,30 +221,61 @@ class TorchEngine:
         """
         loaded = LoraWeights(self._base(base)[0].config, lora, self._device)
         loaded.flat.copy_(loaded.assemble(weights, f"the weights {weights_id}"))
-        self._published[weights_id] = _Published(base, loaded)
+        self._add_published(weights_id, _Published(base, loaded))
 
     def drop_weights(self, weights_id: str) -> None:
         """Forgets published weights; unknown ids are fine."""
-        self._published.pop(weights_id, None)
+        published = self._published.pop(weights_id, None)
+        if published is not None and published.base in self._memories:
+            self._memories[published.base].prefixes.close(published.weights)
 
-    def sample(self, jobs: Sequence[SampleJob], watch: SampleWatch | None = None) -> list[SampleResult]:
+    def open_batch(self) -> Batch:
+        """An empty batch; training between two steps changes nothing in it."""
+        return Batch(lambda job: (self._base(job.base)[0], self._memory(job.base), self._lora(job)))
+
+    def sampling_counters(self) -> dict[str, int]:
+        """Totals since the start over all bases: prompt tokens `prefilled` and `reused`, tokens `sampled`, `steps`, and
+        `restarts` of jobs that had to make room."""
+        totals: Counter[str] = Counter()
+        for memory in self._memories.values():
+            totals.update(memory.counters)
+        return dict(totals)
+
+    def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
         """Samples all jobs together; the result of each is a function of that job alone."""
-        results: dict[int, SampleResult] = {}
-        for base in dict.fromkeys(job.base for job in jobs):
-            own = [index for index, job in enumerate(jobs) if job.base == base]
-            loras = [self._lora(jobs[index]) for index in own]
-            following = None if watch is None else Following(watch, own)
-            sampler = Sampler(self._base(base)[0], [jobs[index] for index in own], loras, following)
-            results |= dict(zip(own, sampler.run(), strict=True))
-        return [results[index] for index in range(len(jobs))]
+        return sample_together(self.open_batch(), jobs)
 
     def _pass(self, model: _Model, data: Sequence[TrainDatum], loss: LossSpec, *, gradient: bool) -> PassResult:
-        return run_pass(self._base(model.base)[0], model.weights, data, loss, gradient=gradient)
+        return run_pass(
+            self._base(model.base)[0],
+            model.weights,
+            data,
+            loss,
+            gradient=model.gradient if gradient else None,
+            recompute=self._recompute,
+        )
 
     def _base(self, name: str) -> tuple[Decoder, BaseInfo]:
         if name not in self._bases:
             raise NotFoundError("is not loaded", field="base_model", value=name)
         return self._bases[name]
+
+    def _memory(self, base: str) -> Memory:
+        if base not in self._memories:
+            decoder, _ = self._base(base)
+            cells = KvCells(decoder.config, decoder.dtype, self._device, self._kv_cache_bytes)
+            prefixes = PrefixCache(cells, min(self._prefix_cache_bytes, self._kv_cache_bytes // 2))
+            for published in self._published.values():
+                if published.base == base:
+                    prefixes.open(published.weights)
+            self._memories[base] = Memory(cells, prefixes)
+        return self._memories[base]
+
+    def _add_published(self, weights_id: str, published: _Published) -> None:
+        self.drop_weights(weights_id)
+        self._published[weights_id] = published
+        if published.base in self._memories:
+            self._memories[published.base].prefixes.open(published.weights)
 
     def _model(self, model_id: str) -> _Model:
         if model_id not in self._models:

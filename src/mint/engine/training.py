@@ -5,35 +5,112 @@ Knows nothing of models' names, optimizers or requests.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.attention import PackedAttention
+from mint.engine.activation_memory import ran_out, rows_at_once
 from mint.engine.decoder import Decoder
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
+from mint.engine.packed_attention import PackedAttention
 from mint.engine.packing import MicroBatch, pack
 from mint.engine.protocol import LossSpec, PassResult, TrainDatum
 from mint.engine.unembedding import TargetLogprobs
+from mint.errors import RequestFailedError
 
-TOKEN_BUDGET = 4096
-"""Rows of a micro-batch. A constant, for the split decides the bits of the result."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Micro-batches of `rows` rows; `recompute` None: where one is larger than that."""
+
+    rows: int
+    recompute: bool | None
 
 
 def run_pass(
-    decoder: Decoder, lora: LoraWeights, data: Sequence[TrainDatum], loss: LossSpec, *, gradient: bool
+    decoder: Decoder,
+    lora: LoraWeights,
+    data: Sequence[TrainDatum],
+    loss: LossSpec,
+    *,
+    gradient: Tensor | None,
+    recompute: bool | None = None,
 ) -> PassResult:
-    """Logprobs and metrics of `data`; with `gradient`, that of the summed loss is added to the lora's `.grad`."""
+    """Logprobs and metrics of `data`; that of the summed loss is added to `gradient`, the lora's own, where given.
+
+    `recompute` trades time for memory and changes no bit: a layer's activations are computed again in the backward.
+    None does so for sequences that are too long otherwise. A pass for which memory does not suffice is run again,
+    with `recompute`, then in ever smaller micro-batches, and counts that as `memory_retries:sum`.
+
+    Raises:
+        RequestFailedError: memory does not suffice for one sequence alone; nothing is added to `gradient`.
+    """
+    before = None if gradient is None else gradient.clone()
+    attempt = _Attempt(rows_at_once(decoder.config, decoder.dtype, decoder.device), recompute)
+    retries = 0
+    while (result := _try(decoder, lora, data, loss, attempt, with_gradient=gradient is not None)) is None:
+        # Out of the except clause, whose error would keep the activations alive.
+        if gradient is not None and before is not None:
+            gradient.copy_(before)
+        if decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+        retries += 1
+        smaller = _smaller(attempt, data, with_gradient=gradient is not None)
+        if smaller is None:
+            raise RequestFailedError(
+                "memory does not suffice for a training pass over one sequence",
+                field="tokens of the longest sequence",
+                value=max(len(datum.tokens) for datum in data),
+                remedy="Shorten the sequences, or give the server more memory",
+            )
+        log.warning("memory ran out with %d rows at once; trying %s", attempt.rows, smaller)
+        attempt = smaller
+    if retries:
+        result.metrics["memory_retries:sum"] = float(retries)
+    return result
+
+
+def _smaller(attempt: _Attempt, data: Sequence[TrainDatum], *, with_gradient: bool) -> _Attempt | None:
+    """What needs less memory than `attempt`; None if nothing does."""
+    if with_gradient and attempt.recompute is not True:
+        return _Attempt(attempt.rows, recompute=True)
+    lengths = [len(datum.tokens) for datum in data]
+    if len(data) == 1 or attempt.rows < max(lengths):  # the longest was alone
+        return None
+    return _Attempt(min(attempt.rows, sum(lengths)) // 2, attempt.recompute)
+
+
+def _try(
+    decoder: Decoder,
+    lora: LoraWeights,
+    data: Sequence[TrainDatum],
+    loss: LossSpec,
+    attempt: _Attempt,
+    *,
+    with_gradient: bool,
+) -> PassResult | None:
+    """The pass; None if memory ran out, with the gradient half-added."""
     logprobs: dict[int, np.ndarray] = {}
     entropies: dict[int, np.ndarray] = {}
-    for batch in pack(data, TOKEN_BUDGET):
-        for index, own, entropy in _run(decoder, lora, data, batch, loss, gradient=gradient):
-            logprobs[index] = own
-            entropies[index] = entropy
+    try:
+        for batch in pack(data, attempt.rows):
+            recompute = len(batch.tokens) > attempt.rows if attempt.recompute is None else attempt.recompute
+            found = _run(decoder, lora, data, batch, loss, gradient=with_gradient, recompute=recompute)
+            for index, own, entropy in found:
+                logprobs[index] = own
+                entropies[index] = entropy
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        return None
     own, entropy = ([found[index] for index in range(len(data))] for found in (logprobs, entropies))
     trained = [row[datum.trained] for row, datum in zip(entropy, data, strict=True)]
     return PassResult(own, measure(loss, list(data), own, trained), entropy)
@@ -47,21 +124,23 @@ def _run(
     loss: LossSpec,
     *,
     gradient: bool,
+    recompute: bool,
 ) -> list[tuple[int, np.ndarray, np.ndarray]]:
     """(datum, logprobs, entropies) of one micro-batch."""
     config, device = decoder.config, decoder.device
     attention = PackedAttention(batch.blocks, config.num_attention_heads, config.num_key_value_heads, device)
     tokens, positions = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.positions))
     with torch.set_grad_enabled(gradient):
-        hidden = decoder.forward(tokens, positions, attention, [LoraRows(0, len(tokens), lora)])
+        rows = [LoraRows(0, len(tokens), lora)]
+        hidden = decoder.forward(tokens, positions, attention, rows, recompute=recompute)
     pairs = TargetLogprobs(
         decoder,
         hidden.detach(),
         batch.pair_rows,
         batch.pair_targets,
-        [LoraRows(0, len(hidden), lora)],
+        rows,
         temperature=loss.config.get("temperature", 1.0),
-        gradient=gradient,
+        trained=_trained_pairs(data, batch) if gradient else None,
     )
     own = [data[index] for index in batch.datum_ids]
     logprobs = _split(pairs.logprobs.cpu().numpy()[batch.pair_of_cell], [datum.targets.shape for datum in own])
@@ -73,6 +152,12 @@ def _run(
         pair_slopes = np.bincount(batch.pair_of_cell, weights=weights, minlength=len(batch.pair_rows))
         _backward(hidden, pairs, pair_slopes.astype(np.float32))
     return list(zip(batch.datum_ids, logprobs, entropies, strict=True))
+
+
+def _trained_pairs(data: Sequence[TrainDatum], batch: MicroBatch) -> np.ndarray:
+    """Bool [U]: the pairs that have a weight in any example."""
+    weighty = np.concatenate([data[index].weights.reshape(-1) for index in batch.datum_ids]) != 0
+    return np.bincount(batch.pair_of_cell, weights=weighty, minlength=len(batch.pair_rows)) > 0
 
 
 def _split(values: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:

@@ -1,6 +1,8 @@
-"""Logprobs of targets and their gradient, in chunks of rows: past `KEPT_ENTRIES`, one chunk of logits exists at a time.
+"""Logprobs of targets and their gradient, in chunks of rows: one chunk of logits exists at a time.
 
-Knows nothing of losses, examples or sampling.
+Where a row has one target and the unembedding is frozen, the gradient of the logprob is made together with it, and only
+multiplied by its slope later; for other rows the logits are computed again. Knows nothing of losses, examples or
+sampling.
 
 Letters: T rows (hidden states) · U pairs (a row and one of its targets) · E hidden size · V vocabulary.
 """
@@ -14,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mint.engine.choice import exponentials
 from mint.engine.decoder import Decoder
-from mint.engine.lora import LoraRows
+from mint.engine.lora import UNEMBED, LoraRows
 
-CHUNK_ENTRIES = 1 << 20
-"""Logits computed at once: 4 MB in float32, so that a chunk stays in the cache."""
-
-KEPT_ENTRIES = 1 << 22
-"""Up to this many logits (16 MB, and their softmax) are kept for the backward instead of being computed again."""
+CHUNK_ENTRIES, MIN_CHUNK_ROWS = 1 << 20, 64
+"""Logits computed at once: 4 MB in float32, so that a chunk stays in the cache; but never fewer than so many rows, for
+each chunk reads the whole unembedding."""
 
 
 class TargetLogprobs:
@@ -37,62 +38,73 @@ class TargetLogprobs:
         loras: list[LoraRows],
         *,
         temperature: float = 1.0,
-        gradient: bool = False,
+        trained: np.ndarray | None = None,
     ) -> None:
         """Hidden states [T, E]; target `targets[u]` is predicted from row `rows[u]`: distinct pairs, rows ascending,
-        both int64 [U]. All logits are divided by `temperature`; with `gradient`, one lora covers all rows."""
+        both int64 [U]. All logits are divided by `temperature`. `trained` [U] are the pairs that may have a gradient
+        (None: none has); one lora covers all rows then."""
         self._decoder, self._hidden, self._loras = decoder, hidden, loras
         self._rows, self._targets = rows, torch.from_numpy(targets).to(hidden.device)
         # On the device and not a Python number: by those, a GPU multiplies with the rounded reciprocal.
         self._heat = torch.tensor(temperature, dtype=torch.float32, device=hidden.device)
         self._tempered = temperature != 1.0
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.logprobs, self.entropies = torch.empty(len(rows)), torch.empty(len(hidden))
-        keep = gradient and len(hidden) * decoder.config.vocab_size <= KEPT_ENTRIES
-        for chunk in _chunks(rows, len(hidden), decoder.config.vocab_size, hidden.device):
-            self._run(chunk, keep=keep)
+        self.logprobs, self.entropies = (torch.empty(len(x), device=hidden.device) for x in (rows, hidden))
+        # Pairs whose gradient is made at once: those that are the only ones trained in their rows.
+        self._single = np.zeros(len(rows), bool)
+        if trained is not None and all(own.site(UNEMBED) is None for own in loras):
+            self._single = trained & (np.bincount(rows[trained], minlength=len(hidden)) == 1)[rows]
+        self._unit = torch.zeros_like(hidden) if self._single.any() else None
+        with torch.no_grad():
+            for chunk in _chunks(rows, len(hidden), decoder.config.vocab_size, hidden.device):
+                self._run(chunk)
 
+    @torch.no_grad()
     def hidden_gradient(self, slopes: np.ndarray) -> Tensor:
-        """The gradient for hidden of Σ slopes · logprobs, slopes float32 [U]; that of an unembedding lora is added to
-        its `.grad`. Many logits are computed again rather than kept. To be called once.
-        """
+        """The gradient for hidden of Σ slopes · logprobs, slopes float32 [U], 0 where not trained; that of an
+        unembedding lora is added to its `.grad`."""
         if self._tempered:
             slopes = slopes / np.float32(self._heat.item())
+        device = self._hidden.device
+        # Summed here, for a GPU would add in another order each time.
+        totals = np.bincount(self._rows, weights=slopes, minlength=len(self._hidden)).astype(np.float32)
         gradient = torch.zeros_like(self._hidden)
-        device, vocab_size = self._hidden.device, self._decoder.config.vocab_size
-        if self._kept:
-            pull = _Pull(self._rows, self._targets, slopes, len(self._hidden))
-            chunks = _chunks(self._rows, len(self._hidden), vocab_size, device)
-            for chunk, (leaf, logits, shares) in zip(chunks, self._kept, strict=True):
-                gradient[chunk.rows] = pull.back(chunk, leaf, logits, shares)
-            return gradient
-        used = np.flatnonzero(slopes)
+        if self._unit is not None:
+            gradient = self._unit * torch.from_numpy(totals).to(device)[:, None]
+        used = np.flatnonzero((slopes != 0) & ~self._single)
         trained, places = np.unique(self._rows[used], return_inverse=True)
-        pull = _Pull(places, self._targets[torch.from_numpy(used).to(device)], slopes[used], len(trained))
-        for chunk in _chunks(places, len(trained), vocab_size, device):
+        targets = self._targets[torch.from_numpy(used).to(device)]
+        pair_slopes, row_slopes = (torch.from_numpy(array).to(device) for array in (slopes[used], totals[trained]))
+        for chunk in _chunks(places, len(trained), self._decoder.config.vocab_size, device):
             own = torch.from_numpy(trained[chunk.rows]).to(device)
-            leaf = self._hidden[own].requires_grad_()
-            with torch.enable_grad():
-                logits = self._decoder.logits(leaf, self._loras)
-            shares = torch.softmax(self._temper(logits.detach()), dim=1)
-            gradient[own] = pull.back(chunk, leaf, logits, shares)
+            hidden = self._hidden[own]
+            weights, _ = exponentials(self._logits(hidden))
+            # d logprob / d logits = onehot - softmax
+            pull = weights.mul_((-row_slopes[chunk.rows] / weights.sum(1))[:, None])
+            pull[chunk.places, targets[chunk.pairs]] += pair_slopes[chunk.pairs]
+            gradient[own] = self._decoder.logits_gradient(pull, hidden, self._loras)
         return gradient
 
-    def _run(self, chunk: _Chunk, *, keep: bool) -> None:
-        leaf = self._hidden[chunk.rows].detach().requires_grad_(keep)
-        with torch.set_grad_enabled(keep):
-            recorded = self._decoder.logits(leaf, self._loras)
-        logits = self._temper(recorded.detach())
-        normaliser = logits.logsumexp(1)
-        self.logprobs[chunk.pairs] = logits[chunk.places, self._targets[chunk.pairs]] - normaliser[chunk.places]
+    def _run(self, chunk: _Chunk) -> None:
+        hidden = self._hidden[chunk.rows]
+        logits = self._logits(hidden)
+        weights, normaliser = exponentials(logits)
+        places = (chunk.places, self._targets[chunk.pairs])
+        self.logprobs[chunk.pairs] = logits[places] - normaliser[chunk.places]
         # H = log Z - Σ p·z
-        shares = (logits - normaliser[:, None]).exp_()
-        self.entropies[chunk.rows] = normaliser - torch.linalg.vecdot(shares, logits)
-        if keep:
-            self._kept.append((leaf, recorded, shares))
+        total = weights.sum(1)
+        self.entropies[chunk.rows] = normaliser - torch.linalg.vecdot(weights, logits).div_(total)
+        single = torch.from_numpy(np.flatnonzero(self._single[chunk.pairs])).to(hidden.device)
+        if self._unit is None or not len(single):
+            return
+        # d logprob / d logits = onehot - softmax; its slope will only multiply it.
+        own = chunk.places[single]
+        pull = (weights if len(own) == len(hidden) else weights[own]).div_(-total[own, None])
+        pull[torch.arange(len(own), device=own.device), self._targets[chunk.pairs][single]] += 1
+        self._unit[own + chunk.rows.start] = self._decoder.logits_gradient(pull, hidden[own], self._loras)
 
-    def _temper(self, logits: Tensor) -> Tensor:
-        return logits / self._heat if self._tempered else logits
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self._decoder.logits(hidden, self._loras)
+        return logits.div_(self._heat) if self._tempered else logits
 
 
 @dataclass(frozen=True)
@@ -102,25 +114,6 @@ class _Chunk:
     rows: slice
     pairs: slice
     places: Tensor
-
-
-class _Pull:
-    """From the slopes of pairs, whose rows ascend, to the gradient of their hidden states."""
-
-    def __init__(self, rows: np.ndarray, targets: Tensor, slopes: np.ndarray, count: int) -> None:
-        """`count` rows in all; rows int64, targets int64, slopes float32, all [U]."""
-        # Summed here, for a GPU would add in another order each time.
-        totals = np.bincount(rows, weights=slopes, minlength=count).astype(np.float32)
-        self._totals, self._slopes = (torch.from_numpy(array).to(targets.device) for array in (totals, slopes))
-        self._targets = targets
-
-    def back(self, chunk: _Chunk, hidden: Tensor, logits: Tensor, shares: Tensor) -> Tensor:
-        """The gradient for the leaf `hidden` of Σ slopes · logprobs; overwrites `shares`, the softmax of `logits`."""
-        # d logprob / d logits = onehot - softmax
-        gradient = shares.mul_(-self._totals[chunk.rows, None])
-        gradient[chunk.places, self._targets[chunk.pairs]] += self._slopes[chunk.pairs]
-        logits.backward(gradient)
-        return torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
 
 
 def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraRows]) -> list[list[tuple[int, float]]]:
@@ -144,6 +137,6 @@ def _chunks(rows: np.ndarray, count: int, vocab_size: int, device: torch.device)
 
 def row_slices(count: int, vocab_size: int) -> Iterator[slice]:
     """Runs of rows whose logits may exist at once."""
-    size = max(16, CHUNK_ENTRIES // vocab_size)
+    size = max(MIN_CHUNK_ROWS, CHUNK_ENTRIES // vocab_size)
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))

@@ -17,6 +17,9 @@ from mint.errors import InvalidRequestError
 
 MAX_HEADER_BYTES = 1024 * 1024
 MAX_TENSORS = 20_000
+BYTES_PER_TENSOR = 256
+"""What a header needs at most to describe one tensor of a lora."""
+
 MAX_DIMENSION = 2**31
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _LENGTH_BYTES = 8
@@ -36,8 +39,8 @@ class ForeignTensor:
 class ForeignTensors:
     """The checked header of an open file; `name` is what errors call it."""
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        """Reads the header, at most `MAX_HEADER_BYTES`.
+    def __init__(self, file: BinaryIO, name: str, *, expected: int = 0) -> None:
+        """Reads the header, at most `MAX_HEADER_BYTES` and `MAX_TENSORS`, or what `expected` tensors need.
 
         Raises:
             InvalidRequestError: the file is not exactly what its header says, or the header is not a sane one.
@@ -49,12 +52,14 @@ class ForeignTensors:
         file.seek(0)
         prefix = file.read(_LENGTH_BYTES)
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < _LENGTH_BYTES or not 2 <= length <= min(MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+        longest = max(MAX_HEADER_BYTES, BYTES_PER_TENSOR * expected)
+        if len(prefix) < _LENGTH_BYTES or not 2 <= length <= min(longest, size - _LENGTH_BYTES):
             raise self._refused(f"has a header of {length} bytes in a file of {size}")
         header = self._parse(file.read(length))
         self.metadata = self._read_metadata(header.pop("__metadata__", {}))
-        if len(header) > MAX_TENSORS:
-            raise self._refused(f"holds {len(header)} tensors, more than {MAX_TENSORS}")
+        most = max(MAX_TENSORS, expected)
+        if len(header) > most:
+            raise self._refused(f"holds {len(header)} tensors, more than {most}")
         first = _LENGTH_BYTES + length
         entries = [self._entry(key, value, first) for key, value in header.items()]
         place = first

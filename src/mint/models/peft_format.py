@@ -26,15 +26,18 @@ UNEMBED = "lm_head"
 _PREFIX = "base_model.model."
 _EMBEDDING = "model.embed_tokens"
 _LAYER = re.compile(
-    r"model\.layers\.\d{1,4}\.(?:(?P<attn>self_attn\.[qkvo]_proj)|(?P<mlp>mlp\.(?:gate|up|down)_proj))", re.ASCII
+    r"model\.layers\.\d{1,4}\.(?:(?P<attn>self_attn\.[qkvo]_proj)"
+    r"|(?P<mlp>mlp\.(?:experts\.\d{1,4}\.)?(?:gate|up|down)_proj))",
+    re.ASCII,
 )
 _FROZEN_COPY = re.compile(r"(?P<module>model\.embed_tokens|lm_head)\.(?:base_layer\.)?weight", re.ASCII)
 """Where PEFT stores a second copy of a base's embeddings, once a lora is on one of them."""
 
 _FILL_SEED = 0
-_ROWS_AT_ONCE = 4096
+_MANY = 100_000
+"""Qwen3-235B-A22B has 94 layers of 128 experts, so a lora of it has 73,000 matrices."""
 
-"""Ways to draw the first A and B that leave the base model's own weights alone; PiSSA, OLoRA and LoftQ do not."""
+_ROWS_AT_ONCE = 4096
 
 _STARTS_AS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Ways to draw the first A and B that leave the base model's own weights alone; PiSSA, OLoRA and LoftQ do not."""
@@ -190,8 +193,8 @@ def read_weights(file: BinaryIO, config: AdapterConfig, base: ModelFolder) -> di
     Raises:
         InvalidRequestError: the file is damaged, holds something else, or is an adapter of another model.
     """
-    stored = ForeignTensors(file, WEIGHTS_FILE)
     layers = base_layers(base)
+    stored = ForeignTensors(file, WEIGHTS_FILE, expected=2 * len(layers))
     found: dict[str, str] = {}
     for name, entry in stored.entries.items():
         own = name.removeprefix(_PREFIX)
@@ -213,7 +216,7 @@ def read_unchecked(file: BinaryIO) -> dict[str, np.ndarray]:
     Raises:
         InvalidRequestError: the file is damaged, or holds anything but loras.
     """
-    stored = ForeignTensors(file, WEIGHTS_FILE)
+    stored = ForeignTensors(file, WEIGHTS_FILE, expected=_MANY)
     odd = [name for name in stored.entries if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
     if odd:
         raise _refused(WEIGHTS_FILE, f"holds {odd[0][:120]!a}, which is no lora", "Export with --format hf")

@@ -5,7 +5,9 @@ Nothing is ever unpickled. Knows nothing of models, loras or checkpoints: names 
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 import tempfile
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -15,12 +17,24 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from mint.errors import CheckpointError
 
-WRITTEN = frozenset({"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"})
-"""The numpy dtypes that a file can hold."""
+WRITTEN = {
+    np.dtype(name): code
+    for name, code in (
+        ("float64", "F64"),
+        ("float32", "F32"),
+        ("float16", "F16"),
+        ("int64", "I64"),
+        ("int32", "I32"),
+        ("int16", "I16"),
+        ("int8", "I8"),
+        ("uint8", "U8"),
+        ("bool", "BOOL"),
+    )
+}
+"""The numpy dtypes that a file can hold, and what each is called there."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +57,37 @@ class StoredTensor:
             return self.file.get_tensor(self.name)
 
 
-def write_tensors(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes the arrays to `path`, replacing it in one step.
+def write_tensors(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], *, sync: bool = True
+) -> None:
+    """Writes the arrays to `path`, replacing it in one step; without `sync` as `write_file`.
 
     Raises:
         CheckpointError: an array's dtype does not exist in the format.
     """
     for name, array in arrays.items():
-        if array.dtype.name not in WRITTEN:
+        if array.dtype not in WRITTEN:
             raise CheckpointError(f"tensor {name} has dtype {array.dtype}, which safetensors does not have")
-    tensors = {name: np.array(arrays[name], order="C") for name in sorted(arrays)}
-    write_file(path, [save(tensors, dict(metadata) or None)])
+    # largest items first, then by name: every array begins at a multiple of its own item size
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    write_file(path, _parts(dict(ordered), metadata), sync=sync)
+
+
+def _parts(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Generator[bytes | memoryview]:
+    """The file: its header's size as 8 bytes, its header as JSON, then the arrays as they are; nothing is copied."""
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        code = WRITTEN[array.dtype]
+        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text))
+    yield text
+    for array in arrays.values():
+        if array.nbytes:
+            yield np.asarray(array, order="C").reshape(-1).view(np.uint8).data
 
 
 def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -81,8 +115,11 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
         }
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Writes a file through a temporary name in the same folder: fsync, rename, fsync of the folder."""
+def write_file(path: Path, parts: Iterable[bytes | memoryview], *, sync: bool = True) -> None:
+    """Writes a file through a temporary name in the same folder: fsync, rename, fsync of the folder.
+
+    Without `sync` it survives this process at once, but a loss of power only after `sync_file`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
@@ -90,16 +127,28 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             for part in parts:
                 file.write(part)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    if sync:
+        _sync(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Returns once a file and its name survive a loss of power."""
+    _sync(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 @contextmanager

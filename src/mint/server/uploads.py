@@ -184,7 +184,7 @@ def _read_manifest(text: bytes | None) -> dict[str, Any] | None:
 
 def _read_optimizer(file: BinaryIO, weights: Mapping[str, np.ndarray]) -> ModelState:
     """Weights with their moments and step count, every name and shape checked."""
-    stored = ForeignTensors(file, archives.OPTIMIZER)
+    stored = ForeignTensors(file, archives.OPTIMIZER, expected=2 * len(weights))
     wanted = {f"{part}/{name}": array.shape for part in ("exp_avg", "exp_avg_sq") for name, array in weights.items()}
     found = {name: entry.shape for name, entry in stored.entries.items() if entry.dtype == "F32"}
     step = stored.metadata.get("step", "")

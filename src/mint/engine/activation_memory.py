@@ -1,0 +1,57 @@
+"""How many rows a training pass may run at once, and what counts as having run out of memory.
+
+The rows are a function of the base's shape, dtype and kind of device alone, for how a request is cut into micro-batches
+decides the bits of its result. Knows nothing of data, losses or gradients.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from mint.engine.decoder_config import DecoderConfig
+
+MAX_ROWS = 4096
+"""Rows of a micro-batch where memory sets no bound; more are no faster."""
+
+MIN_ROWS = 256
+"""Fewer would waste the processor: each micro-batch reads all of the base's weights twice."""
+
+ACTIVATION_BYTES = {"cpu": 768 << 20, "cuda": 16 << 30}
+"""What a forward may keep for its backward, by kind of device."""
+
+_FAILURES = re.compile(
+    "can't allocate memory|not enough memory|out of memory|bad_alloc|could not create a (memory|primitive(?! desc))",
+    re.IGNORECASE,
+)
+"""How torch, its CPU allocator, C++ and oneDNN (which has nowhere to put its code then) say so."""
+
+
+def rows_at_once(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of a micro-batch."""
+    kept = ACTIVATION_BYTES.get(device.type, ACTIVATION_BYTES["cpu"])
+    return max(MIN_ROWS, min(MAX_ROWS, kept // bytes_per_row(config, dtype)))
+
+
+def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """What all layers together keep of one row for the backward."""
+    hidden, query = config.hidden_size, config.query_size
+    total = 0
+    for layer in range(config.num_hidden_layers):
+        # The inputs of both blocks, in float32; the product for the heads and the heads; what attention gave.
+        total += 8 * hidden + dtype.itemsize * (2 * (query + 2 * config.key_value_size) + query)
+        experts = config.experts_of(layer)
+        if experts is None:
+            total += dtype.itemsize * 2 * config.intermediate_size
+        else:
+            # For each expert its own copy of the inputs, the wide product, its half and the result, all in float32.
+            total += 4 * hidden + 4 * experts.per_token * (2 * hidden + 3 * experts.intermediate_size)
+    return total
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether memory was short, and the same in smaller parts may succeed."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None

@@ -1,0 +1,166 @@
+"""The two blocks of a layer around its attention, each one step of autograd with a backward written by hand.
+
+A block keeps its input and one wide product for the backward and computes the rest again; what is kept is in the
+dtype of the base's matrices, as the products of the backward are. Knows nothing of sequences, losses or loras' names.
+
+Letters: T rows · E hidden size · H all heads (query, key, value) · D head dimension · I the MLP's inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
+
+from mint.engine.decoder_weights import LayerWeights
+from mint.engine.kernels import inverse_rms, norm_gradient, rotate, silu, swiglu, swiglu_gradient
+from mint.engine.site_products import SiteProduct
+
+CACHED_ENTRIES, MIN_CHUNK = 1 << 18, 512
+"""An MLP takes so many rows at once that its wide product has about so many entries (1 MB), but at least so many rows,
+for each chunk reads the weights again."""
+
+Multiply = Callable[[Tensor, Tensor | None], Tensor]
+"""(rows [T, inputs], residual) → residual + the product of a site [T, outputs]."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What all layers share in one forward; cos and sin [T, 1, D / 2] turn the first `rotated` heads."""
+
+    dtype: torch.dtype
+    eps: float
+    rotated: int
+    head_dim: int
+    cos: Tensor
+    sin: Tensor
+
+
+def project_heads(
+    x: Tensor, layer: LayerWeights, multiply: Multiply, geometry: Geometry
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None]]:
+    """Normed and rotated heads [T, H, D] in the base's dtype from x [T, E]; and 1 / rms of x, the product [T, H, D],
+    and 1 / rms of its heads, where they are normed."""
+    inverse = inverse_rms(x, geometry.eps)
+    qkv = multiply((x * inverse).mul_(layer.input_norm), None)
+    if layer.qkv_bias is not None:
+        qkv.add_(layer.qkv_bias)
+    qkv = qkv.view(len(x), -1, geometry.head_dim)
+    rotated, head_inverse = qkv[:, : geometry.rotated], None
+    heads = torch.empty(qkv.shape, dtype=torch.float32, device=x.device)
+    heads[:, geometry.rotated :] = qkv[:, geometry.rotated :]
+    if layer.head_norms is not None:
+        head_inverse = inverse_rms(rotated, geometry.eps)
+        rotated = (rotated * head_inverse).mul_(layer.head_norms)
+    rotate(rotated, geometry.cos, geometry.sin, heads[:, : geometry.rotated])
+    return heads.to(geometry.dtype), (inverse, qkv, head_inverse)
+
+
+def apply_mlp(
+    x: Tensor, layer: LayerWeights, gate_up: Multiply, down: Multiply, eps: float
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """x + MLP(norm(x)) [T, E]; and 1 / rms of x, and the product [T, 2·I] within."""
+    inverse = inverse_rms(x, eps)
+    wide = gate_up((x * inverse).mul_(layer.post_norm), None)
+    return down(swiglu(wide), x), (inverse, wide)
+
+
+class AttentionInputs(torch.autograd.Function):
+    """`project_heads` of rows that share one lora."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, x: Tensor, layer: LayerWeights, product: SiteProduct, geometry: Geometry, *parameters: Tensor
+    ) -> Tensor:
+        """[T, H, D] from x [T, E]; `parameters` are those of `product`, named for autograd."""
+        heads, (inverse, qkv, head_inverse) = project_heads(x, layer, product.product, geometry)
+        ctx.save_for_backward(x, inverse, qkv.to(geometry.dtype), head_inverse)
+        ctx.layer, ctx.product, ctx.geometry = layer, product, geometry
+        return heads
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients for x and the parameters."""
+        x, inverse, qkv, head_inverse = ctx.saved_tensors
+        layer, product, geometry = ctx.layer, ctx.product, ctx.geometry
+        out = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+        out[:, geometry.rotated :] = grad[:, geometry.rotated :]
+        turned = out[:, : geometry.rotated]
+        rotate(grad[:, : geometry.rotated].float(), geometry.cos, -geometry.sin, turned)  # its transpose turns back
+        if head_inverse is not None:
+            norm_gradient(turned.mul_(layer.head_norms), qkv[:, : geometry.rotated].float(), head_inverse)
+        wanted = ctx.needs_input_grad[0]
+        normed = (x * inverse).mul_(layer.input_norm)
+        grad_normed, grads = product.gradient(out.flatten(1), normed, for_input=wanted)
+        if grad_normed is None:
+            return None, None, None, None, *grads
+        return norm_gradient(grad_normed.mul_(layer.input_norm), x, inverse), None, None, None, *grads
+
+
+class Mlp(torch.autograd.Function):
+    """`apply_mlp` of rows that share one lora."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, x: Tensor, layer: LayerWeights, gate_up: SiteProduct, down: SiteProduct, geometry: Geometry,
+        *parameters: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """[T, E] from x [T, E]; `parameters` are those of `gate_up`, then of `down`, named for autograd."""
+        outs, kept = [], []
+        for rows in x.tensor_split(_chunks(x, gate_up)):
+            out, (inverse, wide) = apply_mlp(rows, layer, gate_up.product, down.product, geometry.eps)
+            outs.append(out)
+            kept += [inverse, wide.to(geometry.dtype)]
+        ctx.save_for_backward(x, *kept)
+        ctx.layer, ctx.gate_up, ctx.down = layer, gate_up, down
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients for x and the parameters."""
+        x, *kept = ctx.saved_tensors
+        count = len(kept) // 2
+        parts = zip(x.tensor_split(count), grad.tensor_split(count), kept[::2], kept[1::2], strict=True)
+        grad_xs, sums = [], []
+        for rows, own, inverse, wide in parts:
+            grad_x, grads = _mlp_gradient(ctx, own, rows, inverse, wide.float())
+            grad_xs.append(grad_x)
+            sums = grads if not sums else [total.add_(part) for total, part in zip(sums, grads, strict=True)]
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad_xs[0] if count == 1 else torch.cat(grad_xs)
+        return grad_x, None, None, None, None, *sums
+
+
+def _mlp_gradient(
+    ctx: Any, grad: Tensor, x: Tensor, inverse: Tensor, wide: Tensor
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Gradients for some rows of x, and their part of the parameters'."""
+    gate, up = wide.chunk(2, dim=-1)
+    silu_gate = silu(gate)
+    grad_inner, down_grads = ctx.down.gradient(grad, silu_gate * up)
+    grad_wide = swiglu_gradient(grad_inner, wide, silu_gate)
+    normed = (x * inverse).mul_(ctx.layer.post_norm)
+    grad_normed, wide_grads = ctx.gate_up.gradient(grad_wide, normed, for_input=ctx.needs_input_grad[0])
+    grad_x = None
+    if grad_normed is not None:
+        grad_x = norm_gradient(grad_normed.mul_(ctx.layer.post_norm), x, inverse).add_(grad)
+    return grad_x, [*wide_grads, *down_grads]
+
+
+def _chunks(x: Tensor, wide: SiteProduct) -> int:
+    """In how many parts the rows of x go through an MLP."""
+    if x.is_cuda:
+        return 1
+    return max(1, round(len(x) / max(MIN_CHUNK, CACHED_ENTRIES // wide.weight.outputs)))

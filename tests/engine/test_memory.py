@@ -1,0 +1,175 @@
+"""Training within bounds of memory: what is computed again, and what happens when memory runs out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_data import CROSS_ENTROPY, LORA, datum, random_data, train
+from small_models import write_model
+from transformers import Qwen3ForCausalLM
+
+from mint.engine import training
+from mint.engine.activation_memory import ACTIVATION_BYTES, MAX_ROWS, MIN_ROWS, bytes_per_row, ran_out, rows_at_once
+from mint.engine.blocks import Mlp
+from mint.engine.decoder_config import read_decoder_config
+from mint.engine.torch_engine import TorchEngine
+from mint.errors import RequestFailedError
+
+QWEN3_06B = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def _engine(folder: Path, *, dtype: str = "float32", recompute: bool | None = None) -> TorchEngine:
+    engine = TorchEngine(dtype=dtype, threads=1, device="cpu", recompute=recompute)  # ty: ignore[invalid-argument-type]
+    engine.load_base("base", str(folder))
+    engine.create_model("m", "base", LORA)
+    train(engine, "m")
+    return engine
+
+
+def _gradient(engine: TorchEngine) -> bytes:
+    return engine._models["m"].gradient.numpy().tobytes()
+
+
+def _allocator_error() -> RuntimeError:
+    """The real one."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    return caught.value
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_computing_activations_again_changes_no_bit(tmp_path: Path, dtype: str, family: str) -> None:
+    write_model(tmp_path, "tied", family=family)
+    results = []
+    for recompute in (False, True):
+        engine = _engine(tmp_path, dtype=dtype, recompute=recompute)
+        result = engine.forward_backward("m", random_data(3, count=8, shared=10), CROSS_ENTROPY)
+        results.append(([row.tobytes() for row in result.logprobs], result.metrics, _gradient(engine)))
+    assert results[0] == results[1]
+
+
+def test_a_sequence_beyond_the_budget_is_computed_again_without_being_asked(
+    tied: tuple[Path, Qwen3ForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    real = Mlp.forward
+    monkeypatch.setattr(Mlp, "forward", staticmethod(lambda *args: calls.append(1) or real(*args)))
+    engine = _engine(tied[0])
+    for rows, expected in ((4096, 2), (40, 4)):  # two layers, once and twice
+        monkeypatch.setattr(training, "rows_at_once", lambda *_, rows=rows: rows)
+        calls.clear()
+        engine.forward_backward("m", [datum(np.arange(20, 90) % 64 + 20)], CROSS_ENTROPY)
+        assert len(calls) == expected
+
+
+def test_the_rows_of_a_micro_batch_follow_from_the_shape_alone() -> None:
+    config = read_decoder_config(QWEN3_06B)
+    bfloat16, float32 = (rows_at_once(config, dtype, CPU) for dtype in (torch.bfloat16, torch.float32))
+    assert MIN_ROWS <= float32 < bfloat16 < MAX_ROWS
+    assert bfloat16 * bytes_per_row(config, torch.bfloat16) <= ACTIVATION_BYTES["cpu"]
+    small = read_decoder_config({**QWEN3_06B, "num_hidden_layers": 2, "vocab_size": 512})
+    assert rows_at_once(small, torch.float32, CPU) == MAX_ROWS
+
+
+class _FailsOnce:
+    """Stands in a block's backward: raises the `fail`-th time, by then part of the gradient has been added."""
+
+    def __init__(self, error: BaseException, *, fail: int, forever: bool = False) -> None:
+        self.error, self.fail, self.forever, self.calls = error, fail, forever, 0
+        self.real = Mlp.backward
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.fail or (self.forever and self.calls > self.fail):
+            raise self.error
+        return self.real(*arguments)
+
+
+def test_a_pass_for_which_memory_does_not_suffice_runs_again_and_adds_once(
+    tied: tuple[Path, Qwen3ForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [random_data(seed, count=8, shared=10) for seed in (3, 4)]
+    engine = _engine(tied[0])
+    _, expected = (engine.forward_backward("m", batch, CROSS_ENTROPY) for batch in data)
+    whole = _gradient(engine)
+    engine.clear_gradient("m")
+    engine.forward_backward("m", data[0], CROSS_ENTROPY)
+    monkeypatch.setattr(Mlp, "backward", staticmethod(_FailsOnce(_allocator_error(), fail=2)))
+    result = engine.forward_backward("m", data[1], CROSS_ENTROPY)
+    assert result.metrics == {**expected.metrics, "memory_retries:sum": 1.0}
+    assert _gradient(engine) == whole
+
+
+def test_memory_that_never_suffices_is_an_error_that_names_the_way_out_and_adds_nothing(
+    tied: tuple[Path, Qwen3ForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _engine(tied[0])
+    engine.forward_backward("m", random_data(3), CROSS_ENTROPY)
+    before = _gradient(engine)
+    failing = _FailsOnce(_allocator_error(), fail=1, forever=True)
+    monkeypatch.setattr(Mlp, "backward", staticmethod(failing))
+    with pytest.raises(RequestFailedError, match="Shorten the sequences"):
+        engine.forward_backward("m", random_data(4, count=16), CROSS_ENTROPY)
+    assert _gradient(engine) == before
+    assert failing.calls >= 4  # as it was, computing again, and in at least two smaller parts
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(
+    tied: tuple[Path, Qwen3ForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ran_out(_allocator_error()) and ran_out(MemoryError()) and ran_out(torch.OutOfMemoryError())
+    engine = _engine(tied[0])
+    monkeypatch.setattr(Mlp, "backward", staticmethod(_FailsOnce(RuntimeError("a bug"), fail=1)))
+    with pytest.raises(RuntimeError, match="a bug"):
+        engine.forward_backward("m", random_data(3), CROSS_ENTROPY)
+
+
+_LIMITED = """
+import sys, resource
+import numpy as np
+sys.path.insert(0, {tests!r})
+from engine_data import CROSS_ENTROPY, datum
+from mint.engine.protocol import LoraSpec
+from mint.engine.torch_engine import TorchEngine
+engine = TorchEngine(dtype="float32", threads=1, device="cpu", recompute=False)
+engine.load_base("base", {folder!r})
+engine.create_model("m", "base", LoraSpec(4, 0, True, True, False))
+rng = np.random.default_rng(0)
+data = [datum(rng.integers(20, 90, 200)) for _ in range(20)]
+engine.forward_backward("m", data[:1], CROSS_ENTROPY)
+engine.clear_gradient("m")
+pages = int(open("/proc/self/statm").read().split()[0])
+if len(sys.argv) > 1:
+    limit = pages * resource.getpagesize() + (int(sys.argv[1]) << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+found = engine.forward_backward("m", data, CROSS_ENTROPY)
+retries = found.metrics.get("memory_retries:sum", 0)
+print(found.metrics["loss:sum"], retries, np.abs(engine._models["m"].gradient.numpy()).sum())
+"""
+
+
+@pytest.mark.slow
+def test_under_a_real_limit_of_the_process_the_pass_is_split_until_it_fits(tmp_path: Path) -> None:
+    """4,000 rows of 4 wide layers keep some 150 MB at once; the process may take 50 MB more."""
+    write_model(tmp_path, "tied", num_hidden_layers=4, hidden_size=256, intermediate_size=512)
+    script = _LIMITED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
+    found = []
+    for limit in ([], ["50"]):
+        done = subprocess.run([sys.executable, "-c", script, *limit], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found.append([float(number) for number in done.stdout.split()])
+    (free_loss, free_retries, free_gradient), (loss, retries, gradient) = found
+    assert free_retries == 0 and retries >= 1
+    assert loss == pytest.approx(free_loss, rel=1e-6) and gradient == pytest.approx(free_gradient, rel=1e-4)

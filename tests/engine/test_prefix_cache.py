@@ -1,0 +1,132 @@
+"""Known beginnings of prompts: computed once, the same bits with and without, bounded, and gone with their weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine_data import LORA, job, train
+
+from mint.engine.protocol import SampleJob, SampleResult
+from mint.engine.torch_engine import TorchEngine
+
+
+@pytest.fixture
+def published(engine: TorchEngine) -> TorchEngine:
+    engine.create_model("m", "base", LORA)
+    train(engine, "m")
+    engine.publish("m", "w")
+    return engine
+
+
+def _bits(result: SampleResult) -> list[bytes]:
+    assert result.error is None
+    found = [part.tobytes() for sample in result.samples for part in (sample.tokens, sample.logprobs)]
+    return found + [
+        part.tobytes() for part in (result.prompt_logprobs, result.target_prompt_logprobs) if part is not None
+    ]
+
+
+def _prefilled(engine: TorchEngine, jobs: list[SampleJob]) -> tuple[int, list[SampleResult]]:
+    before = engine.sampling_counters().get("prefilled", 0)
+    results = engine.sample(jobs)
+    return engine.sampling_counters()["prefilled"] - before, results
+
+
+def _tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(2, 97, count).tolist()
+
+
+@pytest.mark.parametrize("first", [5, 31, 32, 33, 64, 100])
+def test_the_next_turn_computes_only_what_is_new(published: TorchEngine, first: int) -> None:
+    opening = job(_tokens(first), weights_id="w", num_samples=4, max_tokens=30)
+    count, (answer,) = _prefilled(published, [opening])
+    assert count == first
+    said = _tokens(7, seed=1)
+    turns = [
+        job([*opening.prompt.tolist(), *sample.tokens.tolist(), *said], weights_id="w", num_samples=2, max_tokens=9)
+        for sample in answer.samples
+    ]
+    count, warm = _prefilled(published, turns)
+    assert count == 4 * (1 + len(said))  # the last token of an answer was drawn, but never read
+    published._memories.clear()
+    count, cold = _prefilled(published, turns[:1])
+    assert count == first + 30 + len(said)
+    assert _bits(warm[0]) == _bits(cold[0])
+    assert [_bits(result) for result in published.sample(turns)] == [_bits(result) for result in warm]
+
+
+@pytest.mark.parametrize("known", [1, 20, 32, 50, 63, 64, 65, 90, 128, 140])
+def test_bits_are_the_same_however_much_is_known(published: TorchEngine, known: int) -> None:
+    prompt = _tokens(141)
+    own = job(prompt, weights_id="w", num_samples=3, max_tokens=6)
+    cold = _bits(published.sample([own])[0])
+    published._memories.clear()
+    published.sample([job([*prompt[:known], 1], weights_id="w", max_tokens=0)])
+    count, (warm,) = _prefilled(published, [own])
+    assert count == 141 - known and _bits(warm) == cold
+
+
+def test_requests_with_one_prompt_that_come_together_compute_it_once(published: TorchEngine) -> None:
+    prompt = _tokens(80)
+    jobs = [job(prompt, weights_id="w", seed=n) for n in range(6)]
+    count, together = _prefilled(published, jobs)
+    assert count == 80 + 5  # the last token of a prompt is always computed: its logits are wanted
+    published._memories.clear()
+    assert [_bits(published.sample([own])[0]) for own in jobs] == [_bits(result) for result in together]
+
+
+def test_what_is_asked_about_known_tokens_is_computed(published: TorchEngine) -> None:
+    prompt = _tokens(100)
+    asked = [
+        job(prompt, weights_id="w", prompt_logprobs=True),
+        job(prompt, weights_id="w", prompt_logprobs=True, prompt_logprobs_last_n=10),
+        job(prompt, weights_id="w", target_prompt_logprobs=np.array([[90, 4], [70, 5]])),
+    ]
+    cold = []
+    for own in asked:
+        published._memories.clear()
+        cold.append(_bits(published.sample([own])[0]))
+    counts = []
+    for own, expected in zip(asked, cold, strict=True):
+        count, (warm,) = _prefilled(published, [own])
+        counts.append(count)
+        assert _bits(warm) == expected
+    assert counts == [100, 11, 31]
+
+
+def test_nothing_is_shared_between_weights_and_dropped_weights_take_theirs_along(published: TorchEngine) -> None:
+    own = job(_tokens(70), weights_id="w")
+    published.sample([own])
+    published.publish("m", "v")
+    assert _prefilled(published, [job(_tokens(70), weights_id="v"), job(_tokens(70))])[0] == 140
+    prefixes = published._memories["base"].prefixes
+    kept = len(prefixes)
+    published.drop_weights("w")
+    assert 0 < len(prefixes) < kept
+    published.drop_weights("v")
+    published.load_weights("w", "base", LORA, published.read_state("m").weights)
+    assert _prefilled(published, [own])[0] == 70
+
+
+def test_weights_that_are_dropped_during_a_job_leave_nothing_in_the_cache(published: TorchEngine) -> None:
+    batch = published.open_batch()
+    batch.add("own", job(_tokens(70), weights_id="w", num_samples=2))
+    batch.step()
+    published.drop_weights("w")
+    while batch.keys:
+        batch.step()
+    memory = published._memories["base"]
+    assert len(memory.prefixes) == 0 and memory.cells.free == memory.cells.count
+
+
+def test_the_least_recently_used_go_first(published: TorchEngine) -> None:
+    published.sample([job([3], max_tokens=1)])
+    cell = published._memories["base"].cells.cell_bytes
+    published._memories.clear()
+    published._prefix_cache_bytes = 4 * cell
+    prompts = [[*_tokens(64, seed=n), 5] for n in range(5)]
+    for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):
+        published.sample([job(prompt, weights_id="w", max_tokens=0)])
+    assert len(published._memories["base"].prefixes) == 4
+    assert _prefilled(published, [job(prompts[0], weights_id="w", max_tokens=0)])[0] == 1
+    assert _prefilled(published, [job(prompts[1], weights_id="w", max_tokens=0)])[0] == 65

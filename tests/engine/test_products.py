@@ -1,0 +1,105 @@
+"""Products with frozen matrices: against float64, in any company of rows, and what they cost in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mint.engine.choice import choose, draw, exponentials
+from mint.engine.products import PACKED_ENTRIES, FrozenMatrix, Unembedding, min_rows
+
+SHAPES = [(96, 60), (192, 512), (640, 512), (512, 3072)]  # outputs, inputs: the last two in oneDNN's layout
+PRECISION = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+
+
+def _rows(count: int, width: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(0, 1, (count, width)).astype(np.float32))
+
+
+def _weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    return (_rows(outputs, inputs, 1) / inputs**0.5).to(dtype)
+
+
+def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_products_and_gradients_equal_those_in_float64(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight = _weight(outputs, inputs, dtype)
+    matrix, exact = FrozenMatrix(weight), weight.double()
+    for count in (2, 17, 200):
+        x, grad, residual = _rows(count, inputs, 2), _rows(count, outputs, 3), _rows(count, outputs, 4)
+        product, gradient = x.double() @ exact.t(), grad.double() @ exact
+        assert _deviation(matrix.product(x), product) < PRECISION[dtype]
+        assert _deviation(matrix.product(x, residual.clone()), product + residual) < PRECISION[dtype]
+        assert _deviation(matrix.gradient(grad), gradient) < PRECISION[dtype]
+        assert matrix.product(x).dtype == matrix.gradient(grad).dtype == torch.float32
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [FrozenMatrix, Unembedding])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_a_rows_product_does_not_depend_on_the_other_rows(
+    outputs: int, inputs: int, kind: type[FrozenMatrix], dtype: torch.dtype, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    matrix = kind(_weight(outputs, inputs, dtype))
+    x, residual = _rows(600, inputs, 2), _rows(600, outputs, 3)
+    plain, added = matrix.product(x), matrix.product(x, residual.clone())
+    for count in (matrix.min_rows, 3, 5, 16, 17, 31, 64, 129, 511):
+        if count < matrix.min_rows:
+            continue
+        for start in (0, 7, 600 - count):
+            own = slice(start, start + count)
+            assert torch.equal(matrix.product(x[own]), plain[own]), f"{count} rows from {start}"
+            assert torch.equal(matrix.product(x[own], residual[own].clone()), added[own]), f"{count} rows from {start}"
+
+
+def test_large_matrices_need_fewer_rows_than_small_ones() -> None:
+    assert FrozenMatrix(_weight(512, 512, torch.float32)).min_rows == 2
+    assert FrozenMatrix(_weight(64, 64, torch.float32)).min_rows == min_rows() >= 16
+
+
+def test_a_packed_matrix_holds_the_same_numbers_in_the_same_memory() -> None:
+    weight = _weight(1024, PACKED_ENTRIES // 1024, torch.bfloat16)
+    matrix = FrozenMatrix(weight)
+    assert torch.equal(matrix.dense(), weight)
+    assert torch.ops.mkldnn._nbytes(matrix._weight) == weight.nbytes
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+def test_logits_of_a_bfloat16_unembedding_are_float32_products_of_its_very_numbers(size: float) -> None:
+    # From huge to vanishing: magnitudes over 2^20 within one matrix.
+    spread = torch.logspace(0, -6, 512)[None, :]
+    weight = (_rows(300, 512, 1) * spread * size).bfloat16()
+    x = _rows(33, 512, 2)
+    assert _deviation(Unembedding(weight).product(x), x.double() @ weight.double().t()) < 3e-6  # bfloat16: 4e-3
+
+
+def test_an_unembedding_of_zeros_gives_zeros() -> None:
+    assert not Unembedding(torch.zeros(64, 32, dtype=torch.bfloat16)).product(_rows(4, 32, 0)).any()
+
+
+@pytest.mark.parametrize("width", [7, 64, 331, 5000])
+def test_the_normaliser_is_torchs_logsumexp_to_the_bit(width: int) -> None:
+    logits = 5 * _rows(9, width, 5)
+    weights, normaliser = exponentials(logits)
+    assert torch.equal(normaliser, logits.logsumexp(1))
+    np.testing.assert_allclose(
+        (weights / weights.sum(1, keepdim=True)).numpy(), torch.softmax(logits.double(), 1).numpy(), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("heat", [1.0, 0.7])
+def test_drawing_with_logprobs_gives_the_tokens_of_drawing_alone(heat: float) -> None:
+    rng = np.random.default_rng(0)
+    logits, uniforms = 3 * _rows(50, 331, 6), rng.random(50)
+    temperature, top_k, top_p = np.where(np.arange(50) == 7, heat, 1.0), np.full(50, -1), np.ones(50)
+    tokens, logprobs = draw(logits, uniforms, temperature, top_k, top_p)
+    assert torch.equal(tokens, choose(logits, uniforms, temperature, top_k, top_p))
+    expected = torch.log_softmax(logits.double(), 1).gather(1, tokens[:, None]).squeeze(1)
+    np.testing.assert_allclose(logprobs.numpy(), expected.numpy(), atol=1e-5)
