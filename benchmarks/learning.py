@@ -31,7 +31,7 @@ from rich.console import Console
 from scipy.stats import t as student_t
 
 import mint.bench
-from mint.bench.grpo import KEEP_FREED_MEMORY, REMOTE_VARIABLES, cpu_name, torch_version, trl_environment
+from mint.bench.contenders import KEEP_FREED_MEMORY, REMOTE_VARIABLES, cpu_name, peer_environment
 from mint.bench.turns import Worker
 from mint.config import read_settings
 from mint.errors import RequestFailedError
@@ -282,7 +282,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def run_all(sides: Sequence[str], *, seeds: int, steps: int, threads: int) -> list[dict[str, Any]]:
     """Every side with every seed, one after the other; every second seed in the opposite order."""
     say = Console(stderr=True, highlight=False).print
-    python = trl_environment(read_settings().home_dir, torch_version()).ensure(say)
+    python = peer_environment("trl", read_settings().home_dir).ensure(say)
     rows = []
     for seed in range(seeds):
         spec = make_spec(seed=seed, steps=steps, threads=threads)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mint import cli_serve, cli_tables
+from mint import cli_bench, cli_serve, cli_tables
 from mint.errors import MintError
 from mint.terminal import fail
 
@@ -27,6 +27,7 @@ app.add_typer(cli_tables.runs_app, name="runs")
 app.add_typer(cli_tables.checkpoints_app, name="checkpoints")
 app.add_typer(cli_tables.sessions_app, name="sessions")
 app.add_typer(cli_tables.models_app, name="models")
+app.add_typer(cli_bench.bench_app, name="bench")
 
 
 class DemoTask(StrEnum):
@@ -45,26 +46,6 @@ class Recipe(StrEnum):
     SFT = "sft"
     DPO = "dpo"
     DISTILL = "distill"
-
-
-class BenchWork(StrEnum):
-    """What `mint bench` can time."""
-
-    GRPO = "grpo"
-
-
-class BenchDtype(StrEnum):
-    """In which precision `mint bench` computes."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class BenchTransport(StrEnum):
-    """How `mint bench` reaches the service."""
-
-    EMBEDDED = "embedded"
-    HTTP = "http"
 
 
 class ExportFormat(StrEnum):
@@ -272,39 +253,3 @@ def export(
     except MintError as error:
         fail(error)
     typer.echo(str(output))
-
-
-@app.command()
-def bench(
-    work: Annotated[BenchWork, typer.Argument(help="what to time")],
-    peer: Annotated[list[str] | None, typer.Option(help="whom to time against (trl); may be repeated")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="timed steps of each")] = 7,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each")] = 1,
-    dtype: Annotated[BenchDtype, typer.Option(help="of the frozen base model, on every side")] = BenchDtype.FLOAT32,
-    transport: Annotated[
-        BenchTransport, typer.Option(help="http: time mint over HTTP too, beside mint embedded")
-    ] = BenchTransport.EMBEDDED,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON line for each, on stdout")] = False,
-) -> None:
-    """Times mint and its peers in turns, in one run; peers are installed into their own environment."""
-    from mint.bench.grpo import run_grpo_bench  # deferred: starts worker processes
-    from mint.bench.report import print_table
-    from mint.config import read_settings
-
-    try:
-        home = read_settings().home_dir
-        rows = run_grpo_bench(
-            peers=peer or [],
-            repeats=repeats,
-            threads=threads,
-            home=home,
-            dtype=dtype.value,
-            transport=transport.value,
-        )
-    except MintError as error:
-        fail(error)
-    if as_json:
-        for row in rows:
-            typer.echo(json.dumps(row))
-    else:
-        print_table(rows)

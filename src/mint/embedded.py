@@ -61,7 +61,7 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
     with _lock:
         if engine is not None or options:
             return EmbeddedService(folder, engine or torch_engine(settings), settings, **options)
-        key = (folder, settings.models, settings.dtype, settings.threads)
+        key = (folder, settings.models, *_engine_settings(settings).items())
         if key in _running:
             _running[key].users += 1
         else:
@@ -80,7 +80,18 @@ def torch_engine(settings: Settings) -> Engine:
         from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
     except ImportError as error:
         raise _missing(error) from error
-    return TorchEngine(dtype=settings.dtype or "float32", threads=settings.threads)
+    return TorchEngine(**_engine_settings(settings))
+
+
+def _engine_settings(settings: Settings) -> dict[str, Any]:
+    """The arguments of `TorchEngine` that were set; it knows the defaults of the others."""
+    given = {
+        "dtype": settings.dtype,
+        "threads": settings.threads,
+        "kv_cache_bytes": None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20,
+        "recompute": settings.recompute,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _missing(error: ImportError) -> MissingExtraError:

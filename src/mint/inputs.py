@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from mint.errors import InvalidRequestError
-from mint.tensors import StrictValue, TensorData
+from mint.tensors import StrictValue, TensorData, of_checked
 
 
 class EncodedTextChunk(StrictValue):
@@ -66,7 +66,7 @@ class ModelInput(StrictValue):
     def from_ints(cls, tokens: Any) -> Self:
         """From any sequence of integers (list, numpy array, torch tensor)."""
         ids = TensorData.from_any(tokens, dtype="int64").data if len(tokens) else []
-        return cls(chunks=[EncodedTextChunk.model_construct(tokens=ids, type="encoded_text")])
+        return of_checked(cls, chunks=[of_checked(EncodedTextChunk, tokens=ids, type="encoded_text")])
 
     @classmethod
     def empty(cls) -> Self:

@@ -8,7 +8,7 @@ Letters: R rows · C columns of a sparse matrix · S its listed cells.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mint.errors import InvalidRequestError
 
 DType = Literal["int64", "float32"]
+M = TypeVar("M", bound=BaseModel)
 Numbers = Annotated[list[int], Field(fail_fast=True)] | Annotated[list[float], Field(fail_fast=True)]
 
 MAX_DENSE_CELLS = 1 << 26
@@ -26,6 +27,19 @@ class StrictValue(BaseModel):
     """A strict value: no coercion, no unknown field. Infinities and NaN survive JSON."""
 
     model_config = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+def of_checked(kind: type[M], **fields: Any) -> M:
+    """The value with exactly these fields, all of them and already right: nothing is checked or filled in.
+
+    As `model_construct`, at a tenth of its price: a batch is made of thousands of values.
+    """
+    value = kind.__new__(kind)
+    object.__setattr__(value, "__dict__", fields)
+    object.__setattr__(value, "__pydantic_fields_set__", set(fields))
+    object.__setattr__(value, "__pydantic_extra__", None)
+    object.__setattr__(value, "__pydantic_private__", None)
+    return value
 
 
 class TensorData(StrictValue):
@@ -47,7 +61,14 @@ class TensorData(StrictValue):
         """Integers and bools become int64, everything else float32."""
         whole = array.dtype.kind in "iub"
         flat = np.ascontiguousarray(array, dtype=np.int64 if whole else np.float32).reshape(-1)
-        return cls.model_construct(data=flat.tolist(), dtype="int64" if whole else "float32", shape=list(array.shape))
+        return of_checked(
+            cls,
+            data=flat.tolist(),
+            dtype="int64" if whole else "float32",
+            shape=list(array.shape),
+            sparse_crow_indices=None,
+            sparse_col_indices=None,
+        )
 
     @classmethod
     def from_torch(cls, tensor: Any) -> Self:

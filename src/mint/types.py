@@ -27,12 +27,21 @@ from pydantic import (
 from mint.errors import InvalidRequestError
 from mint.inputs import EncodedTextChunk, ModelInput
 from mint.tensors import DType, StrictValue, TensorData
+from mint.tensors import of_checked as of_checked
 
 StopReason = Literal["stop", "length"]
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 
 INT_INPUTS = frozenset({"target_tokens"})
 """Keys of `Datum.loss_fn_inputs` that hold token ids; all others are float32."""
+
+LOSS_WEIGHTS = "loss_weights"
+"""Another name of the input `weights`."""
+
+
+def input_dtype(key: str) -> DType:
+    """What the tensor under this key of `Datum.loss_fn_inputs` holds."""
+    return "int64" if key in INT_INPUTS else "float32"
 
 
 class _Params(StrictValue):
@@ -77,7 +86,7 @@ class Datum(_Params):
     def _as_tensors(cls, inputs: Any) -> Any:
         if not isinstance(inputs, dict):
             return inputs
-        if "loss_weights" in inputs:
+        if LOSS_WEIGHTS in inputs:
             if "weights" in inputs:
                 raise InvalidRequestError(
                     "is an alias of `weights`, and both were given",
@@ -85,12 +94,12 @@ class Datum(_Params):
                     value="(given twice)",
                     remedy="Give one of them",
                 )
-            inputs = {("weights" if key == "loss_weights" else key): value for key, value in inputs.items()}
+            inputs = {("weights" if key == LOSS_WEIGHTS else key): value for key, value in inputs.items()}
         return {key: _as_tensor(key, value) for key, value in inputs.items()}
 
 
 def _as_tensor(key: str, value: Any) -> Any:
-    dtype: DType = "int64" if key in INT_INPUTS else "float32"
+    dtype = input_dtype(key)
     if isinstance(value, TensorData) and value.dtype == dtype:
         return value
     if isinstance(value, dict):

@@ -29,4 +29,12 @@ for line in sys.stdin:
     if fault == "stops early":
         lengths[0] -= 1
     wall_s = 2.0 if fault == "slow" else 1.0
-    answer(event="step", wall_s=wall_s, cpu_s=wall_s, sample_s=0.25, idle_cpu_s=0.0, completion_lengths=lengths)
+    answer(
+        event="step",
+        wall_s=wall_s,
+        cpu_s=wall_s,
+        sample_s=0.25,
+        idle_cpu_s=0.0,
+        completion_lengths=lengths,
+        tokens=sum(lengths),
+    )

@@ -1,4 +1,4 @@
-"""The benchmark gives turns, compares only equal work, and says what failed; the contenders here are fakes."""
+"""The benchmark compares only equal work, and says by how much a peer takes longer; the contenders here are fakes."""
 
 from __future__ import annotations
 
@@ -7,31 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_sides import MACHINE, SHAPE, fake, silent
 from rich.console import Console
 
-from mint.bench.grpo import check_peers, make_spec, take_turns
+from mint.bench.contenders import ENVIRONMENTS, Contender, check_peers, make_worker
+from mint.bench.grpo import PEERS, WARM_UP_STEPS, make_spec
 from mint.bench.peers import PeerEnvironment, run
-from mint.bench.report import Measured, check_same_work, comparison_row, contender_row, print_table
-from mint.bench.shapes import GrpoShape
-from mint.bench.turns import Worker
+from mint.bench.report import check_same_work, comparison_row, contender_row, print_table
+from mint.bench.turns import Measured, take_turns
 from mint.errors import InvalidRequestError, RequestFailedError
-
-SHAPE = GrpoShape()
-MACHINE = {"cpu": "a processor", "cores": 2, "python": "3", "load_before": 0.0, "load_after": 0.0}
-
-
-def fake(name: str, folder: Path, fault: str = "") -> Worker:
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(make_spec(SHAPE, base_model=folder, steps=5, threads=1)))
-    script = Path(__file__).parent / "fake_peer.py"
-    return Worker(
-        name, [sys.executable, str(script), str(path), fault], log_path=folder / f"{name}.log", environment={}
-    )
 
 
 def measure(folder: Path, fault: str) -> list[Measured]:
     workers = [fake("mint", folder), fake("trl", folder, fault)]
-    return take_turns(workers, repeats=3, say=lambda text: None)
+    return take_turns(workers, warm_ups=WARM_UP_STEPS, repeats=3, say=silent)
 
 
 def test_a_peer_that_takes_twice_the_time_has_ratio_two(tmp_path: Path) -> None:
@@ -53,41 +42,6 @@ def test_unequal_work_is_never_compared(tmp_path: Path, fault: str) -> None:
         check_same_work(sides, SHAPE)
 
 
-def test_a_dying_worker_is_reported_with_its_log(tmp_path: Path) -> None:
-    with pytest.raises(RequestFailedError, match=r"(?s)trl worker ended with exit code 1.*out of memory, say"):
-        measure(tmp_path, "dies")
-
-
-def test_workers_do_not_outlive_the_benchmark(tmp_path: Path) -> None:
-    with fake("trl", tmp_path) as worker:
-        worker.hear("ready", timeout_s=30)
-    assert worker.process.returncode is not None
-
-
-def test_a_silent_worker_is_given_up_after_its_timeout(tmp_path: Path) -> None:
-    sleeper = Worker(
-        "trl", [sys.executable, "-c", "input()"], log_path=tmp_path / "log", environment={"A_VARIABLE": "1"}
-    )
-    with sleeper, pytest.raises(RequestFailedError, match=r"no answer within 0\.1 s"):
-        sleeper.hear("ready", timeout_s=0.1)
-
-
-def test_worker_environments_add_and_remove_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINT_BASE_URL", "http://elsewhere")
-    code = "import json, os; print(json.dumps({'event': 'ready', **os.environ}), flush=True)"
-    worker = Worker(
-        "mint",
-        [sys.executable, "-c", code],
-        log_path=tmp_path / "log",
-        environment={"MINT_THREADS": "1"},
-        without=("MINT_BASE_URL",),
-    )
-    with worker:
-        seen = worker.hear("ready", timeout_s=30)
-    assert seen["MINT_THREADS"] == "1"
-    assert "MINT_BASE_URL" not in seen
-
-
 def test_the_table_names_every_contender_and_the_ratio(tmp_path: Path) -> None:
     rows = [contender_row(side, SHAPE) for side in measure(tmp_path, "slow")]
     console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
@@ -98,10 +52,19 @@ def test_the_table_names_every_contender_and_the_ratio(tmp_path: Path) -> None:
     assert "2.00x" in text
 
 
+def test_a_peer_that_failed_has_a_row_that_says_so(tmp_path: Path) -> None:
+    workers = [fake("mint", tmp_path), fake("skyrl", tmp_path, "dies", may_fail=True)]
+    sides = take_turns(workers, warm_ups=WARM_UP_STEPS, repeats=2, say=silent)
+    check_same_work(sides, SHAPE)
+    rows = [contender_row(side, SHAPE) for side in sides]
+    assert rows[1].keys() == {"bench", "contender", "failure"}
+    assert comparison_row(rows, MACHINE)["ratios"] == {}
+
+
 @pytest.mark.parametrize("peers", [["verl"], ["trl", "trl"]])
 def test_unknown_and_repeated_peers_are_refused(peers: list[str]) -> None:
     with pytest.raises(InvalidRequestError, match="peer"):
-        check_peers(peers)
+        check_peers(peers, PEERS)
 
 
 def test_a_failing_installation_names_the_command() -> None:
@@ -118,6 +81,22 @@ def test_an_environment_is_reused_only_with_the_same_requirements(tmp_path: Path
     assert environment.is_complete
     assert environment.ensure(say=pytest.fail) == environment.python
     assert not PeerEnvironment(folder=tmp_path, torch_version="2.14.0", requirements=("trl==1.16.*",)).is_complete
+
+
+def test_every_peer_has_an_environment() -> None:
+    assert {peer.environment for peer in PEERS.values()} <= set(ENVIRONMENTS)
+
+
+def test_a_contender_gets_the_common_spec_and_its_own_settings(tmp_path: Path) -> None:
+    spec = make_spec(SHAPE, base_model=tmp_path / "base", steps=1, threads=2)
+    contender = Contender("a_peer.py", "trl", {"overrides": {"learning_rate": 1}}, {"A_VARIABLE": "1"})
+    worker = make_worker("a", contender, spec, tmp_path, {"trl": tmp_path / "python"})
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written == spec | {"work_dir": str(tmp_path / "a"), "overrides": {"learning_rate": 1}}
+    assert {"OMP_NUM_THREADS=2", "A_VARIABLE=1", str(tmp_path / "python")} <= set(worker.command)
+    own = make_worker("mint", Contender("mint_peer.py"), spec, tmp_path)
+    assert f"MINT_MODELS=bench/base={tmp_path / 'base'}" in own.command
+    assert own.command[own.command.index("-m") + 1] == "mint.bench.mint_peer"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai_server import MODEL, Server
 
-from mint.engine.sampler import Sampler
+from mint.server.running_samples import RunningSamples
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "One", "temperature": 50.0, "max_tokens": 900}
 """Hot enough that nearly every token is as likely as any other, so that most samples go on to the end."""
@@ -21,15 +21,15 @@ LONG: dict[str, Any] = {"model": MODEL, "prompt": "One", "temperature": 50.0, "m
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, int]]]:
-    """When the engine decoded, and how many sequences at once."""
+    """When the engine made a step, and with how many sequences."""
     seen: list[tuple[float, int]] = []
-    decode = Sampler._decode
+    step = RunningSamples.step
 
-    def counted(self: Sampler) -> Any:
-        seen.append((time.monotonic(), len(self._rows)))
-        return decode(self)
+    def counted(self: RunningSamples) -> Any:
+        seen.append((time.monotonic(), self.rows))
+        return step(self)
 
-    monkeypatch.setattr(Sampler, "_decode", counted)
+    monkeypatch.setattr(RunningSamples, "step", counted)
     yield seen
 
 
@@ -87,6 +87,18 @@ def test_a_client_that_leaves_the_queue_is_not_sampled_for(server: Server, rows:
     with server.client() as client:
         client.completions.create(model=MODEL, prompt="Two", max_tokens=2)
     assert max((count for _, count in rows), default=0) < 100
+
+
+def test_a_long_stream_holds_nobody_up(server: Server, client: openai.OpenAI) -> None:
+    with server.client("bob") as other:
+        long = other.completions.create(stream=True, n=8, seed=3, **LONG)
+        next(iter(long))
+        began = time.monotonic()
+        client.completions.create(**{**LONG, "max_tokens": 5})
+        short_s = time.monotonic() - began
+        for _ in long:
+            pass
+        assert short_s < 0.3 * (time.monotonic() - began)
 
 
 def test_fifty_streams_at_once_say_what_each_says_alone(server: Server, client: openai.OpenAI) -> None:

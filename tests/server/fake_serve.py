@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
 
 from mint.config import read_serve_settings
-from mint.engine.fake_engine import FakeEngine
-from mint.engine.protocol import AdamSpec, SampleJob, SampleResult
+from mint.engine.fake_engine import FakeBatch, FakeEngine
+from mint.engine.protocol import AdamSpec, SampleResult
 from mint.serving import serve
 
 
 class SlowEngine(FakeEngine):
-    """Takes its time for every step and every call to sample."""
+    """Takes its time for every step, of training and of sampling."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -25,9 +23,20 @@ class SlowEngine(FakeEngine):
         time.sleep(self._seconds)
         return super().optim_step(model_id, adam)
 
-    def sample(self, jobs: Sequence[SampleJob], *watch: Any) -> list[SampleResult]:
+    def open_batch(self) -> FakeBatch:
+        return SlowBatch(self, self._seconds)
+
+
+class SlowBatch(FakeBatch):
+    """Takes as long for every step."""
+
+    def __init__(self, engine: SlowEngine, seconds: float) -> None:
+        super().__init__(engine._chain_of, engine._vocab_size)
+        self._seconds = seconds
+
+    def step(self) -> dict[str, SampleResult]:
         time.sleep(self._seconds)
-        return super().sample(jobs, *watch)
+        return super().step()
 
 
 if __name__ == "__main__":

@@ -7,15 +7,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mint.engine.fake_engine import FakeEngine
-from mint.engine.protocol import SampleJob, SampleResult
+from mint.engine.fake_engine import FakeBatch, FakeEngine
+from mint.engine.protocol import SampleResult
 from mint.errors import JournalError
 from mint.server.logs import configure_logs
 from tests.server.server_harness import API, Person, make_key, pass_input, running, sample_body
@@ -29,16 +28,27 @@ class Held(FakeEngine):
         self.go_on = threading.Event()
         self.busy = threading.Event()
 
-    def sample(self, jobs: Sequence[SampleJob], *watch: Any) -> list[SampleResult]:
-        self.busy.set()
-        self.go_on.wait(20)
-        return super().sample(jobs, *watch)
+    def open_batch(self) -> FakeBatch:
+        return HeldBatch(self)
+
+
+class HeldBatch(FakeBatch):
+    """Waits before every step."""
+
+    def __init__(self, engine: Held) -> None:
+        super().__init__(engine._chain_of, engine._vocab_size)
+        self._engine = engine
+
+    def step(self) -> dict[str, SampleResult]:
+        self._engine.busy.set()
+        self._engine.go_on.wait(20)
+        return super().step()
 
 
 class Dying(FakeEngine):
     """Ends the engine's thread, as nothing that is caught would."""
 
-    def sample(self, jobs: Sequence[SampleJob], *watch: Any) -> list[SampleResult]:
+    def open_batch(self) -> FakeBatch:
         raise SystemExit
 
 
@@ -143,7 +153,9 @@ def test_the_queue_is_counted_while_it_waits(tmp_path: Path) -> None:
         assert engine.busy.wait(5)
         for seq_id in range(1, 4):
             person.post("asample", sample_body(sampler, seq_id))
-        assert numbers(person)["mint_waiting_requests", "kind=sample"] == 3
+        found = numbers(person)
+        assert found["mint_waiting_requests", "kind=sample"] == 3
+        assert found[("mint_sampled_rows",)] == 1
         engine.go_on.set()
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mint import config
+from mint import config, embedded
 from mint.cli import app
 from mint.config import ServeSettings, read_serve_settings
 from mint.engine.fake_engine import FakeEngine
+from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, MintError
 from mint.server.checkpoints import JOURNAL_FILE
 from mint.serving import Server, check
@@ -185,3 +186,21 @@ def test_the_check_ends_with_0_or_1(tmp_path: Path) -> None:
     for host, code in (("127.0.0.1", 0), ("0.0.0.0", 1)):
         arguments = ["serve", "--check", "--host", host, "--port", "0", "--data-dir", str(tmp_path)]
         assert CliRunner().invoke(app, arguments).exit_code == code
+
+
+def test_the_engines_settings_reach_it_and_what_is_not_set_is_its_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MINT_DTYPE", "MINT_THREADS", "MINT_KV_CACHE_MIB", "MINT_RECOMPUTE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MINT_THREADS", "1")
+    plain, own = embedded.torch_engine(config.read_settings()), TorchEngine(threads=1)
+    assert isinstance(plain, TorchEngine)
+    assert (plain._dtype, plain._kv_cache_bytes, plain._recompute) == (own._dtype, own._kv_cache_bytes, own._recompute)
+    monkeypatch.setenv("MINT_KV_CACHE_MIB", "64")
+    monkeypatch.setenv("MINT_RECOMPUTE", "true")
+    monkeypatch.setenv("MINT_DTYPE", "bfloat16")
+    made = embedded.torch_engine(config.read_settings())
+    assert isinstance(made, TorchEngine)
+    assert (made._dtype, made._kv_cache_bytes, made._recompute) == ("bfloat16", 64 << 20, True)
+    monkeypatch.setenv("MINT_KV_CACHE_MIB", "0")
+    with pytest.raises(InvalidRequestError, match="MINT_KV_CACHE_MIB"):
+        config.read_settings()

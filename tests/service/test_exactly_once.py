@@ -179,10 +179,11 @@ def test_a_future_asked_for_after_its_session_has_ended_says_so(harness: Harness
 
 def test_the_end_of_a_session_leaves_named_checkpoints_only(harness: Harness) -> None:
     model_id = harness.create_model()
-    harness.run("forward_backward", model_id, 1, GOOD_PASS)
-    harness.run("optim_step", model_id, 2, STEP)
-    path = harness.run("save_weights", model_id, 3, {"path": "kept"})["path"]
-    harness.run("save_weights_for_sampler", model_id, 4, {"sampling_session_seq_id": 0})
+    harness.run("save_weights_for_sampler", model_id, 1, {"sampling_session_seq_id": 0})
+    harness.run("forward_backward", model_id, 2, GOOD_PASS)
+    harness.run("optim_step", model_id, 3, STEP)
+    path = harness.run("save_weights", model_id, 4, {"path": "kept"})["path"]
+    harness.run("save_weights_for_sampler", model_id, 5, {"sampling_session_seq_id": 1})
     data_dir = harness.service.data_dir
     assert list((data_dir / "snapshots").iterdir()) and list((data_dir / "published").iterdir())
     harness.service.finish_session(LOCAL, harness.session_id)

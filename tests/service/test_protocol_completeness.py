@@ -14,7 +14,7 @@ from http_server import http_server
 from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, make_sampler, open_service, send_sample
 
 from mint import wire
-from mint.engine.fake_engine import FakeEngine
+from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.errors import (
     ConflictError,
     InvalidRequestError,
@@ -201,26 +201,34 @@ def test_a_waiting_sample_that_is_called_off_leaves_the_queue_and_its_future_say
     assert harness.wait(names[1])["sequences"]
 
 
-def test_a_running_sample_that_is_called_off_is_told_to_the_engine(harness: Harness) -> None:
+def test_a_running_sample_that_is_called_off_leaves_the_engine(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = make_sampler(harness)
-    engine, seen = harness.service._trainer.engine, {}
-    sample = engine.sample
     started, go_on = threading.Event(), threading.Event()
+    step, rows = FakeBatch.step, []
 
-    def slow(jobs: Any, watch: Any = None) -> Any:
+    def slow(batch: FakeBatch) -> Any:
         started.set()
         go_on.wait(10.0)
-        seen["cancelled"] = watch is not None and watch.is_cancelled(0)
-        return sample(jobs, watch)
+        ended = step(batch)
+        rows.append(len(batch.keys))
+        return ended
 
-    engine.sample = slow
-    name = send_sample(harness, sampler, 0)
+    monkeypatch.setattr(FakeBatch, "step", slow)
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "prompt": {"chunks": [{"tokens": [5, 6]}]},
+        "sampling_params": {"max_tokens": 400, "stop": []},
+    }
+    name = harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
     assert started.wait(10.0)
-    cancel(harness, name)
-    assert isinstance(failure(lambda: harness.wait(name)), RequestCancelledError)
+    harness.service.cancel(LOCAL, json.dumps({"request_id": name}).encode())
     go_on.set()
-    assert harness.wait(send_sample(harness, sampler, 1))["sequences"]
-    assert seen["cancelled"] is False or isinstance(failure(lambda: harness.wait(name)), RequestCancelledError)
+    assert isinstance(failure(lambda: harness.wait(name)), RequestCancelledError)
+    assert len(harness.sample(sampler, 1)["sequences"]) == 1
+    assert rows[:2] == [1, 0], "it was under way, and left at the next step"
 
 
 def test_a_training_request_cannot_be_called_off(harness: Harness) -> None:

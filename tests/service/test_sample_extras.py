@@ -14,10 +14,13 @@ from service_harness import BASE, Harness, failure, open_service
 
 from mint import wire
 from mint.engine.fake_engine import FakeEngine
+from mint.engine.protocol import SampleBatch, SampleResult
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, RequestFailedError, from_wire
 from mint.server import validation
 from mint.server.callers import LOCAL
+from mint.server.futures import Answer
+from mint.server.running_samples import RunningSamples
 from mint.server.sampling import SampleWork
 from mint.tensors import TensorData
 from mint.types import EncodedTextChunk, ModelInput, SampleResponse, SamplingParams
@@ -47,8 +50,17 @@ def _request(harness: Harness, *, max_tokens: int = 3, seed: int = 1, **fields: 
     )
 
 
+def _answers(running: RunningSamples, *works: SampleWork) -> dict[str, Answer]:
+    """Those of all requests, sampled together to their end."""
+    answers = running.join(works)
+    while len(answers) < len(works):
+        answers |= running.step()
+    return answers
+
+
 def _run(harness: Harness, *works: SampleWork) -> list[SampleResponse | Exception]:
-    found = harness.service._samplers.run(works)
+    service = harness.service
+    found = _answers(RunningSamples(service._trainer.engine, service._samplers), *works)
     answers: list[SampleResponse | Exception] = []
     for body in (found[work.request_id].body for work in works):
         error = wire.decode_error(body)
@@ -243,17 +255,41 @@ def test_a_request_that_is_given_up_fails_alone(harness: Harness) -> None:
     assert isinstance(never, RequestFailedError)
 
 
-def test_what_is_run_again_is_told_once(harness: Harness) -> None:
-    """An engine that breaks in the middle of a batch: the service runs each of its requests again."""
-    heard: list[int] = []
+class Breaking:
+    """A batch that breaks at its third step, for the first two times."""
 
-    def hear(sample: int, token: int, logprob: float) -> None:
-        heard.append(token)
-        if len(heard) == 2:
-            raise KeyboardInterrupt  # not caught at the listener's boundary, so it breaks the call
+    breaks = 2
 
-    work = SampleWork("s", _request(harness, max_tokens=5), 0.0, hear)
-    with pytest.raises(KeyboardInterrupt):
-        _run(harness, work)
-    (answer,) = _run(harness, work)
-    assert isinstance(answer, SampleResponse) and heard == answer.sequences[0].tokens
+    def __init__(self, batch: SampleBatch) -> None:
+        self._batch = batch
+        self._steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)
+
+    def step(self) -> dict[str, SampleResult]:
+        self._steps += 1
+        if self._steps == 3 and Breaking.breaks:
+            Breaking.breaks -= 1
+            raise ZeroDivisionError("in the batch")
+        return self._batch.step()
+
+
+def test_what_is_run_again_is_told_once(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that breaks in the midst of a batch: each of its requests is run again, alone, and once."""
+    engine, heard = harness.service._trainer.engine, dict[str, list[int]]()
+    opened = engine.open_batch
+    monkeypatch.setattr(engine, "open_batch", lambda: Breaking(opened()))
+    monkeypatch.setattr(Breaking, "breaks", 2)
+
+    def work(name: str) -> SampleWork:
+        heard[name] = []
+        listener = lambda sample, token, logprob: heard[name].append(token)  # noqa: E731
+        return SampleWork(name, _request(harness, max_tokens=5), 0.0, listener)
+
+    running = RunningSamples(engine, harness.service._samplers)
+    answers = _answers(running, work("a"), work("b"), work("c"))
+    assert [answers[name].failed for name in "abc"] == [True, False, False], "the first was alone when it broke again"
+    expected = _sample(harness, max_tokens=5).sequences[0].tokens
+    assert heard["b"] == heard["c"] == expected and heard["a"] == expected[: len(heard["a"])]
+    assert running.rows == 0

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_service
 
-from mint.engine.fake_engine import FakeEngine
-from mint.engine.protocol import SampleJob, SampleResult, SampleWatch
+from mint.engine.fake_engine import FakeBatch, FakeEngine
+from mint.engine.protocol import SampleResult
 from mint.errors import ConflictError, JournalError, NotFoundError, RequestFailedError
 from mint.server import sampling
 from mint.server.callers import LOCAL
+
+
+@contextmanager
+def held(harness: Harness) -> Iterator[None]:
+    """What is sent meanwhile waits for the engine, and then is there at once."""
+    go_on = threading.Event()
+
+    def hold() -> None:
+        go_on.wait(20)
+
+    harness.service.run_soon(hold)
+    yield
+    go_on.set()
+
+
+def sample_body(sampler: str, seq_id: int, *, prompt: list[int], max_tokens: int = 4) -> bytes:
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"tokens": prompt}]},
+        "sampling_params": {"max_tokens": max_tokens},
+    }
+    return json.dumps(body).encode()
 
 
 def publish(harness: Harness, model_id: str, seq_id: int, number: int) -> str:
@@ -91,7 +115,9 @@ def test_many_versions_leave_the_engine_and_come_back(tmp_path: Path, monkeypatc
     publish(harness, model_id, 13, 4)  # pushes out the one that was not used for longest
     assert isinstance(failure(lambda: harness.sample(samplers[1], 3)), NotFoundError)
     assert harness.sample(samplers[0], 4, params={"seed": 1}) == seen[0]
-    assert len(list((tmp_path / "published").iterdir())) == 4
+    rows = [harness.service.journal.sampler(name) for name in [*samplers, f"{harness.session_id}:sample:4"]]
+    files = [tmp_path / (row.file or "") for row in rows if row is not None]
+    assert len(set(files)) == 4 and all(path.is_file() for path in files)
     harness.service.stop()
 
 
@@ -134,33 +160,33 @@ def test_prompt_logprobs_alone_need_no_room_for_samples(harness: Harness) -> Non
 
 
 class BreaksOnSome(FakeEngine):
-    """An engine that cannot sample prompts with token 666."""
+    """An engine that cannot sample prompts with token 666 beyond their second token."""
 
-    def sample(self, jobs: Sequence[SampleJob], watch: SampleWatch | None = None) -> list[SampleResult]:
-        if any(666 in job.prompt for job in jobs):
-            raise ZeroDivisionError("in the batch")
-        return super().sample(jobs, watch)
+    def open_batch(self) -> FakeBatch:
+        return BreakingBatch(self._chain_of, self._vocab_size)
+
+
+class BreakingBatch(FakeBatch):
+    def step(self) -> dict[str, SampleResult]:
+        for running in self._running.values():
+            if 666 in running.job.prompt and len(running.tokens[0]) == 2:
+                raise ZeroDivisionError("in the batch")
+        return super().step()
 
 
 def test_a_request_that_breaks_the_engine_fails_alone(tmp_path: Path) -> None:
     harness = Harness(open_service(tmp_path, engine=BreaksOnSome()))
     sampler = publish(harness, harness.create_model(), 1, 0)
-    harness.service._worker.stop()  # so that all wait together
-
-    def send(seq_id: int, token: int) -> str:
-        body = {
-            "sampling_session_id": sampler,
-            "seq_id": seq_id,
-            "prompt": {"chunks": [{"tokens": [token]}]},
-            "sampling_params": {"max_tokens": 2},
-        }
-        return harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
-
-    requests = [send(0, 5), send(1, 666), send(2, 7)]
-    time.sleep(0.05)
-    harness.service._worker._work(time.monotonic() + 1)
+    bodies = [sample_body(sampler, seq_id, prompt=[token]) for seq_id, token in ((0, 5), (1, 666), (2, 7))]
+    with held(harness):  # so that all are sampled together
+        requests = [harness.service.sample(LOCAL, body).request_id for body in bodies]
     assert "ZeroDivisionError" in str(failure(lambda: harness.wait(requests[1])))
-    assert len(harness.wait(requests[0])["sequences"]) == len(harness.wait(requests[2])["sequences"]) == 1
+    alone = Harness(open_service(tmp_path / "alone"))
+    other = publish(alone, alone.create_model(), 1, 0)
+    for name, seq_id, token in ((requests[0], 0, 5), (requests[2], 2, 7)):
+        assert harness.wait(name) == alone.sample(other, seq_id, prompt=[token], params={"max_tokens": 4})
+    assert len(harness.sample(sampler, 3)["sequences"][0]["tokens"]) == 3, "and the next ones are sampled as ever"
+    alone.service.stop()
     harness.service.stop()
 
 
@@ -171,12 +197,17 @@ def test_a_folder_that_cannot_be_used_says_so(tmp_path: Path) -> None:
 
 
 class Diverged(FakeEngine):
-    """Its second job has weights that give no finite logits."""
+    """One of its jobs has weights that give no finite logits."""
 
-    def sample(self, jobs: Sequence[SampleJob], watch: SampleWatch | None = None) -> list[SampleResult]:
-        results = super().sample(jobs, watch)
-        return [SampleResult([], error="the weights have diverged") if job.seed == 666 else result
-                for job, result in zip(jobs, results, strict=True)]  # fmt: skip
+    def open_batch(self) -> FakeBatch:
+        return DivergedBatch(self._chain_of, self._vocab_size)
+
+
+class DivergedBatch(FakeBatch):
+    def step(self) -> dict[str, SampleResult]:
+        seeds = {key: running.job.seed for key, running in self._running.items()}
+        return {key: SampleResult([], error="the weights have diverged") if seeds[key] == 666 else result
+                for key, result in super().step().items()}  # fmt: skip
 
 
 def test_weights_that_have_diverged_fail_the_request_instead_of_answering_nothing(tmp_path: Path) -> None:

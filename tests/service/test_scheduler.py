@@ -1,89 +1,188 @@
-"""What goes next, as a table: the longest wait first, each model in its own order, samples together."""
+"""What goes next, as a table: who has had less goes first, each model in its own order, samples together."""
 
 from __future__ import annotations
 
 import pytest
 
 from mint.server.scheduler import (
-    BURST_LIMIT_S,
-    BURST_PAUSE_S,
-    LONGEST_BURST_PAUSE_S,
     MAX_BATCH_SEQUENCES,
+    SLICE_S,
     GiveUp,
     Pending,
     Plan,
-    RunSamples,
+    Running,
     RunTraining,
     SampleItem,
+    StepSamples,
     TrainingItem,
     Wait,
     plan,
 )
+from mint.server.shares import Shares, Turns
 
 
-def train(model: str, seq_id: int, at: float) -> TrainingItem:
-    return TrainingItem(model, seq_id, at)
+def train(model: str, seq_id: int, at: float, owner: str = "") -> TrainingItem:
+    return TrainingItem(model, seq_id, at, owner=owner)
 
 
-def sample(name: str, at: float, sequences: int = 1) -> SampleItem:
-    return SampleItem(name, sequences, at)
+def sample(name: str, at: float, sequences: int = 1, owner: str = "") -> SampleItem:
+    return SampleItem(name, sequences, at, owner)
 
 
-CASES: dict[str, tuple[Pending, float, Plan]] = {
-    "nothing waits": (Pending(), 5.0, Wait(None)),
-    "the only one": (Pending({"a": 1}, [train("a", 1, 0.0)]), 5.0, RunTraining("a", 1)),
+A, B = train("a", 1, 4.0), train("b", 1, 3.0)
+BUSY = Running({"": 3})
+BEHIND = Shares(lead_s=SLICE_S + 0.01)
+
+CASES: dict[str, tuple[Pending, Plan]] = {
+    "nothing waits": (Pending(), Wait(None)),
+    "the only one": (Pending({"a": 1}, [train("a", 1, 0.0)]), RunTraining("a", 1)),
     "the number decides within a model": (
-        Pending({"a": 1}, [train("a", 2, 0.0), train("a", 1, 1.0)]), 5.0, RunTraining("a", 1),
+        Pending({"a": 1}, [train("a", 2, 0.0), train("a", 1, 1.0)]), RunTraining("a", 1),
     ),
-    "the longest wait decides between models": (
-        Pending({"a": 1, "b": 4}, [train("a", 1, 2.0), train("b", 4, 1.0)]), 5.0, RunTraining("b", 4),
+    "the longest wait decides between models that have had as much": (
+        Pending({"a": 1, "b": 4}, [train("a", 1, 2.0), train("b", 4, 1.0)]), RunTraining("b", 4),
     ),
-    "a gap is waited for": (Pending({"a": 1}, [train("a", 2, 3.0)]), 5.0, Wait(13.0)),
+    "a gap is waited for": (Pending({"a": 1}, [train("a", 2, 3.0)]), Wait(13.0)),
     "a gap of one model does not stop another": (
-        Pending({"a": 1, "b": 1}, [train("a", 2, 0.0), train("b", 1, 3.0)]), 5.0, RunTraining("b", 1),
+        Pending({"a": 1, "b": 1}, [train("a", 2, 0.0), train("b", 1, 3.0)]), RunTraining("b", 1),
     ),
-    "a gap is given up in the end": (
-        Pending({"a": 2}, [train("a", 6, 4.0), train("a", 4, 0.0)]), 10.0, GiveUp("a", (2, 3, 5), (4, 6)),
+    "samples that wait begin together": (
+        Pending({}, [], [sample("x", 4.999), sample("y", 5.0)]), StepSamples(("x", "y")),
     ),
-    "samples of a burst are waited for": (
-        Pending({}, [], [sample("x", 4.999), sample("y", 4.9995)]), 5.0, Wait(4.9995 + BURST_PAUSE_S),
-    ),
-    "a burst ends with a pause": (
-        Pending({}, [], [sample("x", 4.9), sample("y", 4.99)]), 5.0, RunSamples(("x", "y")),
-    ),
-    "an endless burst is cut": (
-        Pending({}, [], [sample("x", 5.0 - BURST_LIMIT_S), sample("y", 5.0)]), 5.0, RunSamples(("x", "y")),
-    ),
-    "training goes on while a burst arrives": (
-        Pending({"a": 1}, [train("a", 1, 5.0)], [sample("x", 4.9999)]), 5.0, RunTraining("a", 1),
-    ),
-    "samples that waited longer than training go first": (
-        Pending({"a": 1}, [train("a", 1, 4.0)], [sample("x", 3.0)]), 5.0, RunSamples(("x",)),
-    ),
-    "training that waited longer than samples goes first": (
-        Pending({"a": 1}, [train("a", 1, 2.0)], [sample("x", 3.0)]), 5.0, RunTraining("a", 1),
+    "training goes before samples that have not waited their share": (
+        Pending({"a": 1}, [A], [sample("x", 3.0)]), RunTraining("a", 1),
     ),
     "a batch has a limit": (
-        Pending({}, [], [sample("x", 1.0, 1000), sample("y", 1.0, 24), sample("z", 1.0)]), 5.0, RunSamples(("x", "y")),
+        Pending({}, [], [sample("x", 1.0, 1000), sample("y", 1.0, 24), sample("z", 1.0)]), StepSamples(("x", "y")),
     ),
     "one request is always taken": (
-        Pending({}, [], [sample("x", 1.0, 2 * MAX_BATCH_SEQUENCES), sample("y", 1.0)]), 5.0, RunSamples(("x",)),
+        Pending({}, [], [sample("x", 1.0, 2 * MAX_BATCH_SEQUENCES), sample("y", 1.0)]), StepSamples(("x",)),
+    ),
+    "no smaller request overtakes one that has no room": (
+        Pending({}, [], [sample("x", 1.0, 600), sample("y", 2.0, 600), sample("z", 3.0)]), StepSamples(("x",)),
+    ),
+    "where there is no room for all, owners take turns": (
+        Pending({}, [], [sample("x", 1.0, 500, "one"), sample("y", 2.0, 500, "one"), sample("z", 3.0, 500, "two")]),
+        StepSamples(("x", "z")),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is(name: str) -> None:
-    pending, now, expected = CASES[name]
-    result = plan(pending, now, gap_timeout_s=10.0)
+    pending, expected = CASES[name]
+    result = plan(pending, 5.0, gap_timeout_s=10.0)
     if isinstance(expected, Wait) and expected.until is not None:
         assert isinstance(result, Wait) and result.until == pytest.approx(expected.until)
     else:
         assert result == expected
 
 
-@pytest.mark.parametrize(("batch_s", "pause_s"), [(0.0, BURST_PAUSE_S), (0.2, 0.004), (60.0, LONGEST_BURST_PAUSE_S)])
-def test_the_longer_a_batch_takes_the_longer_its_stragglers_are_waited_for(batch_s: float, pause_s: float) -> None:
-    burst = Pending({}, [], [sample("x", 4.999), sample("y", 4.9995)])
-    assert plan(burst, 4.9996, batch_s=batch_s) == Wait(pytest.approx(4.9995 + pause_s))
-    assert plan(burst, 4.9995 + pause_s + 1e-6, batch_s=batch_s) == RunSamples(("x", "y"))
+BESIDE: dict[str, tuple[Pending, Running, Shares, Plan]] = {
+    "what runs goes on": (Pending(), BUSY, Shares(), StepSamples()),
+    "who comes late joins at once": (
+        Pending({}, [], [sample("x", 5.0)]), BUSY, Shares(), StepSamples(("x",)),
+    ),
+    "nobody joins those that run again alone": (
+        Pending({}, [], [sample("x", 5.0)]), Running({"": 1}, is_closed=True), Shares(), StepSamples(),
+    ),
+    "training goes before a step of samples": (Pending({"a": 1}, [A]), BUSY, Shares(), RunTraining("a", 1)),
+    "until it is ahead by a slice": (Pending({"a": 1}, [A]), BUSY, BEHIND, StepSamples()),
+    "samples that wait are stepped over no longer either": (
+        Pending({"a": 1}, [A], [sample("x", 1.0)]), Running(), BEHIND, StepSamples(("x",)),
+    ),
+    "training that is ahead goes on where nothing is sampled": (
+        Pending({"a": 1}, [A]), Running(), BEHIND, RunTraining("a", 1),
+    ),
+    "a full batch goes on while others wait": (
+        Pending({}, [], [sample("x", 1.0)]), Running({"": MAX_BATCH_SEQUENCES}), Shares(), StepSamples(),
+    ),
+    "an owner with less in the batch goes first": (
+        Pending({}, [], [sample("x", 1.0, 400, "one"), sample("y", 2.0, 400, "two")]),
+        Running({"one": 300, "two": 200}), Shares(), StepSamples(("y",)),
+    ),
+    "the owner who has had less goes first": (
+        Pending({"a": 1, "b": 1}, [train("a", 1, 4.0, "one"), train("b", 1, 1.0, "two")]),
+        Running(), Shares(owners=Turns({"two": 1.0})), RunTraining("a", 1),
+    ),
+    "and among one owner's models the one that has had less": (
+        Pending({"a": 1, "b": 1}, [A, B]), Running(), Shares(models={"": Turns({"b": 1.0})}), RunTraining("a", 1),
+    ),
+    "who has had nothing for long begins level with the others": (
+        Pending({"a": 1, "b": 1}, [train("a", 1, 4.0, "one"), train("b", 1, 1.0, "two")]),
+        Running(), Shares(owners=Turns({"two": 7.0}, level_s=7.0)), RunTraining("b", 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_what_runs_the_plan_is(name: str) -> None:
+    pending, running, shares, expected = BESIDE[name]
+    assert plan(pending, 5.0, running=running, shares=shares, gap_timeout_s=10.0) == expected
+
+
+@pytest.mark.parametrize("running", [Running(), BUSY], ids=["nothing", "samples"])
+def test_a_gap_is_given_up_in_the_end_whatever_else_is_done(running: Running) -> None:
+    waiting = Pending({"a": 2, "b": 1}, [train("a", 6, 4.0), train("a", 4, 0.0), train("b", 1, 0.0)])
+    assert plan(waiting, 10.0, running=running, gap_timeout_s=10.0) == GiveUp("a", (2, 3, 5), (4, 6))
+
+
+# --- over time ---------------------------------------------------------------------------------------------------
+
+
+def simulate(pending: Pending, seconds: float, *, pass_s: float, step_s: float, rows: int) -> dict[str, float]:
+    """Seconds that samples, and each model with requests without end, get of an engine that is always busy."""
+    owner_of = {item.model_id: item.owner for item in pending.training}
+    shares, now, had = Shares(), 0.0, {"samples": 0.0}
+    while now < seconds:
+        match plan(pending, now, running=Running({"": rows} if rows else {}), shares=shares):
+            case RunTraining(model_id, _):
+                shares = shares.after_training(owner_of[model_id], model_id, pass_s, beside_samples=rows > 0)
+                had[model_id] = had.get(model_id, 0.0) + pass_s
+                now += pass_s
+            case StepSamples():
+                shares = shares.after_sampling(step_s)
+                had["samples"] += step_s
+                now += step_s
+            case other:
+                raise AssertionError(other)
+    return had
+
+
+@pytest.mark.parametrize(("pass_s", "step_s"), [(0.2, 0.006), (0.005, 0.006), (20.0, 0.3)])
+def test_training_and_samples_get_half_each_where_both_could_take_all(pass_s: float, step_s: float) -> None:
+    pending = Pending({"a": 1}, [train("a", 1, 0.0)])
+    had = simulate(pending, 100 * pass_s, pass_s=pass_s, step_s=step_s, rows=5)
+    assert had["samples"] == pytest.approx(had["a"], rel=0.1, abs=2 * SLICE_S)
+
+
+def test_owners_get_as_much_as_each_other_however_many_models_each_has() -> None:
+    models = {"a": "one", "b": "one", "c": "one", "d": "two"}
+    pending = Pending(dict.fromkeys(models, 1), [train(name, 1, 0.0, owner) for name, owner in models.items()])
+    had = simulate(pending, 60.0, pass_s=0.1, step_s=0.01, rows=0)
+    assert had["d"] == pytest.approx(30.0, abs=0.3)
+    assert had["a"] == pytest.approx(10.0, abs=0.3) and had["b"] == pytest.approx(had["c"], abs=0.3)
+
+
+def test_a_newcomer_waits_for_no_queue_and_is_owed_nothing() -> None:
+    shares = Shares()
+    for _ in range(50):
+        shares = shares.after_training("busy", "a", 0.5, beside_samples=False)
+    both = Pending({"a": 1, "b": 1}, [train("a", 1, 0.0, "busy"), train("b", 1, 9.0, "new")])
+    order = []
+    for _ in range(6):
+        step = plan(both, 10.0, shares=shares)
+        assert isinstance(step, RunTraining)
+        order.append(step.model_id)
+        shares = shares.after_training(
+            {"a": "busy", "b": "new"}[step.model_id], step.model_id, 0.5, beside_samples=False
+        )
+    assert order[0] == "b" and sorted(order) == ["a", "a", "a", "b", "b", "b"]
+    assert len(shares.owners.had_s) <= 2 and len(shares.models) <= 2
+
+
+def test_time_that_nobody_else_wanted_is_not_held_against_training() -> None:
+    shares = Shares().after_training("", "a", 50.0, beside_samples=False)
+    assert shares.lead_s == 0.0
+    assert shares.after_training("", "a", 2.0, beside_samples=True).after_sampling(0.5).lead_s == 1.5
+    assert shares.after_sampling(10.0).lead_s == 0.0

@@ -57,15 +57,27 @@ def test_a_missing_number_is_the_reason_of_those_behind_it() -> None:
     assert "request 0" in facts_of(RequestName("a", 2**31 - 1), far, pace(), 11.0).reason
 
 
-def test_what_runs_says_how_far_it_is_and_goes_before_the_others() -> None:
+def test_what_runs_says_how_far_it_is() -> None:
     seen = pace(sample=10.0, optim_step=1.0)
     seen.began(["s:0", "s:1"], SAMPLE)
-    now = seen.running.since + 4.0
-    running = facts_of(RequestName("s", 1), Pending(), seen, now)
-    assert (running.status, running.position, running.progress) == ("running", 0, pytest.approx(0.4))
-    assert running.wait_s == pytest.approx(6.0)
-    behind = facts_of(RequestName("a", 1), Pending({"a": 1}, [TrainingItem("a", 1, 0.0, "optim_step")]), seen, now)
-    assert behind.position == 2 and behind.wait_s == pytest.approx(7.0)
+    beside = seen.running("s:1")
+    assert beside is not None
+    facts = facts_of(RequestName("s", 1), Pending(), seen, beside.since + 4.0)
+    assert (facts.status, facts.position, facts.progress) == ("running", 0, pytest.approx(0.4))
+    assert facts.wait_s == pytest.approx(6.0)
+
+
+def test_a_training_request_that_runs_goes_before_the_others_and_samples_that_run_hold_nobody_up() -> None:
+    seen = pace(sample=10.0, optim_step=1.0)
+    seen.began(["s:0", "s:1"], SAMPLE)
+    waiting = Pending({"a": 1}, [TrainingItem("a", 1, 0.0, "optim_step")])
+    behind = facts_of(RequestName("a", 1), waiting, seen, 0.0)
+    assert behind.position == 0 and behind.wait_s == pytest.approx(1.0)
+    seen.began(["b:1"], "optim_step")
+    before = seen.running("b:1")
+    assert before is not None
+    behind = facts_of(RequestName("a", 1), waiting, seen, before.since + 0.25)
+    assert behind.position == 1 and behind.wait_s == pytest.approx(1.75)
 
 
 def test_the_body_and_the_headers_say_the_same() -> None:
@@ -85,7 +97,8 @@ def test_the_pace_follows_what_happens() -> None:
     assert seen.typical_s("optim_step") == 0.0
     seen.began(["a:1"], "optim_step")
     time.sleep(0.01)
-    seen.ended()
+    seen.ended(["a:1"])
+    assert seen.running("a:1") is None
     assert 0.01 <= seen.typical_s("optim_step") < 1.0
     assert seen.typical_s("forward_backward") == seen.typical_s("optim_step")
 

@@ -1,7 +1,7 @@
 """The peers' own environments: made on demand below `home/peers`, reused as long as their requirements are the same.
 
-A peer never shares packages with mint; only torch is pinned to the build that mint runs, so that both sides compute
-with the same kernels. Knows nothing of what a peer is asked to do.
+A peer never shares packages with mint; only torch, where a peer uses it, is pinned to the build that mint runs, so that
+both sides compute with the same kernels. Knows nothing of what a peer is asked to do.
 """
 
 from __future__ import annotations
@@ -10,30 +10,42 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mint.bench.turns import Say
 from mint.errors import RequestFailedError
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where builds like 2.13.0+cpu come from, if the configured indexes do not have them."""
 
 TRL_REQUIREMENTS = ("trl==1.16.*", "transformers>=5.17,<6", "peft", "accelerate")
+"""These hold transformers and PEFT too, so that the peers without TRL share its environment."""
+
+LLAMA_REQUIREMENTS = ("llama-cpp-python==0.3.36", "gguf", "numpy")
+"""Builds llama.cpp from source, with the instructions of this processor: ten minutes of CPU, and needs a compiler."""
+
+SKYRL_REQUIREMENTS = (
+    *("skyrl-tx==0.3.*", "jax>=0.8,<1.0", "flax>=0.12.2", "optax>=0.2.5"),
+    *("tinker>=0.8,<0.15", "uv"),
+    *("fastapi[standard]", "sqlmodel", "sqlalchemy[asyncio]", "aiosqlite"),
+)
+"""The extras `tinker` and `jax` of skyrl-tx without CUDA and PostgreSQL; the Tinker SDK as old as that release, for
+later ones speak protobuf only; and uv, with which its server starts its engine."""
 
 STAMP_FILE = "installed.json"
 OUTPUT_LINES_SHOWN = 15
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class PeerEnvironment:
-    """A virtual environment in `folder` that holds torch and `requirements`."""
+    """A virtual environment in `folder` that holds `requirements` and, unless its version is None, torch."""
 
     folder: Path
-    torch_version: str
+    torch_version: str | None
     requirements: tuple[str, ...]
+    interpreter: str = sys.executable
 
     @property
     def python(self) -> Path:
@@ -43,7 +55,8 @@ class PeerEnvironment:
     @property
     def wanted(self) -> list[str]:
         """What must be installed, as the stamp file notes it once it is."""
-        return [f"torch=={self.torch_version}", *self.requirements]
+        torch = [] if self.torch_version is None else [f"torch=={self.torch_version}"]
+        return [*torch, *self.requirements]
 
     @property
     def is_complete(self) -> bool:
@@ -66,13 +79,13 @@ class PeerEnvironment:
             shutil.rmtree(self.folder)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         say(f"making the peer's environment in {self.folder}")
-        run([sys.executable, "-m", "venv", str(self.folder)])
-        torch, *others = self.wanted
+        run([self.interpreter, "-m", "venv", str(self.folder)])
         pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check"]
-        say(f"installing {torch}")
-        self._install_torch(pip, torch)
-        say(f"installing {', '.join(others)} (about a minute)")
-        run([*pip, torch, *others])
+        if self.torch_version is not None:
+            say(f"installing {self.wanted[0]}")
+            self._install_torch(pip, self.wanted[0])
+        say(f"installing {', '.join(self.requirements)} (a minute, or ten where it is built from source)")
+        run([*pip, *self.wanted])
         (self.folder / STAMP_FILE).write_text(json.dumps(self.wanted))
         return self.python
 

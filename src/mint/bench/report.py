@@ -1,12 +1,13 @@
 """From measured steps to rows: one for each contender, and one that compares them. Pure, but for the printing.
 
-All ratios are the peer's time over mint's, so that 2.0 reads "mint takes half of the time".
+All ratios are the peer's time over mint's for the same number of tokens, so that 2.0 reads "mint takes half of the
+time"; `ratio_to_limit` is the share of the machine's limit that a side reaches.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -14,25 +15,32 @@ from rich.console import Console
 from rich.table import Table
 
 from mint.bench.shapes import GrpoShape
+from mint.bench.turns import Measured
 from mint.errors import RequestFailedError
+
+LIMIT = "limit"
+PIPE_WIDTH = 120
+"""Where nobody watches, a row is not broken to the width of a terminal."""
 
 PROBE_TOLERANCE = {"float32": 1e-2, "bfloat16": 1.0}
 """By dtype: how far the summed logprob of the probe (79 tokens) may differ between two sides with the same base."""
 
+COLUMNS = {
+    "s/step": ("seconds_median", ".3f"),
+    "min-max": ("", ""),
+    "CPU s": ("cpu_seconds_median", ".3f"),
+    "first s": ("seconds_first", ".2f"),
+    "sample s": ("sample_seconds_median", ".3f"),
+    "train s": ("train_seconds_median", ".3f"),
+    "tokens/s": ("tokens_per_second", ".5g"),
+    "MiB": ("peak_rss_mib", "d"),
+}
+"""Columns of the table: the field that each shows, and its format; those that no row has are left out."""
 
-@dataclass(frozen=True)
-class Measured:
-    """All answers of one contender: `ready` and `finished` once, `steps` one for each timed step."""
 
-    name: str
-    ready: Mapping[str, Any]
-    steps: Sequence[Mapping[str, Any]]
-    finished: Mapping[str, Any]
-    peak_rss_bytes: int
-
-    def column(self, key: str) -> list[float]:
-        """One figure of every timed step, in order."""
-        return [float(step[key]) for step in self.steps]
+def sides_of(contenders: Sequence[Measured]) -> list[Measured]:
+    """Those that took part to the end."""
+    return [side for side in contenders if not side.failure]
 
 
 def check_same_work(contenders: Sequence[Measured], shape: GrpoShape) -> None:
@@ -43,28 +51,35 @@ def check_same_work(contenders: Sequence[Measured], shape: GrpoShape) -> None:
     """
     full = [shape.max_tokens] * shape.sequences
     first = contenders[0]
-    for side in contenders:
+    for side in sides_of(contenders):
         if any(step["completion_lengths"] != full for step in side.steps):
-            raise _unequal(f"{side.name} did not sample {shape.sequences} x {shape.max_tokens} tokens in every step")
+            raise unequal(f"{side.name} did not sample {shape.sequences} x {shape.max_tokens} tokens in every step")
         before, after = side.ready["probe_logprob"], side.finished["probe_logprob"]
         if abs(before - first.ready["probe_logprob"]) > PROBE_TOLERANCE[side.ready["dtype"]]:
-            raise _unequal(f"{side.name} starts from a probe logprob of {before}, {first.name} from another")
+            raise unequal(f"{side.name} starts from a probe logprob of {before}, {first.name} from another")
         if before == after:
-            raise _unequal(f"{side.name}'s probe logprob is still {after} after training")
+            raise unequal(f"{side.name}'s probe logprob is still {after} after training")
         expected = shape.rank * shape.model.lora_parameters_per_rank
         if side.ready["trained_parameters"] != expected:
-            raise _unequal(f"{side.name} trains {side.ready['trained_parameters']} parameters, not {expected}")
+            raise unequal(f"{side.name} trains {side.ready['trained_parameters']} parameters, not {expected}")
         for key in ("dtype", "threads"):
             if side.ready[key] != first.ready[key]:
-                raise _unequal(f"{side.name} has {key} {side.ready[key]}, {first.name} {first.ready[key]}")
+                raise unequal(f"{side.name} has {key} {side.ready[key]}, {first.name} {first.ready[key]}")
 
 
-def contender_row(side: Measured, shape: GrpoShape) -> dict[str, Any]:
-    """The figures of one contender; times in seconds per step."""
+def unequal(what: str) -> RequestFailedError:
+    """The error for sides that must not be compared."""
+    return RequestFailedError(f"the sides did not do the same work: {what}")
+
+
+def side_row(side: Measured, bench: str) -> dict[str, Any]:
+    """The figures that every benchmark has of one contender, or why there are none; times in seconds per step."""
+    if side.failure:
+        return {"bench": bench, "contender": side.name, "failure": side.failure}
     walls_s = side.column("wall_s")
-    parts = sorted({part for step in side.steps for part in step.get("marks_s", {})})
+    tokens = side.column("tokens")[0]
     return {
-        "bench": "grpo",
+        "bench": bench,
         "contender": side.name,
         "steps": len(side.steps),
         "seconds_median": median(walls_s),
@@ -72,58 +87,107 @@ def contender_row(side: Measured, shape: GrpoShape) -> dict[str, Any]:
         "seconds_max": max(walls_s),
         "seconds": walls_s,
         "cpu_seconds_median": median(side.column("cpu_s")),
-        "sample_seconds_median": median(side.column("sample_s")),
-        "train_seconds_median": median(
-            wall_s - sample_s for wall_s, sample_s in zip(walls_s, side.column("sample_s"), strict=True)
-        ),
-        "seconds_until_median": {part: median(step["marks_s"][part] for step in side.steps) for part in parts},
-        "sampled_tokens_per_step": shape.sampled_tokens,
-        "sampled_tokens_per_second": shape.sampled_tokens / median(walls_s),
+        "tokens_per_step": int(tokens),
+        "tokens_per_second": tokens / median(walls_s),
         "idle_cpu_seconds_max": max(side.column("idle_cpu_s")),
-        "peak_rss_mib": round(side.peak_rss_bytes / 2**20),
-        "trained_parameters": side.ready["trained_parameters"],
+        "seconds_first": side.ready.get("first_step_s") or side.first_s,
+        "peak_rss_mib": round(side.finished.get("peak_rss_bytes", side.peak_rss_bytes) / 2**20),
         "dtype": side.ready["dtype"],
         "threads": side.ready["threads"],
-        "probe_logprob_before": side.ready["probe_logprob"],
-        "probe_logprob_after": side.finished["probe_logprob"],
         "versions": side.finished["versions"],
     }
 
 
-def comparison_row(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> dict[str, Any]:
-    """How many times longer than mint each peer takes, and on what machine; the first row is mint's."""
-    mint, *peers = rows
-    return {
-        "bench": "grpo",
-        "ratios": {peer["contender"]: peer["seconds_median"] / mint["seconds_median"] for peer in peers},
-        "cpu_ratios": {peer["contender"]: peer["cpu_seconds_median"] / mint["cpu_seconds_median"] for peer in peers},
-        "turn_ratios": {
-            peer["contender"]: [theirs / ours for theirs, ours in zip(peer["seconds"], mint["seconds"], strict=True)]
-            for peer in peers
-        },
-        "machine": dict(machine),
+def contender_row(side: Measured, shape: GrpoShape) -> dict[str, Any]:
+    """The figures of one contender of `mint bench grpo`: as `side_row`, and the parts of a step."""
+    if side.failure:
+        return side_row(side, "grpo")
+    samples_s = side.column("sample_s")
+    parts = sorted({part for step in side.steps for part in step.get("marks_s", {})})
+    row = side_row(side, "grpo")
+    return row | {
+        "sample_seconds_median": median(samples_s),
+        "train_seconds_median": median(
+            wall_s - sample_s for wall_s, sample_s in zip(row["seconds"], samples_s, strict=True)
+        ),
+        "seconds_until_median": {part: median(step["marks_s"][part] for step in side.steps) for part in parts},
+        "sampled_tokens_per_step": shape.sampled_tokens,
+        "sampled_tokens_per_second": shape.sampled_tokens / row["seconds_median"],
+        "trained_parameters": side.ready["trained_parameters"],
+        "probe_logprob_before": side.ready["probe_logprob"],
+        "probe_logprob_after": side.finished["probe_logprob"],
     }
 
 
+def limit_row(bench: str, tokens: int, seconds: Sequence[float], rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the machine could do at most in each turn: `seconds` for a step of so many tokens, from these rates."""
+    latest = rates[-1]
+    return {
+        "bench": bench,
+        "contender": LIMIT,
+        "steps": len(seconds),
+        "seconds_median": median(seconds),
+        "seconds_min": min(seconds),
+        "seconds_max": max(seconds),
+        "seconds": list(seconds),
+        "tokens_per_step": tokens,
+        "tokens_per_second": tokens / median(seconds),
+        "flops_per_second": {kind: latest[kind] for kind in ("block", "unembedding")},
+        "read_bytes_per_second": median(float(rate["read"]) for rate in rates),
+    }
+
+
+def comparison_row(
+    rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], limit: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """How many times longer than mint each peer takes, and on what machine; the first row is mint's.
+
+    `ratios` is of the medians, `turn_ratios` of each turn, `cpu_ratios` of CPU time. `ratio_to_limit` is the share of
+    `limit` that each side reached; with one thread `cpu_ratio_to_limit` says the same of its CPU time, which suffers
+    less from neighbours.
+    """
+    mint = rows[0]
+    peers = {row["contender"]: row for row in rows[1:] if "failure" not in row}
+    share = {name: mint["tokens_per_step"] / peer["tokens_per_step"] for name, peer in peers.items()}
+    found: dict[str, Any] = {"bench": mint["bench"]}
+    for ratios, key in (("ratios", "seconds_median"), ("cpu_ratios", "cpu_seconds_median")):
+        found[ratios] = {name: peer[key] / mint[key] * share[name] for name, peer in peers.items()}
+    found["turn_ratios"] = {
+        name: [theirs / ours * share[name] for theirs, ours in zip(peer["seconds"], mint["seconds"], strict=True)]
+        for name, peer in peers.items()
+    }
+    if limit is not None:
+        if mint["threads"] == 1:
+            found["cpu_ratio_to_limit"] = {
+                row["contender"]: row["tokens_per_step"] / row["cpu_seconds_median"] / limit["tokens_per_second"]
+                for row in (mint, *peers.values())
+            }
+        found["ratio_to_limit"] = {
+            row["contender"]: row["tokens_per_second"] / limit["tokens_per_second"] for row in (mint, *peers.values())
+        }
+    return found | {"machine": dict(machine)}
+
+
 def print_table(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """The rows of `run_grpo_bench` for people."""
-    console = console or Console()
+    """The rows of a benchmark for people."""
+    console = console or Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     *sides, comparison = rows
-    table = Table("", "s/step", "min-max", "CPU s", "sample s", "train s", "tokens/s", "MiB", "of mint's")
+    shown = {title: how for title, how in COLUMNS.items() if not how[0] or any(how[0] in side for side in sides)}
+    of_limit = comparison.get("ratio_to_limit", {})
+    table = Table("", *shown, "of mint's", *(["of the limit"] if of_limit else []))
     for side in sides:
-        ratio = comparison["ratios"].get(side["contender"])
+        name = side["contender"]
+        ratio = comparison["ratios"].get(name)
         table.add_row(
-            side["contender"],
-            f"{side['seconds_median']:.3f}",
-            f"{side['seconds_min']:.3f}-{side['seconds_max']:.3f}",
-            f"{side['cpu_seconds_median']:.3f}",
-            f"{side['sample_seconds_median']:.3f}",
-            f"{side['train_seconds_median']:.3f}",
-            f"{side['sampled_tokens_per_second']:.0f}",
-            str(side["peak_rss_mib"]),
+            name,
+            *(_cell(side, field, form) for field, form in shown.values()),
             "" if ratio is None else f"{ratio:.2f}x",
+            *([f"{of_limit[name]:.0%}" if name in of_limit else ""] if of_limit else []),
         )
     console.print(table)
+    for side in sides:
+        if "failure" in side:
+            console.print(f"{side['contender']}: {side['failure']}", markup=False)
     machine = comparison["machine"]
     console.print(
         f"{machine['cpu']}, {machine['cores']} cores, {sides[0]['threads']} thread(s) each, "
@@ -132,5 +196,9 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console | None = Non
     )
 
 
-def _unequal(what: str) -> RequestFailedError:
-    return RequestFailedError(f"the sides did not do the same work: {what}")
+def _cell(side: Mapping[str, Any], field: str, form: str) -> str:
+    if "failure" in side:
+        return "failed" if field == "seconds_median" else ""
+    if not field:
+        return f"{side['seconds_min']:.3f}-{side['seconds_max']:.3f}"
+    return format(side[field], form) if field in side else ""

@@ -1,6 +1,6 @@
-"""What `mint bench grpo` computes: the step's shape, a random base model of that shape, and the prompts.
+"""What `mint bench` computes: the step's shape, a random base model of that shape, and the prompts.
 
-Both sides get the same folder and the same prompts, made here from a seed. Knows nothing of who runs the step.
+All sides get the same folder and the same prompts, made here from a seed. Knows nothing of who runs the step.
 
 Letters: H hidden · V vocabulary · F the MLP's inner width · Q, K query and key/value width (heads x head size).
 """
@@ -8,18 +8,26 @@ Letters: H hidden · V vocabulary · F the MLP's inner width · Q, K query and k
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from mint.models.tensor_files import write_tensors
+from mint.models.tensor_files import write_file
+
+DType = Literal["float32", "bfloat16"]
+
+ROWS_AT_ONCE = 8192
+"""Of a matrix that is drawn and written, so that a large vocabulary is never in memory as a whole."""
+
+WEIGHT_DEVIATION = 0.02
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Qwen3 architecture with tied embeddings; the defaults make 0.85 M parameters."""
+    """A Qwen3 architecture with tied embeddings; the defaults make 0.85 M parameters. `stored` is its file's dtype."""
 
     hidden: int = 128
     layers: int = 4
@@ -29,21 +37,59 @@ class ModelShape:
     mlp: int = 384
     vocabulary: int = 512
     context: int = 512
+    stored: DType = "float32"
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """The seven linear layers of one block: name -> (outputs, inputs)."""
+        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
+        return {
+            "self_attn.q_proj": (query, self.hidden),
+            "self_attn.k_proj": (key, self.hidden),
+            "self_attn.v_proj": (key, self.hidden),
+            "self_attn.o_proj": (self.hidden, query),
+            "mlp.gate_proj": (self.mlp, self.hidden),
+            "mlp.up_proj": (self.mlp, self.hidden),
+            "mlp.down_proj": (self.hidden, self.mlp),
+        }
+
+    @property
+    def block_parameters(self) -> int:
+        """Of the linear layers of all blocks."""
+        return self.layers * sum(outputs * inputs for outputs, inputs in self.linears.values())
+
+    @property
+    def unembedding_parameters(self) -> int:
+        """Of the unembedding, which is the embedding too."""
+        return self.vocabulary * self.hidden
 
     @property
     def lora_parameters_per_rank(self) -> int:
         """Trained parameters per unit of rank with a lora on all seven linear layers, and none on the unembedding."""
-        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
-        outputs_and_inputs = [
-            *((query, self.hidden), (key, self.hidden), (key, self.hidden), (self.hidden, query)),
-            *((self.mlp, self.hidden), (self.mlp, self.hidden), (self.hidden, self.mlp)),
-        ]
-        return self.layers * sum(rows + columns for rows, columns in outputs_and_inputs)
+        return self.layers * sum(outputs + inputs for outputs, inputs in self.linears.values())
+
+
+SHAPES = {
+    "tiny": ModelShape(),
+    "qwen3-0.6b": ModelShape(
+        hidden=1024,
+        layers=28,
+        heads=16,
+        kv_heads=8,
+        head_size=128,
+        mlp=3072,
+        vocabulary=151_936,
+        context=4096,
+        stored="bfloat16",
+    ),
+}
+"""Shapes by the name that `--shape` takes."""
 
 
 @dataclass(frozen=True)
 class GrpoShape:
-    """One GRPO step: `prompts` x `group` sequences of `prompt_tokens` + `max_tokens`."""
+    """One GRPO step: `prompts` x `group` sequences of `prompt_tokens` + `max_tokens`. Sampling and training, where
+    they are timed alone, are its two halves."""
 
     model: ModelShape = ModelShape()
     prompts: int = 8
@@ -66,7 +112,7 @@ class GrpoShape:
 
 
 def write_base_model(folder: Path, shape: ModelShape, *, seed: int) -> None:
-    """A Hugging Face folder that transformers and mint load as it is: random float32 weights and a tokenizer.
+    """A Hugging Face folder that transformers and mint load as it is: random weights and a tokenizer.
 
     The end token's id lies just beyond the vocabulary, so that nothing can sample it and every sequence has full
     length on both sides, at the price of the usual check for it.
@@ -83,18 +129,22 @@ def write_base_model(folder: Path, shape: ModelShape, *, seed: int) -> None:
             "model_max_length": shape.context,
         },
     )
-    write_tensors(folder / "model.safetensors", _weights(shape, np.random.default_rng(seed)), {"format": "pt"})
+    sizes = _sizes(shape)
+    rng = np.random.default_rng(seed)
+    write_file(folder / "model.safetensors", _tensor_file(sizes, shape.stored, rng))
 
 
 def make_prompts(shape: GrpoShape, *, steps: int, seed: int) -> list[str]:
-    """`steps` x `shape.prompts` different prompts, in the order in which both sides use them.
+    """The prompts of `make_prompt_ids` as text. Each word is one token."""
+    return [" ".join(f"w{token}" for token in row) for row in make_prompt_ids(shape, steps=steps, seed=seed)]
 
-    Each word is one token.
-    """
-    ids = np.random.default_rng(seed).integers(
-        1, shape.model.vocabulary, size=(steps * shape.prompts, shape.prompt_tokens)
-    )
-    return [" ".join(f"w{token}" for token in row) for row in ids.tolist()]
+
+def make_prompt_ids(shape: GrpoShape, *, steps: int, seed: int) -> list[list[int]]:
+    """`steps` x `shape.prompts` different prompts, in the order in which all sides use them."""
+    rng = np.random.default_rng(seed)
+    size = (steps * shape.prompts, shape.prompt_tokens)
+    ids: list[list[int]] = rng.integers(1, shape.model.vocabulary, size=size).tolist()
+    return ids
 
 
 def _config(shape: ModelShape) -> dict[str, Any]:
@@ -116,7 +166,7 @@ def _config(shape: ModelShape) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": True,
-        "torch_dtype": "float32",
+        "torch_dtype": shape.stored,
         "eos_token_id": None,
         "bos_token_id": None,
     }
@@ -140,25 +190,46 @@ def _tokenizer(vocabulary: int) -> dict[str, Any]:
     }
 
 
-def _weights(shape: ModelShape, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    query, key = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    matrices = {"model.embed_tokens": (shape.vocabulary, shape.hidden)}
-    norms = {"model.norm": shape.hidden}
+def _sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name -> size of every tensor; those with one axis are norms."""
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, shape.hidden)}
     for layer in (f"model.layers.{index}" for index in range(shape.layers)):
-        matrices |= {
-            f"{layer}.self_attn.q_proj": (query, shape.hidden),
-            f"{layer}.self_attn.k_proj": (key, shape.hidden),
-            f"{layer}.self_attn.v_proj": (key, shape.hidden),
-            f"{layer}.self_attn.o_proj": (shape.hidden, query),
-            f"{layer}.mlp.gate_proj": (shape.mlp, shape.hidden),
-            f"{layer}.mlp.up_proj": (shape.mlp, shape.hidden),
-            f"{layer}.mlp.down_proj": (shape.hidden, shape.mlp),
-        }
-        norms |= {f"{layer}.input_layernorm": shape.hidden, f"{layer}.post_attention_layernorm": shape.hidden}
-        norms |= {f"{layer}.self_attn.q_norm": shape.head_size, f"{layer}.self_attn.k_norm": shape.head_size}
-    drawn = {name: rng.normal(0.0, 0.02, size).astype(np.float32) for name, size in matrices.items()}
-    ones = {name: np.ones(size, dtype=np.float32) for name, size in norms.items()}
-    return {f"{name}.weight": array for name, array in (drawn | ones).items()}
+        sizes |= {f"{layer}.{name}.weight": size for name, size in shape.linears.items()}
+        sizes |= {f"{layer}.{name}.weight": (shape.hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        sizes |= {f"{layer}.self_attn.{name}.weight": (shape.head_size,) for name in ("q_norm", "k_norm")}
+    return sizes | {"model.norm.weight": (shape.hidden,)}
+
+
+def _tensor_file(sizes: dict[str, tuple[int, ...]], dtype: DType, rng: np.random.Generator) -> Iterator[bytes]:
+    """A safetensors file in parts, drawn while it is written: a header of names and offsets, then the values."""
+    width = {"float32": 4, "bfloat16": 2}[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, size in sizes.items():
+        start, end = end, end + int(np.prod(size)) * width
+        header[name] = {"dtype": {4: "F32", 2: "BF16"}[width], "shape": list(size), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for size in sizes.values():
+        for values in _draw(size, rng):
+            yield (values if dtype == "float32" else _bfloat16(values)).tobytes()
+
+
+def _draw(size: tuple[int, ...], rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """The values of one tensor in float32, some rows at a time."""
+    if len(size) == 1:
+        yield np.ones(size, dtype=np.float32)
+        return
+    for first in range(0, size[0], ROWS_AT_ONCE):
+        rows = min(ROWS_AT_ONCE, size[0] - first)
+        yield rng.standard_normal((rows, size[1]), dtype=np.float32) * np.float32(WEIGHT_DEVIATION)
+
+
+def _bfloat16(values: np.ndarray) -> np.ndarray:
+    """The upper halves of float32 values, rounded to the nearest, ties to even: bfloat16, which numpy has not."""
+    bits = values.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

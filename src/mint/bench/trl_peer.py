@@ -67,6 +67,7 @@ class Turns(TrainerCallback):
             sample_s=self.sampled_s,
             idle_cpu_s=self.idle_cpu_s,
             completion_lengths=self.lengths,
+            tokens=sum(self.lengths),
         )
         return self.wait(control)
 

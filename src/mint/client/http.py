@@ -1,6 +1,6 @@
 """One session with a server, on one event-loop thread of its own.
 
-The same requests go to a socket, or into the service in this process: only httpx's transport differs. Repeats what may
+The same requests go to a socket, or into the service in this process. Repeats what may
 be repeated (every request carries its place, so the server knows a copy), and turns error bodies back into errors.
 Knows no model and no sampler.
 """
@@ -25,6 +25,7 @@ from pydantic import BaseModel
 
 import mint.wire as wire
 from mint.client.answers import LostError, error_of, is_error, is_not_yet, json_of
+from mint.client.in_process import InProcess, Reply
 from mint.client.waiting import Pauses, WaitingRoom, log
 from mint.config import EMBEDDED_URL
 from mint.errors import ConnectionLostError, InvalidRequestError, MintError, SessionEndedError
@@ -129,6 +130,7 @@ class Session:
         self._pid = os.getpid()
         self._closed = False
         self._session_id: str | None = None
+        self._in_process: InProcess | None = None
         self._speaks_proto = True
         self._waiting = WaitingRoom()
         self._farewells: set[asyncio.Task[None]] = set()
@@ -167,7 +169,10 @@ class Session:
         _open_sessions.add(self)
 
     async def _connect(self) -> None:
-        transport = httpx.ASGITransport(self._embedded.app) if self._embedded is not None else None
+        transport = None
+        if self._embedded is not None:
+            transport = httpx.ASGITransport(self._embedded.app)
+            self._in_process = InProcess(self._embedded.app, self.address.url, self.address.all_headers())
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
         loopback = httpx.URL(self.address.url).host in ("127.0.0.1", "localhost", "::1", "mint.embedded")
         self._http = httpx.AsyncClient(
@@ -306,7 +311,7 @@ class Session:
         """Body and headers (lower case) of what any other route answers."""
         outgoing = None if message is None else self.prepare(message)
         response = await self._exchange(method, path, outgoing, timeout_s=timeout_s)
-        return response.content, {name.lower(): value for name, value in response.headers.items()}
+        return response.content, response.headers
 
     async def transfer(self, work: Callable[[httpx.AsyncClient], Awaitable[R]]) -> R:
         """Does what is more than one answer, such as a file, over this session's connections."""
@@ -379,7 +384,7 @@ class Session:
         accept: str = wire.MEDIA_TYPE,
         polls: bool = False,
         timeout_s: float | None = None,
-    ) -> httpx.Response:
+    ) -> Reply:
         """A good answer, or, where one `polls`, "ask again". Waits and repeats while the server cannot be reached."""
         pauses = Pauses()
         give_up_at = time.monotonic() + (SUBMIT_PATIENCE_S if patience_s is None else patience_s)
@@ -392,7 +397,11 @@ class Session:
                 headers["content-type"] = outgoing.encoding.value
             content = None if outgoing is None else outgoing.body
             try:
-                response = await self._http.request(method, path, content=content, headers=headers, timeout=timeout)
+                if self._in_process is not None:
+                    response = await self._in_process.request(method, path, content=content, headers=headers)
+                else:
+                    found = await self._http.request(method, path, content=content, headers=headers, timeout=timeout)
+                    response = Reply(found.status_code, found.headers, found.content, str(found.request.url))
             except httpx.TransportError as error:
                 problem = _lost(self.address, error)
             else:
@@ -405,7 +414,7 @@ class Session:
                 if response.status_code not in TRANSIENT:
                     self._waiting.answered()
                     return _good(response)
-                problem = error_of(response.status_code, response.content, str(response.request.url))
+                problem = error_of(response.status_code, response.content, response.url)
                 retry_after = response.headers.get("retry-after")
             pause_s = pauses.next_s(retry_after)
             if time.monotonic() + pause_s > give_up_at:
@@ -421,24 +430,24 @@ def _lost(address: Address, error: httpx.TransportError) -> ConnectionLostError:
     )
 
 
-def _reads_no_proto(response: httpx.Response, outgoing: Outgoing) -> bool:
+def _reads_no_proto(response: Reply, outgoing: Outgoing) -> bool:
     """Whether this is the answer of a server that is older than protobuf here."""
     if outgoing.encoding is not wire.Encoding.PROTO:
         return False
     if response.status_code == 400:
-        return "protobuf" in response.text[:2000].lower()
+        return b"protobuf" in response.content[:2000].lower()
     return response.status_code == UNSUPPORTED_MEDIA_TYPE
 
 
-def _good(response: httpx.Response) -> httpx.Response:
+def _good(response: Reply) -> Reply:
     if response.status_code == GONE:
         raise LostError("the server does not have it any more")
     if is_error(response.status_code, response.content):
-        raise error_of(response.status_code, response.content, str(response.request.url))
+        raise error_of(response.status_code, response.content, response.url)
     return response
 
 
-def _read(response: httpx.Response, kind: type[M]) -> M:
+def _read(response: Reply, kind: type[M]) -> M:
     media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding = wire.Encoding.PROTO if media_type == wire.Encoding.PROTO.value else wire.Encoding.JSON
     return wire.decode(kind, response.content, encoding)

@@ -163,6 +163,8 @@ class Database:
             JournalError: it cannot be opened, or a newer mint wrote it.
         """
         self._lock = threading.RLock()
+        self.is_synced = True
+        """Whether all that was committed here survives a loss of power."""
         self._sa = sa.create_engine(
             f"sqlite:///{path}",
             poolclass=StaticPool,
@@ -200,15 +202,21 @@ class Database:
             connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     @contextmanager
-    def transaction(self, *, write: bool = True) -> Generator[sa.Connection]:
+    def transaction(self, *, write: bool = True, sync: bool = True) -> Generator[sa.Connection]:
         """One transaction on the one connection.
+
+        Without `sync` it survives the process, but a loss of power only once a later transaction with it is over.
 
         Raises:
             JournalError: disk full, file locked for too long, or damaged; nothing was changed.
         """
         try:
-            with self._lock, self._sa.connect().execution_options(mint_write=write) as connection, connection.begin():
-                yield connection
+            options = {"mint_write": write, "mint_sync": sync}
+            with self._lock, self._sa.connect().execution_options(**options) as connection:
+                with connection.begin():
+                    yield connection
+                if write:
+                    self.is_synced = sync
         except SQLAlchemyError as error:
             raise JournalError(
                 f"the journal cannot be used: {error}", remedy="Free disk space, or see the log"
@@ -235,6 +243,10 @@ def _configure(connection: sqlite3.Connection, _record: object) -> None:
 
 
 def _begin(connection: sa.Connection) -> None:
+    options = connection.get_execution_options()
+    write = options.get("mint_write", True)
+    if write:
+        level = "FULL" if options.get("mint_sync", True) else "NORMAL"
+        connection.exec_driver_sql(f"PRAGMA synchronous = {level}")
     # a writer takes the file's lock at once: a transaction that upgrades later can fail instead of waiting
-    write = connection.get_execution_options().get("mint_write", True)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")

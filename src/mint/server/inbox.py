@@ -39,6 +39,7 @@ class Inbox:
         self._requests: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self._woken = False
+        self._pending: Pending | None = None  # made again after a change: the scheduler asks before every step
 
     def require_room(self, owner: str, size_bytes: int, *, max_requests: int | None = None) -> None:
         """That one more request of this size may wait; `max_requests` is the owner's own bound.
@@ -73,6 +74,7 @@ class Inbox:
     def add_training(self, job: TrainingJob, *, next_seq: int, owner: str = "", size_bytes: int = 0) -> None:
         """A training request; `next_seq` is the model's place, used if the model is not known here yet."""
         with self._changed:
+            self._pending = None
             place = self._next_seq.setdefault(job.model_id, next_seq)
             key = (job.model_id, job.seq_id)
             if job.seq_id >= place and key not in self._training:
@@ -99,17 +101,25 @@ class Inbox:
             self._charge(work.request_id, owner, size_bytes)
             self._wake()
 
+    def owner_of(self, job: TrainingJob) -> str:
+        """Who sent a training request that waits."""
+        with self._changed:
+            return self._charged.get((job.model_id, job.seq_id), ("", 0))[0]
+
     def pending(self) -> Pending:
         """What the scheduler decides on."""
         with self._changed:
-            training = [
-                TrainingItem(job.model_id, job.seq_id, job.arrived_at, job.kind) for job in self._training.values()
-            ]
-            samples = [
-                SampleItem(work.request_id, work.request.num_samples, work.arrived_at)
-                for work in self._samples.values()
-            ]
-            return Pending(dict(self._next_seq), training, samples)
+            if self._pending is None:
+                training = [
+                    TrainingItem(job.model_id, job.seq_id, job.arrived_at, job.kind, self._charged[place][0])
+                    for place, job in self._training.items()
+                ]
+                samples = [
+                    SampleItem(name, work.request.num_samples, work.arrived_at, self._charged[name][0])
+                    for name, work in self._samples.items()
+                ]
+                self._pending = Pending(dict(self._next_seq), training, samples)
+            return self._pending
 
     def job(self, model_id: str, seq_id: int) -> TrainingJob | None:
         """A waiting training request, which stays until `advance`; None if it was dropped meanwhile."""
@@ -121,6 +131,7 @@ class Inbox:
         with self._changed:
             if model_id not in self._next_seq:
                 return
+            self._pending = None
             self._next_seq[model_id] = seq_id + 1
             self._drop_training(place for place in self._training if place[0] == model_id and place[1] <= seq_id)
 
@@ -144,6 +155,7 @@ class Inbox:
         gone = set(models)
         with self._changed:
             self._drop_training(place for place in self._training if place[0] in gone)
+            self._pending = None
             for model_id in gone:
                 self._next_seq.pop(model_id, None)
 
@@ -165,11 +177,13 @@ class Inbox:
             self._discharge(place)
 
     def _charge(self, key: Hashable, owner: str, size_bytes: int) -> None:
+        self._pending = None
         self._charged[key] = (owner, size_bytes)
         self._requests[owner] += 1
         self._bytes[owner] += size_bytes
 
     def _discharge(self, key: Hashable) -> None:
+        self._pending = None
         owner, size_bytes = self._charged.pop(key)
         for counter, amount in ((self._requests, 1), (self._bytes, size_bytes)):
             counter[owner] -= amount

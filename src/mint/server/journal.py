@@ -287,11 +287,17 @@ class Journal:
             connection.execute(sa.update(tables.models).where(found).values(diverged=reason))
 
     def finish_job(self, finish: Finish) -> bool:
-        """Everything that a job's end makes true, at once; False when its session has ended meanwhile."""
+        """Everything that a job's end makes true, at once; False when its session has ended meanwhile.
+
+        It survives the process at once, but a loss of power only once something is accepted after it, or named: until
+        then the job would be run again, and give the same. What takes an older state away waits for what came before.
+        """
+        takes_away = bool(finish.dropped_snapshots) and not self.database.is_synced
+        sync = takes_away or finish.checkpoint is not None
         jobs, models = tables.jobs.c, tables.models.c
         mine = jobs.model_id == finish.model_id
         values = {"status": finish.status, "result": finish.result, "digest": finish.digest}
-        with self._transaction() as connection:
+        with self._transaction(sync=sync) as connection:
             chosen = sa.update(tables.jobs).where(mine, jobs.seq_id == finish.seq_id, jobs.status == "pending")
             if not connection.execute(chosen.values(values)).rowcount:
                 return False

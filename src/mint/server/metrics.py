@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mint.engine.protocol import Engine
+from mint.engine.protocol import Engine, SampleBatch, SampleResult
 from mint.server.exchanges import NO_ROUTE, Exchange
 from mint.server.service import Service
 
@@ -31,10 +31,9 @@ TIMED = frozenset(
         "write_state",
         "publish",
         "load_weights",
-        "sample",
     }
 )
-"""The operations of the engine whose time is counted."""
+"""The operations of the engine whose time is counted, besides the steps of its batches, which count as `sample`."""
 
 
 class Metrics:
@@ -82,7 +81,7 @@ class Metrics:
         if operation == "forward_backward":
             self._tokens.labels("trained").inc(sum(len(datum.tokens) for datum in arguments[1]))
         elif operation == "sample":
-            count = sum(len(sample.tokens) for found in result for sample in found.samples)
+            count = sum(len(sample.tokens) for found in result.values() for sample in found.samples)
             self._tokens.labels("sampled").inc(count)
 
 
@@ -106,6 +105,28 @@ class _Metered:
 
         return timed
 
+    def open_batch(self) -> SampleBatch:
+        """The engine's, counted too."""
+        return cast("SampleBatch", _MeteredBatch(self._engine.open_batch(), self._count))
+
+
+class _MeteredBatch:
+    """Stands in front of a batch; hands everything through."""
+
+    def __init__(self, batch: SampleBatch, count: Callable[[str, float, tuple[Any, ...], Any], None]) -> None:
+        self._batch = batch
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)
+
+    def step(self) -> dict[str, SampleResult]:
+        """The batch's; the tokens of a request count once it has ended."""
+        started_at = time.perf_counter()
+        results = self._batch.step()
+        self._count("sample", time.perf_counter() - started_at, (), results)
+        return results
+
 
 class _ServiceState(Collector):
     """What is read from the service at the moment of asking."""
@@ -124,6 +145,8 @@ class _ServiceState(Collector):
         queue.add_metric(("training",), len(waiting.training))
         queue.add_metric(("sample",), len(waiting.samples))
         yield queue
+        rows = self._service.sampled_rows
+        yield GaugeMetricFamily("mint_sampled_rows", "Sequences that are being sampled together.", value=rows)
         yield GaugeMetricFamily("mint_open_sessions", "Sessions that live.", value=self._service.open_sessions)
         yield GaugeMetricFamily("mint_journal_bytes", "Size of the journal's files.", value=self._journal_bytes())
         yield GaugeMetricFamily(

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy as np
 
 import mint.wire as wire
 from mint.engine.protocol import CANCELLED, Engine, LoraSpec, SampleJob, SampleResult, StopRule, TokenTable
-from mint.errors import MintError, NotFoundError, RequestFailedError
+from mint.errors import NotFoundError, RequestFailedError
 from mint.server import checkpoints, validation
 from mint.server.bases import Bases
 from mint.server.futures import Answer
@@ -26,7 +26,7 @@ from mint.server.identities import sample_seed, session_of
 from mint.server.journal import Journal, SamplerRow
 from mint.server.states import read_weights
 from mint.tokenizer import token_bytes
-from mint.types import PromptAltTokens, SampledSequence, SampleResponse, SamplingParams, TensorData
+from mint.types import PromptAltTokens, SampledSequence, SampleResponse, SamplingParams, TensorData, of_checked
 from mint.wire.requests import SampleRequest
 
 log = logging.getLogger("mint.sampling")
@@ -53,6 +53,7 @@ class SampleWork:
     """What to sample from, where that is no sampler of a session."""
     told: Counter[int] = field(default_factory=Counter, compare=False)
     """Tokens that `on_token` has had of each sample: where the engine breaks and runs again, none is told twice."""
+    owner: str = ""
 
 
 class Samplers:
@@ -106,33 +107,20 @@ class Samplers:
                 self._forget(sampler_id)
 
     def withdraw(self, row: SamplerRow) -> None:
-        """Takes back weights that were published for nobody."""
+        """Takes back weights that were published for nobody; their file is the caller's to remove."""
         self._engine.drop_weights(row.weights_id or "")
-        (self._data_dir / (row.file or "")).unlink(missing_ok=True)
 
-    def run(self, works: Sequence[SampleWork]) -> dict[str, Answer]:
-        """The answers of all requests, sampled in one call of the engine; a wrong one fails alone."""
-        answers: dict[str, Answer] = {}
-        jobs: list[SampleJob] = []
-        running: list[SampleWork] = []
-        needed: set[str] = set()
-        for work in works:
-            try:
-                row = work.weights or self.row(work.request.sampling_session_id)
-                jobs.append(self._job(work.request, row))
-                self._bring(row)
-            except MintError as error:
-                answers[work.request_id] = Answer(wire.encode_error(error), failed=True)
-                del jobs[len(running) :]
-                continue
-            running.append(work)
-            needed.add(row.weights_id or "")
-        if jobs:
-            results = self._engine.sample(jobs, _watch(running))
-            for work, result in zip(running, results, strict=True):
-                answers[work.request_id] = _answer(work.request, result)
-        self._make_room(keep=needed)
-        return answers
+    def job(self, work: SampleWork) -> SampleJob:
+        """The request as the engine takes it; its weights are in the engine when this returns, and may leave later.
+
+        Raises:
+            MintError: the request, its sampler or its weights cannot be used.
+        """
+        row = work.weights or self.row(work.request.sampling_session_id)
+        job = self._job(work.request, row)
+        self._bring(row)
+        self._make_room(keep={row.weights_id or ""})
+        return job
 
     def _job(self, request: SampleRequest, row: SamplerRow) -> SampleJob:
         """Checks a request against its base model, and fills in what it left open."""
@@ -211,44 +199,8 @@ class Samplers:
             del self._in_engine[row.weights_id]
 
 
-class _Watch:
-    """Brings tokens to the requests that stream, and their cancellations to the engine."""
-
-    def __init__(self, works: Sequence[SampleWork]) -> None:
-        self._works = works
-        self._deaf: set[int] = set()
-        self._come: Counter[tuple[int, int]] = Counter()
-        self.listeners = frozenset(job for job, work in enumerate(works) if work.on_token is not None)
-        self.jobs = self.listeners | {job for job, work in enumerate(works) if work.cancelled is not None}
-
-    def token(self, job: int, sample: int, token: int, logprob: float) -> None:
-        """Hands a token over; a listener that fails is not told again, and disturbs nobody else."""
-        work = self._works[job]
-        listener = work.on_token
-        assert listener is not None  # the engine tells of listeners only
-        self._come[job, sample] += 1
-        if job in self._deaf or self._come[job, sample] <= work.told[sample]:
-            return
-        work.told[sample] += 1
-        try:
-            listener(sample, token, logprob)
-        except Exception:  # the boundary: whoever listens must not fail the requests beside his
-            self._deaf.add(job)
-            log.exception("request %s: its listener failed; it hears no more tokens", work.request_id)
-
-    def is_cancelled(self, job: int) -> bool:
-        """Whether the request is not wanted any more."""
-        event = self._works[job].cancelled
-        return event is not None and event.is_set()
-
-
-def _watch(works: Sequence[SampleWork]) -> _Watch | None:
-    """None where no request streams or may be cancelled, which costs the engine nothing."""
-    watch = _Watch(works)
-    return watch if watch.jobs else None
-
-
-def _answer(request: SampleRequest, result: SampleResult) -> Answer:
+def answer_of(request: SampleRequest, result: SampleResult) -> Answer:
+    """What the request is told of its result."""
     if result.error == CANCELLED:
         return Answer(wire.encode_error(RequestFailedError("The request was cancelled")), failed=True)
     if result.error is not None:
@@ -258,7 +210,8 @@ def _answer(request: SampleRequest, result: SampleResult) -> Answer:
 
 def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
     sequences = [
-        SampledSequence.model_construct(
+        of_checked(
+            SampledSequence,
             tokens=sample.tokens.tolist(),
             logprobs=sample.logprobs.tolist(),
             stop_reason="stop" if sample.stopped else "length",

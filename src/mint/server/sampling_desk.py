@@ -159,7 +159,7 @@ class SamplingDesk:
         known = self._futures.fingerprint(name)
         if known is None and isinstance(request, SampleRequest):
             event = threading.Event()
-            work = SampleWork(name, request, time.monotonic(), cancelled=event)
+            work = SampleWork(name, request, time.monotonic(), cancelled=event, owner=caller.owner)
             self._add(work, caller, len(body), fingerprint)
             self._cancels[name] = event
         elif known is None and isinstance(request, InvalidRequestError):
@@ -189,7 +189,7 @@ class SamplingDesk:
         name = f"now:{uuid.uuid4().hex}"
         # weights published without a name may be pushed out while the request waits: the worker looks them up itself
         known = None if weights.file is not None else weights
-        work = SampleWork(name, request, time.monotonic(), on_token, cancelled, known)
+        work = SampleWork(name, request, time.monotonic(), on_token, cancelled, known, owner=caller.owner)
         self._add(work, caller, 8 * request.prompt.length, "")
         try:
             answer = await self._futures.wait(name, None)

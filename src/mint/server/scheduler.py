@@ -1,9 +1,10 @@
-"""What the engine does next: a pure function of what waits and of the time.
+"""What the engine does next: a pure function of what waits, of what is being sampled, and of how its time was shared.
 
-One rule for training and sampling: the request that has waited longest goes first. A model's training requests run
-strictly in `seq_id` order; one that is missing holds up those behind it for `gap_timeout_s`, after which all of them
-are given up. Sample requests that wait together run together, whatever weights they ask for; a short pause collects
-those that a client sends in one burst.
+Samples run together, whatever weights they ask for, and a request joins them between two steps. Training goes first,
+for what it finishes lets more samples run together, until it is `SLICE_S` ahead of them; then they catch up. Among
+training requests owners take turns by the time they have had, then an owner's models; a model's own run strictly in
+`seq_id` order, and one that is missing holds up those behind it for `gap_timeout_s`, after which all of them are given
+up.
 
 Knows nothing of engines, threads or journals.
 """
@@ -12,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from mint.server.shares import Shares
 
 GAP_TIMEOUT_S = 600.0
 """Long, because a client's own code may run between two requests (a custom loss reserves its second number early)."""
 
-BURST_PAUSE_S, LONGEST_BURST_PAUSE_S = 0.002, 0.008
-"""Samples start once none has arrived for this long: a fiftieth of what a batch takes, within these bounds …"""
-
-BURST_LIMIT_S = 0.03
-"""… or the first of them has waited this long."""
+SLICE_S = 0.1
+"""How far training may get ahead of samples that wait for it. Longer: larger batches; shorter: steadier streams."""
 
 MAX_BATCH_SEQUENCES = 1024
 
@@ -33,6 +34,7 @@ class TrainingItem:
     seq_id: int
     arrived_at: float
     kind: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,39 @@ class SampleItem:
     request_id: str
     sequences: int
     arrived_at: float
+    owner: str = ""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """All that waits. `next_seq` is, for each model, the only number that may run now."""
+    """All that waits, samples in order of arrival. `next_seq` is, for each model, the only number that may run now."""
 
     next_seq: Mapping[str, int] = field(default_factory=dict)
     training: Sequence[TrainingItem] = ()
     samples: Sequence[SampleItem] = ()
+
+    @cached_property
+    def heads(self) -> list[TrainingItem]:
+        """The training requests that may run now."""
+        return [item for item in self.training if item.seq_id == self.next_seq[item.model_id]]
+
+    @cached_property
+    def held_up(self) -> dict[str, float]:
+        """For each model whose next number is missing: since when the oldest request waits behind it."""
+        ready = {item.model_id for item in self.heads}
+        oldest: dict[str, float] = {}
+        for item in self.training:
+            if item.model_id not in ready:
+                oldest[item.model_id] = min(item.arrived_at, oldest.get(item.model_id, item.arrived_at))
+        return oldest
+
+
+@dataclass(frozen=True)
+class Running:
+    """What is being sampled: sequences per owner. Nothing may join one that `is_closed`."""
+
+    sequences: Mapping[str, int] = field(default_factory=dict)
+    is_closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,10 +88,10 @@ class RunTraining:
 
 
 @dataclass(frozen=True)
-class RunSamples:
-    """Run these sample requests in one call."""
+class StepSamples:
+    """Let these sample requests join those that run, and get all of them one step further."""
 
-    request_ids: tuple[str, ...]
+    joining: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,57 +110,62 @@ class Wait:
     until: float | None
 
 
-Plan = RunTraining | RunSamples | GiveUp | Wait
+Plan = RunTraining | StepSamples | GiveUp | Wait
 
 
-def plan(pending: Pending, now: float, *, gap_timeout_s: float = GAP_TIMEOUT_S, batch_s: float = 0.0) -> Plan:
-    """The next thing to do; `batch_s` is how long a batch of samples has taken lately.
-
-    A burst that is cut in two costs a whole second batch, and over a socket its requests arrive further apart than a
-    short batch is worth waiting for: so the longer a batch takes, the longer its stragglers are waited for.
-    """
-    ready = [item for item in pending.training if item.seq_id == pending.next_seq[item.model_id]]
-    head = min(ready, key=lambda item: item.arrived_at, default=None)
-    samples_at = _samples_ready_at(pending.samples, batch_s)
-    samples_are_ready = samples_at is not None and samples_at <= now
-    if samples_are_ready and (head is None or pending.samples[0].arrived_at <= head.arrived_at):
-        return RunSamples(_merge(pending.samples))
-    if head is not None:
-        return RunTraining(head.model_id, head.seq_id)
-    held_up = _oldest_per_model(pending)
-    for model_id, since in held_up.items():
+def plan(
+    pending: Pending,
+    now: float,
+    *,
+    running: Running | None = None,
+    shares: Shares | None = None,
+    gap_timeout_s: float = GAP_TIMEOUT_S,
+) -> Plan:
+    """The next thing to do."""
+    running, shares = running or Running(), shares or Shares()
+    for model_id, since in pending.held_up.items():
         if since + gap_timeout_s <= now:
             return _give_up(pending, model_id)
-    deadlines = [since + gap_timeout_s for since in held_up.values()]
-    return Wait(min([*deadlines, *([samples_at] if samples_at is not None else [])], default=None))
+    has_samples = bool(pending.samples or running.sequences)
+    if pending.heads and not (has_samples and shares.lead_s > SLICE_S):
+        head = _next_in_turn(pending.heads, shares)
+        return RunTraining(head.model_id, head.seq_id)
+    if has_samples:
+        return StepSamples(_joining(pending.samples, running))
+    return Wait(min((since + gap_timeout_s for since in pending.held_up.values()), default=None))
 
 
-def _samples_ready_at(samples: Sequence[SampleItem], batch_s: float) -> float | None:
-    """When the burst that is arriving counts as complete; samples are in order of arrival."""
-    if not samples:
-        return None
-    pause_s = min(max(BURST_PAUSE_S, batch_s / 50), LONGEST_BURST_PAUSE_S)
-    return min(samples[-1].arrived_at + pause_s, samples[0].arrived_at + BURST_LIMIT_S)
+def _next_in_turn(heads: Sequence[TrainingItem], shares: Shares) -> TrainingItem:
+    """Of the owner who has had least, the model that has had least; the longest wait decides between equals."""
+    owner = min(heads, key=lambda item: (shares.owners.place(item.owner), item.arrived_at)).owner
+    models = shares.of_models(owner)
+    own = (item for item in heads if item.owner == owner)
+    return min(own, key=lambda item: (models.place(item.model_id), item.arrived_at))
 
 
-def _merge(samples: Sequence[SampleItem]) -> tuple[str, ...]:
-    """The longest run from the front that fits a batch, and at least one."""
-    chosen = [samples[0].request_id]
-    sequences = samples[0].sequences
-    for item in samples[1:]:
-        sequences += item.sequences
-        if sequences > MAX_BATCH_SEQUENCES:
-            break
+def _joining(samples: Sequence[SampleItem], running: Running) -> tuple[str, ...]:
+    """As many as there is room for, those first whose owner has the fewest sequences; one at least where none runs."""
+    if running.is_closed or not samples:
+        return ()
+    has = dict(running.sequences)
+    used = sum(has.values())
+    if used + sum(item.sequences for item in samples) <= MAX_BATCH_SEQUENCES:
+        return tuple(item.request_id for item in samples)
+    chosen: list[str] = []
+    waiting: dict[str, list[SampleItem]] = {}
+    for item in reversed(samples):
+        waiting.setdefault(item.owner, []).append(item)
+    while waiting:
+        owner = min(waiting, key=lambda name: (has.get(name, 0), waiting[name][-1].arrived_at))
+        item = waiting[owner].pop()
+        if used and used + item.sequences > MAX_BATCH_SEQUENCES:
+            break  # no smaller one overtakes it, or it might wait for ever
+        if not waiting[owner]:
+            del waiting[owner]
+        used += item.sequences
+        has[owner] = has.get(owner, 0) + item.sequences
         chosen.append(item.request_id)
     return tuple(chosen)
-
-
-def _oldest_per_model(pending: Pending) -> dict[str, float]:
-    """For each model whose next number is missing: since when the oldest request waits behind it."""
-    oldest: dict[str, float] = {}
-    for item in pending.training:
-        oldest[item.model_id] = min(item.arrived_at, oldest.get(item.model_id, item.arrived_at))
-    return oldest
 
 
 def _give_up(pending: Pending, model_id: str) -> GiveUp:

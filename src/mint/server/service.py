@@ -132,6 +132,7 @@ class Service:
     def stop(self) -> None:
         """Ends after the request that is running; what waits stays in the journal for the next process."""
         self._worker.stop()
+        self._trainer.close()
         self.journal.touch_sessions(self._sessions.last_seen())
         self.journal.close()
         self.instance.close()
@@ -153,6 +154,11 @@ class Service:
     def waiting(self) -> Pending:
         """What has been accepted and is not finished."""
         return self._inbox.pending()
+
+    @property
+    def sampled_rows(self) -> int:
+        """Sequences that are being sampled."""
+        return self._worker.sampled_rows
 
     @property
     def open_sessions(self) -> int:
@@ -197,6 +203,7 @@ class Service:
         self.futures.finish({name: Answer(body, failed=True) for name in self.futures.open_of(session_id)})
 
         def let_go() -> None:
+            self._worker.cancel_samples(session_id)
             self._samplers.end_session(session_id)
             for name in models:
                 self._trainer.forget(name)

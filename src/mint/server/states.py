@@ -16,8 +16,9 @@ from mint.models.tensor_files import read_tensors, write_tensors
 
 
 def write_snapshot(path: Path, state: ModelState, *, digest: str) -> None:
-    """Weights and optimizer in one file, durable when this returns."""
-    write_tensors(path, {**_prefixed("weights", state.weights), **_moments(state)}, _metadata(state, digest))
+    """Weights and optimizer in one file; it survives a loss of power after `sync_file` only."""
+    arrays = {**_prefixed("weights", state.weights), **_moments(state)}
+    write_tensors(path, arrays, _metadata(state, digest), sync=False)
 
 
 def read_snapshot(path: Path) -> ModelState:

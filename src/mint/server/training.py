@@ -8,12 +8,12 @@ committed the `Outcome`.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pydantic import BaseModel
 import mint.wire as wire
 from mint.engine.protocol import BaseInfo, Engine, LoraSpec, ModelState
 from mint.errors import ConflictError, InvalidRequestError, MintError, StepRefusedError
+from mint.models.tensor_files import sync_file
 from mint.server import checkpoints, validation
 from mint.server.bases import Bases
 from mint.server.checkpoints import CheckpointPath, Manifest
@@ -121,6 +122,7 @@ class LiveModel:
     published_seq: int = 0  # the job that last froze them for sampling
     pruned_below: int = 0
     size_bytes: int = 0
+    written: Future[None] = field(default_factory=lambda: _done())  # of the newest snapshot: once it is durable
 
     @property
     def is_fresh(self) -> bool:
@@ -147,6 +149,7 @@ class Trainer:
         self.bases = bases
         self.data_dir = data_dir
         self.live: dict[str, LiveModel] = {}
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="mint-disk")
         self._runners: dict[str, Callable[[TrainingJob, Any], _Effect]] = {
             "create_model": self._create_model,
             "forward": self._forward,
@@ -199,16 +202,20 @@ class Trainer:
     def discard(self, files: tuple[str, ...]) -> None:
         """Removes files and folders of the data directory that no row names any more.
 
-        A sampler may still read the folder of a checkpoint that was replaced: the next start sweeps it.
+        A sampler may still read a snapshot, or the folder of a checkpoint that was replaced: what is in use goes with
+        its last user, or at the next start.
         """
-        folders = {name for name in files if (self.data_dir / name).is_dir()}
-        in_use = folders & self.journal.named_files() if folders else set()
+        in_use = set(files) & self.journal.named_files() if files else set()
         for name in set(files) - in_use:
             path = self.data_dir / name
-            if name in folders:
+            if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Returns once all that was written survives a loss of power."""
+        self._disk.shutdown()
 
     # --- passes and steps ----------------------------------------------------------------------------------------
 
@@ -406,8 +413,7 @@ class Trainer:
         if self.journal.sampler(published_id) is not None:
             raise ConflictError("is taken", field="sampling_session_seq_id", value=number, remedy="Count upwards")
         live = self.live[job.model_id]
-        file = f"published/{file_stem(published_id)}.safetensors"
-        self._write_published(job.model_id, self.data_dir / file)
+        file = self._write_published(job.model_id, f"published/{file_stem(published_id)}.safetensors")
         self.engine.publish(job.model_id, published_id)
         live.published_seq = job.seq_id
         root = seed_root(live.lora.seed if live.seed_given else None, number)
@@ -415,16 +421,14 @@ class Trainer:
         row = SamplerRow(published_id, session_id, live.base_model, None, published_id, file, lora, root)
         return _Effect(SaveWeightsForSamplerResponse(sampling_session_id=published_id), changes={"sampler": row})
 
-    def _write_published(self, model_id: str, path: Path) -> None:
-        """The current weights in `path`, durable; a link where a snapshot holds them already."""
+    def _write_published(self, model_id: str, file: str) -> str:
+        """The file of the current weights, durable: `file`, or the snapshot that holds them already."""
         live = self.live[model_id]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
         if live.snapshots and live.snapshots[0].seq_id == live.weights_seq:
-            os.link(self.data_dir / live.snapshots[0].file, path)
-            _sync_folder(path.parent)
-        else:
-            write_weights(path, self.engine.read_state(model_id))
+            live.written.result()
+            return live.snapshots[0].file
+        write_weights(self.data_dir / file, self.engine.read_state(model_id))
+        return file
 
     def _snapshot(self, job: TrainingJob, digest: str, *, force: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Saves the state that a step or a load has led to, if it is time; what to commit, and files to discard."""
@@ -437,7 +441,12 @@ class Trainer:
         state = self.engine.read_state(job.model_id)
         live.size_bytes, live.snapshot_at = size_bytes(state), now
         file = f"snapshots/{file_stem(job.model_id)}-{job.seq_id}.safetensors"
-        write_snapshot(self.data_dir / file, state, digest=digest)
+        live.written.result()  # so that a loss of power can cost the newest alone, and the one before is replayed from
+        if live.size_bytes <= SMALL_STATE_BYTES:
+            write_snapshot(self.data_dir / file, state, digest=digest)
+            live.written = self._disk.submit(sync_file, self.data_dir / file)
+        else:
+            live.written = self._disk.submit(_write_durably, self.data_dir / file, state, digest)
         row = SnapshotRow(job.model_id, job.seq_id, file, digest)
         kept = [row, *live.snapshots]
         live.snapshots, old = kept[:KEPT_SNAPSHOTS], kept[KEPT_SNAPSHOTS:]
@@ -461,9 +470,12 @@ def _shape(lora: LoraSpec) -> str:
     return f"rank {lora.rank} on {'+'.join(trained)}"
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _write_durably(path: Path, state: ModelState, digest: str) -> None:
+    write_snapshot(path, state, digest=digest)
+    sync_file(path)
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

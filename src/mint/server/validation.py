@@ -239,6 +239,11 @@ def _target_cells(datum: Datum) -> int:
     return 0 if targets is None or targets.shape is None or len(targets.shape) < 2 else abs(math.prod(targets.shape))
 
 
+_KNOWN_INPUTS = frozenset(
+    {"target_tokens", "weights", *(key for rule in LOSSES.values() for key in rule.required + rule.optional)}
+)
+
+
 def _check_keys(inputs: dict[str, TensorData], loss: str, rule: LossRule, where: str) -> None:
     for key in ("target_tokens", *rule.required):
         if key not in inputs:
@@ -249,9 +254,8 @@ def _check_keys(inputs: dict[str, TensorData], loss: str, rule: LossRule, where:
                 value="(missing)",
                 remedy=f"{loss} needs {needs}; logprobs are those that sample() returned",
             )
-    known = {"target_tokens", "weights", *(key for other in LOSSES.values() for key in other.required + other.optional)}
     for key in inputs:
-        if key not in known:
+        if key not in _KNOWN_INPUTS:
             remedy = f"{loss} reads {', '.join(('target_tokens', 'weights', *rule.required, *rule.optional))}"
             field = f"{where}.loss_fn_inputs"
             raise InvalidRequestError("is not an input of any loss", field=field, value=key, remedy=remedy)

@@ -27,7 +27,8 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 @dataclass(frozen=True)
 class QueueFacts:
-    """`position` counts the requests that go before, the running ones included; `wait_s` is until the result."""
+    """`position` counts the requests that go before, a training request that runs included; samples that are under way
+    hold nobody up. `wait_s` is until the result."""
 
     status: Literal["running", "queued", "held"]
     state: QueueState
@@ -90,11 +91,12 @@ class QueueView:
     def facts(self, name: RequestName, now: float, *, at_bound: bool = False) -> QueueFacts:
         """What is known of a request that waits or runs. `at_bound`: its owner may not have more waiting requests."""
         text = request_id(name.owner, name.number)
-        running = self._pace.running
-        elapsed_s, typical_s = now - running.since, self._pace.typical_s(running.kind)
-        left_s = max(0.0, typical_s - elapsed_s) if running.request_ids else 0.0
-        if text in running.request_ids or text not in self._place:
-            progress = min(0.99, elapsed_s / typical_s) if typical_s and running.request_ids else None
+        running = self._pace.running(text)
+        if running is not None or text not in self._place:
+            elapsed_s = 0.0 if running is None else now - running.since
+            typical_s = 0.0 if running is None else self._pace.typical_s(running.kind)
+            progress = min(0.99, elapsed_s / typical_s) if typical_s else None
+            left_s = max(0.0, typical_s - elapsed_s)
             return QueueFacts("running", "active", "is being worked on", self.depth, 0, left_s, progress)
         place = self._place[text]
         missing = [number for number in self._missing.get(name.owner, ()) if number < name.number]
@@ -104,8 +106,10 @@ class QueueView:
             earlier = bisect_left(self._numbers[name.owner], name.number)
             return QueueFacts("held", "active", reason, self.depth, earlier, None)
         own_s = self._pace.typical_s(self._kinds.get((name.owner, name.number), SAMPLE))
-        position = place + len(running.request_ids)
-        return self._queued(position, self._before_s[place] + own_s + left_s, at_bound=at_bound)
+        before = self._pace.training()
+        left_s = 0.0 if before is None else max(0.0, self._pace.typical_s(before.kind) - (now - before.since))
+        wait_s = self._before_s[place] + own_s + left_s
+        return self._queued(place + (before is not None), wait_s, at_bound=at_bound)
 
     def _queued(self, position: int, wait_s: float, *, at_bound: bool) -> QueueFacts:
         state: QueueState = "paused_capacity" if position and wait_s > LONG_WAIT_S else "active"

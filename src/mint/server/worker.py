@@ -19,8 +19,10 @@ from mint.server.futures import Answer, FutureBook
 from mint.server.identities import request_id
 from mint.server.inbox import Inbox
 from mint.server.pace import SAMPLE, Pace
-from mint.server.sampling import Samplers, SampleWork
-from mint.server.scheduler import GAP_TIMEOUT_S, GiveUp, RunSamples, RunTraining, plan
+from mint.server.running_samples import RunningSamples, as_failure
+from mint.server.sampling import Samplers
+from mint.server.scheduler import GAP_TIMEOUT_S, GiveUp, Pending, RunTraining, StepSamples, plan
+from mint.server.shares import Shares
 from mint.server.training import Outcome, Trainer, TrainingJob
 
 log = logging.getLogger("mint.worker")
@@ -51,6 +53,8 @@ class Worker:
         self._housekeeping = housekeeping
         self._mark = mark
         self._gap_timeout_s = gap_timeout_s
+        self._running = RunningSamples(trainer.engine, samplers)
+        self._shares = Shares()
         self.pace = Pace()
         self._errands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -72,6 +76,15 @@ class Worker:
     def is_alive(self) -> bool:
         """Whether requests are being worked on."""
         return self._thread.is_alive()
+
+    @property
+    def sampled_rows(self) -> int:
+        """Sequences that are being sampled."""
+        return self._running.rows
+
+    def cancel_samples(self, session_id: str) -> None:
+        """Lets go of what a session has under way; as an errand only."""
+        self._running.cancel_session(session_id)
 
     def run_soon(self, errand: Callable[[], None]) -> None:
         """Runs something else that touches the engine, between two requests."""
@@ -100,19 +113,27 @@ class Worker:
 
     def _work(self, housekeeping_at: float) -> None:
         now = time.monotonic()
-        batch_s = self.pace.typical_s(SAMPLE)
-        match plan(self._inbox.pending(), now, gap_timeout_s=self._gap_timeout_s, batch_s=batch_s):
+        pending = self._inbox.pending()
+        running = self._running.state
+        match plan(pending, now, running=running, shares=self._shares, gap_timeout_s=self._gap_timeout_s):
             case RunTraining(model_id, seq_id):
                 job = self._inbox.job(model_id, seq_id)
                 if job is not None:
-                    self._train(job)
-            case RunSamples(request_ids):
-                self._sample(request_ids)
+                    self._train_in_turn(job, pending, now)
+            case StepSamples(joining):
+                self._sample(joining)
+                self._shares = self._shares.after_sampling(time.monotonic() - now)
             case GiveUp(model_id, missing, waiting):
                 self._give_up(model_id, missing, waiting)
             case wait:
                 until = housekeeping_at if wait.until is None else min(wait.until, housekeeping_at)
                 self._inbox.wait(max(0.0, until - now))
+
+    def _train_in_turn(self, job: TrainingJob, pending: Pending, now: float) -> None:
+        owner, beside_samples = self._inbox.owner_of(job), bool(pending.samples) or self._running.rows > 0
+        self._train(job)
+        seconds = time.monotonic() - now
+        self._shares = self._shares.after_training(owner, job.model_id, seconds, beside_samples=beside_samples)
 
     def _train(self, job: TrainingJob) -> None:
         name = request_id(job.model_id, job.seq_id)
@@ -121,7 +142,7 @@ class Worker:
         try:
             outcome = self._outcome(job)
         finally:
-            self.pace.ended()
+            self.pace.ended([name])
         try:
             known = self._trainer.journal.finish_job(outcome.finish)
         except JournalError:
@@ -132,6 +153,7 @@ class Worker:
             self._trainer.forget(job.model_id)
             if finish.sampler is not None:
                 self._samplers.withdraw(finish.sampler)
+                self._trainer.discard((finish.sampler.file or "",))
             return
         gone = outcome.obsolete_files
         if finish.sampler is not None:
@@ -153,27 +175,22 @@ class Worker:
             return self._trainer.fail(job, error)
         except Exception as error:  # the boundary: an engine may raise anything, and the request must hear of it
             log.exception("request %d (%s) of %s failed", job.seq_id, job.kind, job.model_id)
-            outcome = self._trainer.fail(job, _as_failure(error))
+            outcome = self._trainer.fail(job, as_failure(error))
             if job.kind != "forward_backward":
                 self._trainer.forget(job.model_id)  # its state is not known any more: restore it from the journal
             return outcome
 
-    def _sample(self, request_ids: tuple[str, ...]) -> None:
-        works = self._inbox.take_samples(request_ids)
-        self.pace.began(request_ids, SAMPLE)
-        answers = self._answers(works)
-        if len(works) > 1 and all(answer.failed for answer in answers.values()):
-            answers = {name: answer for work in works for name, answer in self._answers([work]).items()}
-        self.pace.ended()
-        self._futures.finish(answers)
-
-    def _answers(self, works: list[SampleWork]) -> dict[str, Answer]:
-        try:
-            return self._samplers.run(works)
-        except Exception as error:  # the boundary: as above, for all requests of the batch
-            log.exception("sampling %d requests failed", len(works))
-            body = wire.encode_error(error if isinstance(error, MintError) else _as_failure(error))
-            return {work.request_id: Answer(body, failed=True) for work in works}
+    def _sample(self, joining: tuple[str, ...]) -> None:
+        """Takes requests in, and gets all that run one step further; those that end are told at once."""
+        answers: dict[str, Answer] = {}
+        if joining:
+            works = self._inbox.take_samples(joining)
+            self.pace.began((work.request_id for work in works), SAMPLE)
+            answers = self._running.join(works)
+        answers |= self._running.step()
+        if answers:
+            self.pace.ended(answers)
+            self._futures.finish(answers)
 
     def _give_up(self, model_id: str, missing: tuple[int, ...], waiting: tuple[int, ...]) -> None:
         numbers = ", ".join(str(seq_id) for seq_id in missing)
@@ -190,7 +207,3 @@ class Worker:
         self._inbox.advance(model_id, max(waiting))
         self._futures.finish({request_id(model_id, seq_id): Answer(body, failed=True) for seq_id in waiting})
         log.warning("%s: requests %s never arrived, %s given up", model_id, missing, waiting)
-
-
-def _as_failure(error: Exception) -> MintError:
-    return RequestFailedError(f"the engine failed: {type(error).__name__}: {error}", remedy="See the server's log")

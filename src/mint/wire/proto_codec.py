@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from mint.errors import InvalidRequestError
 from mint.types import (
+    LOSS_WEIGHTS,
     Datum,
     DType,
     EncodedTextChunk,
@@ -28,7 +29,9 @@ from mint.types import (
     SampledSequence,
     SampleResponse,
     TensorData,
+    input_dtype,
     invalid_request,
+    of_checked,
 )
 from mint.wire import tinker_public_pb2 as pb
 from mint.wire.proto_fields import check_parts
@@ -112,6 +115,8 @@ def write_request(request: ForwardBackwardRequest) -> bytes:
 def _read_datum(datum: pb.Datum, where: str) -> Datum:
     chunks = [_read_chunk(chunk, f"{where}.model_input[{index}]") for index, chunk in enumerate(datum.model_input)]
     inputs = {key: _read_tensor(value, f"{where}.loss_fn_inputs.{key}") for key, value in datum.loss_fn_inputs.items()}
+    if all(tensor.dtype == input_dtype(key) for key, tensor in inputs.items()) and LOSS_WEIGHTS not in inputs:
+        return of_checked(Datum, model_input=of_checked(ModelInput, chunks=chunks), loss_fn_inputs=inputs)
     try:
         return Datum.model_validate(
             {"model_input": ModelInput.model_construct(chunks=chunks), "loss_fn_inputs": inputs}
@@ -125,7 +130,7 @@ def _read_chunk(chunk: pb.Chunk, where: str) -> EncodedTextChunk:
     if kind != "encoded_text":
         _refuse(where, kind or "nothing", "is not text", "The base models of this server read token ids alone")
     tokens = _numbers(chunk.encoded_text.tokens, pb.DTYPE_INT32, where)
-    return EncodedTextChunk.model_construct(tokens=tokens.tolist(), type="encoded_text")
+    return of_checked(EncodedTextChunk, tokens=tokens.tolist(), type="encoded_text")
 
 
 # --- forward_backward results ------------------------------------------------------------------------------------
@@ -208,7 +213,16 @@ def _read_column(field: pb.BatchedTensor, where: str) -> list[TensorData]:
     column = []
     for start, end in zip((offsets_D1[:-1] // width).tolist(), (offsets_D1[1:] // width).tolist(), strict=True):
         shape = [(end - start) // row if row else 0, *trailing]
-        column.append(TensorData.model_construct(data=numbers[start:end].tolist(), dtype=dtype, shape=shape))
+        column.append(
+            of_checked(
+                TensorData,
+                data=numbers[start:end].tolist(),
+                dtype=dtype,
+                shape=shape,
+                sparse_crow_indices=None,
+                sparse_col_indices=None,
+            )
+        )
     return column
 
 
@@ -282,8 +296,12 @@ def _read_sequence(sequence: pb.SampledSequence, where: str) -> SampledSequence:
     topk = None
     if sequence.HasField("topk_sampled_logprobs"):
         topk = _read_topk(sequence.topk_sampled_logprobs, f"{where}.topk_sampled_logprobs")
-    return SampledSequence.model_construct(
-        tokens=tokens, logprobs=logprobs, stop_reason=_STOP_REASONS[sequence.stop_reason], topk_logprobs=topk
+    return of_checked(
+        SampledSequence,
+        tokens=tokens,
+        logprobs=logprobs,
+        stop_reason=_STOP_REASONS[sequence.stop_reason],
+        topk_logprobs=topk,
     )
 
 
@@ -324,7 +342,8 @@ def _read_tensor(tensor: pb.Tensor, where: str) -> TensorData:
         values = _numbers(tensor.dense, tensor.dtype, where)
         if shape and math.prod(shape) != len(values):
             _refuse(f"{where}.shape", shape, f"does not fit {len(values)} numbers", "Pass the tensor's own shape")
-    return TensorData.model_construct(
+    return of_checked(
+        TensorData,
         data=values.tolist(),
         dtype="float32" if values.dtype.kind == "f" else "int64",
         shape=shape or None,

@@ -1,0 +1,87 @@
+"""Training is compared only between sides with the same loss and gradient, and its data is that of a GRPO step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_sides import silent
+
+from mint.bench.bases import kept_adapter, kept_base
+from mint.bench.contenders import BENCH_BASE, ENVIRONMENTS, make_worker, mint_worker
+from mint.bench.shapes import SHAPES, GrpoShape
+from mint.bench.train import check_same_training, peers_of, train_spec
+from mint.bench.turns import Measured, take_turns
+from mint.errors import RequestFailedError
+
+
+def side(name: str, **changes: Any) -> Measured:
+    step = {"wall_s": 1.0, "cpu_s": 1.0, "idle_cpu_s": 0.0, "tokens": 5120}
+    step |= {"loss": changes.get("loss", -0.01), "gradient_norm": changes.get("gradient_norm", 0.5)}
+    ready = {"probe_logprob": -490.0, "trained_parameters": 155_648, "dtype": "float32", "threads": 1}
+    ready |= {key: value for key, value in changes.items() if key in ready}
+    finished = {"probe_logprob": changes.get("after", -489.0), "versions": {}}
+    return Measured(name, ready, [step, step], finished, peak_rss_bytes=2**20)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": -0.011},
+        {"loss": float("nan")},
+        {"gradient_norm": 0.502},
+        {"after": -490.0},
+        {"after": -488.9},
+        {"probe_logprob": -490.1},
+        {"trained_parameters": 155_000},
+        {"threads": 2},
+    ],
+)
+def test_unequal_training_is_never_compared(changes: dict[str, Any]) -> None:
+    with pytest.raises(RequestFailedError, match="peer"):
+        check_same_training([side("mint"), side("peer", **changes)], same_sequences=True)
+
+
+def test_sides_with_fewer_sequences_are_compared_by_where_they_start() -> None:
+    check_same_training([side("mint"), side("peer", loss=-0.3, after=-480.0)], same_sequences=False)
+    with pytest.raises(RequestFailedError, match="peer"):
+        check_same_training([side("mint"), side("peer", probe_logprob=-480.0)], same_sequences=False)
+
+
+def test_advantages_cancel_out_within_each_group_and_are_divided_by_the_tokens(tmp_path: Path) -> None:
+    shape = GrpoShape(prompts=3, group=4, max_tokens=7)
+    spec = train_spec(shape, base_model=tmp_path, steps=2, threads=1, dtype="float32")
+    advantages = np.array(spec["advantages"]).reshape(6, 4) * 12 * 7
+    assert np.allclose(advantages.sum(axis=1), 0)
+    assert 0.3 < np.abs(advantages).mean() < 1.5
+    assert np.array(spec["completions"]).shape == (24, 7)
+    assert len(spec["prompts"]) == 6
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_has_peers_with_an_environment(name: str) -> None:
+    for peer in peers_of(GrpoShape(model=SHAPES[name])).values():
+        assert peer.environment in ENVIRONMENTS
+        assert peer.overrides["settings"]["micro_batch"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_transformers_and_mint_take_the_same_training_step(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    shape = GrpoShape(prompts=2, group=3, prompt_tokens=5, max_tokens=4)
+    base = kept_base(tmp_path, shape.model, seed=0, say=silent)
+    adapter = kept_adapter(tmp_path, shape, seed=0, base_name=BENCH_BASE)
+    spec = train_spec(shape, base_model=base, steps=3, threads=1, dtype="float32") | {
+        "adapter": str(adapter.folder),
+        "adapter_archive": str(adapter.archive),
+    }
+    workers = [mint_worker(spec, tmp_path)]
+    for name, peer in peers_of(shape).items():
+        workers.append(make_worker(name, peer, spec, tmp_path, {"trl": Path(sys.executable)}))
+    sides = take_turns(workers, warm_ups=1, repeats=2, say=silent)
+    assert [each.failure for each in sides] == [""] * 3
+    check_same_training(sides, same_sequences=True)

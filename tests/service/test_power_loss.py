@@ -1,0 +1,133 @@
+"""A loss of power takes what was not synced to the disk: all that was accepted is done again, and ends in the same."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_harness import GOOD_PASS, STEP, Harness, Op, open_service, script, send_op
+
+from mint.engine.fake_engine import FakeEngine
+from mint.server import training
+from mint.server.checkpoints import JOURNAL_FILE
+from mint.server.journal import Journal
+
+
+class Disk:
+    """What of a data directory would be there after a loss of power: the worst case, nothing is written by luck."""
+
+    def __init__(self, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._data_dir = data_dir
+        self._journal = data_dir.with_name("journal")
+        self._files: set[Path] = set()
+        self.syncs = 0
+        for name in ("add_job", "finish_job"):
+            self._follow(name, monkeypatch)
+        for name in ("sync_file", "write_weights"):
+            original = getattr(training, name)
+
+            def noted(path: Path, *rest: Any, original: Any = original) -> None:
+                original(path, *rest)
+                self._files.add(path)
+
+            monkeypatch.setattr(training, name, noted)
+
+    def _follow(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = getattr(Journal, name)
+
+        def followed(journal: Journal, *arguments: Any, **named: Any) -> Any:
+            result = original(journal, *arguments, **named)
+            if journal.database.is_synced:
+                self.syncs += 1
+                source, copied = self._data_dir / JOURNAL_FILE, self._journal
+                with closing(sqlite3.connect(source)) as now, closing(sqlite3.connect(copied)) as copy:
+                    now.backup(copy)
+            return result
+
+        monkeypatch.setattr(Journal, name, followed)
+
+    def after_power_loss(self, folder: Path) -> Path:
+        """A copy of the directory as it would be found."""
+        folder.mkdir()
+        shutil.copy(self._journal, folder / JOURNAL_FILE)
+        shutil.copytree(self._data_dir / "checkpoints", folder / "checkpoints", dirs_exist_ok=True)
+        for path in self._files:
+            if path.exists():
+                copy = folder / path.relative_to(self._data_dir)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(path, copy)
+        return folder
+
+
+@pytest.fixture(params=[0, 10_000], ids=["small states", "large states"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Harness, Disk]:
+    if request.param:
+        monkeypatch.setattr(training, "SMALL_STATE_BYTES", 100)
+        monkeypatch.setattr(training, "SNAPSHOT_INTERVAL_S", 0.0)
+    disk = Disk(tmp_path / "data", monkeypatch)
+    (tmp_path / "data" / "checkpoints").mkdir(parents=True)
+    service = open_service(tmp_path / "data", engine=FakeEngine(state_bytes=request.param))
+    request.addfinalizer(service.stop)
+    return Harness(service), disk
+
+
+def check(found: Path, harness: Harness, model_id: str, seen: dict[int, bytes]) -> None:
+    """That everything acknowledged so far is there, or becomes so again, and leads to the same state."""
+    service = open_service(found, engine=FakeEngine())
+    try:
+        again = Harness(service, harness.session_id)
+        assert {i: again.answer(f"{model_id}:{i + 1}") for i in seen} == seen
+        # the next request brings the model back, and goes on from where it was
+        last = len(seen) + 1
+        assert again.run("save_weights", model_id, last, {"path": "after"})
+        assert again.digest(model_id) == harness.digest(model_id)
+    finally:
+        service.stop()
+
+
+def test_after_any_request_nothing_acknowledged_is_lost(opened: tuple[Harness, Disk], tmp_path: Path) -> None:
+    harness, disk = opened
+    model_id = harness.create_model()
+    ops, seen = script(6), dict[int, bytes]()
+    for i in range(len(ops)):
+        seen[i] = harness.answer(send_op(harness, model_id, ops, i))
+        if i % 3 == 2:
+            check(disk.after_power_loss(tmp_path / f"found{i}"), harness, model_id, seen)
+
+
+def test_a_long_queue_may_run_without_anything_accepted_in_between(
+    opened: tuple[Harness, Disk], tmp_path: Path
+) -> None:
+    harness, disk = opened
+    model_id = harness.create_model()
+    ops: list[Op] = [("forward_backward", GOOD_PASS), ("optim_step", STEP)] * 14
+    first = 12  # one by one, until the oldest requests and states are gone for good
+    seen = {i: harness.answer(send_op(harness, model_id, ops, i)) for i in range(first)}
+    go_on = threading.Event()
+
+    def hold() -> None:
+        go_on.wait(20)
+
+    harness.service.run_soon(hold)
+    names = {i: send_op(harness, model_id, ops, i) for i in range(first, len(ops))}
+    go_on.set()
+    seen |= {i: harness.answer(name) for i, name in names.items()}
+    check(disk.after_power_loss(tmp_path / "found"), harness, model_id, seen)
+    assert disk.syncs < 2 * len(ops), "results are not waited for one by one"
+
+
+def test_what_is_accepted_is_synced_and_what_comes_of_it_waits_for_the_next(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite3")
+    for sync, level in ((True, 2), (False, 1), (True, 2)):
+        with journal.database.transaction(sync=sync) as connection:
+            assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == level
+        assert journal.database.is_synced is sync
+        with journal.database.transaction(write=False):
+            pass
+        assert journal.database.is_synced is sync
+    journal.close()
