@@ -11,6 +11,7 @@
 | `MINT_THREADS` | threads of the engine; part of what makes a run reproducible | all cores |
 | `MINT_KV_CACHE_MIB` | memory for keys and values of samples and of kept prompts, for each base model | `4096` |
 | `MINT_RECOMPUTE` | whether training computes activations again: less memory, a third more time | for long sequences |
+| `MINT_NATIVE` | whether a CPU runs kernels in C, compiled into `MINT_HOME/native`: faster, other last bits | `false` |
 | `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, … (`_RL_VARIABLES`) | `run_grpo` without a config | `RLConfig` |
 | `MINT_JUDGE_API_KEY` (or `OPENAI_API_KEY`) | the key for a judge behind an OpenAI-compatible endpoint | unset |
 | `MINT_SERVE_HOST`, `MINT_SERVE_PORT` | where `mint serve` listens | `127.0.0.1`, `8500` |
@@ -69,6 +70,7 @@ class Settings(BaseSettings):
     threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
     kv_cache_mib: int | None = Field(None, ge=1)
     recompute: bool | None = None
+    native: bool = False
 
     judge_api_key: str | None = Field(
         None, validation_alias=AliasChoices("MINT_JUDGE_API_KEY", "OPENAI_API_KEY"), repr=False

@@ -90,6 +90,7 @@ def _engine_settings(settings: Settings) -> dict[str, Any]:
         "threads": settings.threads,
         "kv_cache_bytes": None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20,
         "recompute": settings.recompute,
+        "native": settings.home_dir / "native" if settings.native else None,
     }
     return {name: value for name, value in given.items() if value is not None}
 

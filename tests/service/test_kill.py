@@ -71,7 +71,8 @@ def client_run(data_dir: Path, ops: list[Op], seed: int, prepare: Callable[[], N
     with (data_dir / "seen").open("ab", buffering=0) as seen:
 
         def on_result(i: int, body: bytes) -> None:
-            seen.write(b"%d " % i + body + b"\n")
+            # a kill may cut a line short, so it begins on a new one and says how long it is
+            seen.write(b"\n%d %d " % (i, len(body)) + body)
 
         run_script(harness, model_id, ops, seed=seed, on_result=on_result)
     require_live(service._trainer, model_id)  # all may have been done in the lives before
@@ -95,8 +96,9 @@ def live(
 
 def check(data_dir: Path, ops: list[Op], clean: dict[int, bytes], digest: str) -> None:
     """All results ever seen, in all lives, are the clean run's; so is the state; each operation was applied once."""
-    lines = [line for line in (data_dir / "seen").read_bytes().split(b"\n") if line.endswith(b"}")]
-    seen = [(int(line.split(b" ", 1)[0]), line.split(b" ", 1)[1]) for line in lines]
+    lines = [line.split(b" ", 2) for line in (data_dir / "seen").read_bytes().split(b"\n")]
+    whole = [line for line in lines if len(line) == 3 and len(line[2]) == int(line[1])]
+    seen = [(int(number), body) for number, _, body in whole]
     assert {i for i, _ in seen} == set(range(len(ops)))
     assert [(i, body) for i, body in seen if body != clean[i]] == []
     assert (data_dir / "digest").read_text() == digest

@@ -19,6 +19,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 
 from mint.engine.decoder_weights import LayerWeights
 from mint.engine.kernels import inverse_rms, norm_gradient, rotate, silu, swiglu, swiglu_gradient
+from mint.engine.native import NativeKernels
 from mint.engine.site_products import SiteProduct
 
 CACHED_ENTRIES, MIN_CHUNK = 1 << 18, 512
@@ -31,7 +32,8 @@ Multiply = Callable[[Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all layers share in one forward; cos and sin [T, 1, D / 2] turn the first `rotated` heads."""
+    """What all layers share in one forward; cos and sin [T, 1, D / 2] turn the first `rotated` heads, and `kernels`
+    compute what is between the products, if there are any."""
 
     dtype: torch.dtype
     eps: float
@@ -39,6 +41,7 @@ class Geometry:
     head_dim: int
     cos: Tensor
     sin: Tensor
+    kernels: NativeKernels | None = None
 
 
 def project_heads(
@@ -46,8 +49,15 @@ def project_heads(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None]]:
     """Normed and rotated heads [T, H, D] in the base's dtype from x [T, E]; and 1 / rms of x, the product [T, H, D],
     and 1 / rms of its heads, where they are normed."""
-    inverse = inverse_rms(x, geometry.eps)
-    qkv = multiply((x * inverse).mul_(layer.input_norm), None)
+    normed, inverse = _norm(x, layer.input_norm, geometry)
+    qkv = multiply(normed, None)
+    if geometry.kernels is not None:
+        qkv = qkv.view(len(x), -1, geometry.head_dim)
+        heads, head_inverse = geometry.kernels.finish_heads(
+            *(qkv, layer.qkv_bias, layer.head_norms, geometry.cos, geometry.sin),
+            eps=geometry.eps, rotated=geometry.rotated, dtype=geometry.dtype,
+        )  # fmt: skip
+        return heads, (inverse, qkv, head_inverse)
     if layer.qkv_bias is not None:
         qkv.add_(layer.qkv_bias)
     qkv = qkv.view(len(x), -1, geometry.head_dim)
@@ -62,12 +72,21 @@ def project_heads(
 
 
 def apply_mlp(
-    x: Tensor, layer: LayerWeights, gate_up: Multiply, down: Multiply, eps: float
+    x: Tensor, layer: LayerWeights, gate_up: Multiply, down: Multiply, geometry: Geometry
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """x + MLP(norm(x)) [T, E]; and 1 / rms of x, and the product [T, 2·I] within."""
-    inverse = inverse_rms(x, eps)
-    wide = gate_up((x * inverse).mul_(layer.post_norm), None)
-    return down(swiglu(wide), x), (inverse, wide)
+    normed, inverse = _norm(x, layer.post_norm, geometry)
+    wide = gate_up(normed, None)
+    inner = swiglu(wide) if geometry.kernels is None else geometry.kernels.swiglu(wide)
+    return down(inner, x), (inverse, wide)
+
+
+def _norm(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """`x / rms(x) · weight` [T, E], and 1 / rms(x) [T, 1]."""
+    if geometry.kernels is not None:
+        return geometry.kernels.rms_norm(x, weight, geometry.eps)
+    inverse = inverse_rms(x, geometry.eps)
+    return (x * inverse).mul_(weight), inverse
 
 
 class AttentionInputs(torch.autograd.Function):
@@ -117,7 +136,7 @@ class Mlp(torch.autograd.Function):
         """[T, E] from x [T, E]; `parameters` are those of `gate_up`, then of `down`, named for autograd."""
         outs, kept = [], []
         for rows in x.tensor_split(_chunks(x, gate_up)):
-            out, (inverse, wide) = apply_mlp(rows, layer, gate_up.product, down.product, geometry.eps)
+            out, (inverse, wide) = apply_mlp(rows, layer, gate_up.product, down.product, geometry)
             outs.append(out)
             kept += [inverse, wide.to(geometry.dtype)]
         ctx.save_for_backward(x, *kept)

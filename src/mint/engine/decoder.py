@@ -26,6 +26,10 @@ from mint.engine.decoder_weights import LayerWeights, read_base_weights
 from mint.engine.experts import mix_experts
 from mint.engine.kernels import LoraProduct, RmsNorm, run
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights
+from mint.engine.native import HEAD_DIMS, LANES, NativeKernels
+from mint.engine.native_attention import NativePackedAttention
+from mint.engine.packed_attention import PackedAttention
+from mint.engine.packing import AttentionBlock
 from mint.engine.products import FrozenMatrix, min_rows
 from mint.engine.rope import rope_tables
 from mint.engine.site_products import MergedMatrices, SiteProduct, add_lora, fit_for_merging
@@ -57,9 +61,15 @@ class Decoder:
     """The base model's weights and its forward."""
 
     def __init__(
-        self, config: DecoderConfig, tensors: Mapping[str, StoredTensor], *, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        tensors: Mapping[str, StoredTensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: NativeKernels | None = None,
     ) -> None:
-        """Takes every tensor of a Hugging Face state dict.
+        """Takes every tensor of a Hugging Face state dict. `kernels` attend where they can.
 
         Raises:
             InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not of its family.
@@ -67,6 +77,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.kernels = kernels if device.type == "cpu" and _fits_kernels(config) else None
         weights = read_base_weights(config, tensors, dtype=dtype, device=device)
         self._layers = weights.layers
         self._embedding, self._final_norm, self._unembedding = (
@@ -80,6 +91,13 @@ class Decoder:
         # Many loras share one product of the base; merged, each has products of its own, which pays for small ones.
         merges = device.type == "cpu" and dtype == torch.float32 and fit_for_merging(matrices)
         self._merged = MergedMatrices(matrices) if merges else None
+
+    def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
+        """Causal attention of packed rows."""
+        heads = (self.config.num_attention_heads, self.config.num_key_value_heads)
+        if self.kernels is None:
+            return PackedAttention(blocks, *heads, self.device)
+        return NativePackedAttention(self.kernels, blocks, *heads)
 
     def forward(
         self,
@@ -107,6 +125,7 @@ class Decoder:
             head_dim=config.head_dim,
             cos=self._cos.index_select(0, positions).unsqueeze(1),
             sin=self._sin.index_select(0, positions).unsqueeze(1),
+            kernels=self.kernels,
         )
         x = self._embedding.index_select(0, tokens).float()
         for index in range(len(self._layers)):
@@ -149,7 +168,7 @@ class Decoder:
             products = (gate_up[0].product, down[0].product)
             parameters = (parameter for product in products for parameter in product.parameters)
             return run(Mlp, x, layer, *products, geometry, *parameters)
-        return apply_mlp(x, layer, partial(_multiply, gate_up), partial(_multiply, down), geometry.eps)[0]
+        return apply_mlp(x, layer, partial(_multiply, gate_up), partial(_multiply, down), geometry)[0]
 
     def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
         """Float32 logits [T, V] of hidden states [T, E]."""
@@ -201,6 +220,12 @@ def _layer_matrices(layers: Sequence[LayerWeights]) -> dict[str, FrozenMatrix]:
 def _rows_of_all(matrices: Iterable[FrozenMatrix]) -> int:
     """Rows that products with all `matrices` need; a gradient's loras need more, and otherwise see to it themselves."""
     return min_rows() if torch.is_grad_enabled() else max(matrix.min_rows for matrix in matrices)
+
+
+def _fits_kernels(config: DecoderConfig) -> bool:
+    """Whether the native kernels have loops for such widths."""
+    widths = (config.hidden_size, config.intermediate_size)
+    return config.head_dim in HEAD_DIMS and not any(width % LANES for width in widths)
 
 
 def pad_rows(rows: Tensor, least: int) -> Tensor:

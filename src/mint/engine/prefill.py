@@ -19,7 +19,6 @@ from mint.engine.attention import CHUNK
 from mint.engine.decoder import Decoder
 from mint.engine.kv_cells import KvCells
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
-from mint.engine.packed_attention import PackedAttention
 from mint.engine.packing import Span, attention_blocks
 
 
@@ -38,7 +37,7 @@ def run_prompts(decoder: Decoder, cells: KvCells, parts: Sequence[PromptPart]) -
     positions = [np.arange(part.start, len(part.tokens)) for part in parts]
     before = [np.arange(part.start) for part in parts]
     known = sum(part.start for part in parts)
-    packed = PackedAttention(attention_blocks(_spans(parts, known)), cells.query_heads, cells.kv_heads, decoder.device)
+    packed = decoder.packed_attention(attention_blocks(_spans(parts, known)))
     written, read = (
         cells.places(
             np.concatenate([part.cells[own // CHUNK] for part, own in zip(parts, places, strict=True)]),

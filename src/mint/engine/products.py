@@ -26,6 +26,8 @@ _MKL_ROWS, _MKL_ROWS_PER_THREAD, _ONEDNN_ROWS = 16, 4, 2
 """Below 4 rows, and below about 2 for each thread, MKL sums in another order (measured with 1 to 16 threads); oneDNN
 treats only a single row otherwise (1 and 2 threads)."""
 
+_TORCH_S_OWN = 16**3
+
 
 def min_rows() -> int:
     """How many rows a float32 product by torch's own library needs so that each of them is treated alike."""
@@ -49,7 +51,10 @@ class FrozenMatrix:
     def min_rows(self) -> int:
         """How many rows a product needs so that each of them is treated alike."""
         by_onednn = self._large or (self._onednn and self._dtype == torch.bfloat16)
-        return _ONEDNN_ROWS if by_onednn else min_rows()
+        if not by_onednn:
+            return min_rows()
+        # Torch gives a product of bfloat16 to oneDNN only above so many multiplications.
+        return max(_ONEDNN_ROWS, _TORCH_S_OWN // (self.inputs * self.outputs) + 1)
 
     def dense(self) -> Tensor:
         """The matrix [O, I] itself; of one in another layout, a copy."""

@@ -24,6 +24,7 @@ from mint.engine.decode_attention import DecodeAttention
 from mint.engine.decoder import Decoder
 from mint.engine.kv_cells import KvCells, Lease
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
+from mint.engine.native_attention import NativeDecodeAttention
 from mint.engine.prefill import PromptPart, run_prompts
 from mint.engine.prefix_cache import Match, PrefixCache
 from mint.engine.prompt_scoring import PromptScores, asks, score_prompt, unasked_tokens
@@ -109,7 +110,7 @@ class Sampler:
         self._row_limit = MAX_ROWS
         # Slots in the order of the batch's rows; ended ones stay until it is worth moving the others.
         self._order = np.zeros(0, np.int64)
-        self._attention: DecodeAttention | None = None
+        self._attention: DecodeAttention | NativeDecodeAttention | None = None
         self._loras: list[LoraRows] = []
         self._results: dict[str, SampleResult] = {}
 
@@ -387,7 +388,10 @@ class Sampler:
                 sequences.extend(missing, taken)
             table, fronts = sequences.cells[slots], sequences.of["front"][slots]
             fronts = np.where(fronts < 0, table[:, 0], fronts)
-            self._attention = DecodeAttention(self._memory.cells, table, fronts, positions)
+            if self._decoder.kernels is None:
+                self._attention = DecodeAttention(self._memory.cells, table, fronts, positions)
+            else:
+                self._attention = NativeDecodeAttention(self._decoder.kernels, self._memory.cells, table, positions)
         self._attention.begin_step(positions)
         tokens = torch.from_numpy(sequences.of["last"][slots]).to(device)
         hidden = self._decoder.forward(tokens, torch.from_numpy(positions).to(device), self._attention, self._loras)

@@ -23,6 +23,7 @@ from mint.engine.decoder import Decoder
 from mint.engine.decoder_config import read_decoder_config
 from mint.engine.kv_cells import KvCells
 from mint.engine.lora import LoraWeights
+from mint.engine.native import NativeKernels
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.prefix_cache import PrefixCache
 from mint.engine.protocol import (
@@ -75,19 +76,25 @@ class TorchEngine:
         kv_cache_bytes: int = KV_CACHE_BYTES,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         recompute: bool | None = None,
+        native: Path | None = None,
     ) -> None:
         """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
 
         `kv_cache_bytes` bounds keys and values of what is being sampled, for each base; up to `prefix_cache_bytes` of
         them, and at most half, are kept for later prompts that begin alike. `recompute` has training compute its
         activations again instead of keeping them: the same bits, less memory, about a third more time; None does so
-        for sequences that are too long otherwise.
+        for sequences that are too long otherwise. `native` is the folder where kernels in C are compiled and kept, to
+        be used on a CPU; None uses torch's alone. The two differ in the last bits.
+
+        Raises:
+            MissingExtraError: native kernels are wanted and cannot be compiled.
         """
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._dtype = dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
         if threads is not None:
             torch.set_num_threads(threads)
         self._recompute = recompute
+        self._kernels = None if native is None or self._device.type != "cpu" else NativeKernels(native)
         self._bases: dict[str, tuple[Decoder, BaseInfo]] = {}
         self._models: dict[str, _Model] = {}
         self._published: dict[str, _Published] = {}
@@ -105,9 +112,12 @@ class TorchEngine:
             return self._bases[name][1]
         folder = ModelFolder(Path(path))
         config = read_decoder_config(folder.config)
-        decoder = Decoder(config, folder.tensors(), dtype=_DTYPES[self._dtype], device=self._device)
+        decoder = Decoder(
+            config, folder.tensors(), dtype=_DTYPES[self._dtype], device=self._device, kernels=self._kernels
+        )
         settings = {
             "engine": "torch",
+            "attention": "torch" if decoder.kernels is None else "native",
             "torch": torch.__version__,
             "dtype": self._dtype,
             "unembedding_dtype": "float32",

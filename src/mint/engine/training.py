@@ -18,7 +18,6 @@ from mint.engine.activation_memory import ran_out, rows_at_once
 from mint.engine.decoder import Decoder
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
-from mint.engine.packed_attention import PackedAttention
 from mint.engine.packing import MicroBatch, pack
 from mint.engine.protocol import LossSpec, PassResult, TrainDatum
 from mint.engine.unembedding import TargetLogprobs
@@ -127,8 +126,8 @@ def _run(
     recompute: bool,
 ) -> list[tuple[int, np.ndarray, np.ndarray]]:
     """(datum, logprobs, entropies) of one micro-batch."""
-    config, device = decoder.config, decoder.device
-    attention = PackedAttention(batch.blocks, config.num_attention_heads, config.num_key_value_heads, device)
+    device = decoder.device
+    attention = decoder.packed_attention(batch.blocks)
     tokens, positions = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.positions))
     with torch.set_grad_enabled(gradient):
         rows = [LoraRows(0, len(tokens), lora)]

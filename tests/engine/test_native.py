@@ -1,0 +1,223 @@
+"""The kernels in C: the numbers of float64, the same bits in every company, and the whole engine on top of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, train
+from small_models import write_model
+from torch import Tensor
+
+from mint.engine import native as native_module
+from mint.engine.attention import CHUNK
+from mint.engine.native import COMPILERS, HEAD_DIMS, DecodedRows, NativeKernels, PackedRows
+from mint.engine.native_attention import NativePackedAttention
+from mint.engine.packing import Span, attention_blocks
+from mint.engine.protocol import SampleResult
+from mint.engine.torch_engine import TorchEngine
+from mint.errors import MissingExtraError
+
+pytestmark = pytest.mark.skipif(
+    not any(native_module.shutil.which(name) for name in COMPILERS), reason="there is no C compiler"
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="session")
+def kernels(folder: Path) -> NativeKernels:
+    return NativeKernels(folder)
+
+
+def _attend_in_float64(heads: Tensor, query_heads: int, kv_heads: int, visible: np.ndarray) -> Tensor:
+    """Plain masked attention of heads [T, H, D]; bool [T, T] says who sees whom."""
+    count, _, dim = heads.shape
+    query, key, value = heads.split([query_heads, kv_heads, kv_heads], dim=1)
+    scores = torch.einsum("tkgd,jkd->kgtj", query.view(count, kv_heads, -1, dim), key) / math.sqrt(dim)
+    shares = scores.masked_fill(~torch.from_numpy(visible), -math.inf).softmax(-1)
+    return torch.einsum("kgtj,jkd->tkgd", shares, value).reshape(count, -1)
+
+
+def _spans() -> tuple[list[Span], np.ndarray]:
+    """A prompt with three samples, and a sequence alone; and who sees whom."""
+    spans, visible = [Span(0, 21)], np.zeros((90, 90), bool)
+    spans += [Span(21, 38, (0, 21)), Span(38, 39, (0, 21)), Span(39, 57, (0, 21)), Span(57, 90)]
+    for span in spans:
+        for row in range(span.start, span.stop):
+            visible[row, span.start : row + 1] = True
+            visible[row, span.prefix[0] : span.prefix[1]] = True
+    return spans, visible
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", sorted(HEAD_DIMS))
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 2), (3, 3), (6, 1)])
+def test_attention_and_its_gradient_are_those_of_float64(
+    kernels: NativeKernels, dim: int, query_heads: int, kv_heads: int, dtype: torch.dtype
+) -> None:
+    spans, visible = _spans()
+    heads = torch.randn(90, query_heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
+    exact = heads.double().requires_grad_()
+    expected = _attend_in_float64(exact, query_heads, kv_heads, visible)
+    slope = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected.backward(slope.double())
+    own = heads.clone().requires_grad_()
+    attention = NativePackedAttention(kernels, attention_blocks(spans), query_heads, kv_heads)
+    found = attention(0, own)
+    found.backward(slope)
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    assert exact.grad is not None and own.grad is not None
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=near, atol=near)
+    torch.testing.assert_close(own.grad.double(), exact.grad, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_alone_gets_the_bits_that_it_gets_among_others(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """From cells, in any order of neighbours, and from packed rows."""
+    count, kv_heads, dim = 150, 2, 32
+    heads = torch.randn(count, 8, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+    rows = PackedRows(4, kv_heads, np.arange(count), *(np.zeros(count, np.int64) for _ in range(3)))
+    whole = heads.new_empty(count, 4 * dim)
+    kernels.attend_packed(rows, heads, whole)
+    cells = heads.new_zeros(2, 5, kv_heads, CHUNK, dim)
+    table = np.array([[3, 0, 4]])
+    for position in range(count):
+        for plane in range(2):
+            own = heads[position, 4 + plane * kv_heads :][:kv_heads]
+            cells[plane, table[0, position // CHUNK], :, position % CHUNK] = own
+    for wanted in (np.array([0]), np.array([63]), np.array([64]), np.array([149, 5, 15, 16, 128, 127])):
+        decoded = DecodedRows(4, kv_heads, 1, CHUNK, np.repeat(table, len(wanted), axis=0), wanted)
+        out = heads.new_empty(len(wanted), 4 * dim)
+        kernels.attend_cells(decoded, heads[wanted].contiguous(), cells[0], cells[1], out)
+        assert torch.equal(out, whole[wanted])
+
+
+def test_norms_heads_and_swiglu_are_those_of_float64(kernels: NativeKernels) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(37, 96, generator=generator) * 5, torch.rand(96, generator=generator) + 0.5
+    out, inverse = kernels.rms_norm(x, weight, 1e-6)
+    exact = (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt()
+    torch.testing.assert_close(inverse.double(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.double(), x.double() * exact * weight.double(), rtol=1e-6, atol=1e-6)
+    wide = torch.randn(37, 64, generator=generator) * torch.logspace(-3, 2, 37)[:, None]
+    wide[0, 0], wide[1, 1] = 200.0, -200.0
+    gate, up = wide.double().chunk(2, dim=1)
+    torch.testing.assert_close(kernels.swiglu(wide).double(), gate * gate.sigmoid() * up, rtol=2e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_heads_are_biased_normed_and_turned_as_in_float64(kernels: NativeKernels, *, normed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    qkv, bias = torch.randn(11, 8, 64, generator=generator), torch.randn(8 * 64, generator=generator)
+    norms = torch.rand(6, 64, generator=generator) + 0.5 if normed else None
+    angles = torch.rand(11, 1, 32, generator=generator) * 7
+    exact = qkv.double() + bias.double().view(8, 64)
+    turned, scale = exact[:, :6], None
+    if norms is not None:
+        scale = (turned.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        turned = turned * scale * norms.double()
+    first, second = turned.chunk(2, dim=-1)
+    cos, sin = angles.double().cos(), angles.double().sin()
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    heads, inverse = kernels.finish_heads(
+        qkv, bias, norms, angles.cos(), angles.sin(), eps=1e-6, rotated=6, dtype=torch.float32
+    )
+    torch.testing.assert_close(heads.double(), torch.cat([turned, exact[:, 6:]], dim=1), rtol=1e-5, atol=1e-5)
+    assert (inverse is None) == (scale is None)
+    if inverse is not None and scale is not None:
+        torch.testing.assert_close(inverse.double(), scale, rtol=1e-5, atol=0)
+
+
+def test_what_is_not_finite_stays_so(kernels: NativeKernels) -> None:
+    heads = torch.randn(20, 3, 32)
+    heads[4, 1, 7] = math.nan
+    rows = PackedRows(1, 1, np.arange(20), *(np.zeros(20, np.int64) for _ in range(3)))
+    out = torch.empty(20, 32)
+    kernels.attend_packed(rows, heads, out)
+    assert out[:4].isfinite().all() and out[4:].isnan().all()
+
+
+def _engine(folder: Path, native: Path | None, dtype: str, threads: int = 1) -> TorchEngine:
+    engine = TorchEngine(dtype=dtype, threads=threads, device="cpu", native=native)  # ty: ignore[invalid-argument-type]
+    info = engine.load_base("base", str(folder))
+    assert info.settings["attention"] == ("torch" if native is None else "native")
+    engine.create_model("m", "base", LORA)
+    train(engine, "m")
+    engine.publish("m", "w")
+    return engine
+
+
+def _bits(result: SampleResult) -> list[tuple[bytes, bytes]]:
+    return [(sample.tokens.tobytes(), sample.logprobs.tobytes()) for sample in result.samples]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_s_promises_hold_with_them(folder: Path, tmp_path: Path, dtype: str, threads: int) -> None:
+    """Sampler and trainer agree bit for bit, and company changes nothing."""
+    write_model(tmp_path, "tied", **SHAPE)
+    engine = _engine(tmp_path, folder, dtype, threads)
+    rng = np.random.default_rng(5)
+    jobs = [
+        job(rng.integers(20, 90, size), weights_id="w", num_samples=count, max_tokens=40, seed=size)
+        for size, count in ((3, 1), (21, 4), (64, 2), (70, 8), (130, 1))
+    ]
+    together = engine.sample(jobs)
+    for own, result in zip(jobs, together, strict=True):
+        assert _bits(engine.sample([own])[0]) == _bits(result)
+        for sample in result.samples:
+            whole = np.concatenate([own.prompt, sample.tokens])
+            passed = engine.forward("m", [datum(whole, prompt=len(own.prompt))], CROSS_ENTROPY)
+            assert np.array_equal(passed.logprobs[0][len(own.prompt) - 1 :], sample.logprobs)
+
+
+def test_training_is_that_of_torch_s_own_operations(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", **SHAPE)
+    data = random_data(4, count=8, shared=12)
+    engines = [_engine(tmp_path, native, "float32") for native in (None, folder)]
+    passes = [engine.forward_backward("m", data, CROSS_ENTROPY) for engine in engines]
+    for ours, theirs in zip(*(own.logprobs for own in passes), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4)  # two steps of training lie before
+    states = [engine.read_state("m").weights for engine in engines]
+    for name, array in states[0].items():
+        np.testing.assert_allclose(states[1][name], array, rtol=0, atol=2e-4, err_msg=name)
+
+
+def test_a_model_of_other_widths_is_computed_without_them(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path, "untied")  # head dimension 8
+    engine = TorchEngine(dtype="float32", threads=1, device="cpu", native=folder)
+    assert engine.load_base("base", str(tmp_path)).settings["attention"] == "torch"
+
+
+def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_module, "COMPILERS", ("no-such-compiler",))
+    with pytest.raises(MissingExtraError, match="C compiler"):
+        TorchEngine(device="cpu", native=tmp_path)
+
+
+def test_they_are_compiled_once(folder: Path, kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    monkeypatch.setattr(native_module.subprocess, "run", _only_asks_for_the_version)
+    NativeKernels(folder)
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+_RUN = native_module.subprocess.run
+
+
+def _only_asks_for_the_version(command: list[str], **options: object) -> object:
+    assert command[1:] == ["--version"]
+    return _RUN(command, **options)  # ty: ignore[no-matching-overload]
