@@ -78,7 +78,7 @@ def test_attention_and_its_gradient_are_those_of_float64(
     attention = NativePackedAttention(kernels, attention_blocks(spans), query_heads, kv_heads)
     found = attention(0, own)
     found.backward(slope)
-    near = 1e-5 if dtype == torch.float32 else 1e-2
+    near: float = 1e-5 if dtype == torch.float32 else 1e-2
     assert exact.grad is not None and own.grad is not None
     torch.testing.assert_close(found.double(), expected.detach(), rtol=near, atol=near)
     torch.testing.assert_close(own.grad.double(), exact.grad, rtol=near, atol=near)
@@ -141,6 +141,22 @@ def test_heads_are_biased_normed_and_turned_as_in_float64(kernels: NativeKernels
         torch.testing.assert_close(inverse.double(), scale, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 16, 21, 64])
+def test_logits_of_bfloat16_are_sums_in_float32_and_the_same_in_every_company(
+    kernels: NativeKernels, rows: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(112, 70, generator=generator).bfloat16()
+    packed = kernels.pack(weight)
+    if packed is None:
+        pytest.skip("this processor does not multiply bfloat16")
+    x = torch.randn(64, 70, generator=generator).bfloat16()
+    whole = kernels.product(x, packed)
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(kernels.product(x[:rows].contiguous(), packed), whole[:rows])
+    assert kernels.pack(torch.zeros(100, 70, dtype=torch.bfloat16)) is None  # no whole panels
+
+
 def test_what_is_not_finite_stays_so(kernels: NativeKernels) -> None:
     heads = torch.randn(20, 3, 32)
     heads[4, 1, 7] = math.nan
@@ -172,7 +188,7 @@ def test_the_engine_s_promises_hold_with_them(folder: Path, tmp_path: Path, dtyp
     engine = _engine(tmp_path, folder, dtype, threads)
     rng = np.random.default_rng(5)
     jobs = [
-        job(rng.integers(20, 90, size), weights_id="w", num_samples=count, max_tokens=40, seed=size)
+        job(rng.integers(20, 90, size).tolist(), weights_id="w", num_samples=count, max_tokens=40, seed=size)
         for size, count in ((3, 1), (21, 4), (64, 2), (70, 8), (130, 1))
     ]
     together = engine.sample(jobs)

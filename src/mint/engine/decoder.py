@@ -78,7 +78,7 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels if device.type == "cpu" and _fits_kernels(config) else None
-        weights = read_base_weights(config, tensors, dtype=dtype, device=device)
+        weights = read_base_weights(config, tensors, dtype=dtype, device=device, kernels=self.kernels)
         self._layers = weights.layers
         self._embedding, self._final_norm, self._unembedding = (
             weights.embedding,

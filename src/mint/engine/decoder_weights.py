@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.decoder_config import DecoderConfig
+from mint.engine.native import NativeKernels
 from mint.engine.products import FrozenMatrix, Unembedding
 from mint.errors import InvalidRequestError
 from mint.models.tensor_files import StoredTensor
@@ -57,9 +58,14 @@ class BaseWeights:
 
 
 def read_base_weights(
-    config: DecoderConfig, tensors: Mapping[str, StoredTensor], *, dtype: torch.dtype, device: torch.device
+    config: DecoderConfig,
+    tensors: Mapping[str, StoredTensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: NativeKernels | None = None,
 ) -> BaseWeights:
-    """Takes every tensor of a Hugging Face state dict.
+    """Takes every tensor of a Hugging Face state dict. `kernels` compute logits where they can.
 
     Raises:
         InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of the family.
@@ -74,7 +80,7 @@ def read_base_weights(
     else:
         unembedding = reader.take("lm_head.weight", (config.vocab_size, config.hidden_size)).to(dtype)
     reader.finish()
-    return BaseWeights(layers, embedding, final_norm, Unembedding(unembedding))
+    return BaseWeights(layers, embedding, final_norm, Unembedding(unembedding, kernels))
 
 
 def _read_layer(reader: _Reader, config: DecoderConfig, index: int, dtype: torch.dtype) -> LayerWeights:

@@ -410,3 +410,56 @@ int swiglu(const float *wide, int64_t inner, float *out, int64_t first, int64_t 
         }
     return 0;
 }
+
+/* Products of bfloat16 rows and a bfloat16 matrix with float32 results, where the processor multiplies bfloat16. A result
+   is one sum over pairs of inputs in order, whatever the number of rows. */
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+
+#define TILE 16
+
+/* From weight [O, I] to panels of 16 outputs, [O / 16, I / 2, 16, 2]. */
+int pack_halves(const uint16_t *weight, int64_t inputs, uint16_t *packed, int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; panel++)
+        for (int64_t i = 0; i < inputs; i += 2)
+            for (int64_t o = 0; o < LANES; o++)
+                memcpy(packed + panel * LANES * inputs + i * LANES + 2 * o, weight + (panel * LANES + o) * inputs + i, 4);
+    return 0;
+}
+
+INLINE void product_tile(const int rows, const uint16_t *x, const uint16_t *panel, int64_t inputs, float *out,
+                         int64_t outputs) {
+    __m512 total[TILE];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < inputs; i += 2) {
+        __m512bh w = (__m512bh)_mm512_loadu_si512(panel + i * LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, x + r * inputs + i, 4);
+            total[r] = _mm512_dpbf16_ps(total[r], (__m512bh)_mm512_set1_epi32(pair), w);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) _mm512_storeu_ps(out + r * outputs, total[r]);
+}
+
+/* out [rows, O] = x [rows, I] times panels `first` to `last` of `packed`. */
+int product_halves(const uint16_t *x, const uint16_t *packed, int64_t rows, int64_t inputs, int64_t outputs, float *out,
+                   int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; p++) {
+        const uint16_t *panel = packed + p * LANES * inputs;
+        float *to = out + p * LANES;
+        int64_t r = 0;
+        for (; r + TILE <= rows; r += TILE) product_tile(TILE, x + r * inputs, panel, inputs, to + r * outputs, outputs);
+        for (; r + 4 <= rows; r += 4) product_tile(4, x + r * inputs, panel, inputs, to + r * outputs, outputs);
+        for (; r < rows; r++) product_tile(1, x + r * inputs, panel, inputs, to + r * outputs, outputs);
+    }
+    return 0;
+}
+#else
+int pack_halves(const uint16_t *weight, int64_t inputs, uint16_t *packed, int64_t first, int64_t last) { return 1; }
+int product_halves(const uint16_t *x, const uint16_t *packed, int64_t rows, int64_t inputs, int64_t outputs, float *out,
+                   int64_t first, int64_t last) { return 1; }
+#endif

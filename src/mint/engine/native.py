@@ -161,6 +161,26 @@ class NativeKernels:
         self._split(call, len(wide), work=wide.numel())
         return out
 
+    def pack(self, weight: Tensor) -> Tensor | None:
+        """A bfloat16 matrix [O, I] in the layout of `product`; None where its widths or the processor do not fit."""
+        outputs, inputs = weight.shape
+        if outputs % LANES or inputs % 2:
+            return None
+        packed = torch.empty_like(weight)
+        code = self._library.pack_halves(_place(weight), _Int(inputs), _place(packed), _Int(0), _Int(outputs // LANES))
+        return packed if code == 0 else None
+
+    def product(self, x: Tensor, packed: Tensor) -> Tensor:
+        """`x @ weight.T` in float32 [T, O], of x bfloat16 [T, I] and what `pack` made of the weight."""
+        (count, inputs), outputs = x.shape, len(packed)
+        out = torch.empty(count, outputs)
+        call = partial(
+            self._library.product_halves,
+            *(_place(x), _place(packed), _Int(count), _Int(inputs), _Int(outputs), _place(out)),
+        )
+        self._split(call, outputs // LANES, work=count * outputs * inputs)
+        return out
+
     def _split(self, call: Callable[[ctypes.c_int64, ctypes.c_int64], int], count: int, *, work: int) -> None:
         threads = min(torch.get_num_threads(), count) if work >= SERIAL_WORK else 1
         if threads <= 1:

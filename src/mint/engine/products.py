@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mint.engine.native import NativeKernels
+
 PACKED_ENTRIES = 1 << 18
 """Matrices from this size on are multiplied by oneDNN, from its own layout. Smaller ones stay in a core's cache, where
 MKL is faster: GFLOP/s at 64 rows, MKL and oneDNN: 93 and 84 for 128 x 768, 66 and 103 for 1024 x 4096."""
@@ -83,15 +85,16 @@ class Unembedding(FrozenMatrix):
     """A matrix [V, E] whose products, the logits, are not rounded to bfloat16; its tensor stays, as it may be the
     embedding too."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """`weight` [O, I] in float32 or bfloat16. A bfloat16 one on a CPU is held a second time, in half precision that
-        is scaled to hold the same numbers: products with it run in float32 and read half as much."""
+    def __init__(self, weight: Tensor, kernels: NativeKernels | None = None) -> None:
+        """`weight` [O, I] in float32 or bfloat16. A bfloat16 one on a CPU is held a second time: in the layout of the
+        `kernels`, which round rows to bfloat16 as all products with such weights do; without them in half precision,
+        scaled to hold the same numbers, whose products run in float32."""
         super().__init__(weight, kept=True)
-        self._halves, self._scale = None, 1.0
-        if (weight.dtype, weight.device.type) == (
-            torch.bfloat16,
-            "cpu",
-        ) and "fbgemm" in torch.backends.quantized.supported_engines:
+        self._kernels, self._panels, self._halves, self._scale = kernels, None, None, 1.0
+        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+            return
+        self._panels = None if kernels is None else kernels.pack(weight.contiguous())
+        if self._panels is None and "fbgemm" in torch.backends.quantized.supported_engines:
             # A power of two below half precision's largest number, 65504: what it cannot hold is then 2^-30 of the
             # largest weight.
             self._scale = 2.0 ** math.floor(math.log2(32768.0 / max(float(weight.abs().max()), 1e-30)))
@@ -106,7 +109,9 @@ class Unembedding(FrozenMatrix):
         """Float32 [T, O] from x [T, I], never rounded to less."""
         if self._dtype == torch.float32:
             return super().product(x, residual)
-        if self._halves is not None:
+        if self._kernels is not None and self._panels is not None:
+            product = self._kernels.product(x.to(self._dtype).contiguous(), self._panels)
+        elif self._halves is not None:
             product = torch.ops.quantized.linear_dynamic_fp16(x * (1 / self._scale), self._halves)
         elif self._weight.is_cuda:
             product = torch.mm(x.to(self._dtype), self._weight.t(), out_dtype=torch.float32)
