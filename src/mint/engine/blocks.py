@@ -22,7 +22,7 @@ from mint.engine.kernels import inverse_rms, norm_gradient, rotate, silu, swiglu
 from mint.engine.native import NativeKernels
 from mint.engine.site_products import SiteProduct
 
-CACHED_ENTRIES, MIN_CHUNK = 1 << 18, 512
+CACHED_ENTRIES, MIN_CHUNK = 1 << 18, 768
 """An MLP takes so many rows at once that its wide product has about so many entries (1 MB), but at least so many rows,
 for each chunk reads the weights again."""
 

@@ -167,6 +167,7 @@ def swiglu_gradient(grad: Tensor, gate_up: Tensor, silu_gate: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     """Rotates the pairs (x[i], x[i + D / 2]) of [T, H, D], as Hugging Face lays them out, into `out`."""
     first, second = x.chunk(2, dim=-1)
+    torch.mul(x, torch.cat([cos, cos], dim=-1), out=out)  # in one go, for passes over half heads are slow
     out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    out_first.addcmul_(second, sin, value=-1)
+    out_second.addcmul_(first, sin)

@@ -117,15 +117,22 @@ def loss_and_slope(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray) -> t
 
 
 def measure(
-    spec: LossSpec, data: list[TrainDatum], logprobs: list[np.ndarray], entropies: list[np.ndarray]
+    spec: LossSpec,
+    data: list[TrainDatum],
+    logprobs: list[np.ndarray],
+    entropies: list[np.ndarray],
+    losses: list[np.ndarray] | None = None,
 ) -> dict[str, float]:
     """The metrics of a pass, named `name:reduction`; those of the ratio only where the loss reads sampler logprobs.
+
+    `losses` are those of `loss_and_slope`, where they are known.
 
     Ratio, KL and entropy are over trained tokens (weight not 0) and unweighted; KL is of sampler from trained policy.
     A position counts as one token, however many targets it has.
     """
     masks = [datum.trained for datum in data]
-    losses = [loss_and_slope(spec, datum, own)[0] for datum, own in zip(data, logprobs, strict=True)]
+    if losses is None:
+        losses = [loss_and_slope(spec, datum, own)[0] for datum, own in zip(data, logprobs, strict=True)]
     metrics = {
         "loss:sum": float(sum(loss.sum() for loss in losses)),
         "tokens:sum": float(sum(mask.sum() for mask in masks)),

@@ -4,8 +4,8 @@ Spans of similar length go through one product each, cut where the position pass
 arithmetic that `attention` lays down. Rows are gathered by head into the layout of the products and back, one copy
 each way. Knows nothing of layers or weights.
 
-Letters: T rows · n spans · L queries of a span · W keys · K kv heads · G query heads per kv head · M = G·L queries of
-one kv head · H = K·G + 2·K heads · D head dimension.
+Letters: T rows · n spans · L queries of a span · W keys · P of them a prefix · K kv heads · G query heads per kv head ·
+M = G·L queries of one kv head · H = K·G + 2·K heads · D head dimension.
 """
 
 from __future__ import annotations
@@ -32,22 +32,28 @@ KEPT_SHARES = 1 << 20
 square of the length."""
 
 
+MIN_PREFIX_KEYS = 1 << 11
+"""Where the spans of a block have so many keys in prefixes, and share them in groups of one size, a backward multiplies
+each prefix with the queries of its whole group at once; for fewer that is not worth the calls."""
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Queries of all spans of a block, which attend to the first `keys` keys of theirs."""
 
-    queries: Tensor  # [n·K·G·L]: places in heads [T·H]
-    sources: Tensor  # [n·K·G·L]: where their results are in the output [T·K·G]
-    idle: Tensor  # places in [n·K·G·L] whose results go nowhere: padding
+    queries: Tensor  # [K·n·G·L]: places in heads [T·H]
+    sources: Tensor  # [K·n·G·L]: where their results are in the output [T·K·G]
+    idle: Tensor  # places in [K·n·G·L] whose results go nowhere: padding
     mask: Tensor  # [L, BLOCK], added to the scores of the last keys
     keys: int
 
 
 @dataclass(frozen=True)
 class _Block:
-    keys: Tensor  # [n·K·W]: places in heads [T·H]; those of the values are K further on
-    products: int  # n·K
+    keys: Tensor  # [K·n·W]: places in heads [T·H]; those of the values are K further on
+    products: int  # K·n
     pieces: tuple[_Piece, ...]
+    spans: AttentionBlock
 
 
 class PackedAttention:
@@ -78,14 +84,40 @@ class PackedAttention:
         return run(_Attend, heads, self)
 
     @cached_property
-    def readers(self) -> tuple[Tensor, Tensor]:
-        """For each key head and value head of a row [T·2·K]: the places among all gathered keys, then values, whose
-        gradients add up to its own, and where its run of them begins."""
+    def backward(self) -> _Backward:
+        """What a backward needs to know on top."""
+        parts = [_list_keys(block, self.kv_heads) for block in self.blocks]
         total, own = self.query_heads + 2 * self.kv_heads, 2 * self.kv_heads
-        keys = torch.cat([block.keys for block in self.blocks])
+        keys = torch.cat([found[0].places for found in parts])
         flat = torch.cat([keys, keys + self.kv_heads])
         heads = torch.div(flat, total, rounding_mode="floor") * own + flat % total - self.query_heads
-        return torch.argsort(heads, stable=True), _starts(torch.bincount(heads, minlength=self.rows * own))
+        starts = _starts(torch.bincount(heads, minlength=self.rows * own))
+        queries = sum(len(piece.queries) for block in self.blocks for piece in block.pieces)
+        return _Backward(parts, queries, len(keys), torch.argsort(heads, stable=True), starts)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Keys `columns` of all spans of a block."""
+
+    places: Tensor  # [B·keys]: places in heads [T·H]
+    products: int  # B: one for each kv head and span, or group of spans that share a prefix
+    columns: slice
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The gradients of `queries` lie in one matrix, then those of `keys` (the first parts' of all blocks), and values.
+
+    For each key head and value head of a row [T·2·K]: `order` has the places among keys and values whose gradients add
+    up to its own, and `starts` where its run of them begins.
+    """
+
+    parts: list[list[_Keys]]
+    queries: int
+    keys: int
+    order: Tensor
+    starts: Tensor
 
 
 class _Attend(torch.autograd.Function):
@@ -98,7 +130,7 @@ class _Attend(torch.autograd.Function):
         flat = heads.flatten(0, 1)
         mixed, kept, room = [], [], KEPT_SHARES
         for block in plan.blocks:
-            key, value = _gather_keys(flat, block, plan.kv_heads)
+            key, value = (_gather(flat, places, block.products) for places in (block.keys, block.keys + plan.kv_heads))
             for piece in block.pieces:
                 shares = _shares(_gather_queries(flat, piece, block), key[:, : piece.keys], piece)
                 own = shares.to(heads.dtype)
@@ -108,60 +140,109 @@ class _Attend(torch.autograd.Function):
                 room -= shares.numel() if keep else 0
                 kept.append(shares if keep else None)
         out = (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).index_select(0, plan.order)
-        ctx.save_for_backward(heads, *kept)
+        out = out.view(plan.rows, -1)
+        ctx.save_for_backward(heads, out, *kept)
         ctx.plan = plan
-        return out.view(plan.rows, -1)
+        return out
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient for heads."""
-        heads, *kept = ctx.saved_tensors
+        """The gradient for heads; the keys of a prefix are multiplied once with the queries of all that share it.
+
+        All is summed in float32, for such keys collect from many samples.
+        """
+        heads, out, *kept = ctx.saved_tensors
         plan, size = ctx.plan, heads.shape[2]
-        flat, grad, remaining = heads.flatten(0, 1), grad.reshape(-1, size), iter(kept)
-        query_grads, key_grads, value_grads = [], [], []
-        for block in plan.blocks:
-            key, value = _gather_keys(flat, block, plan.kv_heads)
-            # In float32: a prompt's keys collect the gradients of many samples.
-            grad_key, grad_value = (torch.zeros(key.shape, device=key.device) for _ in range(2))
+        needs, flat, grad, remaining = plan.backward, heads.flatten(0, 1), grad.reshape(-1, size), iter(kept)
+        # What a softmax takes off the slopes of its row: Σ shares · slopes = grad · out.
+        pulls = (grad.float() * out.view(-1, size)).sum(1, keepdim=True)
+        results = torch.zeros((needs.queries + 2 * needs.keys, size), device=heads.device)
+        found, *own_grads = results.split([needs.queries, needs.keys, needs.keys])
+        query_grads = found
+        prefixes = []
+        for block, parts in zip(plan.blocks, needs.parts, strict=True):
+            # Views of what is left of the matrix, from which each block takes its share.
+            count = len(parts[0].places)
+            grads = [[found[:count] for found in own_grads]]
+            grads += [list(torch.zeros((2, len(part.places), size), device=heads.device)) for part in parts[1:]]
+            sums = [_KeySums(flat, part, plan.kv_heads, own) for part, own in zip(parts, grads, strict=True)]
+            own_grads = [found[count:] for found in own_grads]
+            prefixes += sums[1:]
             for piece in block.pieces:
-                query, seen, read = _gather_queries(flat, piece, block), key[:, : piece.keys], value[:, : piece.keys]
-                found = next(remaining)
-                shares = _shares(query, seen, piece) if found is None else found
-                own = grad.index_select(0, piece.sources).index_fill_(0, piece.idle, 0).view_as(query)
-                grad_value[:, : piece.keys] += shares.to(grad.dtype).transpose(1, 2) @ own
-                slopes = torch._softmax_backward_data((own @ read.transpose(1, 2)).float(), shares, -1, torch.float32)
-                slopes = slopes.to(grad.dtype)
-                query_grads.append((slopes @ seen).view(-1, size))
-                grad_key[:, : piece.keys] += slopes.transpose(1, 2) @ query
-            key_grads.append(grad_key.view(-1, size))
-            value_grads.append(grad_value.view(-1, size))
-        order, starts = plan.readers
+                query = _gather_queries(flat, piece, block)
+                shares = next(remaining)
+                if shares is None:
+                    shares = _shares(query, _gather(flat, block.keys, block.products)[:, : piece.keys], piece)
+                own, pull = (
+                    x.index_select(0, piece.sources).index_fill_(0, piece.idle, 0).view(block.products, -1, x.shape[1])
+                    for x in (grad, pulls)
+                )
+                target, query_grads = query_grads[: len(piece.queries)], query_grads[len(piece.queries) :]
+                for part in sums:
+                    part.add(shares, query, own, pull, target.view_as(query))
         out = torch.empty(heads.shape, device=heads.device)
-        own = torch.cat(query_grads).index_select(0, plan.order).view(plan.rows, -1, size)
+        own = found.index_select(0, plan.order).view(plan.rows, -1, size)
         torch.mul(own, 1 / math.sqrt(size), out=out[:, : plan.query_heads])
-        # Sums of rows in one order, on every device.
-        summed = F.embedding_bag(order, torch.cat([*key_grads, *value_grads]), starts, mode="sum")
+        # Sums of rows in one order, on every device; a prefix names each row once.
+        summed = F.embedding_bag(needs.order, results[needs.queries :], needs.starts, mode="sum")
         out[:, plan.query_heads :] = summed.view(plan.rows, -1, size)
+        for part in prefixes:
+            part.add_to(out.view(-1, size))
         return out.to(heads.dtype), None
 
 
+class _KeySums:
+    """Some keys and values, and what their gradients, two of [B·keys, D], are so far."""
+
+    def __init__(self, flat: Tensor, keys: _Keys, kv_heads: int, grads: Sequence[Tensor]) -> None:
+        self._keys, self._grads, self._kv_heads = keys, grads, kv_heads
+        self._key, self._value = (
+            _gather(flat, places, keys.products) for places in (keys.places, keys.places + kv_heads)
+        )
+
+    def add(self, shares: Tensor, query: Tensor, grad: Tensor, pull: Tensor, target: Tensor) -> None:
+        """Adds a piece's part to the gradients of keys and values, and to `target`, those of its queries.
+
+        `shares` [K·n, M, W], `query`, `grad` and `target` [K·n, M, D], `pull` [K·n, M, 1].
+        """
+        tensors = (shares, query, grad, pull, target)
+        shares, query, grad, pull, target = (x.view(self._keys.products, -1, x.shape[2]) for x in tensors)
+        shares = shares[..., self._keys.columns]
+        key, value = (x[:, : shares.shape[2]] for x in (self._key, self._value))
+        key_grad, value_grad = (x.view(self._key.shape)[:, : shares.shape[2]] for x in self._grads)
+        slopes = torch.bmm(grad, value.transpose(1, 2)).float().sub_(pull).mul_(shares).to(query.dtype)
+        _add_product(target, slopes, key)
+        _add_product(key_grad, slopes.transpose(1, 2), query)
+        _add_product(value_grad, shares.to(grad.dtype).transpose(1, 2), grad)
+
+    def add_to(self, out: Tensor) -> None:
+        """Adds the gradients to `out` [T·H, D]."""
+        for offset, grad in enumerate(self._grads):
+            out.index_add_(0, self._keys.places + offset * self._kv_heads, grad)
+
+
+def _add_product(total: Tensor, rows: Tensor, other: Tensor) -> None:
+    if total.is_contiguous() and total.dtype == rows.dtype:  # otherwise it would be a loop over the batch
+        total.baddbmm_(rows, other)
+    else:
+        total.add_(torch.bmm(rows, other))
+
+
 def _gather_queries(flat: Tensor, piece: _Piece, block: _Block) -> Tensor:
-    """Scaled queries [n·K, M, D] of heads [T·H, D]."""
+    """Scaled queries [K·n, M, D] of heads [T·H, D]."""
     size = flat.shape[1]
     return flat.index_select(0, piece.queries).mul_(1 / math.sqrt(size)).view(block.products, -1, size)
 
 
-def _gather_keys(flat: Tensor, block: _Block, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [n·K, W, D] of heads [T·H, D]."""
-    shape = (block.products, -1, flat.shape[1])
-    key, value = (flat.index_select(0, places).view(shape) for places in (block.keys, block.keys + kv_heads))
-    return key, value
+def _gather(flat: Tensor, places: Tensor, products: int) -> Tensor:
+    """Keys or values [K·n, W, D] of heads [T·H, D]."""
+    return flat.index_select(0, places).view(products, -1, flat.shape[1])
 
 
 def _shares(query: Tensor, key: Tensor, piece: _Piece) -> Tensor:
-    """The probabilities [n·K, M, W] in float32."""
+    """The probabilities [K·n, M, W] in float32."""
     scores = _multiply(query, key.transpose(1, 2)).float()
     # Keys before the queries' own block are all visible.
     scores.view(len(query), -1, *piece.mask.shape[:1], piece.keys)[..., piece.keys - BLOCK :].add_(piece.mask)
@@ -177,6 +258,22 @@ def _multiply(rows: Tensor, other: Tensor) -> Tensor:
 
 def _starts(counts: Tensor) -> Tensor:
     return torch.cumsum(counts, 0) - counts
+
+
+def _list_keys(block: _Block, kv_heads: int) -> list[_Keys]:
+    """How the keys of the spans are multiplied in a backward: with their prefixes, or these apart."""
+    (count, length), prefix = block.spans.queries.shape, block.spans.offset
+    places = block.keys.view(kv_heads, count, -1)[:, :, : prefix + length]
+    if block.products * prefix >= MIN_PREFIX_KEYS:
+        starts = np.flatnonzero(np.diff(block.spans.keys[:, 0], prepend=-1))  # who shares one are neighbours
+        step = count // len(starts)
+        if step > 1 and np.array_equal(starts, np.arange(0, count, step)):
+            own, apart = slice(prefix, prefix + length), slice(0, prefix)
+            return [
+                _Keys(places[:, :, own].reshape(-1), block.products, own),
+                _Keys(places[:, ::step, apart].reshape(-1), kv_heads * len(starts), apart),
+            ]
+    return [_Keys(places.reshape(-1), block.products, slice(0, prefix + length))]
 
 
 def _move(
@@ -195,8 +292,8 @@ def _move(
     targets = np.full(spans * length, -1)
     targets[block.cells] = ranks
     targets = targets.reshape(spans, length)
-    kv = np.arange(kv_heads)[:, None]
-    heads = (np.arange(kv_heads)[:, None] * groups + np.arange(groups))[:, :, None]  # [K, G, 1]
+    kv = np.arange(kv_heads)[:, None, None]
+    heads = (np.arange(kv_heads)[:, None] * groups + np.arange(groups))[:, None, :, None]  # [K, 1, G, 1]
     pieces, used, start = [], [], 0
     while start < length:
         seen = ((block.offset + start) // BLOCK + 1) * BLOCK
@@ -205,8 +302,8 @@ def _move(
         least = -(-MIN_QUERIES // groups)
         own = np.minimum(np.arange(start, max(stop, start + least)), stop - 1)
         real = np.arange(len(own)) < stop - start
-        places = block.queries[:, None, None, own] * total + heads
-        sources = np.where(real, targets[:, own], -1)[:, None, None]
+        places = block.queries[:, None, own] * total + heads
+        sources = np.where(real, targets[:, own], -1)[:, None]
         sources = np.where(sources < 0, -1, sources * query_heads + heads).reshape(-1)
         hidden = np.arange(BLOCK) > (block.offset + own)[:, None] % BLOCK
         mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
@@ -214,5 +311,5 @@ def _move(
         pieces.append(_Piece(*(torch.from_numpy(array).to(device) for array in arrays), keys=seen))
         used.append((sources, len(sources)))
         start = stop
-    places = (keys[:, None] * total + query_heads + kv).reshape(-1)
-    return _Block(torch.from_numpy(places).to(device), spans * kv_heads, tuple(pieces)), used
+    places = (keys * total + query_heads + kv).reshape(-1)
+    return _Block(torch.from_numpy(places).to(device), spans * kv_heads, tuple(pieces), block), used

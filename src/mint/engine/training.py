@@ -34,6 +34,15 @@ class _Attempt:
     recompute: bool | None
 
 
+@dataclass(frozen=True)
+class _Found:
+    """Of one example."""
+
+    logprobs: np.ndarray
+    entropies: np.ndarray
+    loss: np.ndarray
+
+
 def run_pass(
     decoder: Decoder,
     lora: LoraWeights,
@@ -97,22 +106,20 @@ def _try(
     with_gradient: bool,
 ) -> PassResult | None:
     """The pass; None if memory ran out, with the gradient half-added."""
-    logprobs: dict[int, np.ndarray] = {}
-    entropies: dict[int, np.ndarray] = {}
+    found: dict[int, _Found] = {}
     try:
         for batch in pack(data, attempt.rows):
             recompute = len(batch.tokens) > attempt.rows if attempt.recompute is None else attempt.recompute
-            found = _run(decoder, lora, data, batch, loss, gradient=with_gradient, recompute=recompute)
-            for index, own, entropy in found:
-                logprobs[index] = own
-                entropies[index] = entropy
+            found |= _run(decoder, lora, data, batch, loss, gradient=with_gradient, recompute=recompute)
     except (RuntimeError, MemoryError) as error:
         if not ran_out(error):
             raise
         return None
-    own, entropy = ([found[index] for index in range(len(data))] for found in (logprobs, entropies))
-    trained = [row[datum.trained] for row, datum in zip(entropy, data, strict=True)]
-    return PassResult(own, measure(loss, list(data), own, trained), entropy)
+    ordered = [found[index] for index in range(len(data))]
+    logprobs, entropies = [own.logprobs for own in ordered], [own.entropies for own in ordered]
+    trained = [row[datum.trained] for row, datum in zip(entropies, data, strict=True)]
+    metrics = measure(loss, list(data), logprobs, trained, [own.loss for own in ordered])
+    return PassResult(logprobs, metrics, entropies)
 
 
 def _run(
@@ -124,8 +131,8 @@ def _run(
     *,
     gradient: bool,
     recompute: bool,
-) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """(datum, logprobs, entropies) of one micro-batch."""
+) -> dict[int, _Found]:
+    """What is found of the examples of one micro-batch, by their numbers."""
     device = decoder.device
     attention = decoder.packed_attention(batch.blocks)
     tokens, positions = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.positions))
@@ -144,13 +151,14 @@ def _run(
     own = [data[index] for index in batch.datum_ids]
     logprobs = _split(pairs.logprobs.cpu().numpy()[batch.pair_of_cell], [datum.targets.shape for datum in own])
     entropies = _split(pairs.entropies.cpu().numpy()[batch.row_of_position], [datum.tokens.shape for datum in own])
+    losses, slopes = zip(*(loss_and_slope(loss, *pair) for pair in zip(own, logprobs, strict=True)), strict=True)
     if gradient:
-        slopes = [loss_and_slope(loss, datum, found)[1] for datum, found in zip(own, logprobs, strict=True)]
         # Cells that share a pair (a common prefix) add up.
         weights = np.concatenate([slope.reshape(-1) for slope in slopes])
         pair_slopes = np.bincount(batch.pair_of_cell, weights=weights, minlength=len(batch.pair_rows))
         _backward(hidden, pairs, pair_slopes.astype(np.float32))
-    return list(zip(batch.datum_ids, logprobs, entropies, strict=True))
+    found = (_Found(*parts) for parts in zip(logprobs, entropies, losses, strict=True))
+    return dict(zip(batch.datum_ids, found, strict=True))
 
 
 def _trained_pairs(data: Sequence[TrainDatum], batch: MicroBatch) -> np.ndarray:
