@@ -245,6 +245,6 @@ def test_arguments_have_the_names_and_the_order_of_the_protocol_s_other_sdks() -
 
 def test_the_settings_are_exactly_these() -> None:
     assert sorted(Settings.model_fields) == [
-        "api_key", "base_url", "dtype", "home", "judge_api_key", "kv_cache_mib", "models", "native", "project_id", "recompute",
-        "tags", "threads",
+        "api_key", "base_url", "dtype", "home", "judge_api_key", "kv_cache_mib", "models", "native", "project_id",
+        "recompute", "tags", "threads",
     ]  # fmt: skip
