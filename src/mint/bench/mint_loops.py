@@ -38,11 +38,10 @@ class _Loop:
         }
 
     def finished(self) -> dict[str, Any]:
-        """How the probe stands after."""
-        return {
-            "probe_logprob": self.probe("after"),
-            "versions": {"mint": mint.__version__, "torch": importlib.metadata.version("torch")},
-        }
+        """How the probe stands after, and what was computed with."""
+        versions = {"mint": mint.__version__, "torch": importlib.metadata.version("torch")}
+        kernels = self.training.get_info().effective["attention"]
+        return {"probe_logprob": self.probe("after"), "versions": versions | {"kernels": kernels}}
 
     def probe(self, name: str) -> float:
         """The policy's logprob of a fixed sequence: shows that the base is the same, and that training changes it."""
