@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.products import FrozenMatrix
 from mint.engine.site_products import SiteProduct
 
 SERIAL_ENTRIES = 1 << 14
@@ -61,25 +60,6 @@ class LoraProduct(torch.autograd.Function):
             None,
             *grads,
         )
-
-
-class BaseProduct(torch.autograd.Function):
-    """`residual + x @ weight.T` with a frozen weight, in float32 around the weight's dtype."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: FrozenMatrix) -> Tensor:
-        """Float32 [T, O] from x [T, I]."""
-        ctx.weight = weight
-        return weight.product(x, residual)
-
-    @staticmethod
-    @override
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients for x and residual."""
-        grad_x = ctx.weight.gradient(grad) if ctx.needs_input_grad[0] else None
-        return grad_x, (grad if ctx.needs_input_grad[1] else None), None
 
 
 class RmsNorm(torch.autograd.Function):
