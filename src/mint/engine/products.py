@@ -28,7 +28,8 @@ _MKL_ROWS, _MKL_ROWS_PER_THREAD, _ONEDNN_ROWS = 16, 4, 2
 """Below 4 rows, and below about 2 for each thread, MKL sums in another order (measured with 1 to 16 threads); oneDNN
 treats only a single row otherwise (1 and 2 threads)."""
 
-_TORCH_S_OWN = 16**3
+_ONEDNN_MULTIPLICATIONS = 16**3
+"""Torch gives a bfloat16 product to oneDNN only above so many; its own sums in another order."""
 
 
 def min_rows() -> int:
@@ -55,8 +56,7 @@ class FrozenMatrix:
         by_onednn = self._large or (self._onednn and self._dtype == torch.bfloat16)
         if not by_onednn:
             return min_rows()
-        # Torch gives a product of bfloat16 to oneDNN only above so many multiplications.
-        return max(_ONEDNN_ROWS, _TORCH_S_OWN // (self.inputs * self.outputs) + 1)
+        return max(_ONEDNN_ROWS, _ONEDNN_MULTIPLICATIONS // (self.inputs * self.outputs) + 1)
 
     def dense(self) -> Tensor:
         """The matrix [O, I] itself; of one in another layout, a copy."""
