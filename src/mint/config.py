@@ -11,7 +11,8 @@
 | `MINT_THREADS` | threads of the engine; part of what makes a run reproducible | all cores |
 | `MINT_KV_CACHE_MIB` | memory for keys and values of samples and of kept prompts, for each base model | `4096` |
 | `MINT_RECOMPUTE` | whether training computes activations again: less memory, a third more time | for long sequences |
-| `MINT_NATIVE` | whether a CPU runs kernels in C, compiled into `MINT_HOME/native`: faster, other last bits | `false` |
+| `MINT_NATIVE` | whether a CPU runs mint's kernels in C: faster, other last bits | with a C compiler, on Linux |
+| `XDG_CACHE_HOME` | those kernels are kept in `mint/native` under it, for all of a user's runs | `~/.cache` |
 | `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, … (`_RL_VARIABLES`) | `run_grpo` without a config | `RLConfig` |
 | `MINT_JUDGE_API_KEY` (or `OPENAI_API_KEY`) | the key for a judge behind an OpenAI-compatible endpoint | unset |
 | `MINT_SERVE_HOST`, `MINT_SERVE_PORT` | where `mint serve` listens | `127.0.0.1`, `8500` |
@@ -19,6 +20,7 @@
 | `MINT_SERVE_MODELS` | comma-separated `NAME[=PATH]`: the base models on offer, and no others | all registered |
 | `MINT_SERVE_API_KEYS` | whether it asks for keys | if any was ever made |
 | `MINT_SERVE_INSECURE` | lets it listen beyond this machine without keys | `false` |
+| `MINT_SERVE_OPERATORS` | comma-separated owners whose keys open the dashboard | the owner of all keys |
 | `MINT_SERVE_MAX_BODY_MB`, `MINT_SERVE_BODY_TIMEOUT_S` | bounds of one request's body | `64`, `30` |
 | `MINT_SERVE_STOP_WITHIN_S` | how long a shutdown may take | `20` |
 | `MINT_SERVE_STUCK_AFTER_S` | a request that runs for longer makes `/readyz` say no | `600` |
@@ -70,7 +72,7 @@ class Settings(BaseSettings):
     threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
     kv_cache_mib: int | None = Field(None, ge=1)
     recompute: bool | None = None
-    native: bool = False
+    native: bool | None = None
 
     judge_api_key: str | None = Field(
         None, validation_alias=AliasChoices("MINT_JUDGE_API_KEY", "OPENAI_API_KEY"), repr=False
@@ -80,6 +82,14 @@ class Settings(BaseSettings):
     def home_dir(self) -> Path:
         """`home` with `~` expanded; not created here."""
         return self.home.expanduser()
+
+    @property
+    def kernels_dir(self) -> Path:
+        """Where compiled kernels are kept: with the user's caches, or in `home` for a user without a home directory."""
+        try:
+            return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mint" / "native"
+        except RuntimeError:
+            return self.home_dir / "native"
 
     @property
     def tag_list(self) -> list[str]:
@@ -133,6 +143,7 @@ class ServeSettings(BaseSettings):
     models: Annotated[tuple[str, ...], NoDecode] = ()
     api_keys: bool | None = None
     insecure: bool = False
+    operators: Annotated[tuple[str, ...], NoDecode] = ()
     max_body_mb: int = Field(64, ge=1, le=1024)
     body_timeout_s: float = Field(30.0, ge=1, le=3600)
     stop_within_s: float = Field(20.0, ge=1, le=3600)
@@ -140,7 +151,7 @@ class ServeSettings(BaseSettings):
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("models", mode="before")
+    @field_validator("models", "operators", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
@@ -229,6 +240,11 @@ def let_waiting_threads_sleep() -> None:
     one. On a quiet machine the difference is within the noise. A variable that is set already is left alone.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+
+def allocator_is_set() -> bool:
+    """Whether the user has set how malloc keeps memory, or has replaced it, and it is to be left alone."""
+    return any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ)
 
 
 _RL_VARIABLES: dict[str, tuple[str, type]] = {

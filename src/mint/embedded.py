@@ -11,7 +11,9 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from mint.config import Settings, let_waiting_threads_sleep, read_settings
+from mint.config import Settings, allocator_is_set, let_waiting_threads_sleep, read_settings
+from mint.engine.freed_memory import keep_freed_memory
+from mint.engine.native_build import TESTED_HERE, NativeBuild
 from mint.engine.protocol import Engine
 from mint.errors import MissingExtraError
 
@@ -61,7 +63,7 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
     with _lock:
         if engine is not None or options:
             return EmbeddedService(folder, engine or torch_engine(settings), settings, **options)
-        key = (folder, settings.models, *_engine_settings(settings).items())
+        key = (folder, settings.models, settings.native, *_engine_settings(settings).items())
         if key in _running:
             _running[key].users += 1
         else:
@@ -76,11 +78,20 @@ def torch_engine(settings: Settings) -> Engine:
         MissingExtraError: the `local` extra is not installed.
     """
     let_waiting_threads_sleep()
+    if not allocator_is_set():
+        keep_freed_memory()
+    native = _start_native_build(settings)  # before torch, beside whose loading the compiler runs
     try:
         from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
     except ImportError as error:
         raise _missing(error) from error
-    return TorchEngine(**_engine_settings(settings))
+    return TorchEngine(native=native, **_engine_settings(settings))
+
+
+def _start_native_build(settings: Settings) -> NativeBuild | None:
+    """The kernels in C, where they are wanted; insisted on only where they are asked for."""
+    wanted = TESTED_HERE if settings.native is None else settings.native
+    return NativeBuild(settings.kernels_dir, required=settings.native is True) if wanted else None
 
 
 def _engine_settings(settings: Settings) -> dict[str, Any]:
@@ -90,7 +101,6 @@ def _engine_settings(settings: Settings) -> dict[str, Any]:
         "threads": settings.threads,
         "kv_cache_bytes": None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20,
         "recompute": settings.recompute,
-        "native": settings.home_dir / "native" if settings.native else None,
     }
     return {name: value for name, value in given.items() if value is not None}
 

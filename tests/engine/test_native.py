@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,15 @@ from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, train
 from small_models import write_model
 from torch import Tensor
 
-from mint.engine import native as native_module
 from mint.engine.attention import CHUNK
-from mint.engine.native import COMPILERS, HEAD_DIMS, DecodedRows, NativeKernels, PackedRows
+from mint.engine.native import HEAD_DIMS, DecodedRows, NativeKernels, PackedRows
 from mint.engine.native_attention import NativePackedAttention
+from mint.engine.native_build import COMPILERS
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.protocol import SampleResult
 from mint.engine.torch_engine import TorchEngine
-from mint.errors import MissingExtraError
 
-pytestmark = pytest.mark.skipif(
-    not any(native_module.shutil.which(name) for name in COMPILERS), reason="there is no C compiler"
-)
+pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPE: dict[str, Any] = {
@@ -64,7 +62,7 @@ def _spans() -> tuple[list[Span], np.ndarray]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", sorted(HEAD_DIMS))
-@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 2), (3, 3), (6, 1)])
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 2), (3, 3), (6, 1), (10, 1)])
 def test_attention_and_its_gradient_are_those_of_float64(
     kernels: NativeKernels, dim: int, query_heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
@@ -141,20 +139,66 @@ def test_heads_are_biased_normed_and_turned_as_in_float64(kernels: NativeKernels
         torch.testing.assert_close(inverse.double(), scale, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 16, 21, 64])
-def test_logits_of_bfloat16_are_sums_in_float32_and_the_same_in_every_company(
-    kernels: NativeKernels, rows: int
+def _gradients_in_float64(value: Tensor, slope: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad((value * slope.double()).sum(), leaves))
+
+
+def test_gradients_of_norms_and_swiglu_are_those_of_float64(kernels: NativeKernels) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(37, 96, generator=generator) * 5, torch.rand(96, generator=generator) + 0.5
+    slope, residual = (torch.randn(37, 96, generator=generator) for _ in range(2))
+    out, inverse = kernels.rms_norm(x, weight, 1e-6)
+    assert torch.equal(kernels.rms_norm_again(x, inverse, weight), out)
+    exact = x.double().requires_grad_()
+    normed = exact * (exact.square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    (expected,) = _gradients_in_float64(normed, slope, exact)
+    for added in (None, residual):
+        found = kernels.rms_norm_backward(slope, x, inverse, weight, added).double()
+        whole = expected if added is None else expected + added.double()
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+    wide = torch.randn(37, 64, generator=generator) * torch.logspace(-3, 2, 37)[:, None]
+    wide[0, 0], wide[1, 1] = 200.0, -200.0
+    slope, exact = torch.randn(37, 32, generator=generator), wide.double().requires_grad_()
+    gate, up = exact.chunk(2, dim=1)
+    (expected,) = _gradients_in_float64(gate * gate.sigmoid() * up, slope, exact)
+    torch.testing.assert_close(kernels.swiglu_backward(slope, wide).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_gradient_of_finished_heads_is_that_of_float64(
+    kernels: NativeKernels, *, normed: bool, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(112, 70, generator=generator).bfloat16()
-    packed = kernels.pack(weight)
-    if packed is None:
-        pytest.skip("this processor does not multiply bfloat16")
-    x = torch.randn(64, 70, generator=generator).bfloat16()
-    whole = kernels.product(x, packed)
-    torch.testing.assert_close(whole.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
-    assert torch.equal(kernels.product(x[:rows].contiguous(), packed), whole[:rows])
-    assert kernels.pack(torch.zeros(100, 70, dtype=torch.bfloat16)) is None  # no whole panels
+    qkv, slope = torch.randn(11, 8, 64, generator=generator), torch.randn(11, 8, 64, generator=generator).to(dtype)
+    norms = torch.rand(6, 64, generator=generator) + 0.5 if normed else None
+    angles = torch.rand(11, 1, 32, generator=generator) * 7
+    exact = qkv.double().requires_grad_()
+    turned, inverse = exact[:, :6], None
+    if norms is not None:
+        scale = (turned.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        turned, inverse = turned * scale * norms.double(), scale.detach().float()
+    first, second = turned.chunk(2, dim=-1)
+    cos, sin = angles.double().cos(), angles.double().sin()
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    (expected,) = _gradients_in_float64(torch.cat([turned, exact[:, 6:]], dim=1), slope, exact)
+    found = kernels.finish_heads_backward(slope, qkv, inverse, norms, angles.cos(), angles.sin(), rotated=6)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_attention_has_the_same_bits_for_any_number_of_threads(kernels: NativeKernels) -> None:
+    rows = PackedRows(16, 4, np.arange(90), *(np.zeros(90, np.int64) for _ in range(3)))
+    heads, slope = torch.randn(90, 24, 128), torch.randn(90, 16 * 128)
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            grads = torch.zeros(heads.shape)
+            kernels.attend_packed_backward(rows, heads, slope, grads)
+            found.append(grads)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_what_is_not_finite_stays_so(kernels: NativeKernels) -> None:
@@ -216,24 +260,3 @@ def test_a_model_of_other_widths_is_computed_without_them(folder: Path, tmp_path
     write_model(tmp_path, "untied")  # head dimension 8
     engine = TorchEngine(dtype="float32", threads=1, device="cpu", native=folder)
     assert engine.load_base("base", str(tmp_path)).settings["attention"] == "torch"
-
-
-def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_module, "COMPILERS", ("no-such-compiler",))
-    with pytest.raises(MissingExtraError, match="C compiler"):
-        TorchEngine(device="cpu", native=tmp_path)
-
-
-def test_they_are_compiled_once(folder: Path, kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = sorted(path.name for path in folder.iterdir())
-    monkeypatch.setattr(native_module.subprocess, "run", _only_asks_for_the_version)
-    NativeKernels(folder)
-    assert sorted(path.name for path in folder.iterdir()) == before
-
-
-_RUN = native_module.subprocess.run
-
-
-def _only_asks_for_the_version(command: list[str], **options: object) -> object:
-    assert command[1:] == ["--version"]
-    return _RUN(command, **options)  # ty: ignore[no-matching-overload]

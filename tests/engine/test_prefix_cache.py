@@ -130,3 +130,19 @@ def test_the_least_recently_used_go_first(published: TorchEngine) -> None:
     assert len(published._memories["base"].prefixes) == 4
     assert _prefilled(published, [job(prompts[0], weights_id="w", max_tokens=0)])[0] == 1
     assert _prefilled(published, [job(prompts[1], weights_id="w", max_tokens=0)])[0] == 65
+
+
+def test_among_many_prompts_the_one_that_begins_alike_for_longest_is_found(published: TorchEngine) -> None:
+    rng = np.random.default_rng(0)
+    known: list[list[int]] = []
+    for _ in range(60):
+        prompt = [3] * int(rng.integers(0, 40)) + rng.integers(2, 4, int(rng.integers(2, 40))).tolist()
+        alike = max((_common(other, prompt[:-1]) for other in known), default=0)
+        count, _ = _prefilled(published, [job(prompt, weights_id="w", max_tokens=1)])
+        assert count == len(prompt) - alike
+        known.append(prompt)
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    differs = [a != b for a, b in zip(one, other, strict=False)]
+    return differs.index(True) if True in differs else len(differs)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from mint.engine import choice
 from mint.engine.choice import choose, draw, exponentials
 from mint.engine.products import PACKED_ENTRIES, FrozenMatrix, Unembedding, min_rows
 
@@ -103,3 +104,14 @@ def test_drawing_with_logprobs_gives_the_tokens_of_drawing_alone(heat: float) ->
     assert torch.equal(tokens, choose(logits, uniforms, temperature, top_k, top_p))
     expected = torch.log_softmax(logits.double(), 1).gather(1, tokens[:, None]).squeeze(1)
     np.testing.assert_allclose(logprobs.numpy(), expected.numpy(), atol=1e-5)
+
+
+def test_drawing_in_blocks_of_rows_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    logits, uniforms = 3 * _rows(23, 331, 6), rng.random(23)
+    rules = np.ones(23), np.full(23, -1), np.where(np.arange(23) % 3 == 0, 0.9, 1.0)
+    tokens, logprobs = draw(logits, uniforms, *rules)
+    monkeypatch.setattr(choice, "CACHED_ENTRIES", 4 * 331)
+    for count in (23, 9, 5, 4, 2, 1):
+        found = draw(logits[:count], uniforms[:count], *(rule[:count] for rule in rules))
+        assert torch.equal(found[0], tokens[:count]) and torch.equal(found[1], logprobs[:count])

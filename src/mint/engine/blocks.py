@@ -89,6 +89,23 @@ def _norm(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor
     return (x * inverse).mul_(weight), inverse
 
 
+def _norm_again(x: Tensor, inverse: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """`_norm` where 1 / rms(x) is known."""
+    if geometry.kernels is not None:
+        return geometry.kernels.rms_norm_again(x, inverse, weight)
+    return (x * inverse).mul_(weight)
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, geometry: Geometry, residual: Tensor | None = None
+) -> Tensor:
+    """The gradient for x through `_norm`, plus `residual`; overwrites `grad`."""
+    if geometry.kernels is not None:
+        return geometry.kernels.rms_norm_backward(grad, x, inverse, weight, residual)
+    out = norm_gradient(grad.mul_(weight), x, inverse)
+    return out if residual is None else out.add_(residual)
+
+
 class AttentionInputs(torch.autograd.Function):
     """`project_heads` of rows that share one lora."""
 
@@ -110,18 +127,31 @@ class AttentionInputs(torch.autograd.Function):
         """Gradients for x and the parameters."""
         x, inverse, qkv, head_inverse = ctx.saved_tensors
         layer, product, geometry = ctx.layer, ctx.product, ctx.geometry
-        out = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
-        out[:, geometry.rotated :] = grad[:, geometry.rotated :]
-        turned = out[:, : geometry.rotated]
-        rotate(grad[:, : geometry.rotated].float(), geometry.cos, -geometry.sin, turned)  # its transpose turns back
-        if head_inverse is not None:
-            norm_gradient(turned.mul_(layer.head_norms), qkv[:, : geometry.rotated].float(), head_inverse)
-        wanted = ctx.needs_input_grad[0]
-        normed = (x * inverse).mul_(layer.input_norm)
-        grad_normed, grads = product.gradient(out.flatten(1), normed, for_input=wanted)
-        if grad_normed is None:
-            return None, None, None, None, *grads
-        return norm_gradient(grad_normed.mul_(layer.input_norm), x, inverse), None, None, None, *grads
+        grad_qkv = _unrotate(grad, qkv.float(), head_inverse, layer, geometry)
+        normed = _norm_again(x, inverse, layer.input_norm, geometry)
+        grad_normed, grads = product.gradient(grad_qkv.flatten(1), normed, for_input=ctx.needs_input_grad[0])
+        grad_x = None
+        if grad_normed is not None:
+            grad_x = _norm_backward(grad_normed, x, inverse, layer.input_norm, geometry)
+        return grad_x, None, None, None, *grads
+
+
+def _unrotate(
+    grad: Tensor, qkv: Tensor, head_inverse: Tensor | None, layer: LayerWeights, geometry: Geometry
+) -> Tensor:
+    """The gradient for the product qkv [T, H, D] from that for the finished heads."""
+    if geometry.kernels is not None:
+        return geometry.kernels.finish_heads_backward(
+            *(grad.contiguous(), qkv, head_inverse, layer.head_norms, geometry.cos, geometry.sin),
+            rotated=geometry.rotated,
+        )
+    out = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+    out[:, geometry.rotated :] = grad[:, geometry.rotated :]
+    turned = out[:, : geometry.rotated]
+    rotate(grad[:, : geometry.rotated].float(), geometry.cos, -geometry.sin, turned)  # its transpose turns back
+    if head_inverse is not None and layer.head_norms is not None:
+        norm_gradient(turned.mul_(layer.head_norms), qkv[:, : geometry.rotated], head_inverse)
+    return out
 
 
 class Mlp(torch.autograd.Function):
@@ -140,7 +170,7 @@ class Mlp(torch.autograd.Function):
             outs.append(out)
             kept += [inverse, wide.to(geometry.dtype)]
         ctx.save_for_backward(x, *kept)
-        ctx.layer, ctx.gate_up, ctx.down = layer, gate_up, down
+        ctx.layer, ctx.gate_up, ctx.down, ctx.geometry = layer, gate_up, down, geometry
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     @staticmethod
@@ -166,15 +196,20 @@ def _mlp_gradient(
     ctx: Any, grad: Tensor, x: Tensor, inverse: Tensor, wide: Tensor
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Gradients for some rows of x, and their part of the parameters'."""
-    gate, up = wide.chunk(2, dim=-1)
-    silu_gate = silu(gate)
-    grad_inner, down_grads = ctx.down.gradient(grad, silu_gate * up)
-    grad_wide = swiglu_gradient(grad_inner, wide, silu_gate)
-    normed = (x * inverse).mul_(ctx.layer.post_norm)
+    geometry: Geometry = ctx.geometry
+    if geometry.kernels is not None:
+        grad_inner, down_grads = ctx.down.gradient(grad, geometry.kernels.swiglu(wide))
+        grad_wide = geometry.kernels.swiglu_backward(grad_inner, wide)
+    else:
+        gate, up = wide.chunk(2, dim=-1)
+        silu_gate = silu(gate)
+        grad_inner, down_grads = ctx.down.gradient(grad, silu_gate * up)
+        grad_wide = swiglu_gradient(grad_inner, wide, silu_gate)
+    normed = _norm_again(x, inverse, ctx.layer.post_norm, geometry)
     grad_normed, wide_grads = ctx.gate_up.gradient(grad_wide, normed, for_input=ctx.needs_input_grad[0])
     grad_x = None
     if grad_normed is not None:
-        grad_x = norm_gradient(grad_normed.mul_(ctx.layer.post_norm), x, inverse).add_(grad)
+        grad_x = _norm_backward(grad_normed, x, inverse, ctx.layer.post_norm, geometry, residual=grad)
     return grad_x, [*wide_grads, *down_grads]
 
 

@@ -7,6 +7,8 @@ Letters: R rows · K draws of one row · V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,24 +17,48 @@ from torch import Tensor
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: float32 could not tell the difference."""
 
+CACHED_ENTRIES = 1 << 19
+"""Logits of which all is made while they are in the cache: 2 MB."""
+
 _BLOCK = 64
 
 
-def exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`exp(logits - max)` [R, V] and the logsumexp [R], to the bit as torch's, from logits float32 [R, V]."""
+def exponentials(logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`exp(logits - max)` [R, V], in `out` if given, and the logsumexp [R] from logits float32 [R, V]: for a row the
+    same bits, whatever the others are."""
     best = logits.amax(1, keepdim=True)
-    weights = (logits - best).exp_()
-    return weights, weights.sum(1).log_().add_(best.squeeze(1))
+    weights = torch.sub(logits, best, out=out).exp_()
+    # The sum of a lone row would be split over threads, and added in another order.
+    total = weights.sum(1) if len(weights) > 1 else weights.expand(2, -1).sum(1)[:1]
+    return weights, total.log_().add_(best.squeeze(1))
 
 
 def draw(
     logits: Tensor, uniforms: np.ndarray, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """As `choose`, and the logprob of each token under the logits as they are, float32 [R]."""
-    weights, normaliser = exponentials(logits)
+    size = len(logits) if logits.is_cuda else cached_rows(logits)
+    room = torch.empty(min(len(logits), 2 * size), logits.shape[1], device=logits.device)
     as_they_are = bool((temperature == 1).all())
-    tokens = choose(logits, uniforms, temperature, top_k, top_p, weights if as_they_are else None)
-    return tokens, logits.gather(1, tokens[:, None]).squeeze(1) - normaliser
+    parts = []
+    for rows in row_blocks(len(logits), size):
+        own, rule = logits[rows], (temperature[rows], top_k[rows], top_p[rows])
+        weights, normaliser = exponentials(own, room[: len(own)])
+        tokens = choose(own, uniforms[rows], *rule, weights if as_they_are else None)
+        parts.append((tokens, own.gather(1, tokens[:, None]).squeeze(1) - normaliser))
+    tokens, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
+    return tokens, logprobs
+
+
+def cached_rows(logits: Tensor) -> int:
+    """Rows of logits [R, V] that fit the cache."""
+    return max(2, CACHED_ENTRIES // logits.shape[1])
+
+
+def row_blocks(count: int, size: int) -> Iterator[slice]:
+    """Runs of `size` to twice as many rows; a lone row only where it is the only one."""
+    for start in range(0, max(1, count - size + 1), size):
+        yield slice(start, start + size if count - start >= 2 * size else count)
 
 
 def choose(
@@ -120,7 +146,8 @@ def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
 
     Two levels: cumulating block sums and then one block costs a fraction of cumulating a large vocabulary.
     """
-    padded = F.pad(weights, (0, -weights.shape[1] % _BLOCK))
+    missing = -weights.shape[1] % _BLOCK
+    padded = F.pad(weights, (0, missing)) if missing else weights  # padding copies, even by nothing
     blocks = padded.view(len(weights), -1, _BLOCK)
     block, rest = _search(blocks.sum(2), draws)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).flatten(0, 1)

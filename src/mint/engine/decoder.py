@@ -28,11 +28,12 @@ from mint.engine.kernels import LoraProduct, RmsNorm, run
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights
 from mint.engine.native import HEAD_DIMS, LANES, NativeKernels
 from mint.engine.native_attention import NativePackedAttention
+from mint.engine.native_products import NativeProducts
 from mint.engine.packed_attention import PackedAttention
 from mint.engine.packing import AttentionBlock
 from mint.engine.products import FrozenMatrix, min_rows
 from mint.engine.rope import rope_tables
-from mint.engine.site_products import MergedMatrices, SiteProduct, add_lora, fit_for_merging
+from mint.engine.site_products import MergedMatrices, SiteProduct, fit_for_merging
 from mint.models.tensor_files import StoredTensor
 
 
@@ -78,7 +79,8 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels if device.type == "cpu" and _fits_kernels(config) else None
-        weights = read_base_weights(config, tensors, dtype=dtype, device=device, kernels=self.kernels)
+        products = None if self.kernels is None else NativeProducts(self.kernels)
+        weights = read_base_weights(config, tensors, dtype=dtype, device=device, kernels=products)
         self._layers = weights.layers
         self._embedding, self._final_norm, self._unembedding = (
             weights.embedding,
@@ -250,12 +252,7 @@ def _multiply(runs: Sequence[_Run], x: Tensor, residual: Tensor | None = None) -
         return torch.cat(parts)
     out = product.weight.product(x, residual)
     for own in runs:
-        if own.product.lora is None:
-            continue
-        target = own.rows(out, min_rows())
-        add_lora(target, own.rows(x, min_rows()), own.product.lora, own.product.scale)
-        if len(target) != own.count:  # a padded copy
-            out[own.start : own.stop] = target[: own.count]
+        own.product.add_lora(out[own.start : own.stop], x[own.start : own.stop])
     return out
 
 

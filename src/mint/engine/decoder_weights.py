@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.decoder_config import DecoderConfig
-from mint.engine.native import NativeKernels
+from mint.engine.native_products import NativeProducts
 from mint.engine.products import FrozenMatrix, Unembedding
 from mint.errors import InvalidRequestError
 from mint.models.tensor_files import StoredTensor
@@ -63,7 +63,7 @@ def read_base_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    kernels: NativeKernels | None = None,
+    kernels: NativeProducts | None = None,
 ) -> BaseWeights:
     """Takes every tensor of a Hugging Face state dict. `kernels` compute logits where they can.
 
@@ -71,19 +71,21 @@ def read_base_weights(
         InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of the family.
     """
     reader = _Reader(tensors, device, config.family.name)
-    layers = [_read_layer(reader, config, layer, dtype) for layer in range(config.num_hidden_layers)]
-    embedding = reader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)).to(dtype)
+    layers = [_read_layer(reader, config, layer, dtype, kernels) for layer in range(config.num_hidden_layers)]
+    embedding = reader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), dtype)
     final_norm = reader.take("model.norm.weight", (config.hidden_size,))
     if config.tie_word_embeddings:
         reader.ignore("lm_head.weight")
         unembedding = embedding
     else:
-        unembedding = reader.take("lm_head.weight", (config.vocab_size, config.hidden_size)).to(dtype)
+        unembedding = reader.take("lm_head.weight", (config.vocab_size, config.hidden_size), dtype)
     reader.finish()
     return BaseWeights(layers, embedding, final_norm, Unembedding(unembedding, kernels))
 
 
-def _read_layer(reader: _Reader, config: DecoderConfig, index: int, dtype: torch.dtype) -> LayerWeights:
+def _read_layer(
+    reader: _Reader, config: DecoderConfig, index: int, dtype: torch.dtype, kernels: NativeProducts | None
+) -> LayerWeights:
     prefix, hidden, query, kv = f"model.layers.{index}", config.hidden_size, config.query_size, config.key_value_size
     attention, mlp, family = f"{prefix}.self_attn", f"{prefix}.mlp", config.family
     sizes, bias, norms = {"q": query, "k": kv, "v": kv}, None, None
@@ -95,8 +97,8 @@ def _read_layer(reader: _Reader, config: DecoderConfig, index: int, dtype: torch
         norms = torch.stack([query_norm] * config.num_attention_heads + [key_norm] * config.num_key_value_heads)
     layer = LayerWeights(
         input_norm=reader.take(f"{prefix}.input_layernorm.weight", (hidden,)),
-        qkv=_read_fused(reader, attention, sizes, hidden, dtype),
-        o=FrozenMatrix(reader.take(f"{attention}.o_proj.weight", (hidden, query)).to(dtype)),
+        qkv=_read_fused(reader, attention, sizes, hidden, dtype, kernels),
+        o=FrozenMatrix(reader.take(f"{attention}.o_proj.weight", (hidden, query), dtype), kernels),
         post_norm=reader.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
         qkv_bias=bias,
         head_norms=norms,
@@ -104,47 +106,53 @@ def _read_layer(reader: _Reader, config: DecoderConfig, index: int, dtype: torch
     reader.ignore(f"{attention}.rotary_emb.inv_freq")  # what old checkpoints of Llama hold besides
     mixture = config.experts_of(index)
     if mixture is None:
-        gate_up, down = _read_mlp(reader, mlp, hidden, config.intermediate_size, dtype)
+        gate_up, down = _read_mlp(reader, mlp, hidden, config.intermediate_size, dtype, kernels)
         return replace(layer, gate_up=gate_up, down=down)
     # The router is in float32: with its inputs rounded to bfloat16, another of two near experts would be chosen.
     router = FrozenMatrix(reader.take(f"{mlp}.gate.weight", (mixture.count, hidden)))
     own = [
-        _read_mlp(reader, f"{mlp}.experts.{expert}", hidden, mixture.intermediate_size, dtype)
+        _read_mlp(reader, f"{mlp}.experts.{expert}", hidden, mixture.intermediate_size, dtype, kernels)
         for expert in range(mixture.count)
     ]
     return replace(layer, experts=Experts(router, [gate_up for gate_up, _ in own], [down for _, down in own]))
 
 
 def _read_mlp(
-    reader: _Reader, prefix: str, hidden: int, inner: int, dtype: torch.dtype
+    reader: _Reader, prefix: str, hidden: int, inner: int, dtype: torch.dtype, kernels: NativeProducts | None
 ) -> tuple[FrozenMatrix, FrozenMatrix]:
-    down = reader.take(f"{prefix}.down_proj.weight", (hidden, inner)).to(dtype)
-    return _read_fused(reader, prefix, {"gate": inner, "up": inner}, hidden, dtype), FrozenMatrix(down)
+    down = FrozenMatrix(reader.take(f"{prefix}.down_proj.weight", (hidden, inner), dtype), kernels)
+    return _read_fused(reader, prefix, {"gate": inner, "up": inner}, hidden, dtype, kernels), down
 
 
 def _read_fused(
-    reader: _Reader, prefix: str, sizes: Mapping[str, int], inputs: int, dtype: torch.dtype
+    reader: _Reader,
+    prefix: str,
+    sizes: Mapping[str, int],
+    inputs: int,
+    dtype: torch.dtype,
+    kernels: NativeProducts | None,
 ) -> FrozenMatrix:
-    parts = [reader.take(f"{prefix}.{name}_proj.weight", (size, inputs)) for name, size in sizes.items()]
-    return FrozenMatrix(torch.cat([part.to(dtype) for part in parts]))
+    parts = [reader.take(f"{prefix}.{name}_proj.weight", (size, inputs), dtype) for name, size in sizes.items()]
+    return FrozenMatrix(torch.cat(parts), kernels)
 
 
 class _Reader:
-    """Hands out the tensors of a state dict one by one in float32, and notices what is missing or left over."""
+    """Hands out the tensors of a state dict one by one, and notices what is missing or left over."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], device: torch.device, family: str) -> None:
         self._left = dict(tensors)
         self._device = device
         self._family = family
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         stored = self._left.pop(name, None)
         if stored is None:
             raise self._unfit(name, "is missing")
         if stored.shape != shape or stored.dtype not in _FLOATS:
             raise self._unfit(name, f"is {stored.dtype} {stored.shape}; config.json says a float of {shape}")
         tensor: Tensor = stored.read()
-        return tensor.to(device=self._device, dtype=torch.float32)
+        # A copy: as long as a part of the file is used, all of it would stay in memory, and could still change.
+        return tensor.to(device=self._device, dtype=dtype, copy=True)
 
     def ignore(self, name: str) -> None:
         self._left.pop(name, None)

@@ -7,6 +7,8 @@ Letters: L layers · N cells · K kv heads · D head dimension · J kv heads sid
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ class KvCells:
         self._cells = _zeros((layers, both, count, parts, chunk, width), dtype, device)
         self._parts, self._count = parts, count
         self._holders = np.zeros(count, np.int32)
+        self._touched = 0  # cells from here on were never taken
 
     @property
     def count(self) -> int:
@@ -43,17 +46,19 @@ class KvCells:
     @property
     def free(self) -> int:
         """Cells that nobody holds."""
-        return int((self._holders == 0).sum())
+        return self._count - int(np.count_nonzero(self._holders[: self._touched]))
 
     def take(self, count: int) -> np.ndarray | None:
         """`count` cells that nobody held, neighbours if possible; None where there are not so many."""
-        free = np.flatnonzero(self._holders == 0)
+        free = np.flatnonzero(self._holders[: self._touched + count] == 0)
         if len(free) < count:
             return None
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else free[:0]
         start = int(runs[0]) if len(runs) else 0
         cells = free[start : start + count]
         self._holders[cells] = 1
+        if count:
+            self._touched = max(self._touched, int(cells[-1]) + 1)
         return cells
 
     def hold(self, cells: np.ndarray) -> None:
@@ -150,5 +155,7 @@ def _side_by_side(config: DecoderConfig) -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are given by the operating system page by page as they are written; torch writes them all.
-    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    # given by the operating system page by page as they are written; torch would write them all, and numpy asks for
+    # pages of 2 MiB, one for every layer at once, which take milliseconds each where memory is fragmented
+    memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

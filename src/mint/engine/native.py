@@ -1,4 +1,4 @@
-"""The kernels in `native.c`: compiled for this machine when first wanted, kept in a folder, called through ctypes.
+"""The kernels in C that compute what lies between a decoder's products, called through ctypes.
 
 Knows what the functions take and how work is split over threads; knows nothing of layers, caches or autograd.
 """
@@ -6,12 +6,7 @@ Knows what the functions take and how work is split over threads; knows nothing 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,14 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.errors import MissingExtraError
+from mint.engine.native_build import NativeBuild
 
-SOURCE = Path(__file__).with_name("native.c")
-COMPILERS = ("cc", "gcc", "clang")
-FLAGS = (
-    *("-O2", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-Wno-psabi"),
-    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
-)
 HEAD_DIMS = frozenset({32, 64, 128})
 """Head dimensions that the kernels are compiled for."""
 
@@ -39,14 +28,17 @@ LANES = 16
 SERIAL_WORK = 1 << 20
 """Less work (elements, or products of a query and a key) than this is not worth several threads."""
 
-_Int = ctypes.c_int64
+OUT_OF_MEMORY = 2
+"""What a function returns that found no memory; 1 says that it was not compiled for this head dimension."""
+
+Int64 = ctypes.c_int64
 
 
 class PackedRows(ctypes.Structure):
-    """`Packed` in native.c; keeps the arrays that it points to."""
+    """`Packed` in native_lanes.h; keeps the arrays that it points to."""
 
     _fields_ = (
-        *((name, _Int) for name in ("rows", "total_heads", "query_heads", "kv_heads", "longest")),
+        *((name, Int64) for name in ("rows", "total_heads", "query_heads", "kv_heads", "longest")),
         *((name, ctypes.c_void_p) for name in ("row", "prefix", "prefix_count", "own")),
     )
 
@@ -61,11 +53,11 @@ class PackedRows(ctypes.Structure):
 
 
 class DecodedRows(ctypes.Structure):
-    """`Decode` in native.c; keeps the arrays that it points to."""
+    """`Decode` in native_attention.c; keeps the arrays that it points to."""
 
     _fields_ = (
         *(
-            (name, _Int)
+            (name, Int64)
             for name in ("rows", "total_heads", "query_heads", "kv_heads", "side", "chunk", "columns", "longest")
         ),
         *((name, ctypes.c_void_p) for name in ("table", "positions")),
@@ -86,47 +78,54 @@ class DecodedRows(ctypes.Structure):
 class NativeKernels:
     """The compiled functions. Their results do not depend on the number of threads."""
 
-    def __init__(self, folder: Path) -> None:
-        """Compiles them into `folder`, unless that has been done on this machine before.
+    def __init__(self, build: NativeBuild | Path) -> None:
+        """Waits for `build`, or compiles into a folder.
 
         Raises:
             MissingExtraError: there is no C compiler, or it refuses.
         """
-        self._library = ctypes.CDLL(str(_compile(folder)))
+        self._libraries = (NativeBuild(build) if isinstance(build, Path) else build).libraries()
+        self._attention, self._gradients, self._rows = map(
+            self.load, ("native_attention", "native_gradients", "native_rows")
+        )
         self._threads: ThreadPoolExecutor | None = None
+
+    def load(self, source: str) -> ctypes.CDLL:
+        """The functions of a file in C, by its name without suffix."""
+        return ctypes.CDLL(str(self._libraries[source]))
 
     def attend_packed(self, rows: PackedRows, heads: Tensor, out: Tensor) -> None:
         """Attended values `out` [rows, K·G·D] of heads [T, H, D], both in one dtype."""
         dim, half = _kind(heads)
-        call = partial(self._library.attend_packed, ctypes.byref(rows), dim, half, _place(heads), _place(out))
-        self._split(call, rows.rows, work=rows.rows * rows.longest * rows.query_heads)
+        call = partial(self._attention.attend_packed, ctypes.byref(rows), dim, half, place(heads), place(out))
+        self.split(call, rows.rows, work=rows.rows * rows.longest * rows.query_heads)
 
     def attend_packed_backward(self, rows: PackedRows, heads: Tensor, grad: Tensor, grads: Tensor) -> None:
         """Adds to `grads` [T, H, D] in float32 what grad [rows, K·G·D] gives for heads [T, H, D]."""
         dim, half = _kind(heads)
         call = partial(
-            self._library.attend_packed_backward,
-            *(ctypes.byref(rows), dim, half, _place(heads), _place(grad), _place(grads)),
+            self._gradients.attend_packed_backward,
+            *(ctypes.byref(rows), dim, half, place(heads), place(grad), place(grads)),
         )
-        self._split(call, rows.kv_heads, work=rows.rows * rows.longest * rows.query_heads)
+        self.split(call, rows.kv_heads, work=rows.rows * rows.longest * rows.query_heads)
 
     def attend_cells(self, rows: DecodedRows, heads: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """Attended values `out` [rows, K·G·D] of heads [rows, H, D] over `keys` and `values` in cells."""
         dim, half = _kind(heads)
         call = partial(
-            self._library.attend_cells,
-            *(ctypes.byref(rows), dim, half, _place(heads), _place(keys), _place(values), _place(out)),
+            self._attention.attend_cells,
+            *(ctypes.byref(rows), dim, half, place(heads), place(keys), place(values), place(out)),
         )
-        self._split(call, rows.rows, work=rows.rows * rows.longest * rows.query_heads)
+        self.split(call, rows.rows, work=rows.rows * rows.longest * rows.query_heads)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`x / rms(x) · weight` of x [T, E], and 1 / rms(x) [T, 1]; float32."""
         out, inverse = torch.empty_like(x), x.new_empty(len(x), 1)
         call = partial(
-            self._library.rms_norm,
-            *(_place(x), _place(weight), ctypes.c_double(eps), _Int(x.shape[1]), _place(out), _place(inverse)),
+            self._rows.rms_norm,
+            *(place(x), place(weight), ctypes.c_double(eps), Int64(x.shape[1]), place(out), place(inverse)),
         )
-        self._split(call, len(x), work=x.numel())
+        self.split(call, len(x), work=x.numel())
         return out, inverse
 
     def finish_heads(
@@ -140,110 +139,101 @@ class NativeKernels:
         heads = torch.empty(qkv.shape, dtype=dtype)
         inverse = None if norms is None else qkv.new_empty(count, rotated, 1)
         call = partial(
-            self._library.finish_heads,
-            *(_place(qkv), _place(bias), _place(norms), _place(cos), _place(sin), ctypes.c_double(eps)),
+            self._rows.finish_heads,
+            *(place(qkv), place(bias), place(norms), place(cos), place(sin), ctypes.c_double(eps)),
             *(
-                _Int(total),
-                _Int(rotated),
-                _Int(dim),
-                _Int(int(dtype == torch.bfloat16)),
-                _place(heads),
-                _place(inverse),
+                Int64(total),
+                Int64(rotated),
+                Int64(dim),
+                Int64(int(dtype == torch.bfloat16)),
+                place(heads),
+                place(inverse),
             ),
         )
-        self._split(call, count, work=qkv.numel())
+        self.split(call, count, work=qkv.numel())
         return heads, inverse
 
     def swiglu(self, wide: Tensor) -> Tensor:
         """`silu(gate) · up` [T, I] of [T, 2·I]."""
         out = wide.new_empty(len(wide), wide.shape[1] // 2)
-        call = partial(self._library.swiglu, _place(wide), _Int(out.shape[1]), _place(out))
-        self._split(call, len(wide), work=wide.numel())
+        call = partial(self._rows.swiglu, place(wide), Int64(out.shape[1]), place(out))
+        self.split(call, len(wide), work=wide.numel())
         return out
 
-    def pack(self, weight: Tensor) -> Tensor | None:
-        """A bfloat16 matrix [O, I] in the layout of `product`; None where its widths or the processor do not fit."""
-        outputs, inputs = weight.shape
-        if outputs % LANES or inputs % 2:
-            return None
-        packed = torch.empty_like(weight)
-        code = self._library.pack_halves(_place(weight), _Int(inputs), _place(packed), _Int(0), _Int(outputs // LANES))
-        return packed if code == 0 else None
-
-    def product(self, x: Tensor, packed: Tensor) -> Tensor:
-        """`x @ weight.T` in float32 [T, O], of x bfloat16 [T, I] and what `pack` made of the weight."""
-        (count, inputs), outputs = x.shape, len(packed)
-        out = torch.empty(count, outputs)
+    def rms_norm_again(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+        """`rms_norm` of x [T, E] whose 1 / rms [T, 1] is known."""
+        out = torch.empty_like(x)
         call = partial(
-            self._library.product_halves,
-            *(_place(x), _place(packed), _Int(count), _Int(inputs), _Int(outputs), _place(out)),
+            self._rows.rms_norm_again, place(x), place(inverse), place(weight), Int64(x.shape[1]), place(out)
         )
-        self._split(call, outputs // LANES, work=count * outputs * inputs)
+        self.split(call, len(x), work=x.numel())
         return out
 
-    def _split(self, call: Callable[[ctypes.c_int64, ctypes.c_int64], int], count: int, *, work: int) -> None:
+    def rms_norm_backward(
+        self, grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        """What x [T, E] gets from grad [T, E] for `rms_norm`, plus `residual` [T, E]."""
+        out = torch.empty_like(x)
+        call = partial(
+            self._rows.rms_norm_backward,
+            *(place(grad), place(x), place(inverse), place(weight), place(residual), Int64(x.shape[1]), place(out)),
+        )
+        self.split(call, len(x), work=x.numel())
+        return out
+
+    def swiglu_backward(self, grad: Tensor, wide: Tensor) -> Tensor:
+        """What `wide` [T, 2·I] gets from grad [T, I] for `swiglu`."""
+        out = torch.empty_like(wide)
+        call = partial(self._rows.swiglu_backward, place(grad), place(wide), Int64(grad.shape[1]), place(out))
+        self.split(call, len(wide), work=wide.numel())
+        return out
+
+    def finish_heads_backward(
+        self, grad: Tensor, qkv: Tensor, inverse: Tensor | None, norms: Tensor | None, cos: Tensor, sin: Tensor, *,
+        rotated: int,
+    ) -> Tensor:  # fmt: skip
+        """What qkv [T, H, D] in float32 gets from grad [T, H, D] for `finish_heads`, which gave `inverse`."""
+        count, total, _ = qkv.shape
+        out = torch.empty_like(qkv)
+        dim, half = _kind(grad)
+        call = partial(
+            self._rows.finish_heads_backward,
+            *(place(grad), place(qkv), place(inverse), place(norms), place(cos), place(sin)),
+            *(Int64(total), Int64(rotated), dim, half, place(out)),
+        )
+        self.split(call, count, work=qkv.numel())
+        return out
+
+    def split(self, call: Callable[[ctypes.c_int64, ctypes.c_int64], int], count: int, *, work: int) -> None:
+        """Calls with parts of 0 to `count`, one for each thread where so much `work` is worth it."""
         threads = min(torch.get_num_threads(), count) if work >= SERIAL_WORK else 1
         if threads <= 1:
-            _checked(call(_Int(0), _Int(count)))
+            _checked(call(Int64(0), Int64(count)))
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="mint-native")
-        edges = np.linspace(0, count, threads + 1).astype(int).tolist()
-        parts = [self._threads.submit(call, _Int(a), _Int(b)) for a, b in pairwise(edges)]
-        for part in parts:
-            _checked(part.result())
+        edges = [count * part // threads for part in range(threads + 1)]
+        others = [self._threads.submit(call, Int64(a), Int64(b)) for a, b in pairwise(edges[1:])]
+        codes = [call(Int64(0), Int64(edges[1])), *(part.result() for part in others)]
+        _checked(max(codes))
 
 
 def _checked(code: int) -> None:
+    if code == OUT_OF_MEMORY:
+        raise MemoryError("no memory for the scores of one query")
     if code:
         raise AssertionError("the kernels were not compiled for this head dimension")
 
 
 def _kind(heads: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64]:
     """Head dimension, and whether the elements are bfloat16."""
-    return _Int(heads.shape[-1]), _Int(int(heads.dtype == torch.bfloat16))
+    return Int64(heads.shape[-1]), Int64(int(heads.dtype == torch.bfloat16))
 
 
-def _place(tensor: Tensor | None) -> ctypes.c_void_p:
+def place(tensor: Tensor | None) -> ctypes.c_void_p:
+    """Where a contiguous tensor lies in memory."""
     if tensor is None:
         return ctypes.c_void_p()
     if not tensor.is_contiguous():
         raise AssertionError("kernels read contiguous tensors")
     return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _compile(folder: Path) -> Path:
-    """The library for this source, compiler and processor."""
-    found = (shutil.which(name) for name in COMPILERS)
-    compiler = next((path for path in found if path is not None), None)
-    if compiler is None:
-        raise MissingExtraError(
-            "native kernels need a C compiler, and none is installed",
-            remedy="Install gcc or clang, or leave MINT_NATIVE unset",
-        )
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    made_of = "\n".join([SOURCE.read_text(), " ".join(FLAGS), version, _processor()])
-    library = folder / f"{hashlib.blake2b(made_of.encode(), digest_size=12).hexdigest()}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        made = Path(place) / "native.so"
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise MissingExtraError(
-                f"the native kernels could not be compiled by {compiler}: {done.stderr.strip()[-500:]}",
-                remedy="Leave MINT_NATIVE unset",
-            )
-        made.replace(library)  # whole or absent, also with two processes at once
-    return library
-
-
-def _processor() -> str:
-    """What decides which instructions `-march=native` may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() + platform.machine()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

@@ -6,6 +6,7 @@ before it. The least recently used are thrown out first. Knows nothing of jobs, 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,8 +22,37 @@ from mint.engine.lora import LoraWeights
 class _Node:
     tokens: np.ndarray
     cell: int
-    siblings: dict[bytes, _Node]
-    children: dict[bytes, _Node] = field(default_factory=dict)
+    siblings: _Level
+    children: _Level = field(default_factory=lambda: _Level())
+
+
+class _Level:
+    """Nodes behind the same tokens: by their own, and in order of those, where like ones lie side by side."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[bytes, _Node] = {}
+        self._order: list[bytes] = []
+
+    def add(self, tokens: np.ndarray, cell: int) -> _Node:
+        """A node more."""
+        node = _Node(tokens.copy(), cell, self)
+        self.nodes[_key(tokens)] = node
+        insort(self._order, _key(tokens))
+        return node
+
+    def remove(self, node: _Node) -> None:
+        """Without this one."""
+        key = _key(node.tokens)
+        if self.nodes.pop(key, None) is not None:
+            del self._order[bisect_left(self._order, key)]
+
+    def nearest(self, tokens: np.ndarray) -> tuple[_Node | None, int]:
+        """A node that begins with as many of `tokens` as any, and with how many."""
+        place = bisect_left(self._order, _key(tokens))
+        beside = [self.nodes[key] for key in self._order[max(0, place - 1) : place + 1]]
+        counts = [_common(node.tokens, tokens) for node in beside]
+        most = max(counts, default=0)
+        return (beside[counts.index(most)], most) if most else (None, 0)
 
 
 @dataclass(frozen=True)
@@ -46,7 +76,7 @@ class PrefixCache:
         """Empty; open for the base model alone (weights None)."""
         self._cells = cells
         self._limit = limit_bytes // cells.cell_bytes
-        self._roots: dict[LoraWeights | None, dict[bytes, _Node]] = {None: {}}
+        self._roots: dict[LoraWeights | None, _Level] = {None: _Level()}
         # By last use, oldest first; a node is always used later than what is below it, so the oldest is a leaf.
         self._used: OrderedDict[_Node, None] = OrderedDict()
 
@@ -56,25 +86,25 @@ class PrefixCache:
 
     def open(self, weights: LoraWeights) -> None:
         """What is computed with these weights may be kept from now on."""
-        self._roots.setdefault(weights, {})
+        self._roots.setdefault(weights, _Level())
 
     def close(self, weights: LoraWeights) -> None:
         """Forgets all of these weights, for good."""
-        for node in list(_below(self._roots.pop(weights, {}))):
+        for node in list(_below(self._roots.pop(weights, _Level()))):
             self._drop(node)
 
     def find(self, weights: LoraWeights | None, tokens: np.ndarray) -> Match:
         """The longest beginning of `tokens` that is known; the caller takes hold of its cells before anything else."""
-        level, cells, path = self._roots.get(weights, {}), [], []
+        level, cells, path = self._roots.get(weights, _Level()), [], []
         partial, rest = -1, 0
         for start in range(0, len(tokens), CHUNK):
             own = tokens[start : start + CHUNK]
-            node = level.get(own.tobytes()) if len(own) == CHUNK else None
+            node = level.nodes.get(_key(own)) if len(own) == CHUNK else None
             if node is None:
-                best = max(level.values(), key=lambda other: _common(other.tokens, own), default=None)
-                if best is not None and (common := _common(best.tokens, own)):
-                    partial, rest = best.cell, common
-                    path.append(best)
+                nearest, rest = level.nearest(own)
+                if nearest is not None:
+                    partial = nearest.cell
+                    path.append(nearest)
                 break
             cells.append(node.cell)
             path.append(node)
@@ -89,10 +119,9 @@ class PrefixCache:
         level, path = self._roots[weights], []
         for start, cell in zip(range(0, len(tokens), CHUNK), cells.tolist(), strict=False):
             own = tokens[start : start + CHUNK]
-            key = own.tobytes()
-            node = level.get(key)
+            node = level.nodes.get(_key(own))
             if node is None:
-                node = level[key] = _Node(own.copy(), cell, level)
+                node = level.add(own, cell)
                 self._cells.hold(np.array([cell]))
                 self._used[node] = None
             path.append(node)
@@ -119,8 +148,13 @@ class PrefixCache:
 
     def _drop(self, node: _Node) -> None:
         del self._used[node]
-        node.siblings.pop(node.tokens.tobytes(), None)
+        node.siblings.remove(node)
         self._cells.release(np.array([node.cell]))
+
+
+def _key(tokens: np.ndarray) -> bytes:
+    """Compares as the tokens do, one after the other."""
+    return tokens.astype(">i8").tobytes()
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
@@ -130,7 +164,7 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def _below(level: dict[bytes, _Node]) -> Iterator[_Node]:
-    for node in list(level.values()):
+def _below(level: _Level) -> Iterator[_Node]:
+    for node in list(level.nodes.values()):
         yield from _below(node.children)
         yield node

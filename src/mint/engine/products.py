@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.native import NativeKernels
+from mint.engine.native_products import NativeProducts
 
 PACKED_ENTRIES = 1 << 18
 """Matrices from this size on are multiplied by oneDNN, from its own layout. Smaller ones stay in a core's cache, where
@@ -23,6 +23,10 @@ MKL is faster: GFLOP/s at 64 rows, MKL and oneDNN: 93 and 84 for 128 x 768, 66 a
 MANY_ROWS = 128
 """From here on oneDNN is the faster one for small matrices too. Only gradients may choose by it: a product's bits must
 not depend on the number of rows."""
+
+GRADIENT_OUTPUTS = 1 << 12
+"""A gradient with a matrix of more outputs is the sum of products with so many of them: 140 to 150 became 180 to 200
+GFLOP/s for 151,936."""
 
 _MKL_ROWS, _MKL_ROWS_PER_THREAD, _ONEDNN_ROWS = 16, 4, 2
 """Below 4 rows, and below about 2 for each thread, MKL sums in another order (measured with 1 to 16 threads); oneDNN
@@ -40,19 +44,26 @@ def min_rows() -> int:
 class FrozenMatrix:
     """A matrix [O, I] of the base model, in the dtype that its products run in; it has no gradient of its own."""
 
-    def __init__(self, weight: Tensor, *, kept: bool = False) -> None:
-        """`weight` [O, I] in float32 or bfloat16. A large one on a CPU is stored in another layout unless the tensor is
-        `kept` anyway: gradients bring it back for a moment, at 1 to 3 % of the cost of 1,000 rows."""
+    def __init__(self, weight: Tensor, kernels: NativeProducts | None = None, *, kept: bool = False) -> None:
+        """`weight` [O, I] in float32 or bfloat16. On a CPU one of bfloat16 is stored in the layout of `kernels`, and
+        without them a large one in oneDNN's, beside the tensor itself only if that is `kept` anyway: gradients bring it
+        back for a moment, at 1 to 3 % of the cost of 1,000 rows."""
         self.outputs, self.inputs = weight.shape
         self._dtype, self._onednn = weight.dtype, _has_onednn(weight)
         self._large = self._onednn and weight.numel() >= PACKED_ENTRIES
-        self._packed = self._large and not kept
-        # The number of rows is a hint; one layout was the fastest from 1 to 4,096.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64) if self._packed else weight
+        self.kernels = kernels if weight.device.type == "cpu" else None
+        self._panels = None if self.kernels is None else self.kernels.pack(weight)
+        self._packed = self._large and not kept and self._panels is None
+        if self._packed:
+            # The number of rows is a hint; one layout was the fastest from 1 to 4,096.
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+        self._weight = None if self._panels is not None and not kept else weight
 
     @property
     def min_rows(self) -> int:
         """How many rows a product needs so that each of them is treated alike."""
+        if self._panels is not None:
+            return 1
         by_onednn = self._large or (self._onednn and self._dtype == torch.bfloat16)
         if not by_onednn:
             return min_rows()
@@ -60,16 +71,25 @@ class FrozenMatrix:
 
     def dense(self) -> Tensor:
         """The matrix [O, I] itself; of one in another layout, a copy."""
-        return self._weight.to_dense() if self._packed else self._weight
+        if self._weight is not None:
+            return self._weight.to_dense() if self._packed else self._weight
+        if self._panels is None:
+            raise AssertionError("a matrix has a tensor or panels")
+        return self._panels.dense()
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`x @ weight.T` (+ residual), float32 [T, O] from x [T, I]."""
+        if self._panels is not None:
+            return self._panels.product(x, residual)
+        weight = self._weight
+        if weight is None:
+            raise AssertionError("a matrix has a tensor or panels")
         if self._dtype == torch.float32:
             if self._large:
-                return _onednn_product(x, self._weight, residual)
-            return F.linear(x, self._weight) if residual is None else torch.addmm(residual, x, self._weight.t())
+                return _onednn_product(x, weight, residual)
+            return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.t())
         rows = x.to(self._dtype)
-        product = (_onednn_product(rows, self._weight) if self._packed else F.linear(rows, self._weight)).float()
+        product = (_onednn_product(rows, weight) if self._packed else F.linear(rows, weight)).float()
         return product if residual is None else product.add_(residual)
 
     def gradient(self, grad: Tensor) -> Tensor:
@@ -85,16 +105,14 @@ class Unembedding(FrozenMatrix):
     """A matrix [V, E] whose products, the logits, are not rounded to bfloat16; its tensor stays, as it may be the
     embedding too."""
 
-    def __init__(self, weight: Tensor, kernels: NativeKernels | None = None) -> None:
+    def __init__(self, weight: Tensor, kernels: NativeProducts | None = None) -> None:
         """`weight` [O, I] in float32 or bfloat16. A bfloat16 one on a CPU is held a second time: in the layout of the
         `kernels`, which round rows to bfloat16 as all products with such weights do; without them in half precision,
         scaled to hold the same numbers, whose products run in float32."""
-        super().__init__(weight, kept=True)
-        self._kernels, self._panels, self._halves, self._scale = kernels, None, None, 1.0
-        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
-            return
-        self._panels = None if kernels is None else kernels.pack(weight.contiguous())
-        if self._panels is None and "fbgemm" in torch.backends.quantized.supported_engines:
+        super().__init__(weight, kernels, kept=True)
+        self._halves, self._scale = None, 1.0
+        halved = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and self._panels is None
+        if halved and "fbgemm" in torch.backends.quantized.supported_engines:
             # A power of two below half precision's largest number, 65504: what it cannot hold is then 2^-30 of the
             # largest weight.
             self._scale = 2.0 ** math.floor(math.log2(32768.0 / max(float(weight.abs().max()), 1e-30)))
@@ -103,20 +121,20 @@ class Unembedding(FrozenMatrix):
     @property
     def min_rows(self) -> int:
         """As of other matrices."""
-        return super().min_rows if self._dtype == torch.float32 else _ONEDNN_ROWS
+        exact = self._dtype == torch.float32 or self._panels is not None
+        return super().min_rows if exact else _ONEDNN_ROWS
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Float32 [T, O] from x [T, I], never rounded to less."""
-        if self._dtype == torch.float32:
+        if self._dtype == torch.float32 or self._panels is not None:
             return super().product(x, residual)
-        if self._kernels is not None and self._panels is not None:
-            product = self._kernels.product(x.to(self._dtype).contiguous(), self._panels)
-        elif self._halves is not None:
+        weight = self.dense()
+        if self._halves is not None:
             product = torch.ops.quantized.linear_dynamic_fp16(x * (1 / self._scale), self._halves)
-        elif self._weight.is_cuda:
-            product = torch.mm(x.to(self._dtype), self._weight.t(), out_dtype=torch.float32)
+        elif weight.is_cuda:
+            product = torch.mm(x.to(self._dtype), weight.t(), out_dtype=torch.float32)
         else:
-            product = F.linear(x, self._weight.float())
+            product = F.linear(x, weight.float())
         return product if residual is None else product.add_(residual)
 
 

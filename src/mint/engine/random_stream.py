@@ -12,9 +12,17 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 def uniform(seeds: np.ndarray, samples: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Float64 in [0, 1), one per row; `seeds` uint64, `samples` and `positions` non-negative integers, all [R]."""
-    bits = _mix(seeds.astype(np.uint64))
-    bits = _mix(bits ^ samples.astype(np.uint64))
-    bits = _mix(bits ^ positions.astype(np.uint64))
+    return uniform_of(streams(seeds, samples), positions)
+
+
+def streams(seeds: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """What all positions of a sample have in common, uint64 [R]: for `uniform_of`."""
+    return _mix(_mix(seeds.astype(np.uint64)) ^ samples.astype(np.uint64))
+
+
+def uniform_of(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """As `uniform`, from what `streams` made of seeds and samples."""
+    bits = _mix(streams ^ positions.astype(np.uint64))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -29,7 +29,7 @@ from mint.engine.prefill import PromptPart, run_prompts
 from mint.engine.prefix_cache import Match, PrefixCache
 from mint.engine.prompt_scoring import PromptScores, asks, score_prompt, unasked_tokens
 from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener
-from mint.engine.random_stream import uniform
+from mint.engine.random_stream import uniform_of
 from mint.engine.sequences import Sequences
 
 MAX_ROWS = 512
@@ -408,7 +408,7 @@ class Sampler:
         if not len(slots):
             return
         own = sequences.of[slots]
-        draws = uniform(own["seed"], own["sample"], own["emitted"])
+        draws = uniform_of(own["stream"], own["emitted"])
         rule = (own["temperature"], own["top_k"], own["top_p"])
         chosen, raw = draw(logits, draws, *rule)
         # Both in one transfer; a float64 holds either exactly.
@@ -424,7 +424,7 @@ class Sampler:
             self._note_best(slots, own["width"], logits)
         ended = sequences.note(slots, tokens, logprobs)
         self._memory.counters["sampled"] += len(slots)
-        for number in np.unique(own["entry"][broken]).tolist():
+        for number in np.unique(own["entry"][broken]).tolist() if broken.any() else ():
             self._entries[number].sound = False
             self._close(self._entries[number], SampleResult([], error=DIVERGED))
         self._tell(own, tokens, logprobs)

@@ -10,6 +10,7 @@ import numpy as np
 
 from mint.engine.attention import BLOCK
 from mint.engine.protocol import Sample, SampleJob, TokenTable
+from mint.engine.random_stream import streams
 from mint.engine.stopping import StopWatch
 
 _COLUMNS = np.dtype(
@@ -22,7 +23,7 @@ _COLUMNS = np.dtype(
         ("front", np.int64),
         ("limit", np.int64),
         ("last", np.int64),
-        ("seed", np.uint64),
+        ("stream", np.uint64),
         ("temperature", np.float64),
         ("top_k", np.int64),
         ("top_p", np.float64),
@@ -32,9 +33,8 @@ _COLUMNS = np.dtype(
         ("ended", np.bool_),
     ]
 )
-"""`prompt` is its length, `cells` how many it has, `front` where its first block is read,
-`width` that of the top-k table asked for; `ended` also where it was
-given up."""
+"""`prompt` is its length, `cells` how many it has, `front` where its first block is read, `stream` what its draws come
+from, `width` that of the top-k table asked for; `ended` also where it was given up."""
 
 
 class Sequences:
@@ -60,7 +60,8 @@ class Sequences:
         self.cells[slots, : cells.shape[1]] = cells
         own: np.ndarray = np.zeros(count, _COLUMNS)
         own["entry"], own["sample"], own["prompt"] = entry, np.arange(count), len(job.prompt)
-        own["limit"], own["seed"], own["temperature"] = job.max_tokens, job.seed % (1 << 64), job.temperature
+        own["limit"], own["temperature"] = job.max_tokens, job.temperature
+        own["stream"] = streams(np.full(count, job.seed % (1 << 64), np.uint64), np.arange(count))
         own["top_k"], own["top_p"], own["width"] = job.top_k, job.top_p, job.topk_sample_logprobs
         own["cells"] = cells.shape[1]
         own["front"] = -1

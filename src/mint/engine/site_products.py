@@ -14,10 +14,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.lora import LoraWeights, SiteWeights
-from mint.engine.products import FrozenMatrix
+from mint.engine.products import FrozenMatrix, min_rows
 
 MERGED_BYTES = 16 << 20
 """A base whose matrices (those of its layers) are larger is not copied for every lora."""
@@ -43,9 +44,24 @@ class SiteProduct:
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Float32 [T, O] from x [T, I]; `residual` [T, O] is added."""
         out = self.weight.product(x, residual)
-        if self.lora is not None and not self.merged:
-            add_lora(out, x, self.lora, self.scale)
+        if not self.merged:
+            self.add_lora(out, x)
         return out
+
+    def add_lora(self, out: Tensor, x: Tensor) -> None:
+        """Adds the lora's part, if there is one, to `out` [T, O] in place: the same bits for a row in any company."""
+        lora, kernels = self.lora, self.weight.kernels
+        if lora is None:
+            return
+        x = x.float()
+        if kernels is not None and kernels.adds_lora(lora.a, lora.bs):
+            kernels.add_lora(out, x, lora.a, lora.bs, self.scale)
+            return
+        missing = max(0, min_rows() - len(x))
+        target = F.pad(out, (0, 0, 0, missing)) if missing else out
+        _add_lora(target, F.pad(x, (0, 0, 0, missing)) if missing else x, lora, self.scale)
+        if missing:
+            out.copy_(target[: len(out)])
 
     def gradient(self, grad: Tensor, x: Tensor, *, for_input: bool = True) -> tuple[Tensor | None, list[Tensor]]:
         """From grad [T, O] the gradient for x [T, I], if asked for, and those of `parameters`."""
@@ -68,12 +84,12 @@ class SiteProduct:
         return grad_x, [grad_down.t().mm(x), *grad_bs]
 
 
-def add_lora(out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
-    """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place.
+def _add_lora(out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
+    """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place; T is at least `min_rows`.
 
     The S parts of a fused product (query, key, value) share one `a` [S·r, I] and write side by side into `out`.
     """
-    down = x.float() @ lora.a.t()
+    down = x @ lora.a.t()
     for columns, own, b in _parts(lora.bs, lora.a.shape[0]):
         out[:, own].addmm_(down[:, columns], b.t(), alpha=scale)
 

@@ -7,6 +7,7 @@ nothing of tenants, journals or HTTP.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from mint.engine.decoder_config import read_decoder_config
 from mint.engine.kv_cells import KvCells
 from mint.engine.lora import LoraWeights
 from mint.engine.native import NativeKernels
+from mint.engine.native_build import NativeBuild
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.prefix_cache import PrefixCache
 from mint.engine.protocol import (
@@ -41,8 +43,10 @@ from mint.engine.protocol import (
 )
 from mint.engine.sampler import Memory
 from mint.engine.training import run_pass
-from mint.errors import CheckpointError, NotFoundError
+from mint.errors import CheckpointError, MissingExtraError, NotFoundError
 from mint.models.folder import ModelFolder
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -76,25 +80,25 @@ class TorchEngine:
         kv_cache_bytes: int = KV_CACHE_BYTES,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         recompute: bool | None = None,
-        native: Path | None = None,
+        native: NativeBuild | Path | None = None,
     ) -> None:
         """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
 
         `kv_cache_bytes` bounds keys and values of what is being sampled, for each base; up to `prefix_cache_bytes` of
         them, and at most half, are kept for later prompts that begin alike. `recompute` has training compute its
         activations again instead of keeping them: the same bits, less memory, about a third more time; None does so
-        for sequences that are too long otherwise. `native` is the folder where kernels in C are compiled and kept, to
-        be used on a CPU; None uses torch's alone. The two differ in the last bits.
+        for sequences that are too long otherwise. `native` are kernels in C, to be used on a CPU, or the folder where
+        they are compiled and kept; None uses torch's alone. The two differ in the last bits.
 
         Raises:
-            MissingExtraError: native kernels are wanted and cannot be compiled.
+            MissingExtraError: native kernels are required and cannot be compiled.
         """
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._dtype = dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
         if threads is not None:
             torch.set_num_threads(threads)
         self._recompute = recompute
-        self._kernels = None if native is None or self._device.type != "cpu" else NativeKernels(native)
+        self._kernels = None if native is None or self._device.type != "cpu" else _native_kernels(native)
         self._bases: dict[str, tuple[Decoder, BaseInfo]] = {}
         self._models: dict[str, _Model] = {}
         self._published: dict[str, _Published] = {}
@@ -247,9 +251,17 @@ class TorchEngine:
         """Totals since the start over all bases: prompt tokens `prefilled` and `reused`, tokens `sampled`, `steps`, and
         `restarts` of jobs that had to make room."""
         totals: Counter[str] = Counter()
-        for memory in self._memories.values():
+        for memory in list(self._memories.values()):  # a copy: another thread may be adding one
             totals.update(memory.counters)
         return dict(totals)
+
+    def kv_cells(self) -> dict[str, int]:
+        """Cells of keys and values now, over all bases: those `in_use` by samples or kept for later prompts, the `kept`
+        ones among them, and the `total`."""
+        memories = list(self._memories.values())
+        total = sum(memory.cells.count for memory in memories)
+        free = sum(memory.cells.free for memory in memories)
+        return {"in_use": total - free, "kept": sum(len(memory.prefixes) for memory in memories), "total": total}
 
     def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
         """Samples all jobs together; the result of each is a function of that job alone."""
@@ -299,3 +311,14 @@ class TorchEngine:
         if published is None or published.base != job.base:
             raise NotFoundError(f"are no published weights of {job.base}", field="weights_id", value=job.weights_id)
         return published.weights
+
+
+def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:
+    """The kernels, or None where they cannot be had and need not be."""
+    try:
+        return NativeKernels(native)
+    except MissingExtraError as error:
+        if isinstance(native, Path) or native.required:
+            raise
+        log.warning("computing with torch's kernels alone, which are slower on a CPU: %s", error)
+        return None

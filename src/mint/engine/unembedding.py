@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.choice import exponentials
+from mint.engine.choice import cached_rows, exponentials, row_blocks
 from mint.engine.decoder import Decoder
 from mint.engine.lora import UNEMBED, LoraRows
 
-CHUNK_ENTRIES, MIN_CHUNK_ROWS = 1 << 20, 64
-"""Logits computed at once: 4 MB in float32, so that a chunk stays in the cache; but never fewer than so many rows, for
-each chunk reads the whole unembedding."""
+CHUNK_ENTRIES, MIN_CHUNK_ROWS = 1 << 20, 256
+"""Logits computed at once: 4 MB in float32; but never fewer than so many rows, for each chunk reads the whole
+unembedding, and from there on products are no faster."""
 
 
 class TargetLogprobs:
@@ -87,20 +87,36 @@ class TargetLogprobs:
     def _run(self, chunk: _Chunk) -> None:
         hidden = self._hidden[chunk.rows]
         logits = self._logits(hidden)
-        weights, normaliser = exponentials(logits)
-        places = (chunk.places, self._targets[chunk.pairs])
-        self.logprobs[chunk.pairs] = logits[places] - normaliser[chunk.places]
-        # H = log Z - Σ p·z
-        total = weights.sum(1)
-        self.entropies[chunk.rows] = normaliser - torch.linalg.vecdot(weights, logits).div_(total)
-        single = torch.from_numpy(np.flatnonzero(self._single[chunk.pairs])).to(hidden.device)
-        if self._unit is None or not len(single):
-            return
-        # d logprob / d logits = onehot - softmax; its slope will only multiply it.
-        own = chunk.places[single]
-        pull = (weights if len(own) == len(hidden) else weights[own]).div_(-total[own, None])
-        pull[torch.arange(len(own), device=own.device), self._targets[chunk.pairs][single]] += 1
-        self._unit[own + chunk.rows.start] = self._decoder.logits_gradient(pull, hidden[own], self._loras)
+        at_targets = logits[chunk.places, self._targets[chunk.pairs]]
+        normaliser = torch.empty(len(hidden), device=hidden.device)
+        single = np.zeros(len(hidden), bool)
+        single[self._rows[chunk.pairs][self._single[chunk.pairs]] - chunk.rows.start] = True
+        # Takes the place of the logits, those of earlier rows being done with.
+        pulls, filled = logits.view(self._decoder.dtype)[:, : logits.shape[1]], 0
+        size = len(hidden) if hidden.is_cuda else cached_rows(logits)
+        room = torch.empty_like(logits[: 2 * size])
+        for rows in row_blocks(len(hidden), size):
+            own, mask = logits[rows], single[rows]
+            weights, normaliser[rows] = exponentials(own, room[: len(own)])
+            total = weights.sum(1)
+            # H = log Z - Σ p·z
+            spread = torch.linalg.vecdot(weights, own).div_(total)
+            self.entropies[chunk.rows][rows] = normaliser[rows] - spread
+            if mask.any():
+                weights.div_(-total[:, None])
+                trained = weights if mask.all() else weights[torch.from_numpy(np.flatnonzero(mask)).to(hidden.device)]
+                pulls[filled : filled + len(trained)] = trained
+                filled += len(trained)
+        self.logprobs[chunk.pairs] = at_targets - normaliser[chunk.places]
+        if self._unit is not None and filled:
+            # d logprob / d logits = onehot - softmax; its slope will only multiply it.
+            pairs = torch.from_numpy(np.flatnonzero(self._single[chunk.pairs])).to(hidden.device)
+            order = torch.arange(filled, device=hidden.device)
+            rest = torch.expm1(self.logprobs[chunk.pairs][pairs]).neg_()
+            pulls[order, self._targets[chunk.pairs][pairs]] = rest.to(pulls.dtype)
+            own = chunk.places[pairs]
+            gradient = self._decoder.logits_gradient(pulls[:filled], hidden[own], self._loras)
+            self._unit[own + chunk.rows.start] = gradient
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._decoder.logits(hidden, self._loras)
@@ -136,7 +152,8 @@ def _chunks(rows: np.ndarray, count: int, vocab_size: int, device: torch.device)
 
 
 def row_slices(count: int, vocab_size: int) -> Iterator[slice]:
-    """Runs of rows whose logits may exist at once."""
+    """Runs of rows whose logits may exist at once, of about one size."""
     size = max(MIN_CHUNK_ROWS, CHUNK_ENTRIES // vocab_size)
-    for start in range(0, count, size):
+    size = -(-count // max(1, -(-count // size)))
+    for start in range(0, count, max(1, size)):
         yield slice(start, min(start + size, count))

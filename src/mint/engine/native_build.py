@@ -1,0 +1,95 @@
+"""Compiles the engine's kernels in C for this machine, once, while others still load torch.
+
+What was compiled is kept in a folder, by source, flags and processor, and not by compiler: an upgrade of the compiler
+must not change the bits of a run in progress. Knows nothing of torch or of what the kernels compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+from pathlib import Path
+
+from mint.errors import MissingExtraError
+
+SOURCES = tuple(sorted(Path(__file__).parent.glob("native*.c")))
+HEADERS = tuple(sorted(Path(__file__).parent.glob("native*.h")))
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = (
+    *("-O2", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-Wno-psabi"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+)
+COMPILE_SECONDS = 60
+"""One file takes about one; a compiler that takes so long hangs."""
+
+TESTED_HERE = sys.platform == "linux" and platform.machine() == "x86_64"
+"""Whether this is a kind of machine on which the kernels are known to be right, so that they may be used unasked."""
+
+REMEDY = "Install gcc or clang, or set MINT_NATIVE=0 to compute with torch's kernels"
+
+
+class NativeBuild:
+    """The libraries of all sources, being compiled side by side from the moment that this is made."""
+
+    def __init__(self, folder: Path, *, required: bool = True) -> None:
+        """Into `folder`, unless it has them. Unless `required`, an engine does without them where that fails."""
+        self.required = required
+        missing = [source for source in SOURCES if not _library(folder, source).exists()]
+        # Its threads are waited for at exit, so that no compiler is left behind.
+        pool = ThreadPoolExecutor(max(len(missing), 1), thread_name_prefix="mint-compile")
+        self._parts: list[Future[None]] = [pool.submit(_compile, folder, source) for source in missing]
+        pool.shutdown(wait=False)
+        self._folder = folder
+
+    def libraries(self) -> dict[str, Path]:
+        """Where each library is, by the name of its source without suffix; waits until all are there.
+
+        Raises:
+            MissingExtraError: there is no C compiler, or it refuses or hangs, or the folder cannot be written.
+        """
+        wait(self._parts)
+        for part in self._parts:
+            part.result()
+        return {source.stem: _library(self._folder, source) for source in SOURCES}
+
+
+def _library(folder: Path, source: Path) -> Path:
+    made_of = "\n".join([*(path.read_text() for path in (source, *HEADERS)), *FLAGS, _processor()])
+    return folder / f"{source.stem}-{hashlib.blake2b(made_of.encode(), digest_size=12).hexdigest()}.so"
+
+
+def _compile(folder: Path, source: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise MissingExtraError("native kernels need a C compiler, and none is installed", remedy=REMEDY)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            made = Path(place) / source.stem
+            command = [compiler, *FLAGS, "-o", str(made), str(source), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
+            if done.returncode != 0:
+                raise MissingExtraError(
+                    f"{source.name} could not be compiled by {compiler}: {done.stderr.strip()[-500:]}", remedy=REMEDY
+                )
+            made.replace(_library(folder, source))  # whole or absent, also with two processes at once
+    except subprocess.TimeoutExpired as error:
+        raise MissingExtraError(f"{compiler} took more than {COMPILE_SECONDS} s", remedy=REMEDY) from error
+    except OSError as error:
+        raise MissingExtraError(f"native kernels could not be kept in {folder}: {error}", remedy=REMEDY) from error
+
+
+@cache
+def _processor() -> str:
+    """What decides which instructions `-march=native` may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

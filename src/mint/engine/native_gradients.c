@@ -1,0 +1,217 @@
+/* Attention's backward on a CPU. The scores are computed again, for several queries at once, over keys turned so that 16
+   of them lie side by side.
+
+   Sums are in float32, in the order of rows and keys; heads are float32 or bfloat16.
+
+   Letters: T rows of heads, H heads of a row, K kv heads, G query heads per kv head, D head dimension. */
+
+#include "native_lanes.h"
+
+#define QUERIES 8
+#define COLUMNS (2 * LANES) /* head dimensions are multiples of this */
+
+/* The keys and values of one kv head that some rows share, in float32: as they are [width, D], and turned, 16 of them
+   side by side [width / 16, D, 16]; and what their gradients have become. */
+typedef struct {
+    int64_t dim, width;
+    float *keys, *turned_keys, *turned_values, *key_grads, *value_grads;
+} Span;
+
+/* Of one block of queries: the queries times 1 / sqrt(D), the gradients of what they attended, and the gradients for the
+   queries [8, D]; shares and slopes [8, width]. */
+typedef struct {
+    float *queries, *grads, *found, *shares, *slopes;
+} Block;
+
+/* out[p][j] = rows[p] . key j, for keys turned, up to `count` (a multiple of 16). */
+static void times_turned(const float *rows, int64_t dim, const float *turned, int64_t count, float *out, int64_t width) {
+    for (int64_t j = 0; j < count; j += LANES) {
+        const float *panel = turned + j * dim;
+        vf total[QUERIES];
+#pragma GCC unroll 8
+        for (int p = 0; p < QUERIES; p++) total[p] = (vf){0};
+        for (int64_t d = 0; d < dim; d++) {
+            vf x = *(const vf *)(panel + d * LANES);
+#pragma GCC unroll 8
+            for (int p = 0; p < QUERIES; p++) total[p] += rows[p * dim + d] * x;
+        }
+#pragma GCC unroll 8
+        for (int p = 0; p < QUERIES; p++) *(vf *)(out + p * width + j) = total[p];
+    }
+}
+
+/* out[p] = sum over keys j of factors[p][j] * keys[j]. */
+static void mix_keys(const float *factors, int64_t width, const float *keys, int64_t count, int64_t dim, float *out) {
+    for (int64_t d = 0; d < dim; d += COLUMNS) {
+        vf first[QUERIES], second[QUERIES];
+#pragma GCC unroll 8
+        for (int p = 0; p < QUERIES; p++) first[p] = second[p] = (vf){0};
+        for (int64_t j = 0; j < count; j++) {
+            vf a = *(const vf *)(keys + j * dim + d), b = *(const vf *)(keys + j * dim + d + LANES);
+#pragma GCC unroll 8
+            for (int p = 0; p < QUERIES; p++) {
+                float factor = factors[p * width + j];
+                first[p] += factor * a;
+                second[p] += factor * b;
+            }
+        }
+#pragma GCC unroll 8
+        for (int p = 0; p < QUERIES; p++) {
+            *(vf *)(out + p * dim + d) = first[p];
+            *(vf *)(out + p * dim + d + LANES) = second[p];
+        }
+    }
+}
+
+/* sums[j] += sum over p of factors[p][j] * rows[p]. */
+static void add_outer(const float *factors, int64_t width, const float *rows, int64_t count, int64_t dim, float *sums) {
+    for (int64_t d = 0; d < dim; d += COLUMNS) {
+        vf first[QUERIES], second[QUERIES];
+#pragma GCC unroll 8
+        for (int p = 0; p < QUERIES; p++) {
+            first[p] = *(const vf *)(rows + p * dim + d);
+            second[p] = *(const vf *)(rows + p * dim + d + LANES);
+        }
+        for (int64_t j = 0; j < count; j++) {
+            vf a = *(vf *)(sums + j * dim + d), b = *(vf *)(sums + j * dim + d + LANES);
+#pragma GCC unroll 8
+            for (int p = 0; p < QUERIES; p++) {
+                float factor = factors[p * width + j];
+                a += factor * first[p];
+                b += factor * second[p];
+            }
+            *(vf *)(sums + j * dim + d) = a;
+            *(vf *)(sums + j * dim + d + LANES) = b;
+        }
+    }
+}
+
+/* From scores to shares, and from d / d share to d / d score, for the first `keys`; zeros from there to `padded`. */
+static void softmax_backward(float *shares, float *slopes, int64_t keys, int64_t padded) {
+    vf total = {0};
+    float inverse = exponentials(shares, keys);
+    for (int64_t j = keys; j < padded; j++) shares[j] = slopes[j] = 0;
+    for (int64_t j = 0; j < keys; j += LANES) {
+        *(vf *)(shares + j) *= inverse;
+        total += *(vf *)(shares + j) * *(vf *)(slopes + j);
+    }
+    float mean = sum(total);
+    for (int64_t j = 0; j < keys; j += LANES) *(vf *)(slopes + j) = *(vf *)(shares + j) * (*(vf *)(slopes + j) - mean);
+}
+
+static int64_t keys_of(const Packed *p, int64_t r) { return p->prefix_count[r] + p->row[r] - p->own[r] + 1; }
+
+/* Which row of heads key j of row r is. */
+static int64_t row_of_key(const Packed *p, int64_t r, int64_t j) {
+    return j < p->prefix_count[r] ? p->prefix[r] + j : p->own[r] + j - p->prefix_count[r];
+}
+
+/* The rows from r on that have the keys of one another, up to themselves. */
+static int64_t end_of_span(const Packed *p, int64_t r) {
+    int64_t end = r + 1;
+    while (end < p->rows && p->own[end] == p->own[r] && p->prefix[end] == p->prefix[r] &&
+           p->prefix_count[end] == p->prefix_count[r] && p->row[end] > p->row[end - 1])
+        end++;
+    return end;
+}
+
+/* Rows [count, D] 16 side by side: [count / 16, D, 16]. */
+static void turn(const float *rows, int64_t count, int64_t dim, float *turned) {
+    for (int64_t j = 0; j < count; j += LANES)
+        for (int64_t d = 0; d < dim; d++) {
+            float *to = turned + j * dim + d * LANES;
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) to[i] = rows[(j + i) * dim + d];
+        }
+}
+
+static void read_span(const Packed *p, int64_t last, int64_t k, const char *heads, int half, Span *span) {
+    int64_t dim = span->dim, count = keys_of(p, last);
+    float *values = span->value_grads; /* a place for a moment */
+    span->width = (count + LANES - 1) / LANES * LANES;
+    for (int64_t j = 0; j < span->width; j++) {
+        int64_t at = (row_of_key(p, last, j < count ? j : count - 1) * p->total_heads + p->query_heads + k) * dim;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            *(vf *)(span->keys + j * dim + d) = load(heads, at + d, half);
+            *(vf *)(values + j * dim + d) = load(heads, at + p->kv_heads * dim + d, half);
+        }
+    }
+    turn(span->keys, span->width, dim, span->turned_keys);
+    turn(values, span->width, dim, span->turned_values);
+    memset(span->key_grads, 0, sizeof(float) * span->width * dim);
+    memset(span->value_grads, 0, sizeof(float) * span->width * dim);
+}
+
+static void add_span(const Packed *p, int64_t last, int64_t k, const Span *span, float *grads) {
+    int64_t dim = span->dim, count = keys_of(p, last);
+    for (int64_t j = 0; j < count; j++) {
+        float *to = grads + (row_of_key(p, last, j) * p->total_heads + p->query_heads + k) * dim;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            *(vf *)(to + d) += *(vf *)(span->key_grads + j * dim + d);
+            *(vf *)(to + p->kv_heads * dim + d) += *(vf *)(span->value_grads + j * dim + d);
+        }
+    }
+}
+
+/* `count` rows from r on and `heads_taken` query heads from `head` on, at most 8 queries; the rest are zeros. */
+static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, int64_t heads_taken, const char *heads,
+                      const char *grad_out, int half, Span *span, Block *block, float *grads) {
+    int64_t dim = span->dim, width = span->width, used = count * heads_taken;
+    int64_t padded = (keys_of(p, r + count - 1) + LANES - 1) / LANES * LANES;
+    const float scale = 1.0f / sqrtf((float)dim);
+    for (int64_t i = 0; i < used; i++) {
+        int64_t row = r + i / heads_taken, own = head + i % heads_taken;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vf query = load(heads, (p->row[row] * p->total_heads + own) * dim + d, half);
+            *(vf *)(block->queries + i * dim + d) = query * scale;
+            *(vf *)(block->grads + i * dim + d) = load(grad_out, (row * p->query_heads + own) * dim + d, half);
+        }
+    }
+    memset(block->queries + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
+    memset(block->grads + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
+    times_turned(block->queries, dim, span->turned_keys, padded, block->shares, width);
+    times_turned(block->grads, dim, span->turned_values, padded, block->slopes, width);
+    for (int64_t i = 0; i < QUERIES; i++) {
+        float *shares = block->shares + i * width, *slopes = block->slopes + i * width;
+        if (i < used) softmax_backward(shares, slopes, keys_of(p, r + i / heads_taken), padded);
+        else memset(shares, 0, sizeof(float) * padded), memset(slopes, 0, sizeof(float) * padded);
+    }
+    mix_keys(block->slopes, width, span->keys, padded, dim, block->found);
+    add_outer(block->slopes, width, block->queries, padded, dim, span->key_grads);
+    add_outer(block->shares, width, block->grads, padded, dim, span->value_grads);
+    for (int64_t i = 0; i < used; i++) {
+        int64_t row = r + i / heads_taken, own = head + i % heads_taken;
+        for (int64_t d = 0; d < dim; d += LANES)
+            *(vf *)(grads + (p->row[row] * p->total_heads + own) * dim + d) = *(vf *)(block->found + i * dim + d) * scale;
+    }
+}
+
+/* Adds to grads [T, H, D] (float32) what grad_out [rows, K*G*D] gives, for some kv heads. */
+int attend_packed_backward(const Packed *p, int64_t dim, int64_t half, const char *heads, const char *grad_out,
+                           float *grads, int64_t first, int64_t last) {
+    if (dim % COLUMNS) return 1;
+    int64_t groups = p->query_heads / p->kv_heads, width = (p->longest + LANES) / LANES * LANES;
+    int64_t together = groups < QUERIES ? groups : QUERIES, rows = QUERIES / together;
+    float *memory = malloc(sizeof(float) * (5 * width * dim + 3 * QUERIES * dim + 2 * QUERIES * width)), *next = memory;
+    if (!memory) return 2;
+    Span span = {.dim = dim};
+    Block block;
+    float **parts[] = {&span.keys, &span.turned_keys, &span.turned_values, &span.key_grads, &span.value_grads};
+    for (int i = 0; i < 5; i++, next += width * dim) *parts[i] = next;
+    float **small[] = {&block.queries, &block.grads, &block.found};
+    for (int i = 0; i < 3; i++, next += QUERIES * dim) *small[i] = next;
+    block.shares = next;
+    block.slopes = next + QUERIES * width;
+    for (int64_t k = first; k < last; k++)
+        for (int64_t r = 0, end; r < p->rows; r = end) {
+            end = end_of_span(p, r);
+            read_span(p, end - 1, k, heads, half, &span);
+            for (int64_t own = r; own < end; own += rows)
+                for (int64_t g = 0; g < groups; g += together)
+                    run_block(p, own, own + rows < end ? rows : end - own, k * groups + g,
+                              g + together < groups ? together : groups - g, heads, grad_out, half, &span, &block, grads);
+            add_span(p, end - 1, k, &span, grads);
+        }
+    free(memory);
+    return 0;
+}

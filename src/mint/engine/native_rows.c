@@ -1,0 +1,146 @@
+/* What a decoder does between its products and attention, on a CPU: norms, rotated heads and SwiGLU, and the way back.
+
+   A row's result is a function of that row alone. Sums are in float32.
+
+   Letters: T rows, H heads of a row, D head dimension, I the MLP's inner width. */
+
+#include "native_lanes.h"
+
+INLINE float inverse_rms(const float *x, int64_t width, float eps) {
+    vf total = {0};
+    for (int64_t i = 0; i < width; i += LANES) total += *(const vf *)(x + i) * *(const vf *)(x + i);
+    return 1.0f / sqrtf(sum(total) / width + eps);
+}
+
+/* out = x / rms(x) * weight for rows of `width`; inverse [T] = 1 / rms(x). */
+int rms_norm(const float *x, const float *weight, double eps, int64_t width, float *out, float *inverse, int64_t first,
+             int64_t last) {
+    for (int64_t t = first; t < last; t++) {
+        const float *own = x + t * width;
+        float scale = inverse_rms(own, width, eps);
+        for (int64_t i = 0; i < width; i += LANES)
+            *(vf *)(out + t * width + i) = *(const vf *)(own + i) * scale * *(const vf *)(weight + i);
+        inverse[t] = scale;
+    }
+    return 0;
+}
+
+/* From qkv [T, H, D] to heads of the same shape: bias added (also to qkv itself), the first `rotated` heads normed by
+   `norms` [rotated, D] and turned by cos and sin [T, D / 2]; bias and norms may be missing. inverse [T, rotated]. */
+int finish_heads(float *qkv, const float *bias, const float *norms, const float *cos, const float *sin, double eps,
+                 int64_t total_heads, int64_t rotated, int64_t dim, int64_t half, char *heads, float *inverse,
+                 int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++)
+        for (int64_t h = 0; h < total_heads; h++) {
+            int64_t at = (t * total_heads + h) * dim;
+            float *own = qkv + at, scale = 1.0f;
+            if (bias)
+                for (int64_t i = 0; i < dim; i += LANES) *(vf *)(own + i) += *(const vf *)(bias + h * dim + i);
+            if (h >= rotated) {
+                for (int64_t i = 0; i < dim; i += LANES) store(heads, at + i, *(vf *)(own + i), half);
+                continue;
+            }
+            if (norms) inverse[t * rotated + h] = scale = inverse_rms(own, dim, eps);
+            for (int64_t i = 0; i < dim / 2; i += LANES) {
+                vf a = *(vf *)(own + i), b = *(vf *)(own + dim / 2 + i);
+                if (norms) {
+                    a = a * scale * *(const vf *)(norms + h * dim + i);
+                    b = b * scale * *(const vf *)(norms + h * dim + dim / 2 + i);
+                }
+                vf c = *(const vf *)(cos + t * dim / 2 + i), s = *(const vf *)(sin + t * dim / 2 + i);
+                store(heads, at + i, a * c - b * s, half);
+                store(heads, at + dim / 2 + i, b * c + a * s, half);
+            }
+        }
+    return 0;
+}
+
+/* 1 / (1 + exp(-x)), and in `rest` 1 minus that, both without cancellation. */
+INLINE vf sigmoid(vf x, vf *rest) {
+    vi negative = x < 0.0f;
+    vf e = exponential((vf)((vi)x | (vi)((vu){0} + 0x80000000u))); /* exp(-|x|) */
+    vf large = 1.0f / (1.0f + e), small = e * large;
+    *rest = (vf)(((vi)large & negative) | ((vi)small & ~negative));
+    return (vf)(((vi)small & negative) | ((vi)large & ~negative));
+}
+
+/* out [T, I] = silu(gate) * up of wide [T, 2I]. */
+int swiglu(const float *wide, int64_t inner, float *out, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++)
+        for (int64_t i = 0; i < inner; i += LANES) {
+            vf gate = *(const vf *)(wide + t * 2 * inner + i), up = *(const vf *)(wide + t * 2 * inner + inner + i);
+            vf rest;
+            *(vf *)(out + t * inner + i) = gate * sigmoid(gate, &rest) * up;
+        }
+    return 0;
+}
+
+/* out [T, 2I]: the gradient for wide [T, 2I] of `swiglu`, from grad [T, I]. */
+int swiglu_backward(const float *grad, const float *wide, int64_t inner, float *out, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++)
+        for (int64_t i = 0; i < inner; i += LANES) {
+            const float *own = wide + t * 2 * inner + i;
+            vf gate = *(const vf *)own, up = *(const vf *)(own + inner), slope = *(const vf *)(grad + t * inner + i);
+            vf rest, share = sigmoid(gate, &rest);
+            *(vf *)(out + t * 2 * inner + i) = slope * up * share * (1.0f + gate * rest);
+            *(vf *)(out + t * 2 * inner + inner + i) = slope * gate * share;
+        }
+    return 0;
+}
+
+/* What x [width] gets from grad for x * inverse * weight, inverse being 1 / rms(x); plus `residual`, if there is one.
+   `out` may be `grad`. */
+INLINE void norm_backward(const float *grad, const float *x, float inverse, const float *weight, const float *residual,
+                          int64_t width, float *out) {
+    vf total = {0};
+    for (int64_t i = 0; i < width; i += LANES)
+        total += *(const vf *)(grad + i) * *(const vf *)(weight + i) * *(const vf *)(x + i);
+    float pull = sum(total) / width * inverse * inverse * inverse;
+    for (int64_t i = 0; i < width; i += LANES) {
+        vf found = *(const vf *)(grad + i) * *(const vf *)(weight + i) * inverse - *(const vf *)(x + i) * pull;
+        if (residual) found += *(const vf *)(residual + i);
+        *(vf *)(out + i) = found;
+    }
+}
+
+/* out [T, width]: the gradient for x of `rms_norm`, from grad [T, width]; plus `residual` [T, width], if there is one. */
+int rms_norm_backward(const float *grad, const float *x, const float *inverse, const float *weight,
+                      const float *residual, int64_t width, float *out, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++) {
+        int64_t at = t * width;
+        norm_backward(grad + at, x + at, inverse[t], weight, residual ? residual + at : 0, width, out + at);
+    }
+    return 0;
+}
+
+/* out [T, width] = x * inverse * weight: a norm whose inverse [T] is known. */
+int rms_norm_again(const float *x, const float *inverse, const float *weight, int64_t width, float *out, int64_t first,
+                   int64_t last) {
+    for (int64_t t = first; t < last; t++)
+        for (int64_t i = 0; i < width; i += LANES)
+            *(vf *)(out + t * width + i) = *(const vf *)(x + t * width + i) * inverse[t] * *(const vf *)(weight + i);
+    return 0;
+}
+
+/* out [T, H, D]: the gradient for qkv of `finish_heads`, from grad [T, H, D] in the type of the heads. */
+int finish_heads_backward(const char *grad, const float *qkv, const float *inverse, const float *norms, const float *cos,
+                          const float *sin, int64_t total_heads, int64_t rotated, int64_t dim, int64_t half, float *out,
+                          int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++)
+        for (int64_t h = 0; h < total_heads; h++) {
+            int64_t at = (t * total_heads + h) * dim;
+            float *to = out + at;
+            if (h >= rotated) {
+                for (int64_t i = 0; i < dim; i += LANES) *(vf *)(to + i) = load(grad, at + i, half);
+                continue;
+            }
+            for (int64_t i = 0; i < dim / 2; i += LANES) { /* its transpose turns back */
+                vf a = load(grad, at + i, half), b = load(grad, at + dim / 2 + i, half);
+                vf c = *(const vf *)(cos + t * dim / 2 + i), s = *(const vf *)(sin + t * dim / 2 + i);
+                *(vf *)(to + i) = a * c + b * s;
+                *(vf *)(to + dim / 2 + i) = b * c - a * s;
+            }
+            if (norms) norm_backward(to, qkv + at, inverse[t * rotated + h], norms + h * dim, 0, dim, to);
+        }
+    return 0;
+}

@@ -1,0 +1,136 @@
+"""Compiling the kernels in C: once for all runs, by two processes at once, and what happens where it cannot be done."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_models import write_model
+
+from mint.config import Settings
+from mint.engine import native_build
+from mint.engine.freed_memory import keep_freed_memory
+from mint.engine.native_build import COMPILERS, SOURCES, NativeBuild
+from mint.engine.torch_engine import TorchEngine
+from mint.errors import MissingExtraError
+
+needs_compiler = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native")
+
+
+@needs_compiler
+def test_they_are_compiled_once_and_need_no_compiler_afterwards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = NativeBuild(folder).libraries()
+    assert libraries.keys() == {source.stem for source in SOURCES}
+    assert sorted(folder.iterdir()) == sorted(libraries.values())  # and nothing else is left there
+    monkeypatch.setattr(native_build, "COMPILERS", ())
+    assert NativeBuild(folder).libraries() == libraries
+
+
+@needs_compiler
+def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
+    processes = [multiprocessing.get_context("spawn").Process(target=_build, args=(tmp_path,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert len(list(tmp_path.iterdir())) == len(SOURCES)
+
+
+def _build(folder: Path) -> None:
+    NativeBuild(folder).libraries()
+
+
+@needs_compiler
+def test_other_flags_give_other_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(NativeBuild(folder).libraries().values())
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-DANOTHER"))
+    assert not before & set(NativeBuild(folder).libraries().values())
+
+
+@needs_compiler
+def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "FLAGS", ("-no-such-flag",))
+    with pytest.raises(MissingExtraError, match="no-such-flag"):
+        NativeBuild(tmp_path).libraries()
+    assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+def test_a_compiler_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(native_build, "COMPILERS", (str(slow),))
+    monkeypatch.setattr(native_build, "COMPILE_SECONDS", 0.2)
+    with pytest.raises(MissingExtraError, match="took more than"):
+        NativeBuild(tmp_path / "kept").libraries()
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MissingExtraError, match="file/native"):
+        NativeBuild(tmp_path / "file" / "native").libraries()
+
+
+def test_without_a_compiler_an_engine_that_need_not_have_them_says_so_and_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native_build, "COMPILERS", ("no-such-compiler",))
+    write_model(tmp_path / "base", "tied", hidden_size=64, intermediate_size=96, head_dim=32)
+    with pytest.raises(MissingExtraError, match="C compiler"):
+        TorchEngine(device="cpu", native=tmp_path)
+    with caplog.at_level(logging.WARNING):
+        engine = TorchEngine(device="cpu", native=NativeBuild(tmp_path, required=False))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "C compiler" in caplog.text
+    assert engine.load_base("base", str(tmp_path / "base")).settings["attention"] == "torch"
+
+
+def test_they_are_kept_where_the_user_s_caches_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert Settings().kernels_dir == Path("/somewhere/mint/native")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert Settings().kernels_dir == Path("~/.cache/mint/native").expanduser()
+
+
+_STEPS = """
+import ctypes, resource, sys
+from mint.engine.freed_memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.memset.restype = ctypes.c_void_p
+def step():
+    places = [ctypes.c_void_p(libc.malloc(ctypes.c_size_t(4 << 20))) for _ in range(20)]
+    for place in places:
+        libc.memset(place, 1, ctypes.c_size_t(4 << 20))
+    for place in places:
+        libc.free(place)
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_freed_memory_is_taken_again_without_page_faults() -> None:
+    if not keep_freed_memory():
+        pytest.skip("the C library is not glibc")
+    faults = {
+        mode: int(subprocess.run([sys.executable, "-c", _STEPS, mode], capture_output=True, check=True).stdout)
+        for mode in ("keep", "default")
+    }
+    assert faults["keep"] < 100 < faults["default"]
