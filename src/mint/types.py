@@ -251,8 +251,8 @@ class GetInfoResponse(_Result):
 
 
 class ForwardBackwardOutput(_Result):
-    """Per datum `logprobs`, of the shape of its targets; `metrics` are named `name:reduction`; `warnings` name doubtful
-    data."""
+    """Per datum `logprobs`, of the shape of its targets, and under a policy's loss `entropies` [N]; `metrics` are named
+    `name:reduction`; `warnings` name doubtful data."""
 
     loss_fn_output_type: str = "ArrayRecord"
     loss_fn_outputs: list[dict[str, TensorData]]

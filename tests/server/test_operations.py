@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import SampleResult
+from mint.engine.torch_engine import TorchEngine
 from mint.errors import JournalError
 from mint.server.logs import configure_logs
 from tests.server.server_harness import API, Person, make_key, pass_input, running, sample_body
@@ -142,6 +143,29 @@ def test_the_numbers_say_what_was_done(tmp_path: Path) -> None:
     assert found[("mint_open_sessions",)] == 1 and found[("mint_working",)] == 1
     assert found["mint_waiting_requests", "kind=sample"] == 0
     assert found[("mint_journal_bytes",)] > 0
+
+
+def test_prompts_that_were_known_already_are_counted_apart(tmp_path: Path) -> None:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": list(range(3, 43))}]}
+    with running(tmp_path, engine=TorchEngine(threads=1)) as server:
+        person = Person(server)
+        sampler = person.sampler(person.session())
+        found = []
+        for seq_id in range(2):
+            promise = person.post("asample", sample_body(sampler, seq_id, max_tokens=1) | {"prompt": prompt})
+            person.result(promise["request_id"])
+            found.append(numbers(person))
+    first, second = found
+    assert first["mint_prompt_tokens_total", "source=computed"] == 40
+    assert first["mint_prompt_tokens_total", "source=reused"] == 0
+    assert (
+        second["mint_prompt_tokens_total", "source=computed"] + second["mint_prompt_tokens_total", "source=reused"]
+        == 80
+    )
+    assert second["mint_prompt_tokens_total", "source=reused"] >= 32
+    assert second[("mint_sampling_steps_total",)] > first[("mint_sampling_steps_total",)] > 0
+    assert second["mint_kv_cells", "state=total"] > second["mint_kv_cells", "state=in_use"] > 0
+    assert second["mint_kv_cells", "state=kept"] > 0
 
 
 def test_the_queue_is_counted_while_it_waits(tmp_path: Path) -> None:

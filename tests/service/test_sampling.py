@@ -121,6 +121,21 @@ def test_many_versions_leave_the_engine_and_come_back(tmp_path: Path, monkeypatc
     harness.service.stop()
 
 
+def test_of_a_models_versions_the_newest_stay_in_the_engine_and_older_ones_come_back(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    harness = Harness(open_service(tmp_path, engine=engine))
+    other, model_id = harness.create_model(0), harness.create_model(1)
+    kept = publish(harness, other, 1, 0)
+    samplers, seen = [], []
+    for number in range(1, 6):
+        samplers.append(publish(harness, model_id, 3 * number - 2, number))
+        seen.append(harness.sample(samplers[-1], 0, params={"seed": 1}))
+        step(harness, model_id, 3 * number - 1)
+    assert set(engine._weights) == {kept, *samplers[-sampling.KEPT_OF_A_MODEL :]}
+    assert [harness.sample(name, 1, params={"seed": 1}) for name in samplers] == seen
+    harness.service.stop()
+
+
 def test_a_copy_of_a_sample_request_gets_the_same_answer_and_another_is_refused(harness: Harness) -> None:
     sampler = publish(harness, harness.create_model(), 1, 0)
     first = harness.sample(sampler, 0, num_samples=2)

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 import mint.wire as wire
 from mint.errors import (
@@ -71,17 +71,19 @@ def create_app(
     observers: Sequence[Observer] = (),
     metrics: Exposition | None = None,
     readiness: Readiness | None = None,
+    pages: Sequence[Route] = (),
 ) -> Starlette:
     """The ASGI application over a service that the caller starts and stops.
 
-    `screen` sees every request before its sender is known; `observers` see every exchange when it is over.
+    `screen` sees every request before its sender is known; `observers` see every exchange when it is over. `pages` are
+    further routes, which see to it themselves who may come in.
     """
     rooms = bodies or Bodies()
+    routes: list[BaseRoute] = [
+        Route(row.path, _endpoint(service, row, authenticate, screen, rooms), methods=[row.method]) for row in ROUTES
+    ]
     app = Starlette(
-        routes=[
-            Route(row.path, _endpoint(service, row, authenticate, screen, rooms), methods=[row.method])
-            for row in ROUTES
-        ],
+        routes=[*routes, *(_named(page) for page in pages)],
         middleware=[Middleware(Observed, observers)],
         exception_handlers={404: _no_route, 405: _wrong_method},
     )
@@ -117,6 +119,16 @@ def _endpoint(
             return refuse(RequestFailedError(f"{type(error).__name__}: {error}", remedy="See the server's log"))
 
     return endpoint
+
+
+def _named(page: Route) -> Route:
+    """The same route, which logs and metrics know by its path."""
+
+    async def endpoint(request: Request) -> Response:
+        exchange_of(request.scope).route = page.path
+        return await page.endpoint(request)
+
+    return Route(page.path, endpoint, methods=list(page.methods or ()))
 
 
 def _answer_error(error: MintError, *, status: int | None = None) -> Response:

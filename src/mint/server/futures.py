@@ -63,6 +63,18 @@ class FutureBook:
             known = self._answers.get(request_id)
             return known.fingerprint if known is not None else self._open.get(request_id)
 
+    @property
+    def open_count(self) -> int:
+        """How many answers are still to come."""
+        with self._lock:
+            return len(self._open)
+
+    @property
+    def waiter_count(self) -> int:
+        """How many requests are held open because somebody waits."""
+        with self._lock:
+            return sum(map(len, self._waiters.values()))
+
     def abandon(self, request_id: str) -> None:
         """No answer will come after all."""
         with self._lock:

@@ -133,6 +133,34 @@ class Finish:
     pruned_payloads: tuple[int, int] = (0, 0)  # seq_ids in [first, last) give up their payload
 
 
+# What a training step executes, built once: building a statement takes longer than executing it.
+_OF_MODEL = tables.jobs.c.model_id == sa.bindparam("model")
+_PENDING = (tables.jobs.c.seq_id == sa.bindparam("seq")) & (tables.jobs.c.status == "pending")
+_BETWEEN = (tables.jobs.c.seq_id >= sa.bindparam("first")) & (tables.jobs.c.seq_id < sa.bindparam("last"))
+_ADD_JOB = sa.insert(tables.jobs).prefix_with("OR IGNORE")
+_TOUCH_RUN = (
+    sa.update(tables.runs)
+    .where(tables.runs.c.run_id == sa.bindparam("run"))
+    .values(last_request_at=sa.bindparam("now"))
+)
+_FINISH_JOB = (
+    sa.update(tables.jobs)
+    .where(_OF_MODEL, _PENDING)
+    .values({name: sa.bindparam(f"new_{name}") for name in ("status", "result", "digest")})
+)
+_ADVANCE_MODEL = (
+    sa.update(tables.models)
+    .where(tables.models.c.model_id == sa.bindparam("model"))
+    .values(applied_seq=sa.bindparam("seq"))
+)
+_KEEP_SNAPSHOT = sa.insert(tables.snapshots).prefix_with("OR REPLACE")
+_KEEP_SAMPLER = sa.insert(tables.samplers).prefix_with("OR REPLACE")
+_DROP_SNAPSHOT = sa.delete(tables.snapshots).where(
+    tables.snapshots.c.model_id == sa.bindparam("model"), tables.snapshots.c.seq_id == sa.bindparam("seq")
+)
+_PRUNE_PAYLOADS = sa.update(tables.jobs).where(_OF_MODEL, _BETWEEN).values(payload=None)
+
+
 class Journal:
     """The tables of one data directory."""
 
@@ -239,9 +267,8 @@ class Journal:
                 connection.execute(sa.insert(tables.models).prefix_with("OR IGNORE"), vars(model))
             if run is not None:
                 connection.execute(sa.insert(tables.runs).prefix_with("OR IGNORE"), vars(run))
-            mine = tables.runs.c.run_id == job.model_id
-            connection.execute(sa.update(tables.runs).where(mine).values(last_request_at=now))
-            added = connection.execute(sa.insert(tables.jobs).prefix_with("OR IGNORE"), vars(job))
+            connection.execute(_TOUCH_RUN, {"run": job.model_id, "now": now})
+            added = connection.execute(_ADD_JOB, vars(job))
             return None if added.rowcount else _read_job(connection, job.model_id, job.seq_id)
 
     def job(self, model_id: str, seq_id: int) -> JobRow | None:
@@ -294,33 +321,28 @@ class Journal:
         """
         takes_away = bool(finish.dropped_snapshots) and not self.database.is_synced
         sync = takes_away or finish.checkpoint is not None
-        jobs, models = tables.jobs.c, tables.models.c
-        mine = jobs.model_id == finish.model_id
-        values = {"status": finish.status, "result": finish.result, "digest": finish.digest}
+        place = {"model": finish.model_id, "seq": finish.seq_id}
+        values = {"new_status": finish.status, "new_result": finish.result, "new_digest": finish.digest}
         with self._transaction(sync=sync) as connection:
-            chosen = sa.update(tables.jobs).where(mine, jobs.seq_id == finish.seq_id, jobs.status == "pending")
-            if not connection.execute(chosen.values(values)).rowcount:
+            if not connection.execute(_FINISH_JOB, {**place, **values}).rowcount:
                 return False
-            columns = {**(finish.model or {}), "applied_seq": finish.seq_id}
-            connection.execute(sa.update(tables.models).where(models.model_id == finish.model_id).values(columns))
+            connection.execute(_ADVANCE_MODEL, place)
             if finish.model is not None:
+                mine = tables.models.c.model_id == finish.model_id
+                connection.execute(sa.update(tables.models).where(mine).values(finish.model))
                 known = {"base_model": finish.model.get("base_model"), "lora": finish.model.get("lora")}
                 connection.execute(sa.update(tables.runs).where(tables.runs.c.run_id == finish.model_id).values(known))
             if finish.snapshot is not None:
-                connection.execute(sa.insert(tables.snapshots).prefix_with("OR REPLACE"), vars(finish.snapshot))
+                connection.execute(_KEEP_SNAPSHOT, vars(finish.snapshot))
             if finish.checkpoint is not None:
                 connection.execute(sa.insert(tables.checkpoints).prefix_with("OR REPLACE"), vars(finish.checkpoint))
             if finish.sampler is not None:
-                connection.execute(sa.insert(tables.samplers).prefix_with("OR REPLACE"), vars(finish.sampler))
-            if finish.dropped_snapshots:
-                old = tables.snapshots.c.seq_id.in_(finish.dropped_snapshots)
-                connection.execute(
-                    sa.delete(tables.snapshots).where(tables.snapshots.c.model_id == finish.model_id, old)
-                )
+                connection.execute(_KEEP_SAMPLER, vars(finish.sampler))
+            for seq_id in finish.dropped_snapshots:
+                connection.execute(_DROP_SNAPSHOT, {"model": finish.model_id, "seq": seq_id})
             first, last = finish.pruned_payloads
             if last > first:
-                old = (jobs.seq_id >= first) & (jobs.seq_id < last)
-                connection.execute(sa.update(tables.jobs).where(mine, old).values(payload=None))
+                connection.execute(_PRUNE_PAYLOADS, {"model": finish.model_id, "first": first, "last": last})
         return True
 
     def give_up(self, model_id: str, missing: Sequence[int], waiting: Sequence[int], result: bytes) -> None:

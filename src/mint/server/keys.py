@@ -6,7 +6,6 @@ Works on the database of a data directory, beside a server that runs there. Know
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import secrets
 import threading
@@ -107,20 +106,26 @@ class Keys:
             JournalError: the database cannot be read; nothing is known of the key.
         """
         digest = _digest(key)
-        now = self._clock()
-        with self._lock:
-            known = self._verdicts.get(digest)
-            if known is not None and now - known.read_at < FRESH_S:
-                return known.caller
-        caller = self._read(digest)
-        with self._lock:
-            self._verdicts[digest] = _Verdict(caller, now)
-            self._verdicts.move_to_end(digest)
-            if len(self._verdicts) > CACHED_KEYS:
-                self._verdicts.popitem(last=False)
-        if caller is not None:
-            self._note_use(caller.key_id or "", now)
-        return caller
+        return self._known(f"key {digest}", lambda: self._read(table.c.sha256 == digest))
+
+    def holder(self, key_id: str) -> Caller | None:
+        """Whom the key of this id stands for; None if there is none, or it was revoked. For those who have shown the
+        key before.
+
+        Raises:
+            JournalError: as `verify`.
+        """
+        return self._known(f"id {key_id}", lambda: self._read(table.c.key_id == key_id))
+
+    def active_owners(self) -> frozenset[str]:
+        """Those who have a key that was not revoked.
+
+        Raises:
+            JournalError: as `verify`.
+        """
+        wanted = sa.select(table.c.owner).where(table.c.revoked_at.is_(None)).distinct()
+        with self._transaction(write=False) as connection:
+            return frozenset(connection.execute(wanted).scalars())
 
     def revoke(self, key_id: str) -> KeyRow:
         """Ends a key; again is fine. Its owner's work and checkpoints stay.
@@ -148,11 +153,27 @@ class Keys:
             rows = connection.execute(sa.select(*columns).order_by(table.c.created_at)).mappings().all()
         return [replace(KeyRow(**row), quotas=Quotas(**(row["quotas"] or {}))) for row in rows]
 
-    def _read(self, digest: str) -> Caller | None:
-        wanted = sa.select(table).where(table.c.sha256 == digest)
+    def _known(self, name: str, read: Callable[[], Caller | None]) -> Caller | None:
+        """A verdict, read again once it is not fresh."""
+        now = self._clock()
+        with self._lock:
+            known = self._verdicts.get(name)
+            if known is not None and now - known.read_at < FRESH_S:
+                return known.caller
+        caller = read()
+        with self._lock:
+            self._verdicts[name] = _Verdict(caller, now)
+            self._verdicts.move_to_end(name)
+            if len(self._verdicts) > CACHED_KEYS:
+                self._verdicts.popitem(last=False)
+        if caller is not None:
+            self._note_use(caller.key_id or "", now)
+        return caller
+
+    def _read(self, condition: sa.ColumnElement[bool]) -> Caller | None:
         with self._transaction(write=False) as connection:
-            row = connection.execute(wanted).mappings().first()
-        if row is None or not hmac.compare_digest(row["sha256"], digest) or row["revoked_at"] is not None:
+            row = connection.execute(sa.select(table).where(condition)).mappings().first()
+        if row is None or row["revoked_at"] is not None:
             return None
         return Caller(row["owner"], row["key_id"], Quotas(**(row["quotas"] or {})))
 

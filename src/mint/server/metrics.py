@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mint.engine.protocol import Engine, SampleBatch, SampleResult
@@ -56,6 +56,8 @@ class Metrics:
         self._tokens = Counter("mint_tokens", "Tokens worked on.", ("kind",), registry=self._registry)
         for kind in ("trained", "sampled"):
             self._tokens.labels(kind)
+        self._engine: object = None
+        self._state: _ServiceState | None = None
 
     def observe(self, exchange: Exchange) -> None:
         """Counts an exchange."""
@@ -66,15 +68,46 @@ class Metrics:
 
     def watch(self, service: Service) -> None:
         """Shows the state of a service from now on."""
-        self._registry.register(_ServiceState(service))
+        self._state = _ServiceState(service)
+        self._registry.register(self._state)
 
     def metered(self, engine: Engine) -> Engine:
         """The same engine, whose work is counted."""
+        self._engine = engine
+        self._registry.register(_EngineState(engine))
         return cast("Engine", _Metered(engine, self._count_work))
 
     def render(self) -> bytes:
         """All numbers in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """What the engine has done since the start: `tokens` by kind, `busy_s` by operation, and what it says itself,
+        if it does, of its `sampling` and of its `kv_cells` now."""
+        count = getattr(self._engine, "sampling_counters", None)
+        cells = getattr(self._engine, "kv_cells", None)
+        return {
+            "tokens": _by_label(self._tokens),
+            "busy_s": _by_label(self._busy),
+            "sampling": {} if count is None else dict(count()),
+            "kv_cells": {} if cells is None else dict(cells()),
+        }
+
+    def requests(self) -> list[dict[str, Any]]:
+        """How many requests of each route were `answered`, and how many `refused` (status 400 and above)."""
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
+        samples = (each for metric in self._requests.collect() for each in metric.samples)
+        for sample in samples:
+            if not sample.name.endswith("_total"):
+                continue
+            method, route, status = (sample.labels[name] for name in ("method", "route", "status"))
+            row = rows.setdefault((method, route), {"method": method, "route": route, "answered": 0, "refused": 0})
+            row["refused" if int(status) >= 400 else "answered"] += int(sample.value)
+        return list(rows.values())
+
+    def journal_bytes(self) -> int:
+        """How large the files of the watched service's journal are; 0 without one."""
+        return 0 if self._state is None else self._state.journal_bytes()
 
     def _count_work(self, operation: str, seconds: float, arguments: tuple[Any, ...], result: Any) -> None:
         self._busy.labels(operation).inc(seconds)
@@ -83,6 +116,12 @@ class Metrics:
         elif operation == "sample":
             count = sum(len(sample.tokens) for found in result.values() for sample in found.samples)
             self._tokens.labels("sampled").inc(count)
+
+
+def _by_label(counter: Counter) -> dict[str, float]:
+    """A counter's values by its only label."""
+    samples = [sample for metric in counter.collect() for sample in metric.samples if sample.name.endswith("_total")]
+    return {next(iter(sample.labels.values())): sample.value for sample in samples}
 
 
 class _Metered:
@@ -128,6 +167,37 @@ class _MeteredBatch:
         return results
 
 
+class _EngineState(Collector):
+    """What the engine itself counts, at the moment of asking; nothing of an engine that counts nothing."""
+
+    def __init__(self, engine: object) -> None:
+        self._count = getattr(engine, "sampling_counters", None)
+        self._cells = getattr(engine, "kv_cells", None)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the engine is not asked before it works."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Counters of sampling, and gauges of its memory."""
+        if self._count is not None:
+            counts = self._count()
+            prompts = CounterMetricFamily(
+                "mint_prompt_tokens", "Tokens of prompts, by whether their keys were known.", labels=("source",)
+            )
+            for source, name in (("computed", "prefilled"), ("reused", "reused")):
+                prompts.add_metric((source,), counts.get(name, 0))
+            yield prompts
+            steps, restarts = (counts.get(name, 0) for name in ("steps", "restarts"))
+            yield CounterMetricFamily("mint_sampling_steps", "Steps of the batches that are sampled.", value=steps)
+            yield CounterMetricFamily("mint_sampling_restarts", "Jobs that had to make room.", value=restarts)
+        if self._cells is not None:
+            cells = GaugeMetricFamily("mint_kv_cells", "Cells of keys and values.", labels=("state",))
+            for state, value in self._cells().items():
+                cells.add_metric((state,), value)
+            yield cells
+
+
 class _ServiceState(Collector):
     """What is read from the service at the moment of asking."""
 
@@ -148,12 +218,13 @@ class _ServiceState(Collector):
         rows = self._service.sampled_rows
         yield GaugeMetricFamily("mint_sampled_rows", "Sequences that are being sampled together.", value=rows)
         yield GaugeMetricFamily("mint_open_sessions", "Sessions that live.", value=self._service.open_sessions)
-        yield GaugeMetricFamily("mint_journal_bytes", "Size of the journal's files.", value=self._journal_bytes())
+        yield GaugeMetricFamily("mint_journal_bytes", "Size of the journal's files.", value=self.journal_bytes())
         yield GaugeMetricFamily(
             "mint_working", "1 while requests are being worked on.", value=float(self._service.is_working)
         )
 
-    def _journal_bytes(self) -> int:
+    def journal_bytes(self) -> int:
+        """The size of the journal's files together."""
         sizes = []
         for path in self._service.data_dir.glob("journal.sqlite3*"):
             try:

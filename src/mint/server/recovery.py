@@ -113,7 +113,7 @@ def _redo(trainer: Trainer, job: JobRow) -> None:
     if not same:
         raise RecoveryDivergedError(
             f"replaying request {job.seq_id} ({job.kind}) of {job.model_id} gave other bits than were acknowledged; "
-            "was the machine, the thread count or torch changed?",
+            "was the machine, the thread count, MINT_NATIVE, mint or torch changed?",
             remedy="Load a checkpoint into a new model",
         )
 

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,10 @@ log = logging.getLogger("mint.sampling")
 
 KEPT_IN_ENGINE = 16
 """Sets of weights that stay in the engine's memory; the others wait in their files."""
+
+KEPT_OF_A_MODEL = 3
+"""Of those, published while one model was trained: it samples from the newest, and what the engine keeps of the others
+(weights, and keys and values of their prompts) is memory that the next can have."""
 
 KEPT_PUBLISHED = 64
 """Nameless published weights that a session keeps, by last use; older ones are forgotten, file and all."""
@@ -65,7 +69,8 @@ class Samplers:
         self._bases = bases
         self._data_dir = data_dir
         self._rows: dict[str, SamplerRow] = {}
-        self._in_engine: OrderedDict[str, None] = OrderedDict()
+        self._in_engine: OrderedDict[str, None] = OrderedDict()  # least recently used first
+        self._model_of: dict[str, str] = {}  # published sampler → the model that it was made from
         self._used: OrderedDict[str, None] = OrderedDict()  # published samplers, least recently used first
 
     def row(self, sampler_id: str) -> SamplerRow:
@@ -86,9 +91,10 @@ class Samplers:
         self._rows[sampler_id] = row
         return row
 
-    def published(self, row: SamplerRow) -> tuple[str, ...]:
-        """Notes weights that training has just put into the engine; the files that they push out."""
+    def published(self, row: SamplerRow, model_id: str) -> tuple[str, ...]:
+        """Notes weights that training this model has just put into the engine; the files that they push out."""
         self._rows[row.sampler_id] = row
+        self._model_of[row.sampler_id] = model_id
         self._touch(row)
         mine = [known for known in self._used if session_of(known) == row.session_id]
         gone = mine[:-KEPT_PUBLISHED]
@@ -97,6 +103,8 @@ class Samplers:
             self._journal.drop_samplers(gone)
         for known in gone:
             self._forget(known)
+        older = [name for name in self._in_engine if self._model_of.get(name) == model_id][:-KEPT_OF_A_MODEL]
+        self._let_go(older)
         self._make_room(keep={row.weights_id or ""})
         return files
 
@@ -187,16 +195,19 @@ class Samplers:
 
     def _make_room(self, *, keep: set[str]) -> None:
         idle = [name for name in self._in_engine if name not in keep]
-        for weights_id in idle[: max(0, len(self._in_engine) - KEPT_IN_ENGINE)]:
+        self._let_go(idle[: max(0, len(self._in_engine) - KEPT_IN_ENGINE)])
+
+    def _let_go(self, names: Sequence[str]) -> None:
+        for weights_id in names:
             self._engine.drop_weights(weights_id)
             del self._in_engine[weights_id]
 
     def _forget(self, sampler_id: str) -> None:
         row = self._rows.pop(sampler_id)
         self._used.pop(sampler_id, None)
+        self._model_of.pop(sampler_id, None)
         if row.file is not None and row.weights_id in self._in_engine:
-            self._engine.drop_weights(row.weights_id)
-            del self._in_engine[row.weights_id]
+            self._let_go([row.weights_id])
 
 
 def answer_of(request: SampleRequest, result: SampleResult) -> Answer:

@@ -161,6 +161,11 @@ class Service:
         return self._worker.sampled_rows
 
     @property
+    def session_owners(self) -> dict[str, str]:
+        """Whose each session is that lives here."""
+        return self._sessions.owners()
+
+    @property
     def open_sessions(self) -> int:
         """How many sessions live here, whoever owns them."""
         return len(self._sessions.last_seen())

@@ -64,6 +64,11 @@ class Sessions:
         with self._lock:
             return self._owners.get(session_id)
 
+    def owners(self) -> dict[str, str]:
+        """Whose each live session is."""
+        with self._lock:
+            return dict(self._owners)
+
     def is_known(self, session_id: str) -> bool:
         """Whether there is, or ever was, a session of that id, whoever owns it."""
         return self.owner(session_id) is not None or self._journal.session(session_id) is not None

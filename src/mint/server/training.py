@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import mint.wire as wire
-from mint.engine.protocol import BaseInfo, Engine, LoraSpec, ModelState
+from mint.engine.protocol import LOSSES, BaseInfo, Engine, LoraSpec, LossSpec, ModelState, PassResult
 from mint.errors import ConflictError, InvalidRequestError, MintError, StepRefusedError
 from mint.models.tensor_files import sync_file
 from mint.server import checkpoints, validation
@@ -229,7 +229,7 @@ class Trainer:
         warnings = [*checked.warnings, *doubts]
         return ForwardBackwardOutput.model_construct(
             loss_fn_output_type="ArrayRecord",
-            loss_fn_outputs=[{"logprobs": TensorData.from_numpy(row)} for row in result.logprobs],
+            loss_fn_outputs=_outputs(checked.loss, result),
             metrics={**result.metrics, "lint_warnings:sum": float(len(warnings))},
             warnings=warnings,
         )
@@ -455,6 +455,16 @@ class Trainer:
             first, live.pruned_below = live.pruned_below, live.snapshots[-1].seq_id + 1
             changes["pruned_payloads"] = (first, live.pruned_below)
         return changes, tuple(gone.file for gone in old)
+
+
+def _outputs(loss: LossSpec, result: PassResult) -> list[dict[str, TensorData]]:
+    """Per datum the logprobs of its targets, and under a policy's loss the entropies of what they were drawn from."""
+    rows = [{"logprobs": TensorData.from_numpy(row)} for row in result.logprobs]
+    if "logprobs" not in LOSSES[loss.name].required:
+        return rows
+    for row, entropies in zip(rows, result.entropies, strict=False):  # no entropies without distributions
+        row["entropies"] = TensorData.from_numpy(entropies)
+    return rows
 
 
 def _refuse_other_optimizer(field: str, config: dict[str, Any] | None) -> None:

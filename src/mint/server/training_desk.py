@@ -108,9 +108,8 @@ class TrainingDesk:
     def enqueue(self, row: JobRow, request: BaseModel | MintError, *, owner: str) -> None:
         """Puts a request that the journal has into the queue; `request` may be the error that it shall end in."""
         job = TrainingJob(row.model_id, row.seq_id, row.kind, request, time.monotonic())
-        model = self._journal.model(row.model_id)
         self._futures.open(request_id(row.model_id, row.seq_id))
-        next_seq = 0 if model is None else model.applied_seq + 1
+        next_seq = self._next_seq(row.model_id)
         self._inbox.add_training(job, next_seq=next_seq, owner=owner, size_bytes=len(row.payload or b""))
 
     def forget(self, models: Iterable[str]) -> None:

@@ -157,7 +157,7 @@ class Worker:
             return
         gone = outcome.obsolete_files
         if finish.sampler is not None:
-            gone += self._samplers.published(finish.sampler)
+            gone += self._samplers.published(finish.sampler, finish.model_id)
         self._mark("")
         self._inbox.advance(job.model_id, job.seq_id)
         answer = Answer(finish.result, failed=finish.status == "failed")
