@@ -129,10 +129,10 @@ def test_results_are_there_as_arrays_too() -> None:
 
 def test_the_public_names_of_the_rl_library_are_exactly_these() -> None:
     assert rl.__all__ == [
-        "Costs", "Estimate", "Examination", "Finding", "Group", "LiveProgress", "Message", "MessageEnv",
+        "Costs", "Estimate", "Examination", "Finding", "Group", "LiveProgress", "LoadedRun", "Message", "MessageEnv",
         "MessageEnvAdapter", "MessageStepResult", "PairwiseJudge", "RLAdapter", "RLConfig", "Reward", "Rollout",
         "Rubric", "RunRecord", "RunResult", "Search", "Task", "Tool", "ToolEnv", "Turn", "UnsupportedError",
-        "calculator", "diagnose", "examine", "run_grpo", "tool",
+        "calculator", "diagnose", "examine", "load_run", "run_grpo", "tool",
     ]  # fmt: skip
 
 

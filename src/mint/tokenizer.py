@@ -6,6 +6,8 @@ Knows folders with a `tokenizer.json`; it does not know which folder a base mode
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ TOKENIZER_FILES = frozenset(
 """All that a tokenizer is made of; what else lies in a model's folder is not needed for it."""
 
 _TOKENIZERS: dict[str, Any] = {}
+_LOADING = threading.Lock()
 
 
 def load_tokenizer(tokenizer_id: str, base_model: str) -> Any:
@@ -30,9 +33,10 @@ def load_tokenizer(tokenizer_id: str, base_model: str) -> Any:
         NotFoundError: neither a folder nor a reachable name.
     """
     source = tokenizer_id if tokenizer_id and Path(tokenizer_id).is_dir() else base_model
-    if source not in _TOKENIZERS:
-        _TOKENIZERS[source] = _load(source)
-    return _TOKENIZERS[source]
+    with _LOADING:  # two threads that import transformers at once find it half imported
+        if source not in _TOKENIZERS:
+            _TOKENIZERS[source] = _load(source)
+        return _TOKENIZERS[source]
 
 
 def _load(source: str) -> Any:
@@ -106,6 +110,29 @@ def token_bytes(folder: Path) -> tuple[bytes, ...]:
     for token in added:
         table[token["id"]] = str(token["content"]).encode()
     return tuple(table)
+
+
+def token_pieces(tokenizer: Any, ids: Sequence[int]) -> list[tuple[bytes, bool]]:
+    """For each id the bytes it stands for, and whether it is a special token, as a loaded tokenizer has them.
+
+    Unlike `token_bytes` it looks at the asked ids only, and needs no folder. b"" for an id without a token; a tokenizer
+    of another make than `tokenizers` gives the text of each id by itself.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return [(tokenizer.decode([one]).encode(), False) for one in ids]
+    added = tokenizer.added_tokens_decoder
+    byte_level = "ByteLevel" in f"{backend.pre_tokenizer} {backend.decoder}"
+    letters = _byte_of_letter()
+    found = []
+    for one, text in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
+        if one in added:
+            found.append((str(added[one]).encode(), bool(added[one].special)))
+        elif text is None:
+            found.append((b"", False))
+        else:
+            found.append((_byte_level(text, letters) if byte_level else _sentencepiece(text), False))
+    return found
 
 
 def _byte_level(text: str, letters: dict[str, int]) -> bytes:

@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
+from scripted_policy import ScriptedPolicy, tiny_tokenizer
 
-from mint.rl import Group, RLAdapter, Rollout, Turn
-from mint.rl.evaluation import estimate, interval, pass_at_k, wilson, without_heldout
+from mint.errors import RequestFailedError
+from mint.rl import Group, RLAdapter, RLConfig, Rollout, Turn
+from mint.rl.calls import CallPool
+from mint.rl.completions import as_adapter
+from mint.rl.evaluation import estimate, evaluate, interval, pass_at_k, wilson, without_heldout
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 1), (0, 64), (1, 7), (32, 64), (64, 64), (487, 512), (1, 100_000)])
@@ -69,3 +73,20 @@ def test_several_completions_of_one_prompt_count_as_one_observation_and_give_pas
 def test_what_is_held_out_is_never_trained_on_however_often_it_occurs() -> None:
     kept, left_out = without_heldout(Sums(), Sums().build_dataset(), ["1 + 1", "9 + 9"])
     assert (kept, left_out) == (["2 + 2", "3 + 3"], 2)
+
+
+def test_a_reading_of_which_nothing_could_be_sampled_is_an_error_and_no_zero() -> None:
+    calls = CallPool(timeout_s=5)
+    try:
+        with pytest.raises(RequestFailedError, match=r"no held-out prompt could be sampled.*out of order"):
+            evaluate(
+                ScriptedPolicy(lambda ids: RequestFailedError("the engine is out of order")),  # ty: ignore[invalid-argument-type]
+                as_adapter(Sums()),
+                ["1 + 1", "2 + 2"],
+                config=RLConfig(),
+                temperature=0.0,
+                calls=calls,
+                tokenizer=tiny_tokenizer(),
+            )
+    finally:
+        calls.close()

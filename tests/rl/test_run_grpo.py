@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mint.errors import InvalidRequestError
@@ -268,6 +269,18 @@ def test_every_rollout_is_logged_with_prompt_reward_by_part_length_and_advantage
     assert rows(result, "metrics.jsonl")[0]["reward/part/toll"] == pytest.approx(-0.1)
 
 
+def test_rollouts_that_are_trained_on_carry_the_entropy_at_each_of_their_tokens() -> None:
+    result = run_grpo(ManyDigits(), small(steps=1, optim_steps_per_batch=2))
+    used = [row for row in rows(result, "rollouts.jsonl") if row["used"]]
+    assert used and all(len(row["entropies"]) == len(row["tokens"]) for row in used)
+    one_pass = run_grpo(ManyDigits(), small(steps=1))
+    used = [row for row in rows(one_pass, "rollouts.jsonl") if row["used"]]
+    mean = np.mean([entropy for row in used for entropy in row["entropies"]])
+    assert mean == pytest.approx(rows(one_pass, "metrics.jsonl")[0]["train/entropy"], abs=1e-4)
+    surprise = -np.mean([logprob for row in used for logprob in row["logprobs"]])
+    assert mean == pytest.approx(surprise, rel=0.5)  # its expectation, where the tokens were drawn at temperature 1
+
+
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="max_staleness"):
         run_grpo(ManyDigits(), small(curriculum=True, max_staleness=1))
@@ -286,6 +299,11 @@ def test_a_collapse_ends_the_run_or_returns_to_the_best_weights_as_asked(on_coll
     assert collapses & {"learning_rate_too_high", "reward_collapse"}
     assert (result.stopped_by in collapses) == (on_collapse != "warn")
     assert (result.steps < 12) == (on_collapse != "warn")
+    ended = json.loads((result.run_dir / "process.json").read_text())
+    assert (ended["outcome"], ended["error"]) == (
+        "finished" if result.stopped_by is None else "stopped",
+        result.stopped_by,
+    )
     if on_collapse == "rollback":
         assert result.checkpoint == result.best_checkpoint
         assert result.heldout_after[0.0].mean >= result.heldout_before[0.0].mean

@@ -1,13 +1,33 @@
-"""A run folder survives a kill at any line and refuses another run's settings."""
+"""A run folder survives a kill at any line, refuses another run's settings, and says who ran it and how that ended."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import mint
 from mint.errors import InvalidRequestError
+from mint.rl.json_lines import encode_line
+from mint.rl.run_index import index_line
 from mint.rl.run_log import ResumePoint, RunLog
+from mint.rl.run_process import RunProcess, lives, read_process, recorded_process, run_state
+from mint.rl.run_tokens import TokenPieces
+from mint.tokenizer import load_tokenizer, token_bytes
+
+TINY = Path(mint.__file__).parent / "models" / "tiny"
+CONFIG = {"seed": 1}
 
 
 def test_resuming_drops_what_came_after_the_checkpoint_and_a_half_line(tmp_path: Path) -> None:
@@ -34,3 +54,176 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path) -> None:
     assert RunLog(tmp_path).start({"seed": 1, "betas": (0.9, 0.999)}, resume=True) is None
     with pytest.raises(InvalidRequestError, match="another seed"):
         RunLog(tmp_path).start({"seed": 2, "betas": (0.9, 0.999)}, resume=True)
+
+
+def rows_of(step: int) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "group": place // 2, "item": place // 2, "text": f"ä{step}.{place}", "tokens": [place],
+         "logprobs": [0.0], "reward": float(place % 2), "advantage": 0.5, "used": True}
+        for place in range(4)
+    ]  # fmt: skip
+
+
+def logged(folder: Path, steps: int) -> RunLog:
+    log = RunLog(folder)
+    log.start(CONFIG, resume=False)
+    for step in range(1, steps + 1):
+        log.append_rollouts(step, rows_of(step))
+    return log
+
+
+def assert_index_is_right(log: RunLog) -> None:
+    lines = (log.folder / "rollouts.jsonl").read_bytes().splitlines(keepends=True)
+    by_step: dict[int, list[bytes]] = {}
+    for line in lines:
+        by_step.setdefault(json.loads(line)["step"], []).append(line)
+    expected, start = [], 0
+    for step, of_step in by_step.items():
+        expected.append(index_line(step, list(map(json.loads, of_step)), list(map(len, of_step)), start))
+        start = expected[-1]["end"]
+    assert log.read("rollouts.index.jsonl") == expected
+
+
+def test_each_step_of_rollouts_has_its_line_in_the_index(tmp_path: Path) -> None:
+    log = logged(tmp_path, 3)
+    assert_index_is_right(log)
+    (line, _, _) = log.read("rollouts.index.jsonl")
+    assert (line["group"], line["item"]) == ([0, 0, 1, 1], [0, 0, 1, 1])
+    assert (line["reward"], line["length"], line["flags"]) == ([0.0, 1.0] * 2, [1] * 4, [16] * 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_resume_repairs_rollouts_and_index_wherever_a_kill_has_cut_them(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    saved = data.draw(st.integers(0, 3), label="saved")
+    log = logged(tmp_path_factory.mktemp("run"), 5)
+    rollouts, index = log.folder / "rollouts.jsonl", log.folder / "rollouts.index.jsonl"
+    if saved:
+        log.save_point(ResumePoint(saved, "mint://m/weights/step", {}))
+    kept = sum(len(encode_line(row)) for step in range(1, saved + 1) for row in rows_of(step))
+    # A checkpoint is saved after its rollouts, so those are whole; the index may have lost anything.
+    os.truncate(rollouts, data.draw(st.integers(kept, rollouts.stat().st_size), label="rollouts"))
+    if data.draw(st.booleans(), label="has an index"):
+        os.truncate(index, data.draw(st.integers(0, index.stat().st_size), label="index"))
+    else:
+        index.unlink()
+    RunLog(log.folder).start(CONFIG, resume=True)
+    assert log.read("rollouts.jsonl") == [row for step in range(1, saved + 1) for row in rows_of(step)]
+    assert_index_is_right(log)
+    for step in range(saved + 1, 6):
+        log.append_rollouts(step, rows_of(step))
+    assert log.read("rollouts.jsonl") == [row for step in range(1, 6) for row in rows_of(step)]
+    assert_index_is_right(log)
+
+
+def test_words_that_are_no_unicode_do_not_stop_a_run(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.append("findings.jsonl", {"step": 1, "evidence": "not \udcff text"})
+    assert log.read("findings.jsonl") == [{"step": 1, "evidence": "not ? text"}]
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_token_is_written_down_in_the_step_that_first_sampled_it(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(TINY), "mint/tiny")
+    pieces = TokenPieces(tokenizer)
+    assert [row["id"] for row in pieces.new_rows(1, [[5, 300, 5], [], [2]])] == [2, 5, 300]
+    assert [(row["step"], row["id"]) for row in pieces.new_rows(2, [[300, 301], [2]])] == [(2, 301)]
+    assert pieces.new_rows(3, [[301], []]) == pieces.new_rows(4, []) == []
+    resumed = TokenPieces(tokenizer, [2, 5, 300])
+    assert [row["id"] for row in resumed.new_rows(2, [[300, 301], [2]])] == [301]
+
+
+def test_a_piece_has_the_bytes_of_its_token_and_says_whether_that_is_special() -> None:
+    tokenizer, table = load_tokenizer(str(TINY), "mint/tiny"), token_bytes(TINY)
+    rows = TokenPieces(tokenizer).new_rows(1, [range(len(table)), [len(table) + 7]])
+    for row, piece in zip(rows, table, strict=False):
+        assert row["text"] == piece.decode("utf-8", "replace")
+        assert bytes.fromhex(row["bytes"]) == piece if "bytes" in row else row["text"].encode() == piece
+    assert [row["id"] for row in rows if row["special"]] == sorted(tokenizer.added_tokens_decoder)
+    assert any("bytes" in row for row in rows)
+    assert rows[-1]["text"] == f"⟨{len(table) + 7}⟩"
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
+    with recorded_process(tmp_path):
+        process = read_process(tmp_path)
+        assert process is not None
+        assert (process.pid, process.host, process.outcome) == (os.getpid(), socket.gethostname(), None)
+        assert run_state(process, is_complete=False, updated_at=0, now=time.time()) == "running"
+    ended = read_process(tmp_path)
+    assert ended is not None
+    assert (ended.outcome, ended.error, ended.began_at) == ("finished", None, process.began_at)
+    assert ended.ended_at is not None
+    assert ended.ended_at >= ended.began_at
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "words"),
+    [(ValueError("no \udcff luck"), "failed", "ValueError: no ? luck"), (KeyboardInterrupt(), "stopped", "interrupted"),
+     (SystemExit(3), "failed", "SystemExit: 3"), (RuntimeError("x" * 10_000), "failed", "RuntimeError: xxx")],
+)  # fmt: skip
+def test_a_run_that_an_exception_ends_says_which(
+    tmp_path: Path, error: BaseException, outcome: str, words: str
+) -> None:
+    with pytest.raises(type(error)), recorded_process(tmp_path):
+        raise error
+    process = read_process(tmp_path)
+    assert process is not None
+    assert process.outcome == outcome
+    assert process.error is not None
+    assert process.error.startswith(words)
+    assert len(process.error) <= 2_000
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from mint.rl.run_process import recorded_process
+with recorded_process(Path(sys.argv[1])):
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_whose_process_was_killed_has_died(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        process = read_process(tmp_path)
+        assert process is not None
+        assert run_state(process, is_complete=False, updated_at=0, now=time.time()) == "running"
+        child.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while lives(process.pid, process.began_at) and time.monotonic() < deadline:
+            time.sleep(0.01)  # it is not waited for until here: a zombie is dead, too
+        assert run_state(process, is_complete=True, updated_at=0, now=time.time()) == "died"
+
+
+def test_an_id_that_another_process_has_got_since_does_not_keep_a_run_alive() -> None:
+    assert lives(os.getpid(), time.time())
+    assert not lives(os.getpid(), 1_000_000_000.0)
+
+
+def test_a_run_on_another_machine_lives_as_long_as_it_writes() -> None:
+    away = RunProcess(1, "elsewhere.example", began_at=0.0)
+    assert run_state(away, is_complete=False, updated_at=1_000.0, now=1_500.0) == "running"
+    assert run_state(away, is_complete=False, updated_at=1_000.0, now=1_601.0) == "died"
+    assert run_state(replace(away, outcome="failed"), is_complete=True, updated_at=1_000.0, now=1_001.0) == "failed"
+
+
+def test_a_run_from_before_processes_were_recorded_is_finished_if_its_log_is() -> None:
+    assert run_state(None, is_complete=True, updated_at=0, now=0) == "finished"
+    assert run_state(None, is_complete=False, updated_at=0, now=0) == "died"
+
+
+def test_a_process_file_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    for content in ("", "{", "[]", '{"pid": 1}'):
+        (tmp_path / "process.json").write_text(content)
+        assert read_process(tmp_path) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,26 @@ from rich.console import Console
 
 from mint.recipes.tasks import load_task
 from mint.recipes.train import report, run_watched
-from mint.rl import RunResult
+from mint.rl import RLConfig, RunResult
 
 DEMOS = ("math", "chat", "code", "tools")
 
 
 def run_demo(
-    task: str, *, steps: int | None, seed: int, run_dir: Path | None, resume: bool, console: Console
+    task: str,
+    *,
+    steps: int | None,
+    seed: int,
+    run_dir: Path | None,
+    resume: bool,
+    console: Console,
+    trackers: Sequence[str] = (),
 ) -> tuple[RunResult, dict[str, Any]]:
     """Runs a demo with live progress on `console`; returns the result and the JSON report of the command line."""
     choice = load_task(task, seed=seed)
     steps = choice.config.steps if steps is None else steps
-    config = choice.config.model_copy(update={"seed": seed, "run_dir": run_dir, "steps": steps})
+    settings = {"seed": seed, "run_dir": run_dir, "steps": steps, "trackers": trackers}
+    config = RLConfig(**{**choice.config.model_dump(), **settings})
     title = f"mint demo {task}: {config.base_model}, LoRA rank {config.rank}, seed {seed}"
     result = run_watched(choice.adapter, config, resume=resume, console=console, title=title)
     return result, report(task, config, result)

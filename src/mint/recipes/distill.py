@@ -20,6 +20,7 @@ from mint.rl.config import mix_seed
 from mint.rl.datums import policy_datum
 from mint.rl.evaluation import interval
 from mint.rl.run_log import RunLog
+from mint.rl.run_process import recorded_process
 
 HELDOUT_STREAM = 0x48454C44
 
@@ -85,6 +86,18 @@ def run_distill(
             return run_distill(prompts, heldout, teacher, config, service_client=owned)
     log = RunLog(config.run_dir)
     log.start({**asdict(config), "task": "distill", "prompts": len(prompts)}, resume=False)
+    with recorded_process(log.folder):
+        return _train(prompts, heldout, teacher, config, service_client, log)
+
+
+def _train(
+    prompts: Sequence[list[int]],
+    heldout: Sequence[list[int]],
+    teacher: mint.SamplingClient,
+    config: DistillConfig,
+    service_client: mint.ServiceClient,
+    log: RunLog,
+) -> DistillResult:
     if config.init_from is not None:
         trainer = service_client.create_training_client_from_state(config.init_from)
     else:

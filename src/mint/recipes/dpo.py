@@ -17,6 +17,7 @@ from mint import types
 from mint.recipes.demonstrations import batch_places, check_disjoint, completion_datum, reply_ids
 from mint.rl.evaluation import interval
 from mint.rl.run_log import RunLog
+from mint.rl.run_process import recorded_process
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,17 @@ def run_dpo(
     check_disjoint(preferences, heldout)
     log = RunLog(config.run_dir)
     log.start({**asdict(config), "task": "dpo", "preferences": len(preferences)}, resume=False)
+    with recorded_process(log.folder):
+        return _train(preferences, heldout, config, service_client, log)
+
+
+def _train(
+    preferences: Sequence[Preference],
+    heldout: Sequence[Preference],
+    config: DPOConfig,
+    service_client: mint.ServiceClient,
+    log: RunLog,
+) -> DPOResult:
     if config.init_from is not None:
         trainer = service_client.create_training_client_from_state(config.init_from)
     else:

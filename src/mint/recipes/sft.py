@@ -17,6 +17,7 @@ from mint.recipes.demonstrations import Demonstration, batch_places, check_disjo
 from mint.rl.config import mix_seed
 from mint.rl.evaluation import interval
 from mint.rl.run_log import RunLog
+from mint.rl.run_process import recorded_process
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,17 @@ def run_sft(
     check_disjoint(demonstrations, heldout)
     log = RunLog(config.run_dir)
     log.start({**asdict(config), "task": "sft", "demonstrations": len(demonstrations)}, resume=False)
+    with recorded_process(log.folder):
+        return _train(demonstrations, heldout, config, service_client, log)
+
+
+def _train(
+    demonstrations: Sequence[Demonstration],
+    heldout: Sequence[Demonstration],
+    config: SFTConfig,
+    service_client: mint.ServiceClient,
+    log: RunLog,
+) -> SFTResult:
     if config.init_from is not None:
         trainer = service_client.create_training_client_from_state(config.init_from)
     else:

@@ -83,7 +83,7 @@ def _train_rl(
 
 def run_watched(adapter: Task, config: RLConfig, *, resume: bool, console: Console, title: str) -> RunResult:
     """`run_grpo` with live progress on `console`, and the curve as `curve.png` in the run folder."""
-    with LiveProgress(config.steps, console=console) as progress:
+    with LiveProgress(config.steps, console=console, title=title) as progress:
         result = run_grpo(adapter, config, resume=resume, on_progress=progress)
     log = RunLog(result.run_dir)
     plot_run(result.run_dir / "curve.png", log.read("metrics.jsonl"), log.read("evaluations.jsonl"), title=title)

@@ -6,6 +6,7 @@ from mint.rl.diagnosis import RunRecord, diagnose
 from mint.rl.doctor import Examination, examine
 from mint.rl.evaluation import Estimate
 from mint.rl.finding import Finding
+from mint.rl.frames import LoadedRun, load_run
 from mint.rl.judges import PairwiseJudge
 from mint.rl.loop import RunResult, run_grpo
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
@@ -23,6 +24,7 @@ __all__ = [
     "Finding",
     "Group",
     "LiveProgress",
+    "LoadedRun",
     "Message",
     "MessageEnv",
     "MessageEnvAdapter",
@@ -44,6 +46,7 @@ __all__ = [
     "calculator",
     "diagnose",
     "examine",
+    "load_run",
     "run_grpo",
     "tool",
 ]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from mint.client.sampling_client import SamplingClient
 from mint.client.service_client import ServiceClient
-from mint.errors import InvalidRequestError, NotFoundError
+from mint.errors import InvalidRequestError
 from mint.rl.adapter import Task
 from mint.rl.bisect import Regression, find_regression
 from mint.rl.calls import CallPool
@@ -21,38 +20,53 @@ from mint.rl.finding import Finding
 from mint.rl.ledger import Ledger, ledger_by_item, ledger_of_steps
 from mint.rl.readings import EVALUATION_TEMPERATURES, GREEDY, SAMPLED
 from mint.rl.run_log import RunLog
+from mint.rl.run_reader import RunReader, read_config
+from mint.rl.run_record import Row
 
 METRICS = ("heldout", "heldout_sampled", "success")
 """What `mint bisect --metric` knows: mean reward greedy and at temperature 1, and the share of greedy successes."""
+
+KEPT_STEPS = 10
+"""Steps whose rollouts are held at a time: more than any rule of the diagnosis looks back."""
 
 Reader = Callable[[str], Mapping[float, Estimate]]
 """A checkpoint's readings by temperature."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a run folder.
+class _StepRows(Mapping[int, list[Row]]):
+    """The rollouts of each step of a run, read when they are asked for; no more steps are kept than a rule looks at."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._read = lru_cache(KEPT_STEPS)(lambda step: reader.rows(step, light=True))
+        self._steps = reader.steps()
+
+    def __getitem__(self, step: int) -> list[Row]:
+        rows = self._read(step)
+        if not rows:
+            raise KeyError(step)
+        return [*rows]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+
+def diagnose_run(folder: Path) -> list[Finding]:
+    """What the whole log of a run shows, and what was noted while it ran and cannot be seen from the log alone.
 
     Raises:
         NotFoundError: the folder holds no run.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise NotFoundError(
-            "holds no run", field="run", value=str(folder), remedy="Name a run folder: the one with config.json in it"
-        )
-    return json.loads(path.read_text())
-
-
-def diagnose_run(folder: Path) -> list[Finding]:
-    """What the whole log of a run shows, and what was noted while it ran and cannot be seen from the log alone."""
-    config, log = read_config(folder), RunLog(folder)
-    noted = [Finding(**row) for row in log.read("findings.jsonl")]
+    reader = RunReader(folder)
+    noted = [Finding(**row) for row in reader.findings()]
     record = RunRecord(
-        config=config,
-        metrics=log.read("metrics.jsonl"),
-        evaluations=log.read("evaluations.jsonl"),
-        rollouts=log.read("rollouts.jsonl"),
-        warnings=[(row["step"], row["warning"]) for row in log.read("warnings.jsonl")],
+        config=reader.config,
+        metrics=reader.metrics(),
+        evaluations=reader.evaluations(),
+        rollouts=_StepRows(reader),
+        warnings=[(row["step"], row["warning"]) for row in reader.warnings()],
     )
     found = diagnose(record)
     codes = {finding.code for finding in found}
@@ -119,9 +133,18 @@ def bisect_run(folder: Path, metric: str, read: Reader) -> Regression:
 
 
 def signal_ledgers(folder: Path) -> tuple[Ledger, dict[int, Ledger]]:
-    """Where the tokens of a run went: over the whole run, and by item."""
-    log = RunLog(folder)
-    return ledger_of_steps(log.read("metrics.jsonl")), ledger_by_item(log.read("rollouts.jsonl"))
+    """Where the tokens of a run went: over the whole run, and by item, most generated tokens first.
+
+    Raises:
+        NotFoundError: the folder holds no run.
+    """
+    reader = RunReader(folder)
+    items: dict[int, Ledger] = {}
+    for step in reader.steps():
+        for item, ledger in ledger_by_item(reader.rows(step, light=True)).items():
+            items[item] = items.get(item, Ledger()) + ledger
+    by_tokens = sorted(items.items(), key=lambda entry: -entry[1].generated)
+    return ledger_of_steps(reader.metrics()), dict(by_tokens)
 
 
 def select_metric(readings: Mapping[float, Estimate], metric: str) -> Estimate:

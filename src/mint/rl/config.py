@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mint.config import rl_variables
 from mint.errors import InvalidRequestError
+from mint.rl.trackers import TrackerName
 from mint.types import AdamParams, LossName, SamplingParams, invalid_request
 
 AdvantageName = Literal["center", "rloo", "std", "std_batch"]
@@ -123,12 +124,21 @@ class RLConfig(BaseModel):
     """Steps between readings of the held-out set; 0 reads it before and after only. The best reading is kept."""
     print_samples: int = Field(0, ge=0)
     """Rollouts printed per step."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Mirrors of the run besides its folder: `tensorboard`, `wandb`, `trackio`; one name, or several with commas."""
 
     def __init__(self, **fields: Any) -> None:
         try:
             super().__init__(**fields)
         except ValidationError as error:
             raise invalid_request(error, type(self).__name__) from error
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _names_of_trackers(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return tuple(name.strip() for name in given.split(",") if name.strip())
+        return given or ()
 
     @model_validator(mode="after")
     def _betas_are_fractions(self) -> Self:

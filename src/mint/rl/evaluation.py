@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mint.client.sampling_client import SamplingClient
+from mint.errors import RequestFailedError
 from mint.rl.adapter import Task
 from mint.rl.calls import CallPool
 from mint.rl.completions import collect_groups
@@ -125,6 +126,9 @@ def evaluate(
 
     Returns the estimate and the first completion of each sample that could be sampled. The draws depend on the run's
     seed alone, so readings of different weights are paired.
+
+    Raises:
+        RequestFailedError: not one sample could be sampled; a reading of 0 would say something else.
     """
     count = 1 if temperature == 0 else num_samples
     groups = collect_groups(
@@ -140,6 +144,8 @@ def evaluate(
         temperature=temperature,
         alone=True,
     )
+    if groups and all(group.error for group in groups):
+        raise RequestFailedError(f"no held-out prompt could be sampled; the first said: {groups[0].error}")
     reading = estimate(task, groups, samples=count, temperature=temperature)
     return reading, [group.rollouts[0] for group in groups if group.rollouts]
 

@@ -32,7 +32,11 @@ from mint.rl.readings import GREEDY, SAMPLED, Readings
 from mint.rl.reference import Reference
 from mint.rl.rollouts import Rollout
 from mint.rl.run_log import ResumePoint, RunLog
+from mint.rl.run_process import recorded_process
+from mint.rl.run_reader import RunReader
+from mint.rl.run_tokens import TokenPieces
 from mint.rl.step_log import rollout_rows, step_metrics, success_rate
+from mint.rl.trackers import Trackers
 from mint.rl.updating import Update, Updater
 
 __all__ = ["GREEDY", "SAMPLED", "ProgressHook", "RunResult", "run_grpo"]
@@ -44,7 +48,8 @@ COLLAPSES = frozenset({"reward_collapse", "entropy_collapse", "learning_rate_too
 """Findings that `on_collapse` acts on, where their severity is `error`."""
 
 ProgressHook = Callable[[str, dict[str, Any]], None]
-"""Told of `("evaluation" | "step" | "samples" | "finding" | "stopped", fields)` as they happen."""
+"""Told of `("evaluation" | "step" | "samples" | "finding" | "stopped", fields)` as they happen. `samples` has all
+`rows` of the step, and the `count` of them that `print_samples` asks to print."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +173,8 @@ class _Run:
 
     def _run(self, *, resume: bool) -> RunResult:
         began = time.monotonic()
-        config = self.config
         closed = list(self.task.build_heldout())
-        heldout = closed[: config.heldout_size]
+        heldout = closed[: self.config.heldout_size]
         self.has_heldout = bool(heldout)
         dataset, left_out = without_heldout(self.task, self.task.build_dataset(), closed)
         if not dataset:
@@ -179,6 +183,21 @@ class _Run:
                 what, field=f"{self.name}.build_dataset()", value=[], remedy="Return at least one more sample"
             )
         point = self.log.start(self._described(), resume=resume)
+        with (
+            recorded_process(self.log.folder) as end,
+            Trackers(self.config.trackers, self.log.folder, self._described(), self._note) as self.trackers,
+        ):
+            self._prepare(dataset, heldout, point)
+            if left_out:
+                self._note(_left_out(left_out, len(closed)))
+            result = self._train(point, began)
+            if self.stopped_by is not None:
+                end.outcome, end.error = "stopped", self.stopped_by
+        return result
+
+    def _prepare(self, dataset: Sequence[Any], heldout: Sequence[Any], point: ResumePoint | None) -> None:
+        """Everything that takes part in the run, as it was at `point`."""
+        config = self.config
         self.trainer = self._make_trainer(point)
         self.tokenizer = self.trainer.get_tokenizer()
         self.items = Items(len(dataset), config)
@@ -190,9 +209,11 @@ class _Run:
         self.readings = Readings(
             self.task, heldout, config=config, log=self.log, calls=self.calls, tokenizer=self.tokenizer
         )
+        self.pieces = TokenPieces(self.tokenizer, (row["id"] for row in self.log.read("tokens.jsonl")))
         self._restore(point)
-        if left_out:
-            self._note(_left_out(left_out, len(closed)))
+
+    def _train(self, point: ResumePoint | None, began: float) -> RunResult:
+        config = self.config
         if isinstance(self.task, MessageEnvAdapter) and (rewrites := check_template(self.tokenizer)) is not None:
             self._note(rewrites)
         before, before_rollouts = self._read("before", 0)
@@ -227,7 +248,7 @@ class _Run:
     def _described(self) -> dict[str, Any]:
         """What `config.json` says."""
         return {
-            **self.config.model_dump(exclude={"run_dir"}),
+            **self.config.model_dump(exclude={"run_dir", "trackers"}),
             "task": self.name,
             "task_spec": self.task.spec,
             "reward_range": self.task.reward_range,
@@ -263,10 +284,8 @@ class _Run:
         self.readings.restore(point.state["readings"])
         self.history = self.log.read("metrics.jsonl")
         self.findings = {row["code"]: Finding(**row) for row in self.log.read("findings.jsonl")}
-        rows: dict[int, list[dict[str, Any]]] = {}
-        for row in self.log.read("rollouts.jsonl"):
-            rows.setdefault(row["step"], []).append(row)
-        self.recent.extend(sorted(rows.items())[-DIAGNOSED_STEPS:])
+        reader = RunReader(self.log.folder)
+        self.recent.extend((step, reader.rows(step)) for step in reader.steps()[-DIAGNOSED_STEPS:])
 
     def _save(self, step: int) -> str:
         checkpoint = self.trainer.save_state(name=f"step-{step:06d}", overwrite=True).result().path
@@ -326,6 +345,7 @@ class _Run:
             "staleness/max": float(lag),
             "time/rollouts_s": sampled - began,
             "time/train_s": time.monotonic() - sampled,
+            "time/unix_s": time.time(),
         }
         self._count(metrics, update)
         self._record(batch, metrics, update)
@@ -353,11 +373,11 @@ class _Run:
         self.recent.append((step, rows))
         self.warnings += [(step, warning) for warning in update.warnings]
         self.log.append_all("warnings.jsonl", [{"step": step, "warning": warning} for warning in update.warnings])
-        self.log.append_all("rollouts.jsonl", rows)
+        self.log.append_all("tokens.jsonl", self.pieces.new_rows(step, (row.get("tokens", ()) for row in rows)))
+        self.log.append_rollouts(step, rows)
         self.log.append("metrics.jsonl", metrics)
-        self.on_progress("step", metrics)
-        if self.config.print_samples:
-            self.on_progress("samples", {"step": step, "rows": rows, "count": self.config.print_samples})
+        self._tell("step", metrics)
+        self._tell("samples", {"step": step, "rows": rows, "count": self.config.print_samples})
         self._diagnose(step, update.findings)
 
     def _diagnose(self, step: int, findings: Sequence[Finding], *, over: bool = False) -> None:
@@ -378,17 +398,21 @@ class _Run:
             return
         self.findings[finding.code] = finding
         self.log.append("findings.jsonl", finding.to_dict())
-        self.on_progress("finding", finding.to_dict())
+        self._tell("finding", finding.to_dict())
         stops = finding.severity == "error" and finding.code in COLLAPSES and self.config.on_collapse != "warn"
         if stops and not over:
             self.stopped_by = finding.code
-            self.on_progress("stopped", finding.to_dict())
+            self._tell("stopped", finding.to_dict())
+
+    def _tell(self, event: str, fields: dict[str, Any]) -> None:
+        self.trackers(event, fields)
+        self.on_progress(event, fields)
 
     def _read(self, when: str, step: int) -> tuple[dict[float, Estimate], list[Rollout]]:
         """Reads the held-out set, and keeps the weights if they are the best so far."""
         estimates, rollouts, rows = self.readings.read(when, step, self.trainer)
         for row in rows:
-            self.on_progress("evaluation", row)
+            self._tell("evaluation", row)
         return estimates, rollouts
 
 

@@ -1,12 +1,13 @@
-"""The curve of a run as a PNG. The only file that knows matplotlib."""
+"""The curves of a run as a PNG. The only file that knows matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mint.errors import MissingExtraError
+from mint.errors import InvalidRequestError, MissingExtraError
 
 BLUE, ORANGE, GREY = "#1f6feb", "#d9730d", "#8c959f"
 
@@ -19,14 +20,7 @@ def plot_run(
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # deferred: the SDK works without matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("plotting needs matplotlib", remedy="pip install 'mint[local]'") from error
-    figure = Figure(figsize=(7.2, 4.0), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, axes = _axes()
     steps = [row["step"] for row in metrics]
     axes.plot(
         steps, [row["reward/mean"] for row in metrics], color=GREY, label="training reward (temperature of the run)"
@@ -39,7 +33,46 @@ def plot_run(
         spread = [[row["mean"] - row["low"] for row in rows], [row["high"] - row["mean"] for row in rows]]
         label = "held-out: greedy" if temperature == 0 else f"the same at temperature {temperature:g}"
         axes.errorbar(places, means, yerr=spread, color=color, fmt="o", capsize=4, label=label)
-    axes.set(xlabel="step", ylabel="reward", ylim=(-0.02, 1.04), title=title)
+    shown = [row["reward/mean"] for row in metrics] + [row[end] for row in evaluations for end in ("low", "high")]
+    if all(0 <= value <= 1 for value in shown):
+        axes.set(ylim=(-0.02, 1.04))
+    axes.set(xlabel="step", ylabel="reward", title=title)
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(path)
+
+
+def plot_metrics(path: Path, metrics: Sequence[Mapping[str, float]], names: Sequence[str], *, title: str) -> None:
+    """Metrics by name over the steps, one below another.
+
+    Raises:
+        InvalidRequestError: no step has such a metric.
+        MissingExtraError: matplotlib is not installed.
+    """
+    known = sorted({name for row in metrics for name in row} - {"step"})
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, known, n=3, cutoff=0.3)
+            remedy = f"Did you mean {', '.join(close)}?" if close else "The names are those in metrics.jsonl"
+            raise InvalidRequestError("is not a metric of this run", field="metric", value=name, remedy=remedy)
+    figure, *every = _axes(len(names))
+    for axes, name in zip(every, names, strict=True):
+        rows = [row for row in metrics if name in row]
+        axes.plot([row["step"] for row in rows], [row[name] for row in rows], color=BLUE)
+        axes.set(ylabel=name)
+        axes.grid(alpha=0.25)
+    every[0].set(title=title)
+    every[-1].set(xlabel="step")
+    figure.savefig(path)
+
+
+def _axes(count: int = 1) -> tuple[Any, ...]:
+    """A figure, and `count` axes below one another that share the steps."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # deferred: the SDK works without matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("plotting needs matplotlib", remedy="pip install 'mint[local]'") from error
+    figure = Figure(figsize=(7.2, 4.0 if count == 1 else 2.2 * count), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, *figure.subplots(count, sharex=True, squeeze=False)[:, 0]

@@ -17,8 +17,10 @@ from mint.rl.ledger import Ledger, ledger_table
 from mint.rl.loop import RunResult
 from mint.rl.planner import Plan
 from mint.rl.readings import GREEDY, SAMPLED
+from mint.rl.visible import head, one_line, paragraph, tail
 
 EXAMPLES = 3
+EXAMPLE_SIGNS = 600
 LEDGER_ITEMS = 10
 COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
@@ -86,7 +88,7 @@ def print_findings(console: Console, findings: Iterable[Finding]) -> None:
         color = COLORS[finding.severity]
         console.print(
             f"[{color}]{finding.severity}: {finding.code}[/{color}] (step {finding.step}): "
-            f"{escape(finding.evidence)}. {escape(finding.remedy)}."
+            f"{escape(one_line(finding.evidence))}. {escape(finding.remedy)}."
         )
 
 
@@ -143,7 +145,7 @@ def sample_lines(rows: Sequence[Mapping[str, Any]], count: int) -> list[str]:
 def _sample_line(row: Mapping[str, Any]) -> str:
     parts = "".join(f" {name} {value:+.2f}" for name, value in row["parts"].items())
     calls = f", {row['tool_calls']} tool calls" if row["tool_calls"] else ""
-    prompt, text = str(row["prompt"])[-60:].replace("\n", "⏎"), str(row["text"])[:100].replace("\n", "⏎")
+    prompt, text = tail(str(row["prompt"]), 60), head(str(row["text"]), 100)
     return f"{prompt} → {text}  [reward {row['reward']:.2f}{parts}; {len(row['tokens'])} tokens{calls}]"
 
 
@@ -153,14 +155,14 @@ def _print_examples(console: Console, evaluations: Sequence[Mapping[str, Any]]) 
     for heading in ("prompt", "before RL", "after RL"):
         table.add_column(heading)
     for before, after in list(zip(sampled.get("before", []), sampled.get("after", []), strict=False))[:EXAMPLES]:
-        prompt = str(before["prompt"]).replace("\n", " ")[-80:]
+        prompt = one_line(str(before["prompt"]).replace("\n", " ")[-80:])
         table.add_row(escape(prompt), *(escape(_example(row)) for row in (before, after)))
     console.print(table)
 
 
 def _example(row: Mapping[str, Any]) -> str:
     reward = "not graded" if row["reward"] is None else f"reward {row['reward']:g}"
-    return f"{str(row['text']).strip()}  ({reward})"
+    return f"{paragraph(str(row['text']).strip()[:EXAMPLE_SIGNS])}  ({reward})"
 
 
 def _cell(reading: Estimate) -> str:

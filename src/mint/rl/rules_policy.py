@@ -248,7 +248,15 @@ def learning_rate_too_low(view: View) -> Finding | None:
     """There is a signal, but all the steps of the run together cannot move the reward visibly."""
     config = view.config
     warmup = int(config.get("lr_warmup_steps") or 0)
-    promises = _promises([step for step in view.metrics if get(step, "step") > warmup], config)
+    promises: list[float] = []
+    for step in view.metrics:
+        promise = step_promise(step, config) if get(step, "step") > warmup else None
+        if promise is not None:
+            promises.append(promise)
+            if len(promises) >= SETTLED_STEPS and sum(promises) >= TOO_SMALL_RUN:
+                return (
+                    None  # at the first steps of a sound run, so that a long one is not added up at each of its steps
+                )
     if len(promises) < SETTLED_STEPS:
         return None
     left = max(0, int(config.get("steps") or 0) - view.step)

@@ -136,7 +136,7 @@ def _length_wins(view: View) -> Finding | None:
     if used.sum() < LENGTH_ROLLOUTS or not lengths.any() or not rewards.any():
         return None
     correlation = float(lengths @ rewards / math.sqrt(float(lengths @ lengths) * float(rewards @ rewards)))
-    growth = now / start if correlation > 0 else start / max(now, 1e-9)
+    growth = now / max(start, 1e-9) if correlation > 0 else start / max(now, 1e-9)
     if correlation**2 < LENGTH_VARIANCE or growth < LENGTH_GROWTH:
         return None
     return _hacking(

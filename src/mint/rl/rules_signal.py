@@ -234,11 +234,12 @@ def reward_spike(view: View) -> Finding | None:
     if len(view.metrics) < SPIKE_HISTORY + 1 or view.config.get("curriculum"):
         return None
     before, now = reward_window(view.metrics[-1 - CHANGE_WINDOW : -1]), reward_window(view.last(1))
+    z, jump = now.above(before), now.mean - before.mean
+    if z < SPIKE_Z or jump < SPIKE_SHARE * (view.reward_ceiling - view.reward_floor):
+        return None
     means = [get(step, "reward/mean") for step in view.metrics]
     changes = [abs(one - other) for one, other in pairwise(means[:-1])]
-    z, jump = now.above(before), now.mean - before.mean
-    span = view.reward_ceiling - view.reward_floor
-    if z < SPIKE_Z or jump < SPIKE_SHARE * span or jump < SPIKE_TIMES * statistics.median(changes):
+    if jump < SPIKE_TIMES * statistics.median(changes):
         return None
     return Finding(
         "reward_spike",

@@ -3,32 +3,38 @@
 config.json       the settings, and what the run is (task, base model, held-out set)
 metrics.jsonl     one line per step
 rollouts.jsonl    one line per completion of every step
+rollouts.index.jsonl  one line per step: where its rows lie in rollouts.jsonl, and the numbers that one asks for
+tokens.jsonl      one line per token id, in the step that first sampled it: its text
 evaluations.jsonl one line per reading of the held-out set; `step` is that of the weights that were read
 findings.jsonl    one line per finding: what looked wrong, the evidence, a remedy
 warnings.jsonl    one line per warning of the server about the datums of a step
 checkpoints.jsonl one line per saved step
 state.json        the last resumable step and its checkpoint; replaced atomically
+process.json      who runs it, since when, and how it ended; replaced atomically
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mint.errors import InvalidRequestError
+from mint.rl.json_lines import append_lines, encode_line, read_lines, replace_file
+from mint.rl.run_index import INDEX, ROLLOUTS, index_line, index_row, scan
 
 STEP_LOGS = (
     "metrics.jsonl",
-    "rollouts.jsonl",
+    "tokens.jsonl",
     "evaluations.jsonl",
     "findings.jsonl",
     "warnings.jsonl",
     "checkpoints.jsonl",
 )
+"""The logs whose lines name a step, besides the rollouts and their index."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class RunLog:
         """
         path = self.folder / "config.json"
         if not path.exists():
-            _replace(path, json.dumps(config, indent=2, default=str))
+            replace_file(path, json.dumps(config, indent=2, default=str).encode())
             return None
         if not resume:
             raise InvalidRequestError(
@@ -78,19 +84,25 @@ class RunLog:
 
     def append_all(self, name: str, rows: list[Any]) -> None:
         """Several JSON lines to `name`, in one write."""
+        if rows:
+            append_lines(self.folder / name, map(encode_line, rows))
+
+    def append_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """All rows of one step, and then its line of the index: whoever finds that line finds the rows, too."""
         if not rows:
             return
-        with (self.folder / name).open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+        lines = [encode_line(row) for row in rows]
+        start = append_lines(self.folder / ROLLOUTS, lines)
+        self.append(INDEX, index_line(step, rows, [len(line) for line in lines], start))
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """All complete lines of `name`."""
-        return list(_lines(self.folder / name))
+        return [json.loads(line) for line in read_lines(self.folder / name)]
 
     def save_point(self, point: ResumePoint) -> None:
         """Marks a step as resumable; call it once its checkpoint is durable."""
         state = {**vars(point), "totals": dict(point.totals), "state": dict(point.state)}
-        _replace(self.folder / "state.json", json.dumps(state))
+        replace_file(self.folder / "state.json", json.dumps(state).encode())
 
     def _read_state(self) -> ResumePoint | None:
         path = self.folder / "state.json"
@@ -107,26 +119,31 @@ class RunLog:
             )
 
     def _drop_after(self, step: int) -> None:
+        self._cut_rollouts(step)
         for name in STEP_LOGS:
             path = self.folder / name
             if path.exists():
-                kept = [row for row in _lines(path) if row["step"] <= step]
-                _replace(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+                kept = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
+                replace_file(path, b"".join(kept))
 
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):  # a kill may have cut the last line; it is rewritten on resume
-                yield json.loads(line)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    def _cut_rollouts(self, step: int) -> None:
+        """Cuts the rollouts after a step, and writes an index of what is left: from the one there is as far as it is
+        right, for a kill may have come between the two files, and from the rows themselves where it is not."""
+        path = self.folder / ROLLOUTS
+        if not path.exists():
+            return
+        size, end = path.stat().st_size, 0
+        kept: list[bytes] = []
+        for text in read_lines(self.folder / INDEX):
+            line = index_row(text)
+            if line is None or line["start"] != end or line["end"] > size or line["step"] > step:
+                break
+            kept.append(text)
+            end = line["end"]
+        for at, rows, sizes, start in scan(path, end):
+            if at > step:
+                break
+            kept.append(encode_line(index_line(at, rows, sizes, start)))
+            end = start + sum(sizes)
+        os.truncate(path, end)
+        replace_file(self.folder / INDEX, b"".join(kept))

@@ -25,17 +25,20 @@ STILL_SHARE = 0.005
 @dataclass(frozen=True)
 class RunRecord:
     """The log of a run, oldest first. `rollouts` may be those of the last few steps only; a rule that looks at them is
-    silent about the other steps. `warnings` are (step, the server's words)."""
+    silent about the other steps. They may also come by step, from something that reads a step when it is asked for.
+    `warnings` are (step, the server's words)."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     metrics: Sequence[Numbers] = ()
     evaluations: Sequence[Row] = ()
-    rollouts: Sequence[Row] = ()
+    rollouts: Sequence[Row] | Mapping[int, list[Row]] = ()
     warnings: Sequence[tuple[int, str]] = ()
 
     @cached_property
     def rows_by_step(self) -> Mapping[int, list[Row]]:
         """The rollouts of each step."""
+        if isinstance(self.rollouts, Mapping):
+            return self.rollouts
         by_step: dict[int, list[Row]] = {}
         for row in self.rollouts:
             by_step.setdefault(int(row["step"]), []).append(row)

@@ -108,6 +108,8 @@ def rollout_rows(batch: StepRollouts, update: Update, tokenizer: Any) -> list[di
     """One row per rollout for the log, and one per group that could not be sampled."""
     judged = {id(one.rollout): one.advantage for one in update.judged}
     trained = {id(one.rollout) for one in update.chosen}
+    of_tokens = {id(one.rollout): advantages for one, advantages in zip(update.chosen, update.advantages, strict=False)}
+    entropies = {id(one.rollout): values for one, values in zip(update.chosen, update.entropies, strict=False)}
     rows: list[dict[str, Any]] = []
     for place, group in enumerate(batch.all_groups):
         shared = {"step": batch.step, "group": place, "item": group.item, "sample": str(group.sample)}
@@ -116,10 +118,29 @@ def rollout_rows(batch: StepRollouts, update: Update, tokenizer: Any) -> list[di
             continue
         shared["prompt"] = tokenizer.decode(group.prompt)
         rows += [
-            {**shared, **rollout_row(one), "advantage": judged.get(id(one)), "used": id(one) in trained}
+            {
+                **shared,
+                **rollout_row(one),
+                "advantage": judged.get(id(one)),
+                "used": id(one) in trained,
+                **_token_advantages(of_tokens.get(id(one)), judged.get(id(one))),
+                **_entropies(entropies.get(id(one))),
+            }
             for one in group.rollouts
         ]
     return rows
+
+
+def _token_advantages(advantages_T: np.ndarray | None, advantage: float | None) -> dict[str, list[float]]:
+    """What the loss was given for each token, where that is not the rollout's own advantage; to six places."""
+    if advantages_T is None or (advantages_T == advantage).all():
+        return {}
+    return {"token_advantages": np.round(advantages_T, 6).tolist()}
+
+
+def _entropies(entropies_T: np.ndarray | None) -> dict[str, list[float]]:
+    """Of the distribution that each token was drawn from, in nats; to four places, which is what eyes can use."""
+    return {} if entropies_T is None else {"entropies": np.round(entropies_T.astype(np.float64), 4).tolist()}
 
 
 def rollout_row(rollout: Rollout) -> dict[str, Any]:
@@ -136,6 +157,7 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "unsupported": rollout.unsupported,
         "timed_out": rollout.timed_out,
         "turns": len(rollout.turns),
+        "turn_lengths": [len(turn.tokens) for turn in rollout.turns],
         "tool_calls": rollout.tool_calls,
         "trace": [dict(entry) for entry in rollout.trace],
         "info": dict(rollout.info),

@@ -23,10 +23,17 @@ from mint.types import Datum, ForwardBackwardOutput, OptimStepResponse
 
 @dataclass(frozen=True)
 class Update:
-    """What a step trained on (`chosen`, with signal) out of what counted (`judged`), and what came of it."""
+    """What a step trained on (`chosen`, with signal) out of what counted (`judged`), and what came of it.
+
+    `advantages` are those of the tokens of each `chosen` [T], where a penalty makes them differ from the rollout's own;
+    else there are none. `entropies` [T] are those of the distributions that the tokens of each `chosen` were drawn
+    from, as the pass found them; none where the server does not say.
+    """
 
     judged: list[Judged]
     chosen: list[Judged]
+    advantages: list[np.ndarray] = field(default_factory=list)
+    entropies: list[np.ndarray] = field(default_factory=list)
     datums: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -50,9 +57,10 @@ class Updater:
         if not chosen:
             return Update(judged, [])
         penalties, metrics = self._penalties(chosen)
+        advantages = [one.advantage - penalty for one, penalty in zip(chosen, penalties, strict=True)]
         datums_of = [
-            rollout_datums(one.rollout, advantages_T=one.advantage - penalty, weight=weight)
-            for one, penalty, weight in zip(chosen, penalties, loss_weights(chosen, self.config), strict=True)
+            rollout_datums(one.rollout, advantages_T=advantages_T, weight=weight)
+            for one, advantages_T, weight in zip(chosen, advantages, loss_weights(chosen, self.config), strict=True)
         ]
         datums = [datum for of_rollout in datums_of for datum in of_rollout]
         findings = check_datums(
@@ -65,6 +73,8 @@ class Updater:
         return Update(
             judged,
             chosen,
+            advantages=advantages if self.reference is not None else [],
+            entropies=_entropies(datums_of, outputs),
             datums=len(datums),
             metrics=metrics,
             warnings=[warning for _, output in outputs for warning in output.warnings],
@@ -116,6 +126,26 @@ def logprob_mismatch(datums: Sequence[Datum], output: ForwardBackwardOutput) -> 
         "mismatch/max_abs_logprob_diff": float(joined.max()),
         "mismatch/mean_abs_logprob_diff": float(joined.mean()),
     }
+
+
+def _entropies(
+    datums_of: Sequence[list[Datum]], outputs: Sequence[tuple[list[Datum], ForwardBackwardOutput]]
+) -> list[np.ndarray]:
+    """Of the sampled tokens of each rollout, whose datums were dealt out to the passes."""
+    found = {
+        id(datum): result.get("entropies")
+        for datums, output in outputs
+        for datum, result in zip(datums, output.loss_fn_outputs, strict=True)
+    }
+    if any(tensor is None for tensor in found.values()):
+        return []
+    return [
+        np.concatenate(
+            [tensor.to_numpy()[datum.loss_fn_inputs["weights"].to_numpy() != 0]
+             for datum in datums if (tensor := found[id(datum)]) is not None]
+        )
+        for datums in datums_of
+    ]  # fmt: skip
 
 
 def _measured(

@@ -1,0 +1,462 @@
+"""Reads a run folder while it is being written, or afterwards: numbers, rollouts by question, what became of the run.
+
+Reads on from where it stopped; keeps the metrics as columns, at most 64 bytes per rollout, and the text of each token
+once, never the rollouts themselves. Knows no page and no terminal, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mint.errors import NotFoundError
+from mint.rl.json_lines import Tail, decode_lines
+from mint.rl.metric_columns import MetricColumns
+from mint.rl.run_index import FLAGS, ROLLOUTS, RolloutTable, flag_names, light_row
+from mint.rl.run_process import PROCESS, RunProcess, State, read_process, run_state
+from mint.rl.run_query import OPENING_END, SORTS, RolloutPage, RolloutQuery, TextSearch, select
+
+__all__ = ["FLAGS", "SORTS", "RolloutPage", "RolloutQuery", "RunReader", "RunSummary", "read_config"]
+
+LOGS = (
+    "metrics.jsonl",
+    ROLLOUTS,
+    "evaluations.jsonl",
+    "findings.jsonl",
+    "checkpoints.jsonl",
+    "warnings.jsonl",
+    "tokens.jsonl",
+    "rollouts.index.jsonl",
+    PROCESS,
+)
+EXCERPT_CHARACTERS = 400
+SEARCH_BYTES, SEARCH_S = 256 << 20, 0.25
+"""What one answer to a search for a text may read, and how long it may look."""
+HEAD_BYTES = 2_048
+RECENT_STEPS = 10
+EXAMPLES = b', "examples": ['
+BATCH_LINES = 256
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in one row.
+
+    `step` is the last one taken of `steps` planned; `reward` and `success` are those of that step, `best_reward` is the
+    best step's. `heldout` is the latest reading of the held-out set, at temperature 1 where there is one.
+    `tokens_per_s` counts sampled tokens over the time of the last ten steps, training included. Times are unix seconds.
+    """
+
+    name: str
+    folder: str
+    state: State
+    task: str
+    base_model: str
+    step: int
+    steps: int
+    reward: float | None
+    best_reward: float | None
+    success: float | None
+    heldout: dict[str, Any] | None
+    tokens_per_s: float | None
+    findings: dict[str, int]
+    began_at: float
+    updated_at: float
+    error: str | None
+
+
+def _task_of(config: Mapping[str, Any]) -> str:
+    """The task as the command line names it; that of a run from Python by its class."""
+    spec = config.get("task_spec")
+    return str(spec["task"] if isinstance(spec, dict) and "task" in spec else config.get("task", ""))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a run folder.
+
+    Raises:
+        NotFoundError: the folder holds no run.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise NotFoundError(
+            "holds no run", field="run", value=str(folder), remedy="Name a run folder: the one with config.json in it"
+        )
+    return json.loads(path.read_text())
+
+
+class RunReader:
+    """One run. For several threads at once; every call sees what has been written until then."""
+
+    def __init__(self, folder: Path, *, search_bytes: int = SEARCH_BYTES, search_s: float = SEARCH_S) -> None:
+        """`search_bytes` and `search_s` bound one answer to a search for a text.
+
+        Raises:
+            NotFoundError: the folder holds no run.
+        """
+        self.folder = Path(folder)
+        self.config = read_config(self.folder)
+        self.search_bytes, self.search_s = search_bytes, search_s
+        self._config_at = (self.folder / "config.json").stat().st_mtime
+        self._lock = threading.RLock()
+        self._process: RunProcess | None = None
+        self._process_seen: tuple[int, int] | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        self._tails = {name: Tail(self.folder / name) for name in LOGS}
+        self._logs: dict[str, list[dict[str, Any]]] = {}
+        self._example_offsets: list[int] = []
+        self._metrics = MetricColumns()
+        self._pieces: dict[int, dict[str, Any]] = {}
+        self._table = RolloutTable(self.folder)
+
+    # --- the run as a whole --------------------------------------------------------------------------------------
+
+    def version(self) -> str:
+        """Something that changes whenever a log grew or the run's state changed; costs a few microseconds."""
+        with self._current():
+            seen = [(status.st_size, status.st_mtime_ns) for status in self._statuses()]
+            return hashlib.blake2s(repr((seen, self._state_of_process())).encode(), digest_size=8).hexdigest()
+
+    def summary(self) -> RunSummary:
+        """The run in one row."""
+        with self._current():
+            metrics = self._refreshed_metrics()
+            last = metrics.row(-1) if len(metrics) else {}
+            severities = [finding.get("severity", "info") for finding in self._log("findings.jsonl")]
+            return RunSummary(
+                name=self.folder.name,
+                folder=str(self.folder),
+                state=self._state(last),
+                task=_task_of(self.config),
+                base_model=str(self.config.get("base_model", "")),
+                step=int(last.get("step", 0)),
+                steps=int(self.config.get("steps") or 0),
+                reward=_finite(last.get("reward/mean")),
+                best_reward=self._best_reward(),
+                success=_finite(last.get("success/rate")),
+                heldout=self._latest_reading(),
+                tokens_per_s=self._tokens_per_s(),
+                findings={severity: severities.count(severity) for severity in ("error", "warning", "info")},
+                began_at=self._began_at(),
+                updated_at=self._updated_at(),
+                error=self._process.error if self._process else None,
+            )
+
+    def _state_of_process(self) -> State | None:
+        """What the process says, None where there never was one."""
+        if self._process is None:
+            return None
+        return run_state(self._process, is_complete=False, updated_at=self._updated_at(), now=time.time())
+
+    def _state(self, last: dict[str, Any]) -> State:
+        readings = self._log("evaluations.jsonl")
+        is_over = any(reading.get("when") == "after" for reading in readings)
+        planned = self.config.get("steps")
+        is_complete = is_over or (bool(planned) and last.get("step") == planned)
+        return self._state_of_process() or run_state(None, is_complete=is_complete, updated_at=0.0, now=0.0)
+
+    def _best_reward(self) -> float | None:
+        rewards, counts, ungraded = (
+            self._metrics.column(name) for name in ("reward/mean", "rollouts/count", "rollouts/ungraded")
+        )
+        graded = [
+            reward
+            for reward, count, failed in zip(rewards, counts, ungraded, strict=True)
+            if reward is not None and (count is None or count > (failed or 0))
+        ]
+        return max(graded, default=None)
+
+    def _tokens_per_s(self) -> float | None:
+        count = len(self._metrics)
+        rows = [self._metrics.row(place) for place in range(max(0, count - RECENT_STEPS), count)]
+        seconds = sum(row.get("time/rollouts_s", 0.0) + row.get("time/train_s", 0.0) for row in rows)
+        tokens = sum(row.get("rollouts/tokens", 0.0) for row in rows)
+        return tokens / seconds if seconds > 0 else None
+
+    def _latest_reading(self) -> dict[str, Any] | None:
+        readings = [row for row in self._log("evaluations.jsonl") if _finite(row.get("mean")) is not None]
+        if not readings:
+            return None
+        latest = [row for row in readings if (row["step"], row["when"]) == (readings[-1]["step"], readings[-1]["when"])]
+        sampled = [row for row in latest if row.get("temperature") == 1.0]
+        chosen = (sampled or latest)[-1]
+        return {
+            name: chosen.get(name) for name in ("step", "when", "temperature", "mean", "low", "high", "n", "success")
+        }
+
+    def _began_at(self) -> float:
+        first = self._metrics.column("time/unix_s")[:1]
+        begun = [self._config_at, *(each for each in first if each is not None)]
+        return min([*begun, self._process.began_at] if self._process else begun)
+
+    def _updated_at(self) -> float:
+        return max([self._config_at, *(status.st_mtime for status in self._statuses())])
+
+    def _statuses(self) -> Iterator[os.stat_result]:
+        for name in LOGS:
+            try:
+                yield (self.folder / name).stat()
+            except FileNotFoundError:
+                continue
+
+    # --- its logs ------------------------------------------------------------------------------------------------
+
+    def metrics(self, since: int = 0) -> list[dict[str, Any]]:
+        """The metrics of the steps after `since`."""
+        with self._current():
+            return self._refreshed_metrics().rows(since)
+
+    def columns(self, names: Sequence[str] | None = None, since: int = 0) -> dict[str, list[float | None]]:
+        """One list per metric over the steps after `since`, `step` always among them; None where a step has no finite
+        number of that name. `names` None: all metrics."""
+        with self._current():
+            metrics = self._refreshed_metrics()
+            wanted = metrics.names if names is None else names
+            return {name: metrics.column(name, since) for name in dict.fromkeys(["step", *wanted])}
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The readings of the held-out set, oldest first, without their `examples`."""
+        with self._current():
+            return [dict(row) for row in self._log("evaluations.jsonl")]
+
+    def examples(self, place: int) -> list[dict[str, Any]]:
+        """The examples of the reading at a place of `evaluations()`: rows as of a rollout.
+
+        Raises:
+            NotFoundError: there is no such reading.
+        """
+        with self._current():
+            readings = self._log("evaluations.jsonl")
+            if not 0 <= place < len(readings):
+                raise NotFoundError(
+                    "has no such reading", field="run", value=str(self.folder), remedy="List them first"
+                )
+            with (self.folder / "evaluations.jsonl").open("rb") as file:
+                file.seek(self._example_offsets[place])
+                return list(json.loads(file.readline()).get("examples", ()))
+
+    def findings(self) -> list[dict[str, Any]]:
+        """What was noted while the run ran, oldest first."""
+        with self._current():
+            return [dict(row) for row in self._log("findings.jsonl")]
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """The saved steps, oldest first."""
+        with self._current():
+            return [dict(row) for row in self._log("checkpoints.jsonl")]
+
+    def warnings(self) -> list[dict[str, Any]]:
+        """The server's warnings by step, oldest first."""
+        with self._current():
+            return [dict(row) for row in self._log("warnings.jsonl")]
+
+    def pieces(self, ids: Iterable[int]) -> list[dict[str, Any]]:
+        """The text of each token id, and whether it is special; `⟨id⟩` for one that this run has not written down.
+
+        One that is a part of a character has its `bytes` in hexadecimal besides.
+        """
+        with self._current():
+            for rows in self._new_rows("tokens.jsonl", self._pieces.clear):
+                self._pieces.update(
+                    (row["id"], {name: row[name] for name in ("text", "special", "bytes") if name in row})
+                    for row in rows
+                )
+            return [dict(self._pieces.get(one) or {"text": f"⟨{one}⟩", "special": False}) for one in ids]
+
+    # --- its rollouts --------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps that have rollouts, in order."""
+        with self._current():
+            self._table.refresh()
+            return sorted(self._table.spans)
+
+    def rows(self, step: int, *, light: bool = False) -> list[dict[str, Any]]:
+        """All rows of a step as they were logged, each with its place as `row`; none for a step that has none.
+
+        `light` ones come several times faster: their `tokens` are a range of that length, their `logprobs` empty.
+        """
+        with self._current():
+            self._table.refresh()
+            span = self._table.spans.get(step)
+        if span is None:
+            return []
+        with (self.folder / ROLLOUTS).open("rb") as file:
+            file.seek(span.start)
+            lines = file.read(span.end - span.start).splitlines(keepends=True)
+        try:
+            rows = [light_row(line) for line in lines] if light else decode_lines(lines)
+        except ValueError:
+            return []  # cut off meanwhile: the run was taken up again before this step
+        return [{**row, "row": place} for place, row in enumerate(rows) if row.get("step") == step]
+
+    def rollouts(self, query: RolloutQuery) -> RolloutPage:
+        """A page of the rollouts that a query asks for: numbers, names of flags, and the beginnings of their texts."""
+        with self._current():
+            self._table.refresh()
+            table = self._table.rows
+            places = select(table, query)
+            total = len(places)
+            wanted = table[places[query.offset :] if query.text else places[query.offset : query.offset + query.limit]]
+        if not total:
+            return RolloutPage(0, [], None)
+        with (self.folder / ROLLOUTS).open("rb") as file:
+            if query.text:
+                return self._search(file, wanted, query)
+            rows = [_excerpt(entry, row) for entry, row in _read(file, wanted)]
+        following = query.offset + query.limit
+        return RolloutPage(total, rows, following if following < total else None)
+
+    def _search(self, file: BinaryIO, candidates: np.ndarray, query: RolloutQuery) -> RolloutPage:
+        search = TextSearch(query.text)
+        began, read = time.monotonic(), 0
+        found: list[dict[str, Any]] = []
+        for place, entry in enumerate(candidates):
+            if len(found) == query.limit:
+                return RolloutPage(None, found, query.offset + place)
+            if place and (read > self.search_bytes or time.monotonic() - began > self.search_s):
+                return RolloutPage(None, found, query.offset + place, is_complete=False)
+            opening = _opening(file, entry)
+            read += len(opening)
+            if search.found_in(opening):
+                found += [_excerpt(entry, row) for entry, row in _read(file, candidates[place : place + 1])]
+        return RolloutPage(len(found) if query.offset == 0 else None, found, None)
+
+    def item_history(self, item: int) -> list[dict[str, Any]]:
+        """Every visit to one item of the dataset, in order: step, group, the rows' places, and their rewards."""
+        with self._current():
+            self._table.refresh()
+            table = self._table.rows
+            entries = table[table["item"] == item]
+        visits: dict[tuple[int, int], dict[str, Any]] = {}
+        for entry in entries:
+            step, group = int(entry["step"]), int(entry["group"])
+            visit = visits.setdefault((step, group), {"step": step, "group": group, "rows": [], "rewards": []})
+            visit["rows"].append(int(entry["row"]))
+            visit["rewards"].append(_finite(float(entry["reward"])))
+        return list(visits.values())
+
+    # --- keeping up ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _current(self) -> Generator[None]:
+        """Holds the lock; starts over when another process has taken up the run, for it may have cut the logs."""
+        with self._lock:
+            try:
+                status = (self.folder / PROCESS).stat()
+                seen = status.st_ino, status.st_mtime_ns
+            except FileNotFoundError:
+                seen = None
+            if seen != self._process_seen:
+                before, self._process = self._process, read_process(self.folder)
+                if _identity(before) != _identity(self._process):
+                    self._restart()
+                self._process_seen = seen
+            yield
+
+    def _refreshed_metrics(self) -> MetricColumns:
+        def restart() -> None:
+            self._metrics = MetricColumns()
+
+        for rows in self._new_rows("metrics.jsonl", restart):
+            self._metrics.add(rows)
+        return self._metrics
+
+    def _log(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a small log, brought up to date."""
+        rows = self._logs.setdefault(name, [])
+        if name == "evaluations.jsonl":
+            self._take_readings(rows)
+        else:
+            for new in self._new_rows(name, rows.clear):
+                rows += new
+        return rows
+
+    def _take_readings(self, rows: list[dict[str, Any]]) -> None:
+        tail = self._tails["evaluations.jsonl"]
+        is_void, lines = tail.poll()
+        if is_void:
+            rows.clear()
+            self._example_offsets.clear()
+        for line in lines:
+            row = _without_examples(line)
+            if row is not None:
+                rows.append(row)
+                self._example_offsets.append(tail.offset - len(line))
+
+    def _new_rows(self, name: str, restart: Callable[[], None]) -> Iterator[list[dict[str, Any]]]:
+        """The rows of a log since the last time, some at a time; calls `restart` where those before are void."""
+        is_void, lines = self._tails[name].poll()
+        if is_void:
+            restart()
+        while batch := list(islice(lines, BATCH_LINES)):
+            yield [row for row in decode_lines(batch) if isinstance(row, dict)]
+
+
+def _identity(process: RunProcess | None) -> tuple[int, float] | None:
+    return None if process is None else (process.pid, process.began_at)
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _without_examples(line: bytes) -> dict[str, Any] | None:
+    """A reading without its examples, which come last and are most of it; None for what is no reading."""
+    cut = line.find(EXAMPLES)
+    try:
+        row = json.loads(line if cut < 0 else line[:cut] + b"}")
+    except ValueError:
+        return None
+    return {name: value for name, value in row.items() if name != "examples"} if isinstance(row, dict) else None
+
+
+def _read(file: BinaryIO, entries: np.ndarray) -> Iterator[tuple[np.void, dict[str, Any]]]:
+    """The rows at entries of the table; one that is no longer there, for the run was taken up again, is left out."""
+    for entry in entries:
+        line = os.pread(file.fileno(), int(entry["size"]), int(entry["offset"]))
+        try:
+            row = light_row(line)
+        except ValueError:
+            continue
+        if row.get("step") == entry["step"]:
+            yield entry, row
+
+
+def _opening(file: BinaryIO, entry: np.void) -> bytes:
+    """The line of an entry up to its tokens."""
+    size, offset = int(entry["size"]), int(entry["offset"])
+    head = os.pread(file.fileno(), min(size, HEAD_BYTES), offset)
+    cut = head.find(OPENING_END)
+    if cut < 0 and size > HEAD_BYTES:
+        head += os.pread(file.fileno(), size - HEAD_BYTES, offset + HEAD_BYTES)
+        cut = head.find(OPENING_END)
+    return head if cut < 0 else head[: cut + len(OPENING_END)]
+
+
+def _excerpt(entry: np.void, row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: int(entry[name]) for name in ("step", "row", "group", "item")},
+        "reward": _finite(float(entry["reward"])),
+        "advantage": _finite(float(entry["advantage"])),
+        "length": int(entry["length"]),
+        "flags": flag_names(int(entry["flags"])),
+        "prompt": str(row.get("prompt") or "")[:EXCERPT_CHARACTERS],
+        "text": str(row.get("text") or "")[:EXCERPT_CHARACTERS],
+        "stop_reason": row.get("stop_reason"),
+        "error": None if row.get("error") is None else str(row["error"])[:EXCERPT_CHARACTERS],
+    }

@@ -1,0 +1,95 @@
+"""A run in the terminal: one screen where there is a terminal, plain lines where there is none, and nothing obeyed."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mint.rl import LiveProgress
+from mint.rl.visible import head, one_line, paragraph, sparkline, tail
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202eabc\u200b\r\x00\n\tend"
+
+
+def step(number: int, reward: float, **changes: float) -> dict[str, Any]:
+    return {
+        "step": float(number), "reward/mean": reward, "success/rate": reward, "groups/used": 3.0, "groups/total": 4.0,
+        "groups/all_good": 1.0, "groups/all_bad": 0.0, "datums": 12.0, "optim/grad_norm": 1.5, "train/entropy": 0.25,
+        "mismatch/max_abs_logprob_diff": 0.0, "rollouts/mean_length": 7.5, "rollouts/truncated_share": 0.25,
+        "rollouts/tokens": 120.0, "time/rollouts_s": 0.4, "time/train_s": 0.2, **changes,
+    }  # fmt: skip
+
+
+def samples(text: str, count: int) -> dict[str, Any]:
+    row = {"prompt": f"Q{text}", "text": text, "reward": 1.0, "parts": {}, "tokens": [1, 2], "tool_calls": 0}
+    return {"step": 1, "rows": [row], "count": count}
+
+
+READING = {
+    "when": "before", "step": 0, "temperature": 0.0, "mean": 0.5, "low": 0.4, "high": 0.6, "n": 64, "success": 0.5,
+}  # fmt: skip
+FINDING = {"code": "truncation", "severity": "error", "step": 2, "evidence": f"cut {HOSTILE}", "remedy": "raise it"}
+
+
+def shown(*, terminal: bool) -> str:
+    """What a run of two steps leaves on the console."""
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
+    with LiveProgress(2, console=console, title="a run") as progress:
+        progress("evaluation", READING)
+        progress("step", step(1, 0.25))
+        progress("samples", samples(HOSTILE, 1))
+        progress("finding", FINDING)
+        progress("step", step(2, 0.75))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_readings_findings_and_a_sample_are_there(terminal: bool) -> None:
+    text = shown(terminal=terminal)
+    reading = "greedy 0.500 (0.400 to 0.600)" if terminal else "0.500  (95 %: 0.400 to 0.600"
+    for expected in ("a run", "0.750", "3/4", "before", reading, "truncation", "reward 1.00; 2 tokens"):
+        assert expected in text, expected
+
+
+def test_without_a_terminal_every_step_is_a_line_and_no_line_moves_the_cursor() -> None:
+    lines = shown(terminal=False).splitlines()
+    assert [line.split()[1] for line in lines if line.strip().startswith("step ")] == ["1/2", "2/2"]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_on_a_terminal_the_curve_of_the_reward_is_drawn_from_the_first_step_to_the_last() -> None:
+    text = shown(terminal=True)
+    assert "▁█" in text and "from 0.250, best 0.750 at step 2" in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_model_wrote_cannot_steer_the_terminal(terminal: bool) -> None:
+    text = shown(terminal=terminal)
+    assert "\x1b]" not in text and "\x1b[2J" not in text and "\u202e" not in text and "\x07" not in text
+    assert "␛[2J" in text and "⟨202E⟩abc⟨200B⟩" in text
+
+
+def test_a_step_without_a_signal_says_why_no_update_was_made() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    with LiveProgress(1, console=console) as progress:
+        progress("step", step(1, 1.0, datums=0.0, **{"groups/used": 0.0, "groups/all_good": 4.0}))
+    assert isinstance(console.file, io.StringIO)
+    assert "no step taken: every group had equal rewards (4 all good, 0 all bad)" in console.file.getvalue()
+
+
+def test_text_is_shown_sign_by_sign() -> None:
+    assert one_line(HOSTILE) == "␛[2J␛]0;owned␇⟨202E⟩abc⟨200B⟩␍␀⏎⇥end"
+    assert paragraph("a\n\tb") == "a\n    b"
+    assert (head("abcdef", 3), head("abc", 3), tail("abcdef", 3), tail("abc", 3)) == ("abc…", "abc", "…def", "abc")
+    assert len(head("x" * 10_000_000, 100)) == 101
+
+
+def test_a_sparkline_runs_from_the_least_to_the_greatest_value_in_at_most_its_width() -> None:
+    assert sparkline([], 8) == ""
+    assert sparkline([0.5, 0.5], 8) == "▁▁"
+    assert sparkline([float(value) for value in range(8)], 8) == "▁▂▃▄▅▆▇█"
+    assert len(sparkline([float(value % 7) for value in range(1000)], 40)) == 40
