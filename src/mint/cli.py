@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mint import cli_bench, cli_serve, cli_tables
+from mint import cli_bench, cli_dashboard, cli_looking, cli_serve, cli_tables
 from mint.errors import MintError
 from mint.terminal import fail
 
@@ -22,12 +22,15 @@ app = typer.Typer(
     help="LoRA fine-tuning and reinforcement learning of language models, on any machine.",
 )
 app.command()(cli_serve.serve)
+app.command()(cli_dashboard.dashboard)
 app.add_typer(cli_serve.keys_app, name="keys")
 app.add_typer(cli_tables.runs_app, name="runs")
 app.add_typer(cli_tables.checkpoints_app, name="checkpoints")
 app.add_typer(cli_tables.sessions_app, name="sessions")
 app.add_typer(cli_tables.models_app, name="models")
 app.add_typer(cli_bench.bench_app, name="bench")
+app.command()(cli_looking.rollouts)
+app.command()(cli_looking.plot)
 
 
 class DemoTask(StrEnum):
@@ -77,6 +80,9 @@ def demo(
     seed: Seed = 0,
     run_dir: RunDir = None,
     resume: Resume = False,
+    track: Annotated[
+        list[str] | None, typer.Option(help="mirror it: tensorboard, wandb or trackio; repeatable")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """RL end to end on the bundled model, in this process: no network, no GPU, no key."""
@@ -86,7 +92,13 @@ def demo(
 
     try:
         result, report = run_demo(
-            task.value, steps=steps, seed=seed, run_dir=run_dir, resume=resume, console=Console(stderr=True)
+            task.value,
+            steps=steps,
+            seed=seed,
+            run_dir=run_dir,
+            resume=resume,
+            console=Console(stderr=True),
+            trackers=track or (),
         )
     except MintError as error:
         fail(error)

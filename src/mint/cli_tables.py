@@ -20,6 +20,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from mint.cli_looking import RL_COLUMNS, rl_row, rl_runs, run_folder, show_run_folder
 from mint.errors import InvalidRequestError, MintError
 from mint.records import (
     AccessScope,
@@ -61,13 +62,12 @@ def list_runs(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Training runs, newest first."""
+    """Training runs, newest first; and the RL runs whose folders are on this machine."""
     with _kept(data_dir) as kept:
         page = kept.runs(PageQuery(limit=limit, offset=offset, access_scope=_scope(accessible)))
         if as_json:
-            _print_json(
-                {"training_runs": [_run_json(run) for run in page.training_runs], "cursor": _plain(page.cursor)}
-            )
+            document = {"training_runs": [_run_json(run) for run in page.training_runs], "cursor": _plain(page.cursor)}
+            _print_json({**document, "rl_runs": rl_runs(data_dir, limit)})
             return
         rows = [
             (
@@ -83,15 +83,25 @@ def list_runs(
         ]
         columns = ("run", "base model", "rank", "owner", "last request (UTC)", "last checkpoint", "")
         _print_table(columns, rows, f"{len(rows)} of {page.cursor.total_count} runs")
+        found = rl_runs(data_dir, limit)
+        if found:
+            _print_table(RL_COLUMNS, [rl_row(run) for run in found], f"RL runs on this machine: {len(found)}")
 
 
 @runs_app.command(name="show")
 def show_run(
-    run_id: Annotated[str, typer.Argument(help="as `mint runs list` shows it")],
+    run_id: Annotated[str, typer.Argument(help="as `mint runs list` shows it; or the folder or name of an RL run")],
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """One training run and its checkpoints."""
+    """One training run and its checkpoints; or one RL run: state, curve, readings, findings, checkpoints."""
+    folder = run_folder(run_id) if data_dir is None else None
+    if folder is not None:
+        try:
+            show_run_folder(folder, as_json=as_json)
+        except MintError as error:
+            fail(error)
+        return
     with _kept(data_dir) as kept:
         run, saved = kept.run(run_id), kept.checkpoints_of(run_id).checkpoints
         if as_json:

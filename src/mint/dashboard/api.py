@@ -1,0 +1,351 @@
+"""The JSON of the dashboard: each function reads what one address asks for. Called in threads; acts on nothing.
+
+What a run holds is read by `mint.rl.run_reader`; here it is only chosen, named and put together.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qsl
+
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+
+from mint.dashboard.dashboard import Dashboard
+from mint.dashboard.events import Cursor, cursor_of
+from mint.dashboard.evidence import EVIDENCE, NO_EVIDENCE, evidence_of
+from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
+from mint.rl.afterwards import METRICS
+from mint.rl.run_reader import RolloutQuery, RunReader
+
+MAX_ROWS = 500
+LISTED_PROMPT = 4_000
+"""Of a prompt in a list of groups: its last characters, which tell it from others."""
+
+MAX_STEP_ROWS = 1_000_000
+WHOLE_NUMBERS = ("step", "first_step", "last_step", "group", "item", "length_min", "length_max", "offset", "limit")
+NUMBERS = ("reward_min", "reward_max")
+SAMPLED = 1.0
+LEDGER = ("generated", "graded", "informative", "trained", "gradient")
+EXPORTS = ("peft", "hf", "gguf-ready")
+
+
+def runs(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """Every run, in a sentence of numbers."""
+    return {"runs": list(dashboard.readers.summaries().values())}
+
+
+def run(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """One run, and its settings."""
+    name = request.path_params["run"]
+    return {"summary": dashboard.readers.summary(name), "config": dashboard.readers.of(name).config}
+
+
+def columns(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """The numbers of every step, one list for each metric; `cursor` is where the live stream goes on."""
+    name, reader = _reader(dashboard, request)
+    wanted = request.query_params.get("names", "")
+    since = _whole_number(request.query_params, "since") or 0
+    # before what it counts is read: what is written meanwhile comes twice rather than never
+    cursor = cursor_of(reader)
+    return {
+        "columns": reader.columns(wanted.split(",") if wanted else None, since),
+        "evaluations": reader.evaluations(),
+        "findings": reader.findings(),
+        "summary": dashboard.readers.summary(name),
+        "cursor": str(cursor),
+    }
+
+
+def steps(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """The steps that have rollouts."""
+    return {"steps": _reader(dashboard, request)[1].steps()}
+
+
+def rollouts(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """A page of rollouts that fit the query, cut short each."""
+    _, reader = _reader(dashboard, request)
+    return vars(reader.rollouts(parse_query(dashboard, request)))
+
+
+def rollout(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """One rollout, whole."""
+    _, reader = _reader(dashboard, request)
+    step, row = request.path_params["step"], request.path_params["row"]
+    found = [logged for logged in _rows(reader, step) if logged["row"] == row]
+    if not found:
+        raise NotFoundError("is not a rollout of this run", field="rollout", value=f"step {step}, row {row}")
+    return _whole(reader, step, found)[0]
+
+
+def groups(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """The groups of one step: their prompt, and the rewards of their samples."""
+    _, reader = _reader(dashboard, request)
+    return {"groups": _groups(reader, request.path_params["step"])}
+
+
+def _groups(reader: RunReader, step: int) -> list[dict[str, Any]]:
+    found = _rows(reader, step, light=True)
+    by_group: dict[int, dict[str, Any]] = {}
+    for row in found:
+        known = by_group.setdefault(
+            row["group"],
+            {
+                "group": row["group"],
+                "item": row.get("item"),
+                "prompt": row.get("prompt", "")[-LISTED_PROMPT:],
+                "rewards": [],
+                "rows": [],
+                "error": None,
+            },
+        )
+        known["rewards"].append(row.get("reward"))
+        known["rows"].append(row["row"])
+        known["error"] = known["error"] or row.get("error")
+    return [by_group[group] for group in sorted(by_group)]
+
+
+def group(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """The samples of one prompt, whole, best first."""
+    _, reader = _reader(dashboard, request)
+    return _group(reader, request.path_params["step"], request.path_params["group"])
+
+
+def opening(reader: RunReader, *, step: str, group: str) -> dict[str, Any] | None:
+    """What the page of rollouts begins with: a step's groups, and the samples of one. The last step and its first group
+    where none, or none that there is, is asked for; None as long as there are no rollouts."""
+    steps = reader.steps()
+    if not steps:
+        return None
+    at = int(step) if step.isdecimal() and int(step) in steps else steps[-1]
+    listed = _groups(reader, at)
+    numbers = [one["group"] for one in listed]
+    chosen = int(group) if group.isdecimal() and int(group) in numbers else numbers[0]
+    return {"step": at, "groups": listed, "group": _group(reader, at, chosen)}
+
+
+def _group(reader: RunReader, step: int, number: int) -> dict[str, Any]:
+    found = [row for row in _rows(reader, step) if row["group"] == number]
+    if not found:
+        raise NotFoundError("is not a group of this run", field="group", value=f"step {step}, group {number}")
+    found.sort(key=lambda row: (row.get("reward") is None, -(row.get("reward") or 0.0), row["row"]))
+    first = found[0]
+    shared = {"item": first.get("item"), "prompt": first.get("prompt", ""), "sample": first.get("sample", "")}
+    return {"step": step, "group": number, **shared, "rows": _whole(reader, step, found)}
+
+
+def item(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """When one item of the task was drawn, and how it went."""
+    _, reader = _reader(dashboard, request)
+    wanted = request.path_params["item"]
+    return {"item": wanted, "visits": reader.item_history(wanted)}
+
+
+def examples(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """What the policy wrote at one reading of the held-out set, by the reading's place in the list of evaluations."""
+    _, reader = _reader(dashboard, request)
+    rows = reader.examples(request.path_params["place"])
+    return {"rows": [{**row, "pieces": reader.pieces(row.get("tokens") or [])} for row in rows]}
+
+
+def findings(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """What looks wrong, with what to plot beside it and which rollouts show it."""
+    name, _ = _reader(dashboard, request)
+    return {"findings": [evidence_of(finding) for finding in dashboard.diagnoses.of(name)]}
+
+
+def checkpoints(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """What was saved, oldest first, with its reading of the held-out set. The best is what the run kept as such, or,
+    where it kept nothing, what reads best of several."""
+    _, reader = _reader(dashboard, request)
+    readings = reader.evaluations()
+    by_path: dict[str, dict[str, Any]] = {}
+    for row in reader.checkpoints():
+        by_path[row["checkpoint"]] = {"step": row["step"], "checkpoint": row["checkpoint"]}
+    # the best weights so far are kept under a name of their own, and stand in the readings only
+    for row in readings:
+        if row.get("checkpoint"):
+            by_path[row["checkpoint"]] = {"step": row["step"], "checkpoint": row["checkpoint"]}
+    listed = sorted(by_path.values(), key=lambda kept: kept["step"])
+    for kept in listed:
+        kept["heldout"] = _reading_at(readings, kept["step"])
+        kept |= _commands(reader.config, kept)
+    named = next((row["checkpoint"] for row in reversed(readings) if row.get("checkpoint")), None)
+    read = [kept for kept in listed if kept["heldout"] is not None]
+    # of one reading nothing can be said to be the best
+    best = by_path.get(named) or (max(read, key=lambda kept: kept["heldout"]["mean"]) if len(read) > 1 else None)
+    return {"checkpoints": [{**kept, "is_best": kept is best} for kept in listed]}
+
+
+def ledger(dashboard: Dashboard, name: str) -> dict[str, float]:
+    """Where the tokens of a run went: the sum of each stage over all steps, those of a stage that was never counted
+    left out."""
+    columns = dashboard.readers.of(name).columns([f"ledger/{stage}" for stage in LEDGER])
+    counted = {stage: [value for value in columns.get(f"ledger/{stage}", ()) if value is not None] for stage in LEDGER}
+    return {stage: sum(values) for stage, values in counted.items() if values}
+
+
+def bisection(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+    """How far the search for the fall of a metric is."""
+    name, _ = _reader(dashboard, request)
+    return dashboard.bisections.state(name)
+
+
+def service(dashboard: Dashboard, request: Request) -> Mapping[str, Any]:
+    """The numbers of the service, where one runs in this process."""
+    return {"available": False} if dashboard.service is None else dashboard.service()
+
+
+# --- what is asked for -----------------------------------------------------------------------------------------------
+
+
+def parse_query(dashboard: Dashboard, request: Request) -> RolloutQuery:
+    """Which rollouts a request is about. `finding` stands for the rollouts that show it; what else is said adds to it.
+
+    Raises:
+        InvalidRequestError: a value is none; names it.
+    """
+    given = request.query_params
+    values = _shown_by(dashboard, request.path_params["run"], given.get("finding", ""))
+    for name in WHOLE_NUMBERS:
+        number = _whole_number(given, name)
+        if number is not None:
+            values[name] = number
+    for name in NUMBERS:
+        if given.get(name, "") != "":
+            values[name] = _number(given, name)
+    for name, field in (("flag", "flags"), ("without", "without")):
+        values[field] = frozenset(values.get(field, ())) | {flag for flag in given.getlist(name) if flag}
+    for name in ("text", "sort"):
+        if given.get(name, "") != "":
+            values[name] = given[name]
+    values["limit"] = min(values.get("limit", 50), MAX_ROWS)
+    return RolloutQuery(**values)
+
+
+def parse_cursor(text: str) -> Cursor | None:
+    """Where a live stream is to go on: `STEP`, or `STEP-EVALUATIONS-FINDINGS` as these pages were told; None at all.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    if not text:
+        return None
+    parts = text.split("-")
+    if len(parts) not in (1, 3) or not all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
+        raise InvalidRequestError("is not a place in a run", field="since", value=text, remedy="Give a step's number")
+    numbers = [int(part) for part in parts]
+    return Cursor(*numbers) if len(numbers) == 3 else Cursor(numbers[0], None, None)
+
+
+def parse_metric(body: bytes) -> str:
+    """The metric that a bisection is to follow.
+
+    Raises:
+        InvalidRequestError: the body names none.
+    """
+    try:
+        given = json.loads(body or b"{}")
+    except ValueError as error:
+        raise InvalidRequestError(f"is not JSON: {error}", field="body", value="(not shown)") from error
+    metric = given.get("metric", METRICS[0]) if isinstance(given, dict) else None
+    if metric not in METRICS:
+        raise InvalidRequestError(
+            "is not a metric", field="metric", value=metric, remedy=f"Choose one of {', '.join(METRICS)}"
+        )
+    return metric
+
+
+def parse_form(text: str) -> dict[str, str]:
+    """The fields of a form."""
+    return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=16))
+
+
+def too_large(most_bytes: int) -> BodyTooLargeError:
+    """That nothing so large is taken here."""
+    return BodyTooLargeError(f"is larger than {most_bytes} bytes", field="body", value="(not shown)")
+
+
+def _whole_number(given: QueryParams, name: str) -> int | None:
+    text = given.get(name, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise InvalidRequestError("is not a whole number", field=name, value=text, remedy="Give 0 or more")
+    return int(text)
+
+
+def _number(given: QueryParams, name: str) -> float:
+    try:
+        return float(given[name])
+    except ValueError as error:
+        raise InvalidRequestError("is not a number", field=name, value=given[name], remedy="Give one") from error
+
+
+def _shown_by(dashboard: Dashboard, run: str, code: str) -> dict[str, Any]:
+    """The rollouts that show a finding of this run; everything where none is named.
+
+    Raises:
+        InvalidRequestError: the run has no such finding.
+    """
+    if not code:
+        return {}
+    for finding in dashboard.diagnoses.of(run):
+        if finding["code"] == code:
+            return _samples_of(finding)
+    raise InvalidRequestError("is not a finding of this run", field="finding", value=code, remedy="See its diagnosis")
+
+
+# --- putting together ------------------------------------------------------------------------------------------------
+
+
+def _reader(dashboard: Dashboard, request: Request) -> tuple[str, RunReader]:
+    name = request.path_params["run"]
+    return name, dashboard.readers.of(name)
+
+
+def _rows(reader: RunReader, step: int, *, light: bool = False) -> list[dict[str, Any]]:
+    rows = reader.rows(step, light=light)
+    if not rows:
+        raise NotFoundError("has no rollouts", field="step", value=step, remedy="See the steps that have some")
+    return rows
+
+
+def _whole(reader: RunReader, step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Logged rows with the names of their flags, and the text of each token."""
+    group = rows[0]["group"] if len({row["group"] for row in rows}) == 1 else None
+    page = reader.rollouts(RolloutQuery(step=step, group=group, limit=MAX_STEP_ROWS))
+    flags = {indexed["row"]: indexed["flags"] for indexed in page.rows}
+    return [
+        {**row, "flags": flags.get(row["row"], []), "pieces": reader.pieces(row.get("tokens") or [])} for row in rows
+    ]
+
+
+def _samples_of(finding: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `RolloutQuery`: the rollouts that show a finding, in the steps before and where it was seen."""
+    return EVIDENCE.get(finding["code"], NO_EVIDENCE).samples(int(finding["step"]))
+
+
+def _commands(config: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """What to type to take a checkpoint elsewhere, or to train on from it. A log may come from anywhere: quoted."""
+    checkpoint = str(kept["checkpoint"])
+    path, origin = shlex.quote(checkpoint), shlex.quote(f"init_from={checkpoint}")
+    exports = {
+        form: f"mint export {path} --format {form} --output step-{int(kept['step']):06d}-{form}" for form in EXPORTS
+    }
+    task = (config.get("task_spec") or {}).get("task") or "TASK"
+    return {
+        "export": exports["peft"],
+        "exports": exports,
+        "train_on": f"mint train rl {shlex.quote(f'task={task}')} {origin}",
+    }
+
+
+def _reading_at(readings: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
+    """The reading of the weights of a step: at temperature 1, or greedy where that is all there is."""
+    found = [row for row in readings if row["step"] == step]
+    sampled = [row for row in found if row["temperature"] == SAMPLED]
+    return (sampled or found or [None])[-1]

@@ -1,0 +1,317 @@
+"""The routes of the dashboard, and what all of them share: who may come in, headers, errors, threads for reading files.
+
+A row names an operation. What it reads comes from run folders (`readers`), from live streams (`events`), and from the
+callables that the composition root passes in; the service and its engine are not known here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlencode
+
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mint.dashboard import api, exports, pages
+from mint.dashboard.dashboard import Dashboard
+from mint.dashboard.encoding import json_bytes
+from mint.dashboard.login import Door, Visitor, require_own_page, set_cookie
+from mint.errors import AuthenticationError, MintError, NotFoundError, RequestFailedError
+
+log = logging.getLogger("mint.dashboard")
+
+API = "/dashboard/v1"
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    # not `no-referrer`: with that, browsers do not say that a form comes from this server's own page
+    "referrer-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+PACKED_FROM_BYTES = 16 * 1024
+MAX_FORM_BYTES = 16 * 1024
+
+Kind = Literal["json", "page", "text"]
+
+
+def routes(dashboard: Dashboard) -> list[Route]:
+    """All pages and their JSON, for whatever application answers at this address."""
+    return [Route(row.path, _endpoint(dashboard, row), methods=[row.method]) for row in ROWS]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One route. `is_open` rows answer without a key; `kind` says how errors are shown."""
+
+    method: str
+    path: str
+    operation: Callable[[Dashboard, Request, Visitor | None], Awaitable[Response]]
+    kind: Kind = "json"
+    is_open: bool = False
+
+
+def _endpoint(dashboard: Dashboard, row: Row) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            response = await _answer(dashboard, row, request)
+        except MintError as error:
+            response = _refuse(row, request, error)
+        except Exception as error:  # the boundary: a route must answer, and the log must know why
+            log.exception("%s %s failed", row.method, row.path)
+            remedy = "See the server's log"
+            response = _refuse(row, request, RequestFailedError(f"{type(error).__name__}: {error}", remedy=remedy))
+        if request.method == "HEAD" and isinstance(response, StreamingResponse):
+            response = Response(status_code=response.status_code, headers=dict(response.headers))
+        for name, value in HEADERS.items():
+            response.headers[name] = value
+        response.headers.setdefault("cache-control", "no-store")
+        return response
+
+    return endpoint
+
+
+async def _answer(dashboard: Dashboard, row: Row, request: Request) -> Response:
+    if row.is_open:
+        dashboard.door.screen(request)
+        return await row.operation(dashboard, request, None)
+    # a key is looked up in a database
+    visitor = await anyio.to_thread.run_sync(dashboard.door.visitor_of, request)
+    return await row.operation(dashboard, request, visitor)
+
+
+def _refuse(row: Row, request: Request, error: MintError) -> Response:
+    if row.kind == "page" and type(error) is AuthenticationError and row.method == "GET":
+        return RedirectResponse(f"/login?{urlencode({'next': _place(request)})}", status_code=303)
+    return _refused(error, row.kind)
+
+
+def _refused(error: MintError, kind: Kind) -> Response:
+    if kind == "page":
+        return Response(pages.error_page(error), error.status, media_type="text/html")
+    response = Response(json_bytes(error.to_wire()), error.status, media_type="application/json")
+    if type(error) is AuthenticationError:
+        response.headers["www-authenticate"] = "Bearer"
+    return response
+
+
+def _place(request: Request) -> str:
+    return f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
+
+
+# --- kinds of rows ---------------------------------------------------------------------------------------------------
+
+
+def _json(method: str, path: str, read: Callable[[Dashboard, Request], Any]) -> Row:
+    """A row whose answer is read from files, in a thread, and is JSON."""
+
+    async def operation(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+        def work() -> Response:
+            return _conditional(request, json_bytes(read(dashboard, request)), "application/json")
+
+        return await anyio.to_thread.run_sync(work, limiter=dashboard.threads)
+
+    return Row(method, f"{API}/{path}", operation)
+
+
+def _page(path: str, write: Callable[[Dashboard, Request], str], *, is_open: bool = False) -> Row:
+    """A row whose answer is a page."""
+
+    async def operation(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+        def work() -> Response:
+            # a run may hold half of a surrogate pair, which UTF-8 has no word for
+            html = write(dashboard, request).encode("utf-8", "replace")
+            return _conditional(request, html, "text/html; charset=utf-8")
+
+        return await anyio.to_thread.run_sync(work, limiter=dashboard.threads)
+
+    return Row("GET", path, operation, "page", is_open)
+
+
+def _conditional(request: Request, body: bytes, media_type: str) -> Response:
+    """The body, packed if that is worth it; or only that it is the one which the browser has."""
+    tag = f'W/"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+    headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding, cookie"}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    if len(body) >= PACKED_FROM_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
+        body = gzip.compress(body, compresslevel=1)
+        headers["content-encoding"] = "gzip"
+    return Response(body, media_type=media_type, headers=headers)
+
+
+# --- operations that are no reading ----------------------------------------------------------------------------------
+
+
+async def _asset(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+    return await _file(dashboard, request, request.path_params["file"])
+
+
+async def _favicon(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+    return await _file(dashboard, request, "favicon.svg")
+
+
+async def _file(dashboard: Dashboard, request: Request, name: str) -> Response:
+    try:
+        response = await dashboard.assets.get_response(name, request.scope)
+    except HTTPException as error:
+        raise NotFoundError("is not a file of the dashboard", field="path", value=request.url.path) from error
+    response.headers["cache-control"] = "no-cache"
+    return response
+
+
+async def _enter(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+    """Takes a key from the form of the login page."""
+    login = dashboard.door.login
+    place = pages.safe_place(request.query_params.get("next", ""))
+    if login is None:
+        return RedirectResponse(place, status_code=303)
+    require_own_page(request)
+    form = api.parse_form((await _small_body(request)).decode("utf-8", "replace"))
+    try:
+        token = await anyio.to_thread.run_sync(login.enter, form.get("key", "").strip())
+    except AuthenticationError as error:
+        page = pages.login_page(asks_keys=True, place=place, problem=str(error))
+        return Response(page, error.status, media_type="text/html")
+    response = RedirectResponse(place, status_code=303)
+    set_cookie(response, request, token)
+    return response
+
+
+async def _leave(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+    """Ends the session of a browser."""
+    require_own_page(request)
+    if dashboard.door.login is not None:
+        dashboard.door.login.leave(request)
+    response = RedirectResponse("/login", status_code=303)
+    set_cookie(response, request, "")
+    return response
+
+
+async def _small_body(request: Request) -> bytes:
+    """The body of a request that has no reason to be large.
+
+    Raises:
+        InvalidRequestError: it is larger.
+    """
+    parts: list[bytes] = []
+    async for part in request.stream():
+        parts.append(part)
+        if sum(map(len, parts)) > MAX_FORM_BYTES:
+            raise api.too_large(MAX_FORM_BYTES)
+    return b"".join(parts)
+
+
+async def _bisect(dashboard: Dashboard, request: Request, visitor: Visitor | None) -> Response:
+    """Begins to look for the checkpoint where a metric fell; `GET` says how far it is."""
+    wanted = api.parse_metric(await _small_body(request))
+    run = request.path_params["run"]
+    state = await anyio.to_thread.run_sync(dashboard.bisections.begin, run, wanted, visitor)
+    return Response(json_bytes(state), 202, media_type="application/json")
+
+
+async def _run_events(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+    run = request.path_params["run"]
+    reader = await anyio.to_thread.run_sync(dashboard.readers.of, run)
+    since = request.headers.get("last-event-id") or request.query_params.get("since", "")
+    return dashboard.streams.of_run(run, reader, api.parse_cursor(since))
+
+
+async def _all_events(dashboard: Dashboard, _request: Request, _visitor: Visitor | None) -> Response:
+    return dashboard.streams.of_all()
+
+
+async def _rollouts_file(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+    return await anyio.to_thread.run_sync(exports.rollouts_file, dashboard, request, limiter=dashboard.threads)
+
+
+async def _metrics_csv(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+    return await anyio.to_thread.run_sync(exports.metrics_csv, dashboard, request, limiter=dashboard.threads)
+
+
+async def _metrics_json(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+    return await anyio.to_thread.run_sync(exports.metrics_json, dashboard, request, limiter=dashboard.threads)
+
+
+_RUN = "runs/{run}"
+
+ROWS: tuple[Row, ...] = (
+    _page("/", pages.runs),
+    _page("/compare", pages.compare),
+    _page("/service", pages.service),
+    _page("/login", pages.login, is_open=True),
+    Row("POST", "/login", _enter, "page", is_open=True),
+    Row("POST", "/logout", _leave, "page", is_open=True),
+    _page(f"/{_RUN}", pages.run),
+    _page(f"/{_RUN}/rollouts", pages.rollouts),
+    _page(f"/{_RUN}/diagnosis", pages.diagnosis),
+    _page(f"/{_RUN}/checkpoints", pages.checkpoints),
+    Row("GET", "/assets/{file}", _asset, "text", is_open=True),
+    Row("GET", "/favicon.ico", _favicon, "text", is_open=True),
+    _json("GET", "runs", api.runs),
+    Row("GET", f"{API}/runs/events", _all_events),
+    _json("GET", _RUN, api.run),
+    _json("GET", f"{_RUN}/columns", api.columns),
+    Row("GET", f"{API}/{_RUN}/events", _run_events),
+    _json("GET", f"{_RUN}/rollouts", api.rollouts),
+    _json("GET", f"{_RUN}/rollouts/{{step:int}}/{{row:int}}", api.rollout),
+    _json("GET", f"{_RUN}/steps", api.steps),
+    _json("GET", f"{_RUN}/steps/{{step:int}}/groups", api.groups),
+    _json("GET", f"{_RUN}/steps/{{step:int}}/groups/{{group:int}}", api.group),
+    _json("GET", f"{_RUN}/items/{{item:int}}", api.item),
+    _json("GET", f"{_RUN}/evaluations/{{place:int}}/examples", api.examples),
+    _json("GET", f"{_RUN}/findings", api.findings),
+    _json("GET", f"{_RUN}/checkpoints", api.checkpoints),
+    _json("GET", f"{_RUN}/bisect", api.bisection),
+    Row("POST", f"{API}/{_RUN}/bisect", _bisect),
+    _json("GET", "service", api.service),
+    Row("GET", f"{API}/{_RUN}/metrics.csv", _metrics_csv, "text"),
+    Row("GET", f"{API}/{_RUN}/metrics.json", _metrics_json, "text"),
+    Row("GET", f"{API}/{_RUN}/rollouts.jsonl", _rollouts_file, "text"),
+)
+
+
+def create_app(dashboard: Dashboard, *, sampling: ASGIApp) -> Starlette:
+    """An application of the pages alone; `sampling` answers what begins with `/v1`, to whoever may see the pages."""
+
+    async def no_route(request: Request, _error: Exception) -> Response:
+        remedy = "The list of runs is at /"
+        error = NotFoundError("is not a page here", field="path", value=request.url.path, remedy=remedy)
+        is_page = not request.url.path.startswith(f"{API}/")
+        response = _refused(error, "page" if is_page else "json")
+        response.headers.update(HEADERS)
+        return response
+
+    guarded = Route("/v1/{rest:path}", _Guarded(dashboard.door, sampling))
+    app = Starlette(routes=[*routes(dashboard), guarded], exception_handlers={404: no_route})
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Guarded:
+    """An application behind the door of the pages."""
+
+    def __init__(self, door: Door, app: ASGIApp) -> None:
+        self._door = door
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on what may come in."""
+        try:
+            await anyio.to_thread.run_sync(self._door.visitor_of, Request(scope))
+            await self._app(scope, receive, send)
+        except MintError as error:  # refused at the door, or the application could not be opened
+            await _refused(error, "json")(scope, receive, send)

@@ -1,0 +1,88 @@
+// How charts look: colours and dashes, the key of a line, and what uPlot does not draw by itself.
+
+import { shortTime, STEP_TICKS, tickText, TIME_TICKS_S } from "./chart_numbers.js";
+import { colorOf } from "./common.js";
+
+/** @typedef {import("./charts.js").Line} Line @typedef {ReturnType<typeof readColors>} Colors */
+
+const FEW_READINGS = 60;
+/** One for each run that is compared, so that colour alone never tells two apart. */
+export const DASHES = [[], [7, 3], [2, 2.5], [10, 3, 2, 3], [4, 4], [14, 3], [1.5, 4], [7, 2, 1.5, 2, 1.5, 2]];
+export const COLORS = DASHES.length;
+
+export const withAlpha = (color, alpha) => color.replace(/^rgba?\(([^)]+?)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3).join(",")}, ${alpha})`);
+
+/** The colours of the theme that is shown, as a canvas needs them. */
+export const readColors = () => ({
+  lines: Array.from({ length: COLORS }, (_, i) => colorOf(`--line-${i + 1}`)),
+  panel: colorOf("--panel"),
+  muted: colorOf("--muted"),
+  grid: colorOf("--line"),
+  severities: { error: colorOf("--error"), warning: colorOf("--warning"), info: colorOf("--info") },
+});
+
+/** A short line in the colour and dash of a series or a run. @param {number} color @param {number[]} dash */
+export function swatch(color, dash) {
+  const picture = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  picture.setAttribute("class", `swatch line-${color + 1}`);
+  picture.setAttribute("viewBox", "0 0 18 8");
+  picture.setAttribute("aria-hidden", "true");
+  const line = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  line.setAttribute("d", "M0 4H18");
+  if (dash.length) line.setAttribute("stroke-dasharray", dash.map((length) => length * 0.8).join(" "));
+  picture.append(line);
+  return picture;
+}
+
+/** The axes of a chart, as uPlot takes them. @param {Colors} colors @param {{isTime: boolean, unit?: string, usesRight: boolean}} chart */
+export function axesOf(colors, { isTime, unit, usesRight }) {
+  const axis = { stroke: colors.muted, font: "10px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: colors.grid, width: 1 } };
+  const upright = { ...axis, size: 42, gap: 4, space: 26 };
+  return [
+    { ...axis, size: 20, gap: 3, space: 55, incrs: isTime ? TIME_TICKS_S : STEP_TICKS, values: (_plot, ticks) => ticks.map((tick) => (isTime ? shortTime(tick) : tick)) },
+    { ...upright, values: (_plot, ticks) => ticks.map((tick) => tickText(tick, unit)) },
+    { ...upright, scale: "right", side: 1, show: usesRight, grid: { show: false }, values: (_plot, ticks) => ticks.map((tick) => tickText(tick)) },
+  ];
+}
+
+/** The interval of each reading; of very many, the band beside the line is enough. @param {any} plot @param {Line[]} lines @param {Colors} colors */
+export function drawWhiskers(plot, lines, colors) {
+  const { ctx, bbox } = plot;
+  const cap = 3.5 * devicePixelRatio;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  ctx.lineWidth = 1.3 * devicePixelRatio;
+  for (const { x, low = [], high = [], color } of lines.filter((line) => line.x.length <= FEW_READINGS)) {
+    ctx.strokeStyle = colors.lines[color];
+    ctx.beginPath();
+    x.forEach((place, i) => {
+      const left = plot.valToPos(place, "x", true);
+      const ends = [low[i], high[i]].map((value) => plot.valToPos(value, "y", true));
+      ctx.moveTo(left, ends[0]);
+      ctx.lineTo(left, ends[1]);
+      for (const end of ends) {
+        ctx.moveTo(left - cap, end);
+        ctx.lineTo(left + cap, end);
+      }
+    });
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+/** A triangle at the upper edge for each finding. @param {any} plot @param {{place: number, severity: string}[]} marks @param {Colors} colors */
+export function drawMarks(plot, marks, colors) {
+  const size = 4 * devicePixelRatio;
+  const { ctx, bbox } = plot;
+  for (const { place, severity } of marks) {
+    const x = plot.valToPos(place, "x", true);
+    ctx.fillStyle = colors.severities[severity] ?? colors.muted;
+    ctx.beginPath();
+    ctx.moveTo(x - size, bbox.top - size);
+    ctx.lineTo(x + size, bbox.top - size);
+    ctx.lineTo(x, bbox.top + size);
+    ctx.fill();
+  }
+}

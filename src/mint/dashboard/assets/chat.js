@@ -1,0 +1,152 @@
+// A conversation with one checkpoint: tokens appear as they come, and what goes wrong is said in words. Knows the
+// elements of the chat box by their ids; the conversation lives in this page only.
+
+import { el, find, number } from "./common.js";
+import { appendAnswer, finishText, sample, waiting } from "./sampling.js";
+
+/** @typedef {{role: "user" | "assistant", content: string}} Message */
+
+const box = find("#chat");
+const log = find("#chat-log");
+const input = find("#chat-input");
+const model = find("#chat-model");
+
+/** @type {Message[]} */
+let messages = [];
+/** @type {AbortController | null} */
+let asked = null;
+/** Whether the model has no chat template, and is given the plain text instead. */
+let isPlain = false;
+
+/** Opens the box with a checkpoint. @param {string} checkpoint */
+export function chatWith(checkpoint) {
+  model.value = checkpoint;
+  box.scrollIntoView({ block: "nearest" });
+  input.focus();
+}
+
+/** Listens to the box. */
+export function beginChat() {
+  find("#chat-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  input.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      send();
+    }
+  });
+  box.addEventListener("keydown", (event) => event.key === "Escape" && stop());
+  find("#chat-stop").addEventListener("click", stop);
+  find("#chat-clear").addEventListener("click", clear);
+  model.addEventListener("change", () => (isPlain = false));
+}
+
+const stop = () => asked?.abort();
+
+function clear() {
+  stop();
+  messages = [];
+  isPlain = false;
+  log.replaceChildren(el("p", { class: "muted" }, "A new conversation."));
+  input.focus();
+}
+
+function send() {
+  const content = input.value.trim();
+  if (!content || asked) return;
+  input.value = "";
+  messages.push({ role: "user", content });
+  const said = bubble("user", "you");
+  appendAnswer(said.text, content);
+  answer();
+}
+
+/** Asks for the next message and writes it as it comes. */
+async function answer() {
+  const conversation = messages;
+  const reply = bubble("assistant", find("option:checked", model)?.textContent ?? model.value);
+  const stopWaiting = waiting((text) => (reply.state.textContent = text));
+  asked = new AbortController();
+  const own = asked;
+  show();
+  let content = "";
+  let count = 0;
+  let finish = null;
+  const began = performance.now();
+  try {
+    for await (const piece of sample(question(), own.signal)) {
+      stopWaiting();
+      count += piece.text ? 1 : 0;
+      content += piece.text;
+      finish = piece.finish ?? finish;
+      write(reply.text, piece.text);
+      reply.state.textContent = `${((performance.now() - began) / 1000).toFixed(1)} s`;
+    }
+    reply.state.textContent = `${finishText(finish)} · ${number((performance.now() - began) / 1000)} s`;
+    if (!content) reply.text.append(el("span", { class: "muted" }, "(said nothing)"));
+  } catch (error) {
+    if (own.signal.aborted) reply.state.textContent = "stopped";
+    else fail(reply, error);
+  } finally {
+    stopWaiting();
+    if (asked === own) asked = null;
+    show();
+  }
+  if (conversation !== messages) return;
+  // an answer that never began is no part of what was said; the question then waits in the input
+  if (content) messages.push({ role: "assistant", content });
+  else if (finish === null) takeBack();
+}
+
+function question() {
+  const system = find("#chat-system").value.trim();
+  const sampling = {
+    model: model.value,
+    temperature: Number(find("#chat-temperature").value),
+    max_tokens: Math.max(1, Math.trunc(Number(find("#chat-tokens").value)) || 1),
+  };
+  if (!isPlain) return { ...sampling, messages: [...(system ? [{ role: "system", content: system }] : []), ...messages] };
+  return { ...sampling, prompt: [system, ...messages.map(({ content }) => content)].filter(Boolean).join("\n") };
+}
+
+function takeBack() {
+  const last = messages.pop();
+  if (last && !input.value) input.value = last.content;
+}
+
+function fail(reply, error) {
+  reply.state.textContent = "";
+  reply.text.append(el("p", { class: "chat-error" }, error instanceof Error ? error.message : String(error)));
+  if (error.code !== "no_template" || isPlain) return;
+  const proceed = () => {
+    isPlain = true;
+    send();
+  };
+  reply.text.append(el("button", { type: "button", class: "button", onclick: proceed }, "Continue the plain text instead"));
+}
+
+function bubble(role, name) {
+  find("#chat-empty")?.remove();
+  const text = el("div", { class: "chat-text" });
+  const state = el("span", { class: "muted small num" });
+  log.append(el("article", { class: `chat-message chat-message--${role}` },
+    el("header", {}, el("b", {}, name), " ", state), text));
+  log.scrollTop = log.scrollHeight;
+  return { text, state };
+}
+
+/** Adds what has come, and stays at the end where the reader is there. */
+function write(place, text) {
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  appendAnswer(place, text);
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+}
+
+function show() {
+  const isBusy = asked !== null;
+  log.setAttribute("aria-busy", String(isBusy));
+  find("#chat-stop").hidden = !isBusy;
+  find("#chat-send").hidden = isBusy;
+}

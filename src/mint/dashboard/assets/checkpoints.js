@@ -1,0 +1,105 @@
+// The page of a run's checkpoints: copying, which checkpoint the chat box talks to, and the search for the fall of a
+// metric. Comparing and chatting have modules of their own.
+
+import { beginChat, chatWith } from "./chat.js";
+import { beginCompare } from "./checkpoint_compare.js";
+import { el, find, findAll, fixed, getJson, pageData, postJson, runPath, shortcut, showError, walkRows } from "./common.js";
+
+const POLL_MS = 1000;
+const COPIED_MS = 1200;
+const run = pageData().run ?? "";
+
+/* the list */
+
+async function copy(button) {
+  try {
+    await navigator.clipboard.writeText(button.dataset.copy);
+    button.textContent = "copied";
+    setTimeout(() => (button.textContent = "copy"), COPIED_MS);
+  } catch {
+    // over plain HTTP from elsewhere a browser does not let a page copy: mark the text, for the person to
+    getSelection()?.selectAllChildren(button.previousElementSibling);
+  }
+}
+
+for (const button of findAll("[data-copy]")) button.addEventListener("click", () => copy(button));
+for (const button of findAll("[data-chat]")) button.addEventListener("click", () => chatWith(button.dataset.chat));
+
+/** Checkpoints are known to people by their steps. @param {string} path */
+function nameOf(path) {
+  const row = findAll("#kept [data-path]").find(({ dataset }) => dataset.path === path);
+  return row ? `step ${row.dataset.step}` : path;
+}
+
+/** Text with the names of checkpoints as steps. @param {string} text */
+const withSteps = (text) =>
+  findAll("#kept [data-path]").reduce((said, { dataset }) => said.replaceAll(dataset.path, `step ${dataset.step}`), text);
+
+/* the search */
+
+const VERDICTS = {
+  found: ["tag--error", "found"],
+  uncertain: ["tag--warning", "uncertain"],
+  none: ["tag--good", "no fall"],
+};
+
+async function follow() {
+  const state = await getJson(runPath(run, "bisect"));
+  showSearch(state);
+  if (state.status === "running") setTimeout(() => follow().catch(showError), POLL_MS);
+}
+
+async function search(event) {
+  event.preventDefault();
+  try {
+    showSearch(await postJson(runPath(run, "bisect"), { metric: find("#bisect-form").elements.metric.value }));
+    await follow();
+  } catch (error) {
+    showSearch({ status: "failed", error: { error: error instanceof Error ? error.message : String(error) } });
+  }
+}
+
+function showSearch({ status, metric, reading = [], result, error }) {
+  const isRunning = status === "running";
+  find("#bisect-go").disabled = isRunning;
+  if (metric) find("#bisect-form").elements.metric.value = metric;
+  const last = reading.at(-1);
+  find("#bisect-state").textContent = !isRunning ? "" : last
+    ? `reading the held-out set under ${nameOf(last)} (reading ${reading.length}) …`
+    : "loading the model …";
+  const place = find("#bisect-result");
+  if (status === "failed") {
+    place.replaceChildren(el("p", { class: "chat-error" }, [error?.error, error?.remedy].filter(Boolean).join(" — ")));
+  } else if (status === "done") place.replaceChildren(...resultOf(result));
+  else place.replaceChildren();
+}
+
+function resultOf({ verdict, good, bad, evaluations, explanation, readings }) {
+  const [kind, label] = VERDICTS[verdict] ?? ["", verdict];
+  const made = evaluations === 1 ? "1 new reading" : `${evaluations} new readings`;
+  const between = good && bad ? `Between ${nameOf(good)} and ${nameOf(bad)}` : "";
+  const rows = Object.entries(readings ?? {}).map(([path, { mean, low, high, n }]) => {
+    const side = path === good ? "last good" : path === bad ? "first bad" : "";
+    return el("tr", {}, el("th", { scope: "row" }, nameOf(path)), el("td", { class: "num" }, fixed(mean)),
+      el("td", { class: "num muted" }, `[${fixed(low)}, ${fixed(high)}]`), el("td", { class: "num muted" }, n ? `n ${n}` : ""),
+      el("td", {}, side));
+  });
+  const head = el("tr", {}, ...["Checkpoint", "Reading", "95 %", "", ""].map((title, i) => el("th", { scope: "col", class: i === 1 || i === 2 ? "num" : "" }, title)));
+  return [
+    el("p", {}, el("span", { class: `tag ${kind}` }, label), " ", between && el("b", {}, `${between}. `), `${withSteps(explanation)}; `,
+      el("span", { class: "muted" }, `${made}.`)),
+    el("div", { class: "scroll" }, el("table", { class: "table bisected" }, el("thead", {}, head), el("tbody", {}, ...rows))),
+  ];
+}
+
+/* begin */
+
+beginChat();
+beginCompare().catch(showError);
+if (find("#bisect-form")) {
+  find("#bisect-form").addEventListener("submit", search);
+  follow().catch(showError);
+}
+walkRows(() => findAll("#kept tbody tr"), (row) => chatWith(row.dataset.path));
+shortcut("c", "Write in the chat box", () => find("#chat-input").focus());
+shortcut("p", "Write the prompt to compare on", () => find("#compare textarea").focus());

@@ -1,0 +1,316 @@
+// The page of a run, and of several compared: headline numbers, charts, and what a person has set about them, which is
+// kept in the address. Knows the cells of run.html by their `data-cell`; drawing is in charts.js.
+
+import {
+  age, afterPause, compact, duration, el, find, findAll, fixed, getJson, listen, NONE, pageData, percent, query, runPath,
+  searchKey, setQuery, shortcut, showError,
+} from "./common.js";
+import { DASHES, swatch } from "./chart_paint.js";
+import { Board } from "./charts.js";
+import { RunData } from "./run_data.js";
+import { chartOf, CHARTS, taskCharts } from "./run_charts.js";
+
+/** @typedef {import("./run_data.js").Axis} Axis */
+
+const LIVE_RUNS = 4;
+const single = pageData().run ?? null;
+/** @type {string[]} */
+let names = JSON.parse(pageData().runs ?? "[]");
+/** @type {Map<string, RunData>} */
+const loaded = new Map();
+/** @type {Map<string, Record<string, unknown>>} */
+const configs = new Map();
+/** @type {Map<string, () => void>} */
+const streams = new Map();
+/** @type {Map<string, any>} */
+const extra = new Map();
+/** @type {{step: number, severity: string}[]} */
+const marks = [];
+
+const board = new Board({
+  axis: query().get("axis") === "time" ? "time" : "step",
+  smoothing: Math.min(0.98, Math.max(0, Number(query().get("smooth")) || 0)),
+  zoom: zoomFrom(query().get("zoom")),
+  onPoint: (run, step) => location.assign(rolloutsOf(run.name, step)),
+  onHover: showReadout,
+  onZoom: (zoom) => {
+    setQuery({ zoom: zoom ? zoom.map((place) => Number(place.toPrecision(6))).join("~") : "" });
+    find("#whole").hidden = !zoom;
+  },
+});
+
+const rolloutsOf = (name, step) => `/runs/${encodeURIComponent(name)}/rollouts?step=${step}`;
+
+function zoomFrom(text) {
+  const ends = (text ?? "").split("~").map(Number);
+  return ends.length === 2 && ends[0] < ends[1] ? /** @type {[number, number]} */ (ends) : null;
+}
+
+/* runs */
+
+async function load(name) {
+  if (loaded.has(name)) return;
+  const [columns, { config }] = await Promise.all([getJson(runPath(name, "columns")), single ? { config: {} } : getJson(runPath(name))]);
+  loaded.set(name, new RunData(name, columns));
+  configs.set(name, config);
+}
+
+/** Loads what is missing and shows all; a run that cannot be read is named, and the others are shown. */
+async function showRuns() {
+  const results = await Promise.allSettled(names.map(load));
+  results.forEach((result) => result.status === "rejected" && showError(result.reason));
+  names = names.filter((name) => loaded.has(name));
+  const runs = names.map((name) => /** @type {RunData} */ (loaded.get(name)));
+  if (single) marks.push(...runs.flatMap((run) => run.findings.map(({ step, severity }) => ({ step, severity }))));
+  if (!query().has("smooth")) board.smoothing = smoothingFor(Math.max(0, ...runs.map(({ steps }) => steps.length)));
+  showSmoothing();
+  showCharts(runs);
+  board.setRuns(runs);
+  runs.forEach((run) => showSummary(run));
+  if (!single) showCompared(runs);
+  follow();
+  find("#charts").setAttribute("aria-busy", "false");
+}
+
+/** Of many noisy steps the trend is what one looks for first. @param {number} steps */
+const smoothingFor = (steps) => (steps > 300 ? 0.9 : steps > 60 ? 0.6 : 0);
+
+/** Listens to those that go on; a browser has few connections, so to some only. */
+function follow() {
+  for (const [name, stop] of streams) {
+    if (!names.includes(name)) {
+      stop();
+      streams.delete(name);
+    }
+  }
+  for (const name of names) {
+    const run = loaded.get(name);
+    const mayGrow = single || run?.summary.state === "running";
+    if (run && mayGrow && !streams.has(name) && streams.size < LIVE_RUNS) streams.set(name, listenTo(run));
+  }
+}
+
+function listenTo(run) {
+  return listen(runPath(run.name, "events"), {
+    step: ({ metrics }) => {
+      run.append(metrics);
+      grown(run);
+    },
+    evaluation: (reading) => {
+      run.evaluations.push(reading);
+      grown(run);
+    },
+    finding: (finding) => {
+      run.findings.push(finding);
+      if (single) {
+        marks.push(finding);
+        showFindings(run);
+      }
+      board.changed();
+    },
+    summary: (summary) => {
+      run.summary = summary;
+      grown(run);
+    },
+    // the log was cut back to a checkpoint: what is known of it no longer holds
+    reset: () => getJson(runPath(run.name, "columns")).then((answer) => {
+      loaded.set(run.name, Object.assign(run, new RunData(run.name, answer)));
+      grown(run);
+    }).catch(showError),
+  }, { since: run.cursor });
+}
+
+function grown(run) {
+  showCharts(board.runs);
+  board.changed();
+  showSummary(run);
+  if (!single) showCompared(board.runs);
+}
+
+/* headline */
+
+function showSummary(run) {
+  if (!single) return;
+  const { summary } = run;
+  const heldout = summary.heldout;
+  const texts = {
+    step: `${summary.step} / ${summary.steps || NONE}`,
+    success: percent(summary.success),
+    reward: fixed(summary.reward),
+    best: fixed(summary.best_reward),
+    heldout: fixed(heldout?.mean),
+    interval: heldout ? `[${fixed(heldout.low)}, ${fixed(heldout.high)}]` : "",
+    gain: gainOf(heldout, run.evaluations),
+    rate: compact(summary.tokens_per_s),
+  };
+  for (const [name, text] of Object.entries(texts)) find(`.headline [data-cell=${name}]`).textContent = text;
+  const progress = find(".headline [data-cell=progress]");
+  [progress.max, progress.value] = [summary.steps || 1, summary.step];
+  const state = find(".headline [data-cell=state]");
+  state.textContent = summary.state;
+  state.className = `tag ${{ running: "tag--running", finished: "tag--good", failed: "tag--error", died: "tag--warning" }[summary.state] ?? ""}`;
+  showClock(run);
+}
+
+/** What a reading has gained over the one before training. */
+function gainOf(heldout, evaluations) {
+  const before = evaluations.find(({ when, temperature }) => when === "before" && temperature === heldout?.temperature);
+  if (!heldout || !before || heldout.step === 0) return "";
+  return `from ${fixed(before.mean)} (${heldout.mean >= before.mean ? "+" : ""}${fixed(heldout.mean - before.mean)})`;
+}
+
+function showClock({ summary, elapsed: places }) {
+  const runs = summary.state === "running";
+  // a run of an older version has not logged when it began: the time of its steps is what is known
+  const elapsed = (runs ? Date.now() / 1000 : summary.updated_at) - summary.began_at || places.at(-1);
+  find(".headline [data-cell=elapsed]").textContent = duration(elapsed);
+  find(".headline [data-cell=rest]").hidden = !runs;
+  const left = runs && summary.step && elapsed ? (elapsed / summary.step) * (summary.steps - summary.step) : null;
+  find(".headline [data-cell=eta]").textContent = duration(left);
+}
+
+function showFindings(run) {
+  find("#findings").replaceChildren(...run.findings.map(({ code, severity, step, evidence, remedy }) => el("li", {},
+    el("a", { href: `/runs/${encodeURIComponent(run.name)}/diagnosis#${encodeURIComponent(code)}`, title: remedy },
+      el("span", { class: `tag tag--${severity}` }, code), " ", el("span", { class: "muted" }, `step ${step}`), " ", evidence))));
+}
+
+/* several runs */
+
+function showCompared(runs) {
+  const differing = differences(runs);
+  find("#compared").replaceChildren(...runs.map(({ name, summary }, i) => el("tr", {},
+    el("td", {}, swatch(i % DASHES.length, DASHES[i % DASHES.length])),
+    el("th", { scope: "row" }, el("a", { class: "mono", href: `/runs/${encodeURIComponent(name)}` }, name)),
+    el("td", {}, summary.state),
+    el("td", { class: "num" }, `${summary.step} / ${summary.steps || NONE}`),
+    el("td", { class: "num" }, percent(summary.success)),
+    el("td", { class: "num" }, fixed(summary.reward)),
+    el("td", { class: "num" }, fixed(summary.best_reward)),
+    el("td", { class: "num" }, fixed(summary.heldout?.mean), " ",
+      el("span", { class: "muted" }, summary.heldout ? `[${fixed(summary.heldout.low)}, ${fixed(summary.heldout.high)}]` : "")),
+    el("td", { class: "num" }, compact(summary.tokens_per_s)),
+    el("td", { class: "wrap small" }, el("div", {}, differing.map((key) => `${key} ${settingText(configs.get(name)?.[key])}`).join(" · ") || "nothing")),
+    el("td", {}, el("button", { type: "button", class: "button button--plain", "aria-label": `Take ${name} out`, onclick: () => takeOut(name) }, "×")))));
+}
+
+/** The settings in which the runs are not alike. */
+function differences(runs) {
+  const keys = new Set(runs.flatMap(({ name }) => Object.keys(configs.get(name) ?? {})));
+  return [...keys].filter((key) => new Set(runs.map(({ name }) => settingText(configs.get(name)?.[key]))).size > 1);
+}
+
+const settingText = (value) => (typeof value === "string" ? value : JSON.stringify(value) ?? NONE);
+
+function takeOut(name) {
+  names = names.filter((other) => other !== name);
+  setQuery({ run: names });
+  showRuns();
+}
+
+async function offerRuns() {
+  const { runs } = await getJson("runs");
+  const others = runs.filter(({ name }) => !names.includes(name)).sort((a, b) => (b.began_at ?? 0) - (a.began_at ?? 0));
+  const select = find("#add-run");
+  select.replaceChildren(select.firstElementChild, ...others.map(({ name, task, began_at }) => el("option", { value: name }, `${name} · ${task ?? NONE} · ${age(began_at)} ago`)));
+}
+
+function addRun(name) {
+  if (!name) return;
+  if (single) return location.assign(`/compare?${new URLSearchParams([["run", single], ["run", name]])}`);
+  names.push(name);
+  setQuery({ run: names });
+  return showRuns().then(offerRuns);
+}
+
+/* charts */
+
+/** Adds the charts that are not there yet: a run reports new metrics as it goes on. */
+function showCharts(runs) {
+  const there = new Set(board.charts.map(({ spec }) => spec.id));
+  for (const spec of [...CHARTS, ...taskCharts(runs)]) if (!there.has(spec.id)) board.add(find("#charts"), spec, { marks });
+  query().getAll("metric").forEach(addMetric);
+  const names = [...new Set(runs.flatMap((run) => run.names))].sort();
+  if (find("#metrics").childElementCount !== names.length) {
+    find("#metrics").replaceChildren(...names.map((name) => el("option", { value: name })));
+  }
+  find("#no-steps").hidden = runs.some(({ steps, evaluations }) => steps.length || evaluations.length);
+}
+
+function addMetric(name) {
+  if (!name || extra.has(name)) return;
+  const chart = board.add(find("#charts"), chartOf(name), { marks });
+  chart.toggle.before(el("button", { type: "button", class: "button button--plain chart-toggle", "aria-label": `Remove the chart of ${name}`, title: "Remove",
+    onclick: () => removeMetric(name) }, "×"));
+  extra.set(name, chart);
+  board.changed();
+}
+
+function removeMetric(name) {
+  board.remove(extra.get(name));
+  extra.delete(name);
+  setQuery({ metric: [...extra.keys()] });
+}
+
+function chooseMetric() {
+  const box = find("#metric");
+  const name = box.value.trim();
+  if (!board.runs.some((run) => run.names.includes(name))) return;
+  box.value = "";
+  addMetric(name);
+  setQuery({ metric: [...extra.keys()] });
+  extra.get(name).card.scrollIntoView({ block: "nearest" });
+}
+
+/* toolbar */
+
+function showReadout(step) {
+  if (step === null || step === undefined) return; // the last one stays, so that its link can be reached
+  const readout = find("#readout");
+  const run = board.runs[0];
+  readout.hidden = false;
+  readout.textContent = `step ${step} · ${duration(run.placeOf(step, "time"))} · rollouts →`;
+  readout.href = rolloutsOf(run.name, step);
+}
+
+function setAxis(axis) {
+  board.setAxis(axis);
+  setQuery({ axis: axis === "time" ? "time" : "" });
+  showAxis();
+}
+
+function showAxis() {
+  for (const button of findAll("[data-axis]")) button.setAttribute("aria-pressed", String(button.dataset.axis === board.axis));
+}
+
+const rememberSmoothing = afterPause(() => setQuery({ smooth: board.smoothing }));
+
+function setSmoothing(value) {
+  board.setSmoothing(value);
+  showSmoothing();
+  rememberSmoothing();
+}
+
+function showSmoothing() {
+  find("#smoothing").value = board.smoothing;
+  find(".smoothing-value").textContent = board.smoothing ? board.smoothing.toFixed(2) : "0";
+}
+
+for (const button of findAll("[data-axis]")) button.addEventListener("click", () => setAxis(button.dataset.axis));
+find("#smoothing").addEventListener("input", (event) => setSmoothing(Number(event.target.value)));
+find("#whole").addEventListener("click", () => board.setZoom(null));
+find("#whole").hidden = !board.zoom;
+find("#metric").addEventListener("change", chooseMetric);
+find("#metric").addEventListener("input", (event) => event.inputType === "insertReplacementText" && chooseMetric());
+find("#add-run").addEventListener("change", (event) => addRun(event.target.value));
+searchKey(find("#metric"));
+shortcut("a", "Step or time axis", () => setAxis(board.axis === "step" ? "time" : "step"));
+shortcut("s", "Smooth more", () => setSmoothing(Math.min(0.98, Number((board.smoothing + 0.1).toFixed(2)))));
+shortcut("S", "Smooth less", () => setSmoothing(Math.max(0, Number((board.smoothing - 0.1).toFixed(2)))));
+shortcut("0", "Show the whole run", () => board.setZoom(null));
+shortcut("ArrowRight", "On a chart: next step", () => undefined);
+shortcut("Enter", "On a chart: the rollouts of this step", () => undefined);
+showAxis();
+await showRuns();
+offerRuns().catch(showError);
+setInterval(() => single && board.runs.forEach(showClock), 1000);

@@ -1,0 +1,95 @@
+// Which charts the page of a run has: their titles, and the metrics of each. Pure; draws nothing.
+
+/**
+ * @typedef {import("./run_data.js").RunData} RunData
+ * @typedef {{values?: (number | null)[], readings?: import("./run_data.js").Reading[]}} Read one value per step, or
+ *   readings with intervals at some steps
+ * @typedef {{key: string, label: string, side?: "right", read: (run: RunData) => Read}} Series
+ * @typedef {"share" | "seconds" | "count" | "number"} Unit
+ * @typedef {{id: string, title: string, series: (runs: RunData[]) => Series[], unit?: Unit, include?: number[],
+ *   isStacked?: boolean, isWide?: boolean, note?: string}} ChartSpec `include` are values that the scale always shows
+ */
+
+/** A metric as it is logged. @param {string} name @param {string} [label] @param {"right"} [side] @returns {Series} */
+export const metric = (name, label = name, side) => ({ key: name, label, side, read: (run) => ({ values: run.column(name) }) });
+
+/** One metric divided by others' sum. @param {string} name @param {string} label @param {string} of @returns {Series} */
+const share = (name, label, of) => ({
+  key: `${name}:${of}`,
+  label,
+  read: (run) => ({ values: divided(run.column(name), [run.column(of)]) }),
+});
+
+/** @param {number} temperature @param {string} label @returns {Series} */
+const heldout = (temperature, label) => ({
+  key: `heldout:${temperature}`,
+  label,
+  read: (run) => ({ readings: run.evaluations.filter((reading) => reading.temperature === temperature) }),
+});
+
+/** @type {Series} */
+const throughput = {
+  key: "tokens_per_s",
+  label: "tokens/s",
+  read: (run) => ({ values: divided(run.column("rollouts/tokens"), run.phases.map((name) => run.column(name))) }),
+};
+
+function divided(above, below) {
+  return above.map((value, i) => {
+    const sum = below.reduce((total, column) => total + (column[i] ?? 0), 0);
+    return value === null || !(sum > 0) ? null : value / sum;
+  });
+}
+
+/** All metrics below a prefix, in any of the runs. @param {string} prefix @param {string} [end] */
+const below = (prefix, end = "") => (/** @type {RunData[]} */ runs) => {
+  const names = new Set(runs.flatMap((run) => run.names.filter((name) => name.startsWith(prefix) && name.endsWith(end))));
+  return [...names].sort().map((name) => metric(name, name.slice(prefix.length, name.length - end.length)));
+};
+
+const temperatures = (/** @type {RunData[]} */ runs) => {
+  const found = new Set(runs.flatMap((run) => run.evaluations.map((reading) => reading.temperature)));
+  return [...found].sort((a, b) => b - a).map((one) => heldout(one, one === 0 ? "greedy" : `temperature ${one}`));
+};
+
+const hasTurns = (/** @type {RunData} */ run) => run.column("rollouts/turns_mean").some((turns) => turns !== null && turns > 1);
+
+const always = (/** @type {Series[]} */ ...series) => () => series;
+
+/** @type {ChartSpec[]} */
+export const CHARTS = [
+  { id: "reward", title: "Success and reward", isWide: true, include: [0, 1],
+    series: always(metric("success/rate", "success rate"), metric("reward/mean", "reward")) },
+  { id: "heldout", title: "Held-out reward, 95 % intervals", isWide: true, include: [0, 1], series: temperatures },
+  { id: "parts", title: "Reward by part", include: [0], series: below("reward/part/") },
+  { id: "groups", title: "Groups by signal", unit: "share", include: [0, 1],
+    series: always(share("groups/used", "informative", "groups/total"), share("groups/all_good", "all good", "groups/total"),
+      share("groups/all_bad", "all bad", "groups/total")) },
+  { id: "ledger", title: "Signal ledger, share of sampled tokens", unit: "share", include: [0, 1],
+    series: always(share("ledger/informative", "informative", "ledger/generated"), share("ledger/trained", "trained", "ledger/generated"),
+      share("ledger/gradient", "with gradient", "ledger/generated"), share("ledger/graded", "graded", "ledger/generated")) },
+  { id: "entropy", title: "Entropy, nats per token", include: [0],
+    series: always(metric("train/entropy", "trained tokens"), metric("rollouts/entropy_estimate", "all, by logprob")) },
+  { id: "kl", title: "KL to the sampling policy", series: always(metric("train/kl_k1", "k1"), metric("train/kl_k2", "k2"), metric("train/kl_k3", "k3")) },
+  { id: "reference", title: "KL to the reference", series: always(metric("kl/policy_reference_k1", "k1"), metric("kl/policy_reference_k3", "k3")) },
+  { id: "length", title: "Length, tokens", unit: "count", series: always(metric("rollouts/mean_length", "mean"), metric("rollouts/max_length", "longest")) },
+  { id: "truncation", title: "Truncated and duplicate", unit: "share", include: [0],
+    series: always(metric("rollouts/truncated_share", "truncated"), metric("rollouts/duplicate_share", "duplicate")) },
+  { id: "turns", title: "Turns and tool calls per rollout", include: [0],
+    series: (runs) => (runs.some(hasTurns) ? [metric("rollouts/turns_mean", "turns"), metric("rollouts/tool_calls_mean", "tool calls")] : []) },
+  { id: "norms", title: "Gradient and update norm", series: always(metric("optim/grad_norm", "gradient"), metric("optim/update_norm", "update", "right")) },
+  { id: "ratio", title: "Probability ratio", series: always(metric("train/ratio", "mean"), metric("train/ratio_min", "min"),
+    metric("train/ratio_max", "max"), metric("train/ratio_p99", "p99"), metric("train/ess", "effective sample size")) },
+  { id: "mismatch", title: "Sampler–trainer mismatch, |Δ logprob|",
+    series: always(metric("mismatch/mean_abs_logprob_diff", "mean"), metric("mismatch/max_abs_logprob_diff", "max")) },
+  { id: "rate", title: "Learning rate and temperature", series: always(metric("learning_rate", "learning rate"), metric("temperature", "temperature", "right")) },
+  { id: "throughput", title: "Tokens sampled per second", unit: "count", include: [0], series: always(throughput) },
+  { id: "phases", title: "Time per phase", unit: "seconds", include: [0], isStacked: true,
+    series: (runs) => below("time/", "_s")(runs).filter(({ key }) => key !== "time/unix_s") },
+];
+
+/** A chart of one metric. @param {string} name @returns {ChartSpec} */
+export const chartOf = (name) => ({ id: `metric:${name}`, title: name, series: always(metric(name, name.split("/").at(-1))) });
+
+/** What a task reports by itself: one chart for each number. @param {RunData[]} runs @returns {ChartSpec[]} */
+export const taskCharts = (runs) => below("info/")(runs).map(({ key, label }) => ({ ...chartOf(key), id: `task:${label}`, title: label }));

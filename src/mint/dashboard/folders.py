@@ -1,0 +1,111 @@
+"""Finds runs below folders and gives each a name for its address. Knows that a run has a `config.json`, not what is
+in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mint.errors import NotFoundError
+
+CONFIG = "config.json"
+RUNS = "runs"
+"""Where, below a data directory, runs lie by default."""
+
+RESERVED = frozenset({"events"})
+"""Names that the addresses of the API need for themselves."""
+
+SETTLED_NS = 2_000_000_000
+"""A folder's time of change tells of further changes only once it is older than this: clocks of files are coarse."""
+
+WATCHED = (
+    CONFIG,
+    "process.json",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "findings.jsonl",
+    "checkpoints.jsonl",
+    "rollouts.index.jsonl",
+)
+"""The files whose size and time of change say whether a run's summary is still right."""
+
+Stamp = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class _Listing:
+    """The folders inside one folder, as they were at a time of change."""
+
+    changed_ns: int = -1
+    children: tuple[Path, ...] = ()
+
+
+class RunFolders:
+    """The runs below some roots: in `ROOT/runs`, in `ROOT`, and `ROOT` itself. Any thread may call."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        """Roots need not exist yet. Where two runs have one name, the later root's gets a suffix."""
+        self._roots = tuple(dict.fromkeys(root.expanduser().resolve() for root in roots))
+        self._listings: dict[Path, _Listing] = {}
+        self._lock = threading.Lock()
+
+    def find(self) -> dict[str, Path]:
+        """Every run by its name; the names stay the same while folders come and go below other names."""
+        with self._lock:
+            found: dict[str, Path] = {}
+            seen: set[Path] = set()
+            for root in self._roots:
+                for folder in (*self._children(root / RUNS), root, *self._children(root)):
+                    if folder not in seen and (folder / CONFIG).is_file():
+                        seen.add(folder)
+                        found[_name_of(folder, found)] = folder
+            return found
+
+    def folder(self, name: str) -> Path:
+        """The folder of one run.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
+        folder = self.find().get(name)
+        if folder is None:
+            raise NotFoundError("is not a run here", field="run", value=name, remedy="See the list of runs")
+        return folder
+
+    def _children(self, folder: Path) -> tuple[Path, ...]:
+        """The folders inside; read again only if `folder` has changed since, for that is slow with hundreds."""
+        try:
+            changed_ns = folder.stat().st_mtime_ns
+            listing = self._listings.setdefault(folder, _Listing())
+            if changed_ns != listing.changed_ns:
+                listing.children = tuple(sorted(child for child in folder.iterdir() if child.is_dir()))
+                listing.changed_ns = changed_ns if time.time_ns() - changed_ns > SETTLED_NS else -1
+        except OSError:  # not there yet, or not ours to read
+            self._listings.pop(folder, None)
+            return ()
+        return listing.children
+
+
+def stamp_of(folder: Path) -> Stamp:
+    """Size and time of change of a run's files; another one means that something was written."""
+    stamps = []
+    for name in WATCHED:
+        try:
+            state = (folder / name).stat()
+            stamps.append((state.st_size, state.st_mtime_ns))
+        except OSError:
+            stamps.append((-1, -1))
+    return tuple(stamps)
+
+
+def _name_of(folder: Path, taken: dict[str, Path]) -> str:
+    # a file system may hold names that no address and no JSON can
+    name = folder.name.encode("utf-8", "replace").decode()
+    if name != folder.name or name in RESERVED or name in taken:
+        name = f"{name}~{hashlib.sha256(str(folder).encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+    return name

@@ -1,0 +1,103 @@
+"""The readers of runs: a bounded number of them is kept, and a summary of every run. Reads files: call in a thread.
+
+Knows which runs there are (`folders`) and how one is read (`mint.rl.run_reader`); knows no requests.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mint.dashboard.folders import RunFolders, Stamp, stamp_of
+from mint.errors import InvalidRequestError, MintError
+from mint.rl.run_reader import RunReader, RunSummary
+
+KEPT_READERS = 16
+"""Each keeps the metrics and the index of its run: some ten megabytes for one of thousands of steps."""
+
+STATE_FRESH_S = 2.0
+"""How long a run is believed to be running without asking whether its process still lives."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    stamp: Stamp
+    read_at: float
+    summary: RunSummary
+
+
+class Readers:
+    """Readers by the names of runs. Any thread may call."""
+
+    def __init__(self, folders: RunFolders) -> None:
+        self.folders = folders
+        self._lock = threading.Lock()
+        self._readers: OrderedDict[Path, RunReader] = OrderedDict()
+        self._summaries: dict[Path, _Known] = {}
+
+    def of(self, name: str) -> RunReader:
+        """The reader of a run.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
+        folder = self.folders.folder(name)
+        with self._lock:
+            reader = self._readers.get(folder)
+            if reader is None:
+                reader = self._readers[folder] = _open(folder)
+            self._readers.move_to_end(folder)
+            while len(self._readers) > KEPT_READERS:
+                self._readers.popitem(last=False)
+            return reader
+
+    def summary(self, name: str) -> RunSummary:
+        """What is said of one run.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
+        return self._summary(name, self.folders.folder(name))
+
+    def summaries(self) -> dict[str, RunSummary]:
+        """What is said of every run, by name, newest first; of one that is unchanged, without reading it again."""
+        found = self.folders.find()
+        summaries: dict[str, RunSummary] = {}
+        for name, folder in found.items():
+            try:
+                summaries[name] = self._summary(name, folder)
+            except (MintError, OSError):  # it was removed meanwhile, or its config is none
+                continue
+        with self._lock:
+            for folder in self._summaries.keys() - set(found.values()):
+                del self._summaries[folder]
+                self._readers.pop(folder, None)
+        return dict(sorted(summaries.items(), key=lambda named: (-named[1].began_at, named[0])))
+
+    def _summary(self, name: str, folder: Path) -> RunSummary:
+        stamp, now = stamp_of(folder), time.monotonic()
+        with self._lock:
+            known = self._summaries.get(folder)
+            reader = self._readers.get(folder)
+        if known is not None and known.stamp == stamp and known.summary.name == name:
+            is_over = known.summary.state != "running"
+            if is_over or now - known.read_at < STATE_FRESH_S:
+                return known.summary
+        summary = (reader or _open(folder)).summary()
+        if summary.name != name:
+            summary = replace(summary, name=name)
+        with self._lock:
+            self._summaries[folder] = _Known(stamp, now, summary)
+        return summary
+
+
+def _open(folder: Path) -> RunReader:
+    try:
+        return RunReader(folder)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"has a config.json that cannot be read: {error}", field="run", value=folder, remedy="Remove the folder"
+        ) from error

@@ -1,0 +1,128 @@
+"""`mint rollouts`, `mint plot` and `mint runs show` on a real run: what they print is what the run folder says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from mint.cli import app
+from mint.recipes.tasks import load_task
+from mint.rl import run_grpo
+from mint.rl.run_log import RunLog
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A data folder with one run, `looked-at`."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINT_HOME", str(folder))
+        choice = load_task("math", seed=0)
+        size = {"steps": STEPS, "batch_size": 4, "group_size": 4, "heldout_size": 8, "save_every": 2}
+        run_grpo(choice.adapter, choice.config.model_copy(update={**size, "run_dir": folder / "runs" / "looked-at"}))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_HOME", str(home))
+
+
+@pytest.fixture
+def log(home: Path) -> RunLog:
+    return RunLog(home / "runs" / "looked-at")
+
+
+def mint(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+def rollouts_of(*arguments: str) -> list[dict[str, Any]]:
+    answer = mint("rollouts", "looked-at", *arguments, "--json")
+    assert answer.exit_code == 0, answer.output
+    return json.loads(answer.stdout.splitlines()[-1])["rollouts"]
+
+
+def test_the_worst_rollouts_of_a_step_are_those_with_the_lowest_rewards(home: Path, log: RunLog) -> None:
+    logged = sorted(row["reward"] for row in log.read("rollouts.jsonl") if row["step"] == 2)
+    found = rollouts_of("--step", "2", "--worst", "3")
+    assert [row["reward"] for row in found] == logged[:3] and {row["step"] for row in found} == {2}
+    assert [row["reward"] for row in rollouts_of("--step", "2", "--best", "2")] == logged[::-1][:2]
+
+
+def test_without_a_step_the_last_one_is_shown(home: Path) -> None:
+    assert {row["step"] for row in rollouts_of()} == {STEPS}
+
+
+def test_one_item_is_followed_over_all_steps(home: Path, log: RunLog) -> None:
+    item = log.read("rollouts.jsonl")[0]["item"]
+    expected = [row for row in log.read("rollouts.jsonl") if row["item"] == item]
+    assert len(rollouts_of("--item", str(item), "--best", "100")) == len(expected)
+
+
+def test_people_see_prompt_text_reward_and_how_it_ended(home: Path, log: RunLog) -> None:
+    answer = mint("rollouts", "looked-at", "--step", "1", "--best", "1")
+    assert answer.exit_code == 0, answer.output
+    (row,) = rollouts_of("--step", "1", "--best", "1")
+    for text in ("step 1 ", f"reward {row['reward']:.3f}", row["text"].strip().split("\n")[0], row["stop_reason"]):
+        assert text in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--step", "99"], "those from 1 to 3"),
+        (["--flag", "sleepy"], "is not a flag"),
+    ],
+)
+def test_a_wrong_question_is_answered_with_what_there_is(home: Path, arguments: list[str], said: str) -> None:
+    answer = mint("rollouts", "looked-at", *arguments)
+    assert answer.exit_code == 1 and said in answer.stderr
+
+
+def test_a_misspelled_run_is_guessed(home: Path) -> None:
+    answer = mint("rollouts", "loked-at")
+    assert answer.exit_code == 1 and "Did you mean looked-at?" in answer.stderr
+
+
+def test_a_run_is_shown_with_state_readings_and_checkpoints(home: Path, log: RunLog) -> None:
+    answer = mint("runs", "show", "looked-at", "--json")
+    assert answer.exit_code == 0, answer.output
+    document = json.loads(answer.stdout)
+    metrics = log.read("metrics.jsonl")
+    assert (document["state"], document["step"], document["steps"]) == ("finished", STEPS, STEPS)
+    assert document["reward"] == metrics[-1]["reward/mean"]
+    assert [row["mean"] for row in document["evaluations"]] == [row["mean"] for row in log.read("evaluations.jsonl")]
+    assert document["checkpoints"] == log.read("checkpoints.jsonl")
+    people = mint("runs", "show", str(home / "runs" / "looked-at")).stdout
+    for text in ("finished", "3 of 3", f"{metrics[-1]['reward/mean']:.3f}", "after (step 3), greedy", "checkpoint"):
+        assert text in people
+
+
+def test_run_folders_are_listed_beside_training_runs(home: Path, log: RunLog) -> None:
+    answer = mint("runs", "list", "--json")
+    assert answer.exit_code == 0, answer.output
+    (run,) = json.loads(answer.stdout)["rl_runs"]
+    assert (run["name"], run["state"], run["task"]) == ("looked-at", "finished", "math")
+    people = mint("runs", "list").stdout
+    assert "looked-at" in people and "3 of 3" in people and "RL runs on this machine: 1" in people
+
+
+@pytest.mark.parametrize("metrics", [[], ["--metric", "train/entropy", "--metric", "optim/grad_norm"]])
+def test_a_plot_is_a_picture_of_the_run(home: Path, tmp_path: Path, metrics: list[str]) -> None:
+    picture = tmp_path / "curve.png"
+    answer = mint("plot", "looked-at", "-o", str(picture), *metrics)
+    assert answer.exit_code == 0, answer.output
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5_000
+
+
+def test_an_unknown_metric_is_answered_with_those_that_are_like_it(home: Path, tmp_path: Path) -> None:
+    answer = mint("plot", "looked-at", "-o", str(tmp_path / "x.png"), "--metric", "reward/men")
+    assert answer.exit_code == 1 and "reward/mean" in answer.stderr and not (tmp_path / "x.png").exists()
