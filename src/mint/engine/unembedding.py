@@ -20,7 +20,7 @@ from mint.engine.choice import cached_rows, exponentials, row_blocks
 from mint.engine.decoder import Decoder
 from mint.engine.lora import UNEMBED, LoraRows
 
-CHUNK_ENTRIES, MIN_CHUNK_ROWS = 1 << 20, 256
+CHUNK_ENTRIES, MIN_CHUNK_ROWS = 1 << 20, 192
 """Logits computed at once: 4 MB in float32; but never fewer than so many rows, for each chunk reads the whole
 unembedding, and from there on products are no faster."""
 
