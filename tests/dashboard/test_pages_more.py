@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from mint.cli import app
+from mint.dashboard import diagnosing
 from mint.dashboard.evidence import CHECKED, EVIDENCE, evidence_of
-from mint.recipes.math import DEMO, MathAdapter
-from mint.rl import run_grpo
+from mint.dashboard.folders import RunFolders
+from mint.dashboard.readers import Readers
+from mint.rl.afterwards import diagnose_run
 from mint.rl.diagnosis import CODES
 from mint.rl.run_index import FLAGS
 from mint.rl.run_query import SORTS, RolloutQuery
 from mint.server.exchanges import Exchange
 from mint.server.metrics import Metrics
-from tests.browser.browser_harness import CHROMIUM, Tab, lines, started
-from tests.dashboard.dashboard_harness import API, append, finding, reading, showing, write_run
+from tests.browser.browser_harness import CHROMIUM, Tab, lines, started, until
+from tests.dashboard.dashboard_harness import API, add_step, append, finding, reading, showing, write_run
 from tests.dashboard.test_pages_run import Page, page
 
 STEPS = 4
@@ -115,6 +123,27 @@ def test_a_run_without_findings_says_what_was_checked(client: httpx.Client) -> N
     assert {text for _, text in found.find("dt", **{"class": "mono"})} == CODES.keys()
 
 
+def test_a_finding_that_became_more_severe_is_shown_once(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "one", 3, planned=9)
+    append(run, "findings.jsonl", finding("truncation", 1), {**finding("truncation", 3), "severity": "error"})
+    with showing(tmp_path) as (_, client):
+        cards = page(client, "/runs/one/diagnosis").find("article")
+    assert [(attributes["id"], attributes["data-seen"]) for attributes, _ in cards] == [("truncation", "error 3")]
+
+
+def test_nobody_waits_for_the_diagnosis_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosing, "PATIENCE_S", 0.0)
+    run = write_run(tmp_path / "runs" / "long", 30)
+    append(run, "findings.jsonl", finding("tracker_failed", 1))
+    diagnoses = diagnosing.Diagnoses(Readers(RunFolders([tmp_path])))
+    found, is_whole = diagnoses.of("long")
+    assert [row["code"] for row in found] == ["tracker_failed"] and not is_whole
+    until(lambda: diagnoses.of("long")[1], timeout_s=30)
+    codes = {row["code"] for row in diagnoses.of("long")[0]}
+    assert codes == {row["code"] for row in diagnoses.at_hand("long")} == {one.code for one in diagnose_run(run)}
+    assert {"tracker_failed", "no_heldout"} <= codes
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -176,11 +205,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("MINT_HOME", str(folder))
         environment.setenv("MINT_THREADS", "1")
-        settings = {"group_size": 4, "batch_size": 2, "steps": 3, "save_every": 1, "max_tokens": 3}
-        config = DEMO.model_copy(update={**settings, "run_dir": folder / "runs" / "math"})
-        run_grpo(MathAdapter(heldout_size=8), config)
-        append(folder / "runs" / "math", "findings.jsonl", finding("truncation", 2))
-        append(folder / "runs" / "math", "checkpoints.jsonl", {"step": 4, "checkpoint": f"{_saved(folder)[0]}-gone"})
+        words = [
+            "task=math",
+            "steps=3",
+            "save_every=1",
+            "group_size=4",
+            "batch_size=2",
+            "max_tokens=3",
+            "heldout_size=8",
+        ]
+        trained = CliRunner().invoke(app, ["train", "rl", *words, "--run-dir", str(folder / "runs" / "math")])
+        assert trained.exit_code == 0, trained.output
+        append(folder / "runs" / "math", "checkpoints.jsonl", {"step": 2, "checkpoint": f"{_saved(folder)[0]}-gone"})
         yield folder
 
 
@@ -222,7 +258,8 @@ def test_a_finding_is_shown_with_its_charts_and_the_samples_that_its_link_leads_
     card.scroll_into_view_if_needed()
     page.wait_for_selector("#truncation .uplot canvas")
     assert card.locator(".chart").count() == 2
-    cut = [row for row in lines(home / "runs" / "math", "rollouts.jsonl") if row["truncated"] and row["step"] <= 2]
+    [seen] = [row["step"] for row in lines(home / "runs" / "math", "findings.jsonl") if row["code"] == "truncation"]
+    cut = [row for row in lines(home / "runs" / "math", "rollouts.jsonl") if row["truncated"] and row["step"] <= seen]
     page.wait_for_selector("#truncation .shown")
     link = card.locator(".finding-link a")
     assert cut and (str(len(cut)) in link.inner_text() or len(cut) <= 3)
@@ -233,6 +270,25 @@ def test_a_finding_is_shown_with_its_charts_and_the_samples_that_its_link_leads_
     first.click()
     page.wait_for_selector(".sample")
     assert "/rollouts?step=" in page.url
+
+
+@pytest.mark.slow
+def test_what_is_found_while_the_page_is_open_appears_by_itself(chromium: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "live", 2, planned=9)
+    began = {"pid": os.getpid(), "host": socket.gethostname(), "began_at": time.time(), "ended_at": None}
+    (run / "process.json").write_text(json.dumps({**began, "outcome": None, "error": None}))
+    with showing(tmp_path) as (server, _):
+        context = chromium.new_context()
+        tab = Tab(context, server.url)
+        shown = tab.open("/runs/live/diagnosis")
+        assert "in 2 steps so far" in shown.locator("#verdict").inner_text()
+        add_step(run, 3)
+        append(run, "findings.jsonl", {**finding("truncation", 3), "evidence": HOSTILE})
+        shown.wait_for_selector("#truncation .shown", timeout=5000)
+        assert HOSTILE in shown.locator("#truncation").inner_text()
+        assert shown.locator("#verdict").inner_text().startswith("1 finding")
+        tab.check()
+        context.close()
 
 
 @pytest.mark.slow
@@ -264,8 +320,8 @@ def test_a_chat_appears_as_it_comes_and_is_remembered_until_it_is_cleared(tab: T
     page.click(f"[data-chat='{_saved(home)[0]}']")
     page.fill("#chat-tokens", "12")
     for said in ("Hello", "And you?"):
-        page.keyboard.type(said)
-        page.keyboard.press("Enter")
+        page.fill("#chat-input", said)
+        page.press("#chat-input", "Enter")
         page.wait_for_selector("#chat-send:visible")
     assert page.locator(".chat-message--user .chat-text").all_text_contents() == ["Hello", "And you?"]
     replies = page.locator(".chat-message--assistant .chat-text").all_text_contents()
@@ -284,7 +340,7 @@ def test_an_answer_can_be_stopped(tab: Tab) -> None:
     page.fill("#chat-temperature", "5")
     page.fill("#chat-input", "Tell me something long")
     page.press("#chat-input", "Enter")
-    page.wait_for_function("document.querySelector('.chat-message--assistant .chat-text').textContent.length > 2")
+    until(lambda: len(page.locator(".chat-message--assistant .chat-text").text_content()) > 2, timeout_s=30)
     page.press("#chat-input", "Escape")
     page.wait_for_selector("#chat-send:visible")
     assert "stopped" in page.locator(".chat-message--assistant header").inner_text()
@@ -302,6 +358,19 @@ def test_a_checkpoint_that_is_gone_is_named_with_what_to_do(tab: Tab, home: Path
     assert gone in said and "deleted" in said and "mint serve" in said
     assert page.input_value("#chat-input") == "Hello"
     tab.faults.clear()  # the browser's own note of the answer 404
+
+
+@pytest.mark.slow
+def test_a_search_for_a_fall_says_its_verdict_and_what_it_has_read(tab: Tab) -> None:
+    page = tab.open("/runs/math/checkpoints")
+    page.click("#bisect-go")
+    page.wait_for_selector("#bisect-result table")
+    state = httpx.get(f"{tab.address}{API}/runs/math/bisect").json()
+    assert state["status"] == "done"
+    assert page.locator("#bisect-result tbody tr").count() == len(state["result"]["readings"])
+    label = {"found": "found", "uncertain": "uncertain", "none": "no fall"}[state["result"]["verdict"]]
+    assert page.locator("#bisect-result .tag").inner_text().endswith(label)
+    assert "mint://" not in page.locator("#bisect-result").inner_text()
 
 
 @pytest.mark.slow

@@ -152,9 +152,10 @@ def examples(dashboard: Dashboard, request: Request) -> dict[str, Any]:
 
 
 def findings(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """What looks wrong, with what to plot beside it and which rollouts show it."""
+    """What looks wrong, with what to plot beside it and which rollouts show it. Where it `is_whole` not, ask again."""
     name, _ = _reader(dashboard, request)
-    return {"findings": [evidence_of(finding) for finding in dashboard.diagnoses.of(name)]}
+    found, is_whole = dashboard.diagnoses.of(name)
+    return {"findings": [evidence_of(finding) for finding in found], "is_whole": is_whole}
 
 
 def checkpoints(dashboard: Dashboard, request: Request) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def checkpoints(dashboard: Dashboard, request: Request) -> dict[str, Any]:
             by_path[row["checkpoint"]] = {"step": row["step"], "checkpoint": row["checkpoint"]}
     listed = sorted(by_path.values(), key=lambda kept: kept["step"])
     for kept in listed:
-        kept["heldout"] = _reading_at(readings, kept["step"])
+        kept["heldout"] = reading_at(readings, kept["step"])
         kept |= _commands(reader.config, kept)
     named = next((row["checkpoint"] for row in reversed(readings) if row.get("checkpoint")), None)
     read = [kept for kept in listed if kept["heldout"] is not None]
@@ -293,7 +294,7 @@ def _shown_by(dashboard: Dashboard, run: str, code: str) -> dict[str, Any]:
     """
     if not code:
         return {}
-    for finding in dashboard.diagnoses.of(run):
+    for finding in dashboard.diagnoses.of(run)[0]:
         if finding["code"] == code:
             return _samples_of(finding)
     raise InvalidRequestError("is not a finding of this run", field="finding", value=code, remedy="See its diagnosis")
@@ -344,7 +345,7 @@ def _commands(config: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _reading_at(readings: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
+def reading_at(readings: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
     """The reading of the weights of a step: at temperature 1, or greedy where that is all there is."""
     found = [row for row in readings if row["step"] == step]
     sampled = [row for row in found if row["temperature"] == SAMPLED]

@@ -68,7 +68,7 @@ def checkpoints(dashboard: Dashboard, request: Request) -> str:
     """What a run saved, to try and to compare."""
     reader = dashboard.readers.of(request.path_params["run"])
     listed = api.checkpoints(dashboard, request)["checkpoints"]
-    readings = len(reader.evaluations())
+    readings = reader.evaluations()
     return _of_run(
         dashboard,
         request,
@@ -76,7 +76,8 @@ def checkpoints(dashboard: Dashboard, request: Request) -> str:
         config=reader.config,
         folder=reader.folder,
         checkpoints=listed,
-        readings=readings,
+        readings=len(readings),
+        before=api.reading_at(readings, 0),
         metrics=METRICS,
         can_search=dashboard.bisections.can_search,
     )

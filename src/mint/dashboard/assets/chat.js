@@ -1,7 +1,7 @@
 // A conversation with one checkpoint: tokens appear as they come, and what goes wrong is said in words. Knows the
 // elements of the chat box by their ids; the conversation lives in this page only.
 
-import { el, find, number } from "./common.js";
+import { duration, el, find } from "./common.js";
 import { appendAnswer, finishText, sample, waiting } from "./sampling.js";
 
 /** @typedef {{role: "user" | "assistant", content: string}} Message */
@@ -60,11 +60,11 @@ function send() {
   messages.push({ role: "user", content });
   const said = bubble("user", "you");
   appendAnswer(said.text, content);
-  answer();
+  answer(said);
 }
 
 /** Asks for the next message and writes it as it comes. */
-async function answer() {
+async function answer(said) {
   const conversation = messages;
   const reply = bubble("assistant", find("option:checked", model)?.textContent ?? model.value);
   const stopWaiting = waiting((text) => (reply.state.textContent = text));
@@ -72,19 +72,17 @@ async function answer() {
   const own = asked;
   show();
   let content = "";
-  let count = 0;
   let finish = null;
   const began = performance.now();
   try {
     for await (const piece of sample(question(), own.signal)) {
       stopWaiting();
-      count += piece.text ? 1 : 0;
       content += piece.text;
       finish = piece.finish ?? finish;
       write(reply.text, piece.text);
-      reply.state.textContent = `${((performance.now() - began) / 1000).toFixed(1)} s`;
+      reply.state.textContent = duration((performance.now() - began) / 1000);
     }
-    reply.state.textContent = `${finishText(finish)} · ${number((performance.now() - began) / 1000)} s`;
+    reply.state.textContent = `${finishText(finish)} · ${duration((performance.now() - began) / 1000)}`;
     if (!content) reply.text.append(el("span", { class: "muted" }, "(said nothing)"));
   } catch (error) {
     if (own.signal.aborted) reply.state.textContent = "stopped";
@@ -97,7 +95,7 @@ async function answer() {
   if (conversation !== messages) return;
   // an answer that never began is no part of what was said; the question then waits in the input
   if (content) messages.push({ role: "assistant", content });
-  else if (finish === null) takeBack();
+  else if (finish === null) takeBack(said);
 }
 
 function question() {
@@ -111,8 +109,9 @@ function question() {
   return { ...sampling, prompt: [system, ...messages.map(({ content }) => content)].filter(Boolean).join("\n") };
 }
 
-function takeBack() {
+function takeBack(said) {
   const last = messages.pop();
+  said.state.textContent = "not part of the conversation";
   if (last && !input.value) input.value = last.content;
 }
 

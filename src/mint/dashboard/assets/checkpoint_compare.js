@@ -1,7 +1,7 @@
 // Two checkpoints on one prompt, side by side: the same seed, temperature and limit, both at once. Knows the elements
 // of the comparison; prompts are the reader's own, of the held-out set, or of the run's rollouts.
 
-import { el, find, findAll, getJson, pageData, query, runPath, setQuery } from "./common.js";
+import { duration, el, find, findAll, getJson, pageData, query, runPath, setQuery } from "./common.js";
 import { appendAnswer, finishText, sample, waiting } from "./sampling.js";
 
 const OFFERED = 16;
@@ -143,7 +143,7 @@ async function run(side, signal) {
       appendAnswer(card.text, text);
       if (finish) card.end.textContent = finishText(finish);
     }
-    pace.textContent = `${((performance.now() - began) / 1000).toFixed(1)} s`;
+    pace.textContent = duration((performance.now() - began) / 1000);
     return true;
   } catch (error) {
     pace.textContent = signal.aborted ? "stopped" : "";

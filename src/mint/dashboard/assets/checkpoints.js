@@ -100,6 +100,6 @@ if (find("#bisect-form")) {
   find("#bisect-form").addEventListener("submit", search);
   follow().catch(showError);
 }
-walkRows(() => findAll("#kept tbody tr"), (row) => chatWith(row.dataset.path));
+walkRows(() => findAll("#kept tbody tr"), (row) => find("[data-chat]", row).click());
 shortcut("c", "Write in the chat box", () => find("#chat-input").focus());
 shortcut("p", "Write the prompt to compare on", () => find("#compare textarea").focus());

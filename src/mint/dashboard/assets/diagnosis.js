@@ -18,6 +18,7 @@ import { appendVisible } from "./tokens.js";
 const SAMPLES = 3;
 const CANDIDATES = 40;
 const CHARTS_SHOWN = 3;
+const AGAIN_MS = 2000;
 const TEXT_SHOWN = 300;
 const RANK = ["error", "warning", "info"];
 /** Metrics that are read together, on one scale. */
@@ -36,12 +37,13 @@ const charts = new Map();
 /* findings */
 
 async function load() {
-  const { findings } = await getJson(runPath(run, "findings"));
-  show(findings.toSorted((a, b) => RANK.indexOf(a.severity) - RANK.indexOf(b.severity) || a.step - b.step));
+  const { findings, is_whole: isWhole } = await getJson(runPath(run, "findings"));
+  show(findings.toSorted((a, b) => RANK.indexOf(a.severity) - RANK.indexOf(b.severity) || a.step - b.step), isWhole);
+  if (!isWhole) setTimeout(reload, AGAIN_MS);
 }
 
-/** @param {Finding[]} findings the worst first */
-function show(findings) {
+/** @param {Finding[]} findings the worst first @param {boolean} isWhole whether the whole log was read */
+function show(findings, isWhole) {
   const codes = findings.map(({ code }) => code);
   for (const card of findAll(".finding", place)) if (!codes.includes(card.dataset.code)) forget(card);
   for (const finding of findings) {
@@ -52,7 +54,8 @@ function show(findings) {
     place.append(card);
     if (!card.dataset.isWhole) complete(card, finding);
   }
-  showVerdict(findings);
+  showVerdict(findings, isWhole);
+  if (!isWhole) find("#verdict").append(el("span", { class: "muted" }, "reading the whole log …"));
 }
 
 const seenOf = ({ severity, step }) => `${severity} ${Math.trunc(step)}`;
@@ -169,12 +172,12 @@ const characters = (text) => Array.from(text);
 const head = (text) => (text.length > TEXT_SHOWN ? `${characters(text).slice(0, TEXT_SHOWN).join("")} …` : text);
 const tail = (text) => (text.length > 120 ? `… ${characters(text).slice(-120).join("")}` : text);
 
-/** @param {Finding[]} findings */
-function showVerdict(findings) {
+/** @param {Finding[]} findings @param {boolean} isWhole */
+function showVerdict(findings, isWhole) {
   const verdict = find("#verdict");
   if (!findings.length) {
     const steps = data.steps.length.toLocaleString("en-US");
-    const until = pageData().state === "running" ? " so far" : "";
+    const until = isWhole && pageData().state !== "running" ? "" : " so far";
     verdict.replaceChildren(el("b", {}, "No findings"), " ", el("span", { class: "muted" },
       `in ${steps} steps${until}. Each was asked all that is listed under “What is checked”.`));
     return;
