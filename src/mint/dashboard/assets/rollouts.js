@@ -165,6 +165,7 @@ async function showResults() {
   await addResults(0, key);
 }
 
+/** Adds the next results. A search that has not seen everything goes on by itself until there is a page of them. */
 async function addResults(offset, key) {
   const page = await ask("rollouts", { query: { ...state.filter, offset, limit: PAGE_SIZE } });
   if (key !== resultsOf) return;
@@ -173,21 +174,25 @@ async function addResults(offset, key) {
   find(".entries-more", list)?.remove();
   const total = page.total ?? null;
   find("#list-title").textContent = total === null ? "Found" : `${total.toLocaleString("en-US")} found`;
+  const isFirst = list.childElementCount === 0;
   for (const row of page.rows) {
     const { step, group, row: place } = row;
     const link = linkTo({ step, group, row: place, follow: false, visits: null, picks: [] });
     list.append(resultEntry(row, state.filter.text, link));
   }
-  if (page.next_offset !== null) {
-    const label = page.is_complete ? "more" : "search further";
-    const goOn = button(label, () => addResults(page.next_offset, key).catch(showError));
-    list.append(el("li", { class: "entries-more" }, goOn));
+  const isLeft = page.next_offset !== null;
+  const goesOn = isLeft && !page.is_complete && list.childElementCount < PAGE_SIZE;
+  if (goesOn) list.append(el("li", { class: "entries-more muted" }, "searching on …"));
+  else if (isLeft) {
+    const more = button("more", () => addResults(page.next_offset, key).catch(showError));
+    list.append(el("li", { class: "entries-more" }, more));
   } else if (!list.childElementCount) list.append(el("li", { class: "empty" }, "No rollout fits this filter."));
   const first = page.rows[0];
-  if (offset === 0 && first && state.row === null && state.visits === null) {
+  if (isFirst && first && state.row === null && state.visits === null) {
     await go({ step: first.step, group: first.group, row: first.row }, { push: false });
   }
   markEntry();
+  if (goesOn) await addResults(page.next_offset, key);
 }
 
 function markEntry() {
