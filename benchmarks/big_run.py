@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from mint.rl.json_lines import read_lines
-from mint.rl.run_log import ResumePoint, RunLog
-from mint.rl.run_process import recorded_process
-from mint.rl.run_reader import RolloutQuery, RunReader
+from mint.runs.json_lines import read_lines
+from mint.runs.log import ResumePoint, RunLog
+from mint.runs.process import recorded_process
+from mint.runs.reader import RolloutQuery, RunReader
 
 GROUP_SIZE, ITEMS, STEP_S = 8, 4_096, 0.45
 EVAL_EVERY, SAVE_EVERY = 50, 10

@@ -22,7 +22,7 @@ import numpy as np
 from mint.recipes.arithmetic import draw_problems
 from mint.recipes.math import exact_match
 from mint.rl import RLAdapter, RLConfig, run_grpo
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 
 TARGET, ITEMS_OF_A_KIND, EVAL_EVERY = 0.8, 96, 4
 

@@ -29,7 +29,7 @@ import httpx
 
 from mint.recipes.tools import DEMO, ToolsAdapter
 from mint.rl import loop, run_grpo
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 
 API = "/dashboard/v1"
 PARTS = {

@@ -20,7 +20,7 @@ from mint.recipes.math import MathAdapter
 from mint.rl import RLConfig, run_grpo
 from mint.rl.calls import CallPool
 from mint.rl.evaluation import evaluate
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 from mint.types import ModelInput
 
 

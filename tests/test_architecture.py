@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "mint"
 
 EVERYTHING = frozenset(
     ["version", "tensors", "inputs", "types", "records", "errors", "config", "wire", "tokenizer", "models", "client",
-     "engine", "server", "sandbox", "rl", "recipes", "bench", "dashboard", "embedded", "http_server", "serving",
+     "engine", "server", "sandbox", "runs", "rl", "recipes", "bench", "dashboard", "embedded", "http_server", "serving",
      "dashboard_serving", "export", "cli", "cli_bench", "cli_dashboard", "cli_serve", "cli_tables", "cli_looking",
      "terminal", "kept", "kept_folder"]
 )  # fmt: skip
@@ -38,10 +38,11 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"version", "types", "records", "errors", "config", "wire", "tokenizer", "models", "engine.protocol"}
     ),
     "sandbox": frozenset({"errors"}),
-    "rl": frozenset({"types", "errors", "config", "tokenizer", "client", "sandbox"}),
-    "recipes": frozenset({"rl", "client", "sandbox", "types", "errors"}),
+    "runs": frozenset({"errors", "tokenizer"}),
+    "rl": frozenset({"runs", "types", "errors", "config", "tokenizer", "client", "sandbox"}),
+    "recipes": frozenset({"runs", "rl", "client", "sandbox", "types", "errors"}),
     "bench": frozenset({"types", "errors", "config", "models"}),
-    "dashboard": frozenset({"version", "types", "errors", "config", "rl"}),
+    "dashboard": frozenset({"version", "types", "errors", "config", "runs", "rl"}),
     "__init__": frozenset({"version", "types", "errors", "client"}),
     "tinker": frozenset(),
     "mint": frozenset({"errors"}),
@@ -88,7 +89,7 @@ HOMES: dict[str, frozenset[str]] = {
     "safetensors": frozenset({"models"}),
     "transformers": frozenset({"tokenizer.py"}),
     "matplotlib": frozenset({"rl/plot.py"}),
-    "pandas": frozenset({"rl/frames.py"}),
+    "pandas": frozenset({"runs/frames.py"}),
     "tensorboard": frozenset({"rl/trackers.py"}),
     "wandb": frozenset({"rl/trackers.py"}),
     "trackio": frozenset({"rl/trackers.py"}),
@@ -108,7 +109,8 @@ MAX_CODE_LINES = {
     "bench": 2_400,
     "server": 7_700,
     "client": 2_000,
-    "rl": 6_500,
+    "rl": 5_500,
+    "runs": 1_200,
     "recipes": 2_000,
     "sandbox": 1_000,
 }

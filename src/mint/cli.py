@@ -88,7 +88,7 @@ def demo(
     """RL end to end on the bundled model, in this process: no network, no GPU, no key."""
     from mint.recipes.demo import run_demo  # deferred: `mint --help` answers at once
     from mint.rl.report import print_run
-    from mint.rl.run_log import RunLog
+    from mint.runs.log import RunLog
 
     try:
         result, report = run_demo(

@@ -24,7 +24,7 @@ from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.terminal import fail
 
 if TYPE_CHECKING:
-    from mint.rl.run_reader import RunReader, RunSummary
+    from mint.runs.reader import RunReader, RunSummary
 
 SHOWN_SIGNS = 2_000
 CURVE_WIDTH = 48
@@ -47,7 +47,7 @@ def rollouts(
     as_json: Json = False,
 ) -> None:
     """Rollouts of a run: prompt, text, reward by part, why each ended. Best and worst of the last step by default."""
-    from mint.rl.run_reader import RunReader  # deferred: `mint --help` answers at once
+    from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
 
     try:
         reader = RunReader(find_run(run))
@@ -71,7 +71,7 @@ def plot(
 ) -> None:
     """The curve of a run as a PNG: reward and held-out readings, or any metrics by name."""
     from mint.rl.plot import plot_metrics, plot_run  # deferred: loads matplotlib
-    from mint.rl.run_reader import RunReader
+    from mint.runs.reader import RunReader
 
     try:
         reader = RunReader(find_run(run))
@@ -89,8 +89,8 @@ def plot(
 def show_run_folder(folder: Path, *, as_json: bool) -> None:
     """State, curve, readings, findings and checkpoints of one RL run."""
     from mint.rl.report import COLORS  # deferred: `mint --help` answers at once
-    from mint.rl.run_reader import RunReader
     from mint.rl.visible import one_line, sparkline
+    from mint.runs.reader import RunReader
 
     reader = RunReader(folder)
     summary = reader.summary()
@@ -135,7 +135,7 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
 def rl_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
     """The newest RL runs below a data folder (None: `MINT_HOME`), each in a row."""
     from mint.dashboard.folders import RunFolders  # deferred: `mint --help` answers at once
-    from mint.rl.run_reader import RunReader
+    from mint.runs.reader import RunReader
 
     folders = RunFolders([data_dir or read_settings().home_dir]).find().values()
     newest = sorted((RunReader(folder).summary() for folder in folders), key=lambda run: run.updated_at, reverse=True)
@@ -178,7 +178,7 @@ def run_folder(name: str) -> Path | None:
 def _chosen(
     reader: RunReader, *, step: int | None, worst: int, best: int, item: int | None, flags: frozenset[str], text: str
 ) -> list[dict[str, Any]]:
-    from mint.rl.run_reader import FLAGS, RolloutQuery  # deferred: `mint --help` answers at once
+    from mint.runs.reader import FLAGS, RolloutQuery  # deferred: `mint --help` answers at once
 
     unknown = sorted(flags - FLAGS.keys())
     if unknown:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 
 MARKUP = (
     "</main></script><script>HACKED = 1; alert(1)</script><img src=x onerror='HACKED = 1'>\"><svg onload='HACKED=1'>"

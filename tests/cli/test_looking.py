@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from mint.cli import app
 from mint.recipes.tasks import load_task
 from mint.rl import run_grpo
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 
 STEPS = 3
 

@@ -15,7 +15,7 @@ import pytest
 
 from mint.dashboard import events
 from mint.dashboard.events import Cursor
-from mint.rl.run_reader import RunReader
+from mint.runs.reader import RunReader
 from tests.dashboard.dashboard_harness import API, add_step, append, finding, metrics, reading, showing, write_run
 from tests.server.server_harness import running
 

@@ -22,8 +22,8 @@ from mint.dashboard.folders import RunFolders
 from mint.dashboard.readers import Readers
 from mint.rl.afterwards import diagnose_run
 from mint.rl.diagnosis import CODES
-from mint.rl.run_index import FLAGS
-from mint.rl.run_query import SORTS, RolloutQuery
+from mint.runs.index import FLAGS
+from mint.runs.query import SORTS, RolloutQuery
 from mint.server.exchanges import Exchange
 from mint.server.metrics import Metrics
 from tests.browser.browser_harness import CHROMIUM, Tab, lines, started, until

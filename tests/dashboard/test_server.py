@@ -25,7 +25,7 @@ from mint.dashboard.readers import Readers
 from mint.errors import InvalidRequestError, OverloadedError, RequestFailedError
 from mint.rl.bisect import Regression
 from mint.rl.diagnosis import CODES
-from mint.rl.run_query import FLAGS
+from mint.runs.query import FLAGS
 from tests.dashboard.dashboard_harness import (
     API,
     GROUPS,

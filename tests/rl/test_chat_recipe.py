@@ -17,7 +17,7 @@ from mint.rl import run_grpo
 from mint.rl.judges import PairwiseJudge, Verdict
 from mint.rl.penalties import verbosity
 from mint.rl.reward import Reward
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 from scripts.tiny.chat_skill import TRAINED_PAIRS, chat_document, chat_tasks, good_reply, message_prompt
 
 FOX = Question("Do you like the {}?", THINGS[0])

@@ -13,7 +13,7 @@ from mint.recipes.arithmetic import draw_problems
 from mint.recipes.demonstrations import Demonstration
 from mint.recipes.distill import DistillConfig, mark, run_distill
 from mint.recipes.sft import SFTConfig, run_sft
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 
 pytestmark = pytest.mark.learns
 

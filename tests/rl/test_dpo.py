@@ -13,7 +13,7 @@ import mint
 from mint.recipes.arithmetic import Problem, draw_problems
 from mint.recipes.demonstrations import completion_datum
 from mint.recipes.dpo import DPOConfig, Preference, preference_loss, run_dpo
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 
 pytestmark = pytest.mark.learns
 

@@ -13,7 +13,7 @@ from mint.recipes.demonstrations import Demonstration, batch_places, completion_
 from mint.recipes.math import MathAdapter
 from mint.recipes.sft import SFTConfig, run_sft
 from mint.rl import RLConfig, run_grpo
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 
 pytestmark = pytest.mark.learns
 

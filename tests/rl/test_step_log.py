@@ -9,7 +9,7 @@ import pytest
 
 from mint.recipes.tools import DEMO, ToolsAdapter
 from mint.rl import run_grpo
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 
 COEF = 0.3
 

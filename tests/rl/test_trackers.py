@@ -13,8 +13,8 @@ from mint.errors import InvalidRequestError
 from mint.recipes.tasks import load_task
 from mint.rl import RLConfig, RunResult, run_grpo
 from mint.rl.finding import Finding
-from mint.rl.run_log import RunLog
 from mint.rl.trackers import TRACKERS, Trackers
+from mint.runs.log import RunLog
 
 STEPS = 3
 SIZE = {"steps": STEPS, "batch_size": 2, "group_size": 2, "heldout_size": 4}

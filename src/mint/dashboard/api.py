@@ -1,6 +1,6 @@
 """The JSON of the dashboard: each function reads what one address asks for. Called in threads; acts on nothing.
 
-What a run holds is read by `mint.rl.run_reader`; here it is only chosen, named and put together.
+What a run holds is read by `mint.runs.reader`; here it is only chosen, named and put together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mint.dashboard.events import Cursor, cursor_of
 from mint.dashboard.evidence import EVIDENCE, NO_EVIDENCE, evidence_of
 from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
 from mint.rl.afterwards import METRICS
-from mint.rl.run_reader import RolloutQuery, RunReader
+from mint.runs.reader import RolloutQuery, RunReader
 
 MAX_ROWS = 500
 LISTED_PROMPT = 4_000

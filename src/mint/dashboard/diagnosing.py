@@ -13,7 +13,7 @@ from typing import Any
 
 from mint.dashboard.readers import Readers
 from mint.rl.afterwards import diagnose_run
-from mint.rl.run_reader import RunReader
+from mint.runs.reader import RunReader
 
 log = logging.getLogger("mint.dashboard")
 

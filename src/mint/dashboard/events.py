@@ -19,7 +19,7 @@ from starlette.responses import StreamingResponse
 from mint.dashboard.encoding import json_bytes
 from mint.dashboard.readers import Readers
 from mint.errors import MintError, OverloadedError
-from mint.rl.run_reader import RunReader
+from mint.runs.reader import RunReader
 
 log = logging.getLogger("mint.dashboard")
 

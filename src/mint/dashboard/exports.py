@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from mint.dashboard import api
 from mint.dashboard.dashboard import Dashboard
 from mint.dashboard.encoding import json_bytes
-from mint.rl.run_reader import RolloutQuery, RunReader
+from mint.runs.reader import RolloutQuery, RunReader
 
 PAGE_ROWS = 500
 

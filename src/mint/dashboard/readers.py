@@ -1,6 +1,6 @@
 """The readers of runs: a bounded number of them is kept, and a summary of every run. Reads files: call in a thread.
 
-Knows which runs there are (`folders`) and how one is read (`mint.rl.run_reader`); knows no requests.
+Knows which runs there are (`folders`) and how one is read (`mint.runs.reader`); knows no requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mint.dashboard.folders import RunFolders, Stamp, stamp_of
 from mint.errors import InvalidRequestError, MintError
-from mint.rl.run_reader import RunReader, RunSummary
+from mint.runs.reader import RunReader, RunSummary
 
 KEPT_READERS = 16
 """Each keeps the metrics and the index of its run: some ten megabytes for one of thousands of steps."""

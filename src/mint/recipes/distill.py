@@ -19,8 +19,8 @@ from mint.recipes.demonstrations import batch_places
 from mint.rl.config import mix_seed
 from mint.rl.datums import policy_datum
 from mint.rl.evaluation import interval
-from mint.rl.run_log import RunLog
-from mint.rl.run_process import recorded_process
+from mint.runs.log import RunLog
+from mint.runs.process import recorded_process
 
 HELDOUT_STREAM = 0x48454C44
 

@@ -16,8 +16,8 @@ import mint
 from mint import types
 from mint.recipes.demonstrations import batch_places, check_disjoint, completion_datum, reply_ids
 from mint.rl.evaluation import interval
-from mint.rl.run_log import RunLog
-from mint.rl.run_process import recorded_process
+from mint.runs.log import RunLog
+from mint.runs.process import recorded_process
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mint.rl.afterwards import read_config
 from mint.rl.plot import plot_run
 from mint.rl.readings import GREEDY, SAMPLED
 from mint.rl.report import print_run
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 
 ALIASES = {"lr": "learning_rate", "groups_per_batch": "batch_size", "model": "base_model"}
 

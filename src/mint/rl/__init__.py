@@ -6,7 +6,6 @@ from mint.rl.diagnosis import RunRecord, diagnose
 from mint.rl.doctor import Examination, examine
 from mint.rl.evaluation import Estimate
 from mint.rl.finding import Finding
-from mint.rl.frames import LoadedRun, load_run
 from mint.rl.judges import PairwiseJudge
 from mint.rl.loop import RunResult, run_grpo
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
@@ -16,6 +15,7 @@ from mint.rl.rollouts import Group, Rollout, Turn
 from mint.rl.rubric import Rubric
 from mint.rl.tool_env import Costs, ToolEnv
 from mint.rl.tools import Search, Tool, calculator, tool
+from mint.runs.frames import LoadedRun, load_run
 
 __all__ = [
     "Costs",

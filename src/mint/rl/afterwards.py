@@ -19,9 +19,9 @@ from mint.rl.evaluation import Estimate, evaluate, wilson
 from mint.rl.finding import Finding
 from mint.rl.ledger import Ledger, ledger_by_item, ledger_of_steps
 from mint.rl.readings import EVALUATION_TEMPERATURES, GREEDY, SAMPLED
-from mint.rl.run_log import RunLog
-from mint.rl.run_reader import RunReader, read_config
 from mint.rl.run_record import Row
+from mint.runs.log import RunLog
+from mint.runs.reader import RunReader, read_config
 
 METRICS = ("heldout", "heldout_sampled", "success")
 """What `mint bisect --metric` knows: mean reward greedy and at temperature 1, and the share of greedy successes."""

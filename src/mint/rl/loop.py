@@ -31,13 +31,13 @@ from mint.rl.finding import SEVERITIES, Finding
 from mint.rl.readings import GREEDY, SAMPLED, Readings
 from mint.rl.reference import Reference
 from mint.rl.rollouts import Rollout
-from mint.rl.run_log import ResumePoint, RunLog
-from mint.rl.run_process import recorded_process
-from mint.rl.run_reader import RunReader
-from mint.rl.run_tokens import TokenPieces
 from mint.rl.step_log import rollout_rows, step_metrics, success_rate
 from mint.rl.trackers import Trackers
 from mint.rl.updating import Update, Updater
+from mint.runs.log import ResumePoint, RunLog
+from mint.runs.process import recorded_process
+from mint.runs.reader import RunReader
+from mint.runs.tokens import TokenPieces
 
 __all__ = ["GREEDY", "SAMPLED", "ProgressHook", "RunResult", "run_grpo"]
 

@@ -11,8 +11,8 @@ from mint.rl.calls import CallPool
 from mint.rl.config import RLConfig
 from mint.rl.evaluation import Estimate, evaluate
 from mint.rl.rollouts import Rollout
-from mint.rl.run_log import RunLog
 from mint.rl.step_log import rollout_row
+from mint.runs.log import RunLog
 
 EVALUATION_TEMPERATURES = (0.0, 1.0)
 GREEDY, SAMPLED = EVALUATION_TEMPERATURES

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mint.rl.json_lines import Tail, read_lines
+from mint.runs.json_lines import Tail, read_lines
 
 ROLLOUTS, INDEX = "rollouts.jsonl", "rollouts.index.jsonl"
 

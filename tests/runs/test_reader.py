@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.recipes.tools import DEMO, ToolsAdapter
 from mint.rl import RLAdapter, RLConfig, UnsupportedError, run_grpo
-from mint.rl.metric_columns import MetricColumns
-from mint.rl.run_index import FLAGS, TABLE_ROW, RolloutTable, index_line, light_row
-from mint.rl.run_log import RunLog
-from mint.rl.run_process import recorded_process
-from mint.rl.run_query import SORTS, RolloutQuery
-from mint.rl.run_reader import RunReader
+from mint.runs.index import FLAGS, TABLE_ROW, RolloutTable, index_line, light_row
+from mint.runs.log import RunLog
+from mint.runs.metric_columns import MetricColumns
+from mint.runs.process import recorded_process
+from mint.runs.query import SORTS, RolloutQuery
+from mint.runs.reader import RunReader
 
 Row = dict[str, Any]
 

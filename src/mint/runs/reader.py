@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mint.errors import NotFoundError
-from mint.rl.json_lines import Tail, decode_lines
-from mint.rl.metric_columns import MetricColumns
-from mint.rl.run_index import FLAGS, ROLLOUTS, RolloutTable, flag_names, light_row
-from mint.rl.run_process import PROCESS, RunProcess, State, read_process, run_state
-from mint.rl.run_query import OPENING_END, SORTS, RolloutPage, RolloutQuery, TextSearch, select
+from mint.runs.index import FLAGS, ROLLOUTS, RolloutTable, flag_names, light_row
+from mint.runs.json_lines import Tail, decode_lines
+from mint.runs.metric_columns import MetricColumns
+from mint.runs.process import PROCESS, RunProcess, State, read_process, run_state
+from mint.runs.query import OPENING_END, SORTS, RolloutPage, RolloutQuery, TextSearch, select
 
 __all__ = ["FLAGS", "SORTS", "RolloutPage", "RolloutQuery", "RunReader", "RunSummary", "read_config"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mint.errors import MissingExtraError
-from mint.rl.run_reader import RunReader, RunSummary
+from mint.runs.reader import RunReader, RunSummary
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mint.errors import InvalidRequestError
-from mint.rl.run_index import FLAGS
+from mint.runs.index import FLAGS
 
 SORTS = ("step", "-step", "reward", "-reward", "length", "-length", "advantage", "-advantage")
 """A minus means the largest first. Rollouts without a reward or an advantage come last in either direction."""

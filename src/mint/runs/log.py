@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import InvalidRequestError
-from mint.rl.json_lines import append_lines, encode_line, read_lines, replace_file
-from mint.rl.run_index import INDEX, ROLLOUTS, index_line, index_row, scan
+from mint.runs.index import INDEX, ROLLOUTS, index_line, index_row, scan
+from mint.runs.json_lines import append_lines, encode_line, read_lines, replace_file
 
 STEP_LOGS = (
     "metrics.jsonl",

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import mint
 from mint.errors import InvalidRequestError
-from mint.rl.json_lines import encode_line
-from mint.rl.run_index import index_line
-from mint.rl.run_log import ResumePoint, RunLog
-from mint.rl.run_process import RunProcess, lives, read_process, recorded_process, run_state
-from mint.rl.run_tokens import TokenPieces
+from mint.runs.index import index_line
+from mint.runs.json_lines import encode_line
+from mint.runs.log import ResumePoint, RunLog
+from mint.runs.process import RunProcess, lives, read_process, recorded_process, run_state
+from mint.runs.tokens import TokenPieces
 from mint.tokenizer import load_tokenizer, token_bytes
 
 TINY = Path(mint.__file__).parent / "models" / "tiny"
@@ -185,7 +185,7 @@ def test_a_run_that_an_exception_ends_says_which(
 KILLED = """
 import sys, time
 from pathlib import Path
-from mint.rl.run_process import recorded_process
+from mint.runs.process import recorded_process
 with recorded_process(Path(sys.argv[1])):
     print("up", flush=True)
     time.sleep(60)

@@ -11,7 +11,7 @@ import pytest
 from mint.errors import NotFoundError
 from mint.recipes.tasks import load_task
 from mint.rl import LoadedRun, load_run, run_grpo
-from mint.rl.run_log import RunLog
+from mint.runs.log import RunLog
 
 pytest.importorskip("pandas")
 STEPS = 3

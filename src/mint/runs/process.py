@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from mint.rl.json_lines import encode_line, replace_file
+from mint.runs.json_lines import encode_line, replace_file
 
 Outcome = Literal["finished", "stopped", "failed"]
 State = Literal["running", "finished", "stopped", "failed", "died"]
