@@ -18,13 +18,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from mint.engine.blocks import AttentionInputs, Geometry, Mlp, apply_mlp, project_heads
 from mint.engine.decoder_config import DecoderConfig
 from mint.engine.decoder_weights import LayerWeights, read_base_weights
 from mint.engine.experts import mix_experts
-from mint.engine.kernels import LoraProduct, RmsNorm, run
+from mint.engine.kernels import LoraProduct, RmsNorm, recomputed, run
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights
 from mint.engine.native import HEAD_DIMS, LANES, NativeKernels
 from mint.engine.native_attention import NativePackedAttention
@@ -133,7 +132,7 @@ class Decoder:
         for index in range(len(self._layers)):
             layer = partial(self._layer, index, attention=attention, loras=loras, geometry=geometry, count=count)
             if recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+                x = recomputed(layer, x)
             else:
                 x = layer(x)
         return run(RmsNorm, x, self._final_norm, config.rms_norm_eps)[:count]

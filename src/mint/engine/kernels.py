@@ -8,6 +8,7 @@ Letters: T rows (tokens) · I inputs · O outputs · H heads · D head dimension
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,57 @@ class _Untracked:
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         """Keeps nothing."""
+
+
+def backward(x: Tensor, gradient: Tensor) -> None:
+    """`x.backward(gradient)`, for which torch would import sympy to check the shapes: 0.4 s of the first step."""
+    cast(Tensor, _GivenGradient.apply(x, gradient)).backward()
+
+
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function(x)`, of which nothing but x is kept for the backward, which computes it again: the same bits.
+
+    What `torch.utils.checkpoint` does, without its import of torch's compiler: seconds, and memory that is short when
+    activations are first computed again.
+    """
+    tracked = torch.empty(0, requires_grad=True)  # the first layer's input needs no gradient, but its loras do
+    return cast(Tensor, _Recomputed.apply(function, x, tracked))
+
+
+class _GivenGradient(torch.autograd.Function):
+    """A loss of which only the gradient with respect to x is known; its value, which nobody reads, is 0."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return x.new_zeros(())
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
+class _Recomputed(torch.autograd.Function):
+    """A function whose gradients are made from a second run of it, inside the backward."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, tracked: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_(ctx.needs_input_grad[1])
+        with torch.enable_grad():
+            backward(ctx.function(x), grad)
+        return None, x.grad, None
 
 
 class LoraProduct(torch.autograd.Function):

@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from mint.engine.activation_memory import ran_out, rows_at_once
 from mint.engine.decoder import Decoder
+from mint.engine.kernels import backward
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
 from mint.engine.packing import MicroBatch, pack
@@ -180,20 +180,4 @@ def _backward(hidden: Tensor, pairs: TargetLogprobs, slopes: np.ndarray) -> None
         return
     part = pairs.hidden_gradient(slopes)
     if hidden.requires_grad:  # not so where the unembedding alone is trained
-        _Loss.apply(hidden, part).backward()
-
-
-class _Loss(torch.autograd.Function):
-    """A loss of which only the gradient with respect to `hidden` is known; its value, which nobody reads, is 0.
-
-    `hidden.backward(gradient)` says the same, but torch imports sympy to check the shapes: 0.4 s of the first step.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
-        return hidden.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient, None
+        backward(hidden, part)

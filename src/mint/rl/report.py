@@ -46,6 +46,7 @@ def print_run(console: Console, result: RunResult, evaluations: Sequence[Mapping
         console.print(f"best so far {result.best_checkpoint}", soft_wrap=True)
     console.print(f"export it   mint export {result.checkpoint} --format peft --output adapter", soft_wrap=True)
     console.print(f"diagnose it mint diagnose {result.run_dir}", soft_wrap=True)
+    console.print(f"look at it  mint dashboard {result.run_dir}", soft_wrap=True)
 
 
 def print_before_after(

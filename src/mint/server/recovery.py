@@ -119,7 +119,8 @@ def _redo(trainer: Trainer, job: JobRow) -> None:
 
 
 def _bits_of(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
-    """What a replay must give again; metrics and warnings may be of another version's making."""
+    """What a replay must give again; what comes beside the logprobs may be of another version's making."""
+    logprobs = [{"logprobs": row["logprobs"]} for row in output.loss_fn_outputs]
     return ForwardBackwardOutput.model_construct(
-        loss_fn_output_type="", loss_fn_outputs=output.loss_fn_outputs, metrics={}, warnings=[]
+        loss_fn_output_type="", loss_fn_outputs=logprobs, metrics={}, warnings=[]
     )
