@@ -95,6 +95,7 @@ def test_rows_are_walked_by_keys_and_the_help_says_which(tab: Tab) -> None:
     page.keyboard.press("?")
     assert page.locator("#help").is_visible()
     page.keyboard.press("Escape")
+    page.locator("#help").wait_for(state="hidden")
     page.keyboard.press("Enter")
     page.wait_for_url("**/runs/**")
     tab.settled()

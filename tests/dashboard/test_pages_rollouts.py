@@ -240,6 +240,7 @@ def test_very_long_completions_come_in_parts_and_stay_in_their_cards(pages: Page
 
 def test_a_link_brings_every_choice_back_and_back_undoes_it(pages: Pages) -> None:
     page = pages.open("tools", "?step=2&group=1&colour=logprob")
+    page.wait_for_selector(".sample[data-row]")  # not those that the server wrote for readers without scripts
     page.keyboard.press("j")
     page.keyboard.press("j")
     second = page.locator(".sample").nth(1).get_attribute("data-row")
