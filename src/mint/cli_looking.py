@@ -24,7 +24,7 @@ from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.terminal import fail
 
 if TYPE_CHECKING:
-    from mint.runs.reader import RunReader, RunSummary
+    from mint.runs.reader import RunReader
 
 SHOWN_SIGNS = 2_000
 CURVE_WIDTH = 48
@@ -96,9 +96,8 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
     summary = reader.summary()
     readings, findings, saved = reader.evaluations(), reader.findings(), reader.checkpoints()
     if as_json:
-        plain = [{name: value for name, value in row.items() if name != "examples"} for row in readings]
-        document = {**_plain(summary), "evaluations": plain, "findings": findings, "checkpoints": saved}
-        typer.echo(json.dumps(document, default=str))
+        document = {**asdict(summary), "evaluations": readings, "findings": findings, "checkpoints": saved}
+        typer.echo(json.dumps(document))
         return
     rewards = [value for value in reader.columns(["reward/mean"])["reward/mean"] if value is not None]
     facts: dict[str, Any] = {
@@ -139,7 +138,7 @@ def rl_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
 
     folders = RunFolders([data_dir or read_settings().home_dir]).find().values()
     newest = sorted((RunReader(folder).summary() for folder in folders), key=lambda run: run.updated_at, reverse=True)
-    return [_plain(summary) for summary in newest[:limit]]
+    return [asdict(summary) for summary in newest[:limit]]
 
 
 def rl_row(run: Mapping[str, Any]) -> tuple[str, ...]:
@@ -229,10 +228,6 @@ def _print_rollout(console: Console, row: Mapping[str, Any]) -> None:
         console.print(Text(f"    {one_line(str(entry.get('role', '')))}: {head(str(said), 200)}", style="dim"))
     if row.get("error"):
         console.print(Text(f"    {one_line(row['error'])}", style="red"))
-
-
-def _plain(summary: RunSummary) -> dict[str, Any]:
-    return {**asdict(summary), "folder": str(summary.folder)}
 
 
 def _number(value: float | None) -> str:

@@ -22,7 +22,6 @@ KEPT = 32
 MAX_STEPS = 1_000
 """A longer run was diagnosed while it ran. Every step looks back at those before it: of thousands, that takes long."""
 
-
 PATIENCE_S = 1.0
 """How long somebody waits for a diagnosis. A longer one goes on behind, and is asked for again."""
 

@@ -249,18 +249,20 @@ def learning_rate_too_low(view: View) -> Finding | None:
     config = view.config
     warmup = int(config.get("lr_warmup_steps") or 0)
     promises: list[float] = []
+    so_far = 0.0
     for step in view.metrics:
         promise = step_promise(step, config) if get(step, "step") > warmup else None
-        if promise is not None:
-            promises.append(promise)
-            if len(promises) >= SETTLED_STEPS and sum(promises) >= TOO_SMALL_RUN:
-                return (
-                    None  # at the first steps of a sound run, so that a long one is not added up at each of its steps
-                )
+        if promise is None:
+            continue
+        promises.append(promise)
+        so_far += promise
+        # A sound run is known after its first steps, so that a long one is not added up again at each of its steps.
+        if len(promises) >= SETTLED_STEPS and so_far >= TOO_SMALL_RUN:
+            return None
     if len(promises) < SETTLED_STEPS:
         return None
     left = max(0, int(config.get("steps") or 0) - view.step)
-    whole = sum(promises) + left * statistics.fmean(promises[-SETTLED_STEPS:])
+    whole = so_far + left * statistics.fmean(promises[-SETTLED_STEPS:])
     if whole >= TOO_SMALL_RUN:
         return None
     rate = get(view.now, "learning_rate")
