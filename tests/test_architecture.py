@@ -42,7 +42,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rl": frozenset({"runs", "types", "errors", "config", "tokenizer", "client", "sandbox"}),
     "recipes": frozenset({"runs", "rl", "client", "sandbox", "types", "errors"}),
     "bench": frozenset({"types", "errors", "config", "models"}),
-    "dashboard": frozenset({"version", "types", "errors", "config", "runs", "rl"}),
+    "dashboard": frozenset({"version", "types", "errors", "config", "runs", "rl", "server.auth"}),
     "__init__": frozenset({"version", "types", "errors", "client"}),
     "tinker": frozenset(),
     "mint": frozenset({"errors"}),

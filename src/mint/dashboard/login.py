@@ -15,12 +15,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mint.errors import AuthenticationError, ForeignPageError
+from mint.server.auth import address_of, key_of
 
 IDLE_S = 12 * 3600.0
 """A session that is not used for this long ends; so does every one with the process, and with its key."""
@@ -100,7 +100,7 @@ class Login:
             AuthenticationError: neither is there, or neither is good.
             ForeignPageError: the cookie came with a request that a page of another address has made.
         """
-        key = _key_of(request)
+        key = key_of(request)
         if key:
             return self._admitted(self._keys.verify(key))
         visitor = self.session_of(request)
@@ -177,7 +177,7 @@ def require_own_page(request: Request, *, may_be_program: bool = False) -> None:
     if origin is None:
         is_own = site == "same-origin"
     else:
-        is_own = _address_of(origin) == request.headers.get("host", "").lower() and site in (None, "same-origin")
+        is_own = address_of(origin) == request.headers.get("host", "").lower() and site in (None, "same-origin")
     if not is_own:
         raise ForeignPageError(
             "this server takes nothing from web pages of other addresses",
@@ -209,20 +209,5 @@ def _token_of(request: Request) -> str:
     return request.cookies.get(_cookie_name(request), "")
 
 
-def _key_of(request: Request) -> str:
-    given = request.headers.get("x-api-key", "").strip()
-    if given:
-        return given
-    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-    return credentials.strip() if scheme.lower() == "bearer" else ""
-
-
 def _digest(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _address_of(origin: str) -> str:
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return ""

@@ -37,7 +37,7 @@ def by_key(keys: Keys) -> Authenticate:
     """Asks for a key, in `X-API-Key` or as `Authorization: Bearer`."""
 
     def authenticate(request: Request) -> Caller:
-        key = _key_of(request)
+        key = key_of(request)
         if not key:
             remedy = "Send one as X-API-Key or Authorization: Bearer (clients: MINT_API_KEY or TINKER_API_KEY)"
             raise AuthenticationError("this server asks for an API key, and none was sent", remedy=remedy)
@@ -50,7 +50,8 @@ def by_key(keys: Keys) -> Authenticate:
     return authenticate
 
 
-def _key_of(request: Request) -> str:
+def key_of(request: Request) -> str:
+    """The key that a request carries, in `X-API-Key` or as `Authorization: Bearer`; empty where there is none."""
     given = request.headers.get("x-api-key", "").strip()
     if given:
         return given
@@ -71,7 +72,7 @@ def no_foreign_pages(*, any_host: bool = False) -> Screen:
                 remedy="Use http://127.0.0.1 or http://localhost, or make keys: mint keys create --owner NAME",
             )
         origin = request.headers.get("origin")
-        if origin is not None and _address_of(origin) != request.headers.get("host", "").lower():
+        if origin is not None and address_of(origin) != request.headers.get("host", "").lower():
             raise ForeignPageError(
                 "this server asks for no key, and so takes nothing from web pages of other addresses",
                 field="origin",
@@ -115,7 +116,7 @@ def _name_of(host: str) -> str:
         return ""
 
 
-def _address_of(origin: str) -> str:
+def address_of(origin: str) -> str:
     """The `host:port` of an `Origin` header; empty for `null` and for what is none."""
     try:
         return urlsplit(origin).netloc.lower()
