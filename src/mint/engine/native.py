@@ -6,11 +6,6 @@ Knows what the functions take and how work is split over threads; knows nothing 
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +13,13 @@ import torch
 from torch import Tensor
 
 from mint.engine.native_build import NativeBuild
+from mint.engine.native_threads import Int64, NativeThreads
 
 HEAD_DIMS = frozenset({32, 64, 128})
 """Head dimensions that the kernels are compiled for."""
 
 LANES = 16
 """Widths are multiples of this."""
-
-SERIAL_WORK = 1 << 20
-"""Less work (elements, or products of a query and a key) than this is not worth several threads."""
-
-OUT_OF_MEMORY = 2
-"""What a function returns that found no memory; 1 says that it was not compiled for this head dimension."""
-
-Int64 = ctypes.c_int64
 
 
 class PackedRows(ctypes.Structure):
@@ -88,7 +76,7 @@ class NativeKernels:
         self._attention, self._gradients, self._rows = map(
             self.load, ("native_attention", "native_gradients", "native_rows")
         )
-        self._threads: ThreadPoolExecutor | None = None
+        self.threads = NativeThreads(self.load("native_threads"))
 
     def load(self, source: str) -> ctypes.CDLL:
         """The functions of a file in C, by its name without suffix."""
@@ -97,35 +85,37 @@ class NativeKernels:
     def attend_packed(self, rows: PackedRows, heads: Tensor, out: Tensor) -> None:
         """Attended values `out` [rows, K·G·D] of heads [T, H, D], both in one dtype."""
         dim, half = _kind(heads)
-        call = partial(self._attention.attend_packed, ctypes.byref(rows), dim, half, place(heads), place(out))
-        self.split(call, rows.rows, work=rows.rows * rows.longest * rows.query_heads)
+        self.threads.run(
+            self._attention.attend_packed,
+            rows.rows,
+            *(rows, dim, half, heads, out),
+            work=rows.rows * rows.longest * rows.query_heads,
+        )
 
     def attend_packed_backward(self, rows: PackedRows, heads: Tensor, grad: Tensor, grads: Tensor) -> None:
         """Adds to `grads` [T, H, D] in float32 what grad [rows, K·G·D] gives for heads [T, H, D]."""
         dim, half = _kind(heads)
-        call = partial(
+        self.threads.run(
             self._gradients.attend_packed_backward,
-            *(ctypes.byref(rows), dim, half, place(heads), place(grad), place(grads)),
+            rows.kv_heads,
+            *(rows, dim, half, heads, grad, grads),
+            work=rows.rows * rows.longest * rows.query_heads,
         )
-        self.split(call, rows.kv_heads, work=rows.rows * rows.longest * rows.query_heads)
 
     def attend_cells(self, rows: DecodedRows, heads: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """Attended values `out` [rows, K·G·D] of heads [rows, H, D] over `keys` and `values` in cells."""
         dim, half = _kind(heads)
-        call = partial(
+        self.threads.run(
             self._attention.attend_cells,
-            *(ctypes.byref(rows), dim, half, place(heads), place(keys), place(values), place(out)),
+            rows.rows,
+            *(rows, dim, half, heads, keys, values, out),
+            work=rows.rows * rows.longest * rows.query_heads,
         )
-        self.split(call, rows.rows, work=rows.rows * rows.longest * rows.query_heads)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`x / rms(x) · weight` of x [T, E], and 1 / rms(x) [T, 1]; float32."""
         out, inverse = torch.empty_like(x), x.new_empty(len(x), 1)
-        call = partial(
-            self._rows.rms_norm,
-            *(place(x), place(weight), ctypes.c_double(eps), Int64(x.shape[1]), place(out), place(inverse)),
-        )
-        self.split(call, len(x), work=x.numel())
+        self.threads.run(self._rows.rms_norm, len(x), *(x, weight, eps, x.shape[1], out, inverse), work=x.numel())
         return out, inverse
 
     def finish_heads(
@@ -138,35 +128,25 @@ class NativeKernels:
         count, total, dim = qkv.shape
         heads = torch.empty(qkv.shape, dtype=dtype)
         inverse = None if norms is None else qkv.new_empty(count, rotated, 1)
-        call = partial(
+        self.threads.run(
             self._rows.finish_heads,
-            *(place(qkv), place(bias), place(norms), place(cos), place(sin), ctypes.c_double(eps)),
-            *(
-                Int64(total),
-                Int64(rotated),
-                Int64(dim),
-                Int64(int(dtype == torch.bfloat16)),
-                place(heads),
-                place(inverse),
-            ),
+            count,
+            *(qkv, bias, norms, cos, sin, eps),
+            *(total, rotated, dim, dtype == torch.bfloat16, heads, inverse),
+            work=qkv.numel(),
         )
-        self.split(call, count, work=qkv.numel())
         return heads, inverse
 
     def swiglu(self, wide: Tensor) -> Tensor:
         """`silu(gate) · up` [T, I] of [T, 2·I]."""
         out = wide.new_empty(len(wide), wide.shape[1] // 2)
-        call = partial(self._rows.swiglu, place(wide), Int64(out.shape[1]), place(out))
-        self.split(call, len(wide), work=wide.numel())
+        self.threads.run(self._rows.swiglu, len(wide), wide, out.shape[1], out, work=wide.numel())
         return out
 
     def rms_norm_again(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
         """`rms_norm` of x [T, E] whose 1 / rms [T, 1] is known."""
         out = torch.empty_like(x)
-        call = partial(
-            self._rows.rms_norm_again, place(x), place(inverse), place(weight), Int64(x.shape[1]), place(out)
-        )
-        self.split(call, len(x), work=x.numel())
+        self.threads.run(self._rows.rms_norm_again, len(x), x, inverse, weight, x.shape[1], out, work=x.numel())
         return out
 
     def rms_norm_backward(
@@ -174,18 +154,15 @@ class NativeKernels:
     ) -> Tensor:
         """What x [T, E] gets from grad [T, E] for `rms_norm`, plus `residual` [T, E]."""
         out = torch.empty_like(x)
-        call = partial(
-            self._rows.rms_norm_backward,
-            *(place(grad), place(x), place(inverse), place(weight), place(residual), Int64(x.shape[1]), place(out)),
+        self.threads.run(
+            self._rows.rms_norm_backward, len(x), *(grad, x, inverse, weight, residual, x.shape[1], out), work=x.numel()
         )
-        self.split(call, len(x), work=x.numel())
         return out
 
     def swiglu_backward(self, grad: Tensor, wide: Tensor) -> Tensor:
         """What `wide` [T, 2·I] gets from grad [T, I] for `swiglu`."""
         out = torch.empty_like(wide)
-        call = partial(self._rows.swiglu_backward, place(grad), place(wide), Int64(grad.shape[1]), place(out))
-        self.split(call, len(wide), work=wide.numel())
+        self.threads.run(self._rows.swiglu_backward, len(wide), grad, wide, grad.shape[1], out, work=wide.numel())
         return out
 
     def finish_heads_backward(
@@ -196,44 +173,16 @@ class NativeKernels:
         count, total, _ = qkv.shape
         out = torch.empty_like(qkv)
         dim, half = _kind(grad)
-        call = partial(
+        self.threads.run(
             self._rows.finish_heads_backward,
-            *(place(grad), place(qkv), place(inverse), place(norms), place(cos), place(sin)),
-            *(Int64(total), Int64(rotated), dim, half, place(out)),
+            count,
+            *(grad, qkv, inverse, norms, cos, sin),
+            *(total, rotated, dim, half, out),
+            work=qkv.numel(),
         )
-        self.split(call, count, work=qkv.numel())
         return out
 
-    def split(self, call: Callable[[ctypes.c_int64, ctypes.c_int64], int], count: int, *, work: int) -> None:
-        """Calls with parts of 0 to `count`, one for each thread where so much `work` is worth it."""
-        threads = min(torch.get_num_threads(), count) if work >= SERIAL_WORK else 1
-        if threads <= 1:
-            _checked(call(Int64(0), Int64(count)))
-            return
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="mint-native")
-        edges = [count * part // threads for part in range(threads + 1)]
-        others = [self._threads.submit(call, Int64(a), Int64(b)) for a, b in pairwise(edges[1:])]
-        codes = [call(Int64(0), Int64(edges[1])), *(part.result() for part in others)]
-        _checked(max(codes))
 
-
-def _checked(code: int) -> None:
-    if code == OUT_OF_MEMORY:
-        raise MemoryError("no memory for the scores of one query")
-    if code:
-        raise AssertionError("the kernels were not compiled for this head dimension")
-
-
-def _kind(heads: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+def _kind(heads: Tensor) -> tuple[int, bool]:
     """Head dimension, and whether the elements are bfloat16."""
-    return Int64(heads.shape[-1]), Int64(int(heads.dtype == torch.bfloat16))
-
-
-def place(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Where a contiguous tensor lies in memory."""
-    if tensor is None:
-        return ctypes.c_void_p()
-    if not tensor.is_contiguous():
-        raise AssertionError("kernels read contiguous tensors")
-    return ctypes.c_void_p(tensor.data_ptr())
+    return heads.shape[-1], heads.dtype == torch.bfloat16

@@ -123,7 +123,18 @@ INLINE int packed_segments(const Packed *p, int64_t r, int64_t k, int64_t D, con
     return count;
 }
 
-int attend_packed(const Packed *p, int64_t D, int64_t half, const char *heads, char *out, int64_t first, int64_t last) {
+typedef struct {
+    const Packed *p;
+    int64_t D, half;
+    const char *heads;
+    char *out;
+} AttendPacked;
+
+int attend_packed(const AttendPacked *in, int64_t first, int64_t last) {
+    const Packed *p = in->p;
+    int64_t D = in->D, half = in->half;
+    const char *heads = in->heads;
+    char *out = in->out;
     const int size = half ? 2 : 4;
     int64_t wide = p->total_heads * D, width = (p->longest + LANES) / LANES * LANES, groups = p->query_heads / p->kv_heads;
     int64_t step = groups % 2 ? 1 : 2;
@@ -143,8 +154,18 @@ int attend_packed(const Packed *p, int64_t D, int64_t half, const char *heads, c
     return 0;
 }
 
-int attend_cells(const Decode *p, int64_t D, int64_t half, const char *heads, const char *keys, const char *values,
-                 char *out, int64_t first, int64_t last) {
+typedef struct {
+    const Decode *p;
+    int64_t D, half;
+    const char *heads, *keys, *values;
+    char *out;
+} AttendCells;
+
+int attend_cells(const AttendCells *in, int64_t first, int64_t last) {
+    const Decode *p = in->p;
+    int64_t D = in->D, half = in->half;
+    const char *heads = in->heads, *keys = in->keys, *values = in->values;
+    char *out = in->out;
     const int size = half ? 2 : 4;
     int64_t wide = p->total_heads * D, width = (p->longest + LANES) / LANES * LANES, groups = p->query_heads / p->kv_heads;
     int64_t stride = p->side * D, cell = p->kv_heads * p->chunk * D, step = groups % 2 ? 1 : 2;

@@ -186,9 +186,19 @@ static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, i
     }
 }
 
+typedef struct {
+    const Packed *p;
+    int64_t dim, half;
+    const char *heads, *grad_out;
+    float *grads;
+} AttendPackedBackward;
+
 /* Adds to grads [T, H, D] (float32) what grad_out [rows, K*G*D] gives, for some kv heads. */
-int attend_packed_backward(const Packed *p, int64_t dim, int64_t half, const char *heads, const char *grad_out,
-                           float *grads, int64_t first, int64_t last) {
+int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_t last) {
+    const Packed *p = in->p;
+    int64_t dim = in->dim, half = in->half;
+    const char *heads = in->heads, *grad_out = in->grad_out;
+    float *grads = in->grads;
     if (dim % COLUMNS) return 1;
     int64_t groups = p->query_heads / p->kv_heads, width = (p->longest + LANES) / LANES * LANES;
     int64_t together = groups < QUERIES ? groups : QUERIES, rows = QUERIES / together;

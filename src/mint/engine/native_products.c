@@ -131,10 +131,23 @@ INLINE void turn(const float *b, int64_t rank, float *columns) {
         for (int i = 0; i < LANES; i++) columns[j * LANES + i] = b[i * rank + j];
 }
 
+typedef struct {
+    const float *x, *a, *const *bs;
+    const int64_t *widths;
+    int64_t parts, rank, inputs, outputs;
+    double scale;
+    float *out;
+} AddLora;
+
 /* out [T, O] += scale * x [T, I] times a [parts * rank, I] times the parts' b [their outputs, rank] side by side, for rows
    `first` to `last`. */
-int add_lora(const float *x, const float *a, const float *const *bs, const int64_t *widths, int64_t parts, int64_t rank,
-             int64_t inputs, int64_t outputs, double scale, float *out, int64_t first, int64_t last) {
+int add_lora(const AddLora *in, int64_t first, int64_t last) {
+    const float *x = in->x, *a = in->a;
+    const float *const *bs = in->bs;
+    const int64_t *widths = in->widths;
+    int64_t parts = in->parts, rank = in->rank, inputs = in->inputs, outputs = in->outputs;
+    double scale = in->scale;
+    float *out = in->out;
     int64_t ranks = parts * rank;
     float *down = malloc(sizeof(float) * ranks * CHUNK), *columns = malloc(sizeof(float) * rank * SEGMENT);
     if (!down || !columns) {
@@ -168,8 +181,7 @@ int add_lora(const float *x, const float *a, const float *const *bs, const int64
     return 0;
 }
 #else
-int add_lora(const float *x, const float *a, const float *const *bs, const int64_t *widths, int64_t parts, int64_t rank,
-             int64_t inputs, int64_t outputs, double scale, float *out, int64_t first, int64_t last) { return 1; }
+int add_lora(const void *arguments, int64_t first, int64_t last) { return 1; }
 #endif
 
 /* bfloat16 matrices with float32 results, where the processor multiplies bfloat16. A matrix [O, I] lies in panels of 16
@@ -180,16 +192,34 @@ int add_lora(const float *x, const float *a, const float *const *bs, const int64
 #define LINE 64
 #define CACHED 400000  /* bytes of rows that stay in the second cache while the panels pass by */
 
+typedef struct {
+    const int32_t *weight;
+    int64_t inputs;
+    int32_t *packed;
+} PackHalves;
+
 /* Panels `first` to `last` of weight [O, I]. */
-int pack_halves(const int32_t *weight, int64_t inputs, int32_t *packed, int64_t first, int64_t last) {
+int pack_halves(const PackHalves *in, int64_t first, int64_t last) {
+    const int32_t *weight = in->weight;
+    int64_t inputs = in->inputs;
+    int32_t *packed = in->packed;
     int64_t pairs = inputs / 2;
     for (int64_t at = first * LANES * pairs; at < last * LANES * pairs; at += LANES * pairs)
         for (int64_t i = 0; i < pairs; i += LANES) transpose(weight + at + i, pairs, packed + at + i * LANES, LANES);
     return 0;
 }
 
+typedef struct {
+    const int32_t *packed;
+    int64_t inputs;
+    int32_t *weight;
+} UnpackHalves;
+
 /* The way back. */
-int unpack_halves(const int32_t *packed, int64_t inputs, int32_t *weight, int64_t first, int64_t last) {
+int unpack_halves(const UnpackHalves *in, int64_t first, int64_t last) {
+    const int32_t *packed = in->packed;
+    int64_t inputs = in->inputs;
+    int32_t *weight = in->weight;
     int64_t pairs = inputs / 2;
     for (int64_t at = first * LANES * pairs; at < last * LANES * pairs; at += LANES * pairs)
         for (int64_t i = 0; i < pairs; i += LANES) transpose(packed + at + i * LANES, LANES, weight + at + i, pairs);
@@ -261,9 +291,21 @@ static Tile *find_tile(int rows, int panels) {
     return panels == 1 ? tile_8_1 : tile_8_2;
 }
 
+typedef struct {
+    const float *x;
+    const int32_t *packed;
+    int64_t rows, inputs, outputs;
+    const float *residual;
+    float *out;
+} ProductHalves;
+
 /* out [rows, O] = x [rows, I] times panels `first` to `last` of `packed` (+ residual). */
-int product_halves(const float *x, const int32_t *packed, int64_t rows, int64_t inputs, int64_t outputs,
-                   const float *residual, float *out, int64_t first, int64_t last) {
+int product_halves(const ProductHalves *in, int64_t first, int64_t last) {
+    const float *x = in->x;
+    const int32_t *packed = in->packed;
+    int64_t rows = in->rows, inputs = in->inputs, outputs = in->outputs;
+    const float *residual = in->residual;
+    float *out = in->out;
     const int64_t pairs = inputs / 2;
     const Target target = {inputs, outputs, residual, out};
     int64_t block = CACHED / (2 * inputs) / GROUP * GROUP;
@@ -292,8 +334,7 @@ int product_halves(const float *x, const int32_t *packed, int64_t rows, int64_t 
     return 0;
 }
 #else
-int pack_halves(const int32_t *weight, int64_t inputs, int32_t *packed, int64_t first, int64_t last) { return 1; }
-int unpack_halves(const int32_t *packed, int64_t inputs, int32_t *weight, int64_t first, int64_t last) { return 1; }
-int product_halves(const float *x, const int32_t *packed, int64_t rows, int64_t inputs, int64_t outputs,
-                   const float *residual, float *out, int64_t first, int64_t last) { return 1; }
+int pack_halves(const void *arguments, int64_t first, int64_t last) { return 1; }
+int unpack_halves(const void *arguments, int64_t first, int64_t last) { return 1; }
+int product_halves(const void *arguments, int64_t first, int64_t last) { return 1; }
 #endif

@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from mint.engine.native import LANES, Int64, NativeKernels, place
+from mint.engine.native import LANES, NativeKernels
+from mint.engine.native_threads import Int64
 
 
 class NativeProducts:
@@ -27,10 +27,9 @@ class NativeProducts:
         Raises:
             MissingExtraError: the compiler refuses.
         """
-        self.split, self.library = kernels.split, kernels.load("native_products")
-        nothing, none = ctypes.c_void_p(), Int64(0)
-        of_no_rows = (*(nothing,) * 4, *(none,) * 4, ctypes.c_double(0), nothing, none, none)
-        self._adds_loras = self.library.add_lora(*of_no_rows) == 0
+        self.threads, self.library = kernels.threads, kernels.load("native_products")
+        of_no_rows = (*(None,) * 4, *(0,) * 4, 0.0, None)
+        self._adds_loras = self.threads.try_run(self.library.add_lora, 0, *of_no_rows, work=0) == 0
 
     def pack(self, weight: Tensor) -> PackedMatrix | None:
         """A bfloat16 matrix [O, I] in panels; None where its widths or the processor do not fit."""
@@ -38,8 +37,10 @@ class NativeProducts:
         if weight.dtype != torch.bfloat16 or outputs % LANES or inputs % (2 * LANES):
             return None
         weight, panels = weight.contiguous(), torch.empty(weight.shape, dtype=weight.dtype)
-        arguments = (place(weight), Int64(inputs), place(panels), Int64(0), Int64(outputs // LANES))
-        return PackedMatrix(self, panels) if self.library.pack_halves(*arguments) == 0 else None
+        code = self.threads.try_run(
+            self.library.pack_halves, outputs // LANES, weight, inputs, panels, work=weight.numel()
+        )
+        return PackedMatrix(self, panels) if code == 0 else None
 
     def adds_lora(self, a: Tensor, bs: Sequence[Tensor]) -> bool:
         """Whether `add_lora` is compiled for such widths and this processor."""
@@ -49,14 +50,12 @@ class NativeProducts:
         """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place, from x [T, I], a [S·r, I] and S b's, whose outputs lie
         side by side; all float32."""
         (count, inputs), outputs = x.shape, out.shape[1]
-        places = (ctypes.c_void_p * len(bs))(*(place(b) for b in bs))
+        places = (ctypes.c_void_p * len(bs))(*(b.data_ptr() for b in bs))
         widths = (Int64 * len(bs))(*(b.shape[0] for b in bs))
-        call = partial(
-            self.library.add_lora,
-            *(place(x), place(a), places, widths, Int64(len(bs)), Int64(bs[0].shape[1]), Int64(inputs)),
-            *(Int64(outputs), ctypes.c_double(scale), place(out)),
-        )
-        self.split(call, count, work=count * (inputs * len(a) + outputs * bs[0].shape[1]))
+        self.threads.run(
+            self.library.add_lora, count, x, a, places, widths, len(bs), bs[0].shape[1], inputs, outputs, scale, out,
+            work=count * (inputs * len(a) + outputs * bs[0].shape[1]),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,17 +68,16 @@ class PackedMatrix:
     def dense(self) -> Tensor:
         """The matrix itself, bfloat16."""
         (outputs, inputs), weight = self.panels.shape, torch.empty_like(self.panels)
-        call = partial(self.products.library.unpack_halves, place(self.panels), Int64(inputs), place(weight))
-        self.products.split(call, outputs // LANES, work=weight.numel())
+        unpack = self.products.library.unpack_halves
+        self.products.threads.run(unpack, outputs // LANES, self.panels, inputs, weight, work=weight.numel())
         return weight
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`x @ weight.T` (+ residual), float32 [T, O] from float32 [T, I], which is rounded to bfloat16."""
         x, residual = x.float().contiguous(), None if residual is None else residual.contiguous()
         (outputs, inputs), out = self.panels.shape, torch.empty(len(x), len(self.panels))
-        call = partial(
-            self.products.library.product_halves,
-            *(place(x), place(self.panels), Int64(len(x)), Int64(inputs), Int64(outputs), place(residual), place(out)),
-        )
-        self.products.split(call, outputs // LANES, work=len(x) * outputs * inputs)
+        self.products.threads.run(
+            self.products.library.product_halves, outputs // LANES,
+            *(x, self.panels, len(x), inputs, outputs, residual, out), work=len(x) * outputs * inputs,
+        )  # fmt: skip
         return out

@@ -12,9 +12,19 @@ INLINE float inverse_rms(const float *x, int64_t width, float eps) {
     return 1.0f / sqrtf(sum(total) / width + eps);
 }
 
+typedef struct {
+    const float *x, *weight;
+    double eps;
+    int64_t width;
+    float *out, *inverse;
+} RmsNorm;
+
 /* out = x / rms(x) * weight for rows of `width`; inverse [T] = 1 / rms(x). */
-int rms_norm(const float *x, const float *weight, double eps, int64_t width, float *out, float *inverse, int64_t first,
-             int64_t last) {
+int rms_norm(const RmsNorm *in, int64_t first, int64_t last) {
+    const float *x = in->x, *weight = in->weight;
+    double eps = in->eps;
+    int64_t width = in->width;
+    float *out = in->out, *inverse = in->inverse;
     for (int64_t t = first; t < last; t++) {
         const float *own = x + t * width;
         float scale = inverse_rms(own, width, eps);
@@ -25,11 +35,24 @@ int rms_norm(const float *x, const float *weight, double eps, int64_t width, flo
     return 0;
 }
 
+typedef struct {
+    float *qkv;
+    const float *bias, *norms, *cos, *sin;
+    double eps;
+    int64_t total_heads, rotated, dim, half;
+    char *heads;
+    float *inverse;
+} FinishHeads;
+
 /* From qkv [T, H, D] to heads of the same shape: bias added (also to qkv itself), the first `rotated` heads normed by
    `norms` [rotated, D] and turned by cos and sin [T, D / 2]; bias and norms may be missing. inverse [T, rotated]. */
-int finish_heads(float *qkv, const float *bias, const float *norms, const float *cos, const float *sin, double eps,
-                 int64_t total_heads, int64_t rotated, int64_t dim, int64_t half, char *heads, float *inverse,
-                 int64_t first, int64_t last) {
+int finish_heads(const FinishHeads *in, int64_t first, int64_t last) {
+    float *qkv = in->qkv;
+    const float *bias = in->bias, *norms = in->norms, *cos = in->cos, *sin = in->sin;
+    double eps = in->eps;
+    int64_t total_heads = in->total_heads, rotated = in->rotated, dim = in->dim, half = in->half;
+    char *heads = in->heads;
+    float *inverse = in->inverse;
     for (int64_t t = first; t < last; t++)
         for (int64_t h = 0; h < total_heads; h++) {
             int64_t at = (t * total_heads + h) * dim;
@@ -64,8 +87,17 @@ INLINE vf sigmoid(vf x, vf *rest) {
     return (vf)(((vi)small & negative) | ((vi)large & ~negative));
 }
 
+typedef struct {
+    const float *wide;
+    int64_t inner;
+    float *out;
+} Swiglu;
+
 /* out [T, I] = silu(gate) * up of wide [T, 2I]. */
-int swiglu(const float *wide, int64_t inner, float *out, int64_t first, int64_t last) {
+int swiglu(const Swiglu *in, int64_t first, int64_t last) {
+    const float *wide = in->wide;
+    int64_t inner = in->inner;
+    float *out = in->out;
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < inner; i += LANES) {
             vf gate = *(const vf *)(wide + t * 2 * inner + i), up = *(const vf *)(wide + t * 2 * inner + inner + i);
@@ -75,8 +107,17 @@ int swiglu(const float *wide, int64_t inner, float *out, int64_t first, int64_t 
     return 0;
 }
 
+typedef struct {
+    const float *grad, *wide;
+    int64_t inner;
+    float *out;
+} SwigluBackward;
+
 /* out [T, 2I]: the gradient for wide [T, 2I] of `swiglu`, from grad [T, I]. */
-int swiglu_backward(const float *grad, const float *wide, int64_t inner, float *out, int64_t first, int64_t last) {
+int swiglu_backward(const SwigluBackward *in, int64_t first, int64_t last) {
+    const float *grad = in->grad, *wide = in->wide;
+    int64_t inner = in->inner;
+    float *out = in->out;
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < inner; i += LANES) {
             const float *own = wide + t * 2 * inner + i;
@@ -103,9 +144,17 @@ INLINE void norm_backward(const float *grad, const float *x, float inverse, cons
     }
 }
 
+typedef struct {
+    const float *grad, *x, *inverse, *weight, *residual;
+    int64_t width;
+    float *out;
+} RmsNormBackward;
+
 /* out [T, width]: the gradient for x of `rms_norm`, from grad [T, width]; plus `residual` [T, width], if there is one. */
-int rms_norm_backward(const float *grad, const float *x, const float *inverse, const float *weight,
-                      const float *residual, int64_t width, float *out, int64_t first, int64_t last) {
+int rms_norm_backward(const RmsNormBackward *in, int64_t first, int64_t last) {
+    const float *grad = in->grad, *x = in->x, *inverse = in->inverse, *weight = in->weight, *residual = in->residual;
+    int64_t width = in->width;
+    float *out = in->out;
     for (int64_t t = first; t < last; t++) {
         int64_t at = t * width;
         norm_backward(grad + at, x + at, inverse[t], weight, residual ? residual + at : 0, width, out + at);
@@ -113,19 +162,36 @@ int rms_norm_backward(const float *grad, const float *x, const float *inverse, c
     return 0;
 }
 
+typedef struct {
+    const float *x, *inverse, *weight;
+    int64_t width;
+    float *out;
+} RmsNormAgain;
+
 /* out [T, width] = x * inverse * weight: a norm whose inverse [T] is known. */
-int rms_norm_again(const float *x, const float *inverse, const float *weight, int64_t width, float *out, int64_t first,
-                   int64_t last) {
+int rms_norm_again(const RmsNormAgain *in, int64_t first, int64_t last) {
+    const float *x = in->x, *inverse = in->inverse, *weight = in->weight;
+    int64_t width = in->width;
+    float *out = in->out;
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < width; i += LANES)
             *(vf *)(out + t * width + i) = *(const vf *)(x + t * width + i) * inverse[t] * *(const vf *)(weight + i);
     return 0;
 }
 
+typedef struct {
+    const char *grad;
+    const float *qkv, *inverse, *norms, *cos, *sin;
+    int64_t total_heads, rotated, dim, half;
+    float *out;
+} FinishHeadsBackward;
+
 /* out [T, H, D]: the gradient for qkv of `finish_heads`, from grad [T, H, D] in the type of the heads. */
-int finish_heads_backward(const char *grad, const float *qkv, const float *inverse, const float *norms, const float *cos,
-                          const float *sin, int64_t total_heads, int64_t rotated, int64_t dim, int64_t half, float *out,
-                          int64_t first, int64_t last) {
+int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t last) {
+    const char *grad = in->grad;
+    const float *qkv = in->qkv, *inverse = in->inverse, *norms = in->norms, *cos = in->cos, *sin = in->sin;
+    int64_t total_heads = in->total_heads, rotated = in->rotated, dim = in->dim, half = in->half;
+    float *out = in->out;
     for (int64_t t = first; t < last; t++)
         for (int64_t h = 0; h < total_heads; h++) {
             int64_t at = (t * total_heads + h) * dim;
