@@ -19,7 +19,7 @@ EVERYTHING = frozenset(
     ["version", "tensors", "inputs", "types", "records", "errors", "config", "wire", "tokenizer", "models", "client",
      "engine", "server", "sandbox", "runs", "rl", "recipes", "bench", "dashboard", "embedded", "http_server", "serving",
      "dashboard_serving", "export", "cli", "cli_bench", "cli_dashboard", "cli_serve", "cli_tables", "cli_looking",
-     "terminal", "kept", "kept_folder"]
+     "terminal", "visible", "kept", "kept_folder"]
 )  # fmt: skip
 ALLOWED: dict[str, frozenset[str]] = {
     "tensors": frozenset({"errors"}),
@@ -39,7 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "sandbox": frozenset({"errors"}),
     "runs": frozenset({"errors", "tokenizer"}),
-    "rl": frozenset({"runs", "types", "errors", "config", "tokenizer", "client", "sandbox"}),
+    "rl": frozenset({"runs", "visible", "types", "errors", "config", "tokenizer", "client", "sandbox"}),
     "recipes": frozenset({"runs", "rl", "client", "sandbox", "types", "errors"}),
     "bench": frozenset({"types", "errors", "config", "models"}),
     "dashboard": frozenset({"version", "types", "errors", "config", "runs", "rl", "server.auth"}),
@@ -62,6 +62,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "cli_tables": EVERYTHING,
     "cli_looking": EVERYTHING,
     "terminal": frozenset({"errors"}),
+    "visible": frozenset(),
     "kept": EVERYTHING,
     "kept_folder": EVERYTHING,
 }

@@ -22,6 +22,7 @@ from rich.text import Text
 from mint.config import read_settings
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.terminal import fail
+from mint.visible import head, one_line, paragraph, sparkline
 
 if TYPE_CHECKING:
     from mint.runs.reader import RunReader
@@ -89,7 +90,6 @@ def plot(
 def show_run_folder(folder: Path, *, as_json: bool) -> None:
     """State, curve, readings, findings and checkpoints of one RL run."""
     from mint.rl.report import COLORS  # deferred: `mint --help` answers at once
-    from mint.rl.visible import one_line, sparkline
     from mint.runs.reader import RunReader
 
     reader = RunReader(folder)
@@ -200,8 +200,6 @@ def _chosen(
 
 
 def _print_rollout(console: Console, row: Mapping[str, Any]) -> None:
-    from mint.rl.visible import head, one_line, paragraph  # deferred: `mint --help` answers at once
-
     if "text" not in row:
         console.print(
             Text.assemble((f"step {row['step']} group {row['group']}", "bold"), f"  {one_line(row['error'])}")

@@ -30,6 +30,7 @@ from mint.records import (
     TrainingRun,
 )
 from mint.terminal import fail
+from mint.visible import paragraph
 
 if TYPE_CHECKING:
     from mint.kept import Kept
@@ -163,7 +164,7 @@ def delete_checkpoints(
         chosen = [kept.checkpoint(path) for path in paths]
         if not yes:
             for one in chosen:
-                typer.echo(f"  {_printable(one.tinker_path)} ({decimal(one.size_bytes or 0)})", err=True)
+                typer.echo(f"  {paragraph(one.tinker_path)} ({decimal(one.size_bytes or 0)})", err=True)
             typer.confirm(f"Delete {len(chosen)} of them for good?", abort=True, err=True)
         for one in chosen:
             kept.delete(one.tinker_path)
@@ -395,7 +396,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 
 def _say(sentence: str) -> None:
-    typer.echo(_printable(sentence))
+    typer.echo(paragraph(sentence))
 
 
 def _people() -> Console:
@@ -405,12 +406,7 @@ def _people() -> Console:
 
 def _text(text: str) -> Text:
     """As it is: no markup, and no `:train:` that becomes a picture of one."""
-    return Text(_printable(text))
-
-
-def _printable(text: str) -> str:
-    """Names and metadata are other people's: nothing in them may steer a terminal."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text)
+    return Text(paragraph(text))
 
 
 def _metadata(metadata: dict[str, Any] | None) -> str | None:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mint.rl.report import COLORS, sample_lines
-from mint.rl.visible import one_line, sparkline
+from mint.visible import one_line, sparkline
 
 CURVE_WIDTH = 40
 HEADING_WIDTH = 8

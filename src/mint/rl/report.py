@@ -17,7 +17,7 @@ from mint.rl.ledger import Ledger, ledger_table
 from mint.rl.loop import RunResult
 from mint.rl.planner import Plan
 from mint.rl.readings import GREEDY, SAMPLED
-from mint.rl.visible import head, one_line, paragraph, tail
+from mint.visible import head, one_line, paragraph, tail
 
 EXAMPLES = 3
 EXAMPLE_SIGNS = 600

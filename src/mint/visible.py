@@ -1,4 +1,4 @@
-"""Text that a model wrote, made harmless for a terminal: every sign is shown, none is obeyed. Knows no colours."""
+"""What a model or a stranger wrote, made harmless for a terminal: every sign is shown, none obeyed. Knows no colours."""
 
 from __future__ import annotations
 
