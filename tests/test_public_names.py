@@ -136,16 +136,14 @@ def test_the_public_names_of_the_rl_library_are_exactly_these() -> None:
     ]  # fmt: skip
 
 
-def test_import_mint_is_fast_and_without_torch() -> None:
-    code = (
-        "import time, sys; t = time.process_time(); import mint; from mint import types; d = time.process_time() - t;"
-        "heavy = [m for m in ('torch', 'transformers', 'fastapi', 'sqlalchemy', 'matplotlib') if m in sys.modules];"
-        "print(d, heavy)"
-    )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    for run in runs:
-        assert run.stdout.strip().endswith("[]"), run.stdout
-    assert min(float(run.stdout.split()[0]) for run in runs) < 0.5
+def test_import_mint_loads_little_and_no_torch() -> None:
+    """Modules are what the time goes to: some 300 are loaded, nearly all of them numpy's, pydantic's and Python's."""
+    code = "import sys; import mint; from mint import types; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert len(loaded) < 400, loaded
+    named = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names
+    own = {"mint", "numpy", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
+    assert {name for name in named if not name.startswith("_")} <= own
 
 
 def test_the_command_line_answers_without_torch() -> None:

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
+
+from waiting import HANG_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 RUN_PAGES = ("", "/rollouts", "/diagnosis", "/checkpoints")
@@ -100,7 +102,7 @@ def started(*arguments: str, home: Path) -> Iterator[tuple[str, int]]:
         yield words[0].rstrip("/"), process.pid
     finally:
         process.terminate()
-        assert process.wait(30) is not None
+        assert process.wait(HANG_S) is not None
 
 
 def path_of(run: str, page: str = "") -> str:
@@ -122,14 +124,6 @@ def texts(page: Any, selector: str) -> list[str]:
 def number(text: str) -> float:
     """A number as a page writes it."""
     return float(text.replace("−", "-").replace(",", "").replace("+", "").replace("%", "").strip())
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
-    """Waits for a condition; says which where it does not come true."""
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, f"not true within {timeout_s} s"
-        time.sleep(0.02)
 
 
 def location(page: Any) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from waiting import wait_until
 
-from tests.browser.browser_harness import Tab, lines, path_of, texts, until
+from tests.browser.browser_harness import Tab, lines, path_of, texts
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def test_a_chat_answers_token_by_token_what_the_checkpoint_says(tab: Tab, home: 
     page.locator("#chat-input").fill("What is 34 + 58?")
     page.locator("#chat-input").press("Enter")
     state = page.locator(".chat-message--assistant header .num")
-    until(lambda: "·" in state.inner_text(), SAMPLING_S)
+    wait_until(lambda: "·" in state.inner_text())
     question = {"messages": [{"role": "user", "content": "What is 34 + 58?"}], "temperature": 0, "max_tokens": 256}
     wanted = asked(tab, "chat/completions", {**question, "model": checkpoint})[0]["message"]
     calls = [call["function"] for call in wanted.get("tool_calls") or []]
@@ -70,7 +71,7 @@ def test_two_checkpoints_answer_the_same_prompt_side_by_side(tab: Tab, home: Pat
     for name, value in {"samples": "2", "temperature": "2", "seed": "3"}.items():
         page.locator(f"#compare [name={name}]").fill(value)
     page.locator("#compare-go").click()
-    until(lambda: page.locator(".answer .small").count() == 4 and all(texts(page, ".answer .small")), SAMPLING_S)
+    wait_until(lambda: page.locator(".answer .small").count() == 4 and all(texts(page, ".answer .small")))
     config = json.loads((home / "runs" / "math" / "config.json").read_text())
     for side, model in zip(("left", "right"), ("mint/tiny", kept[-1]), strict=True):
         question = {"prompt": "Q: What is 34 + 58?\nA:", "n": 2, "seed": 3, "model": model}
@@ -84,7 +85,7 @@ def test_a_checkpoint_that_is_not_here_is_named_and_breaks_nothing(tab: Tab) -> 
     page.locator("#kept tr[data-path*=HACKED] [data-chat]").click()
     page.locator("#chat-input").fill("<script>HACKED = 1</script>")
     page.locator("#chat-input").press("Enter")
-    until(lambda: page.locator(".chat-error").count(), SAMPLING_S)
+    wait_until(lambda: page.locator(".chat-error").count())
     assert "HACKED = 1" in page.locator(".chat-message--user").inner_text()
     tab.faults[:] = [fault for fault in tab.faults if "404" not in fault and "400" not in fault]  # chromium's own words
 

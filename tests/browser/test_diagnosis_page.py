@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
-from tests.browser.browser_harness import Tab, lines, number, path_of, texts, until
+from tests.browser.browser_harness import Tab, lines, number, path_of, texts
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,7 @@ def test_each_finding_stands_there_with_evidence_numbers_and_remedy(tab: Tab, ho
     found = latest_findings(home / "runs" / "stuck")
     assert "truncation" in found
     page = tab.open(path_of("stuck", "/diagnosis"))
-    until(lambda: page.locator(".finding").count() >= len(found))
+    wait_until(lambda: page.locator(".finding").count() >= len(found))
     for code, finding in found.items():
         card = page.locator(f".finding[data-code={code}]")
         assert card.locator(".tag").first.inner_text() == finding["severity"]
@@ -29,7 +30,7 @@ def test_each_finding_stands_there_with_evidence_numbers_and_remedy(tab: Tab, ho
         assert f"step {finding['step']}" in text
         assert " ".join(finding["evidence"].split()) in text
         assert " ".join(finding["remedy"].split()) in text
-        until(lambda card=card: card.locator(".finding-numbers b").count())
+        wait_until(lambda card=card: card.locator(".finding-numbers b").count())
         shown = [number(value) for value in card.locator(".finding-numbers b").all_inner_texts()]
         assert shown == pytest.approx(list(finding["numbers"].values()), rel=6e-4)
 
@@ -38,7 +39,7 @@ def test_a_finding_leads_to_the_very_samples_that_show_it(tab: Tab, home: Path) 
     rows = lines(home / "runs" / "stuck", "rollouts.jsonl")
     finding = latest_findings(home / "runs" / "stuck")["truncation"]
     page = tab.open(path_of("stuck", "/diagnosis"))
-    until(lambda: page.locator(".finding[data-code=truncation] .shown").count() == 3)
+    wait_until(lambda: page.locator(".finding[data-code=truncation] .shown").count() == 3)
     texts_of_rows = {row["text"] for row in rows if row["truncated"] and row["step"] <= finding["step"]}
     shown = page.locator(".finding[data-code=truncation] .shown-text").all_inner_texts()
     assert all(text.strip() in {one.strip() for one in texts_of_rows} for text in shown[1::2])
@@ -66,5 +67,5 @@ def test_the_ledger_sums_the_tokens_of_all_steps(tab: Tab, home: Path) -> None:
 def test_a_run_without_findings_says_that_it_was_looked_at(tab: Tab, home: Path) -> None:
     assert latest_findings(home / "runs" / "math") == {}
     page = tab.open(path_of("math", "/diagnosis"))
-    until(lambda: "No findings" in page.locator("#verdict").inner_text())
+    wait_until(lambda: "No findings" in page.locator("#verdict").inner_text())
     assert "6 steps" in page.locator("#verdict").inner_text()

@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+from waiting import wait_until
 
-from tests.browser.browser_harness import RUN_PAGES, Tab, is_too_wide, path_of, until
+from tests.browser.browser_harness import RUN_PAGES, Tab, is_too_wide, path_of
 
 pytestmark = pytest.mark.slow
 
@@ -52,11 +53,11 @@ def test_the_watch_sees_what_it_is_there_for(chromium: Any, address: str) -> Non
     page.evaluate("document.body.append(Object.assign(document.createElement('img'), {src: 'http://203.0.113.1/x'}))")
     page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.HACKED = 1'}))")
     page.evaluate("document.body.setAttribute('style', 'color: red')")
-    until(lambda: len(page.evaluate("window.violations")) == 3)
+    wait_until(lambda: len(page.evaluate("window.violations")) == 3)
     assert page.evaluate("typeof HACKED") == "undefined"
     assert len(tab.faults) == 3
     page.evaluate("setTimeout(() => alert('hello'), 0)")
-    until(lambda: page.evaluate("1") and tab.dialogs)
+    wait_until(lambda: page.evaluate("1") and tab.dialogs)
     with pytest.raises(AssertionError):
         tab.check()
     context.close()

@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
-from tests.browser.browser_harness import RUN_PAGES, Tab, is_too_wide, path_of, texts, until
+from tests.browser.browser_harness import RUN_PAGES, Tab, is_too_wide, path_of, texts
 from tests.browser.hostile_run import DIRECTIONS, LINES, LONG, MARKUP, NAMES_SEEN, SAID, SURROGATE, TERMINAL
 
 pytestmark = pytest.mark.slow
@@ -86,7 +87,7 @@ def test_half_a_pair_of_surrogates_breaks_no_page(tab: Tab) -> None:
     page = tab.open(path_of(RUN))
     page.locator(".settings summary").click()
     assert "alone" in page.locator(".settings").inner_text()
-    until(lambda: page.locator("[data-chart=reward] canvas").count())
+    wait_until(lambda: page.locator("[data-chart=reward] canvas").count())
     tab.open(path_of(RUN, f"/rollouts?step={STEP}&group=0&row={SAID.index(SURROGATE)}"))
     assert "alone" in card_of(tab.page, SURROGATE).inner_text()
 
@@ -96,6 +97,6 @@ def test_hostile_text_can_be_searched_for_and_marked(tab: Tab) -> None:
     page.keyboard.press("/")
     page.keyboard.type("<script>HACKED")
     page.keyboard.press("Enter")
-    until(lambda: page.locator("#entries mark").count())
+    wait_until(lambda: page.locator("#entries mark").count())
     assert texts(page, "#entries mark")[0] == "<script>HACKED"
     assert TERMINAL[:1] not in page.locator("#entries").inner_text()

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
-from tests.browser.browser_harness import Tab, lines, location, number, path_of, texts, until
+from tests.browser.browser_harness import Tab, lines, location, number, path_of, texts
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ def test_every_group_has_the_rewards_advantages_parts_and_lengths_of_its_rows(
     assert page.locator("#entries .entry").count() == len(groups) == 4
     for group, rows in groups.items():
         page.locator("#entries .entry").nth(group).click()
-        until(lambda group=group: f"group {group}" in page.locator("#stage-head h2").inner_text())
+        wait_until(lambda group=group: f"group {group}" in page.locator("#stage-head h2").inner_text())
         cards = {int(card.get_attribute("data-row")): card for card in page.locator(".sample").all()}
         rewards = [number(text) for text in texts(page, ".sample-reward")]
         assert rewards == sorted(rewards, reverse=True)
@@ -109,15 +110,15 @@ def test_keys_walk_samples_groups_and_steps_and_the_address_follows(tab: Tab) ->
     page.keyboard.press("j")
     page.keyboard.press("j")
     second = page.locator(".sample").nth(1).get_attribute("data-row")
-    until(lambda: f"row={second}" in location(page))
+    wait_until(lambda: f"row={second}" in location(page))
     page.keyboard.press("k")
-    until(lambda: f"row={second}" not in location(page))
+    wait_until(lambda: f"row={second}" not in location(page))
     page.keyboard.press("]")
-    until(lambda: "Step 3" in page.locator("#stage-head h2").inner_text())
+    wait_until(lambda: "Step 3" in page.locator("#stage-head h2").inner_text())
     page.keyboard.press("[")
-    until(lambda: "Step 2" in page.locator("#stage-head h2").inner_text())
+    wait_until(lambda: "Step 2" in page.locator("#stage-head h2").inner_text())
     page.keyboard.press("J")
-    until(lambda: "group=1" in location(page))
+    wait_until(lambda: "group=1" in location(page))
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.name") == "text"
     page.keyboard.press("Escape")
@@ -132,7 +133,7 @@ def test_keys_walk_samples_groups_and_steps_and_the_address_follows(tab: Tab) ->
 def test_a_reload_shows_the_same_and_back_the_one_before(tab: Tab) -> None:
     page = tab.open(path_of("tools", "/rollouts?step=2&group=0"))
     page.locator("#entries .entry").nth(2).click()
-    until(lambda: "group 2" in page.locator("#stage-head h2").inner_text())
+    wait_until(lambda: "group 2" in page.locator("#stage-head h2").inner_text())
     page.keyboard.press("2")
     page.keyboard.press("j")
     before = page.locator(".stage").inner_text()
@@ -143,7 +144,7 @@ def test_a_reload_shows_the_same_and_back_the_one_before(tab: Tab) -> None:
     assert page.locator(".stage").inner_text() == before
     assert page.locator("#colours [aria-pressed=true]").inner_text() == "logprob"
     page.go_back()
-    until(lambda: "group 0" in page.locator("#stage-head h2").inner_text())
+    wait_until(lambda: "group 0" in page.locator("#stage-head h2").inner_text())
 
 
 def test_one_prompt_is_followed_through_the_steps_in_which_it_was_asked(tab: Tab, home: Path) -> None:
@@ -156,7 +157,7 @@ def test_one_prompt_is_followed_through_the_steps_in_which_it_was_asked(tab: Tab
     first = next(row for row in rows if row["item"] == item)
     page = tab.open(path_of("tools", f"/rollouts?step={first['step']}&group={first['group']}"))
     page.keyboard.press("t")
-    until(lambda: page.locator(".visit").count() == len(steps[item]))
+    wait_until(lambda: page.locator(".visit").count() == len(steps[item]))
     for column in page.locator(".column").all():
         step = int(column.locator(".column-title a").inner_text().split()[1])
         wanted = sorted((row["reward"] for row in rows if (row["item"], row["step"]) == (item, step)), reverse=True)

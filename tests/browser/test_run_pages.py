@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
-from tests.browser.browser_harness import Tab, lines, location, number, path_of, texts, until
+from tests.browser.browser_harness import Tab, lines, location, number, path_of, texts
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +82,7 @@ def test_the_table_of_runs_has_the_numbers_of_each_folder(tab: Tab, home: Path, 
     rate = sum(one["rollouts/tokens"] for one in recent) / seconds
     text = cells(page, row, ["rate"])["rate"]
     assert float(text.removesuffix("k")) * (1000 if text.endswith("k") else 1) == pytest.approx(rate, rel=0.06)
-    until(lambda: page.locator(f"{row} .spark polyline").count() == 1)
+    wait_until(lambda: page.locator(f"{row} .spark polyline").count() == 1)
 
 
 def test_the_table_sorts_filters_and_keeps_both_in_its_address(tab: Tab, home: Path) -> None:
@@ -93,8 +94,8 @@ def test_the_table_sorts_filters_and_keeps_both_in_its_address(tab: Tab, home: P
     assert [rewards[run] for run in own] == sorted(rewards.values(), reverse=True)
     page.keyboard.press("/")
     page.keyboard.type("adapter")
-    until(lambda: page.locator("#rows tr:visible").count() == 2)  # of these tasks
-    until(lambda: "q=adapter" in location(page) and "sort=-reward" in location(page))
+    wait_until(lambda: page.locator("#rows tr:visible").count() == 2)  # of these tasks
+    wait_until(lambda: "q=adapter" in location(page) and "sort=-reward" in location(page))
     page.reload()
     tab.settled()
     assert page.locator("#rows tr:visible").count() == 2
@@ -152,7 +153,7 @@ def test_the_crosshair_says_the_numbers_of_its_step_and_leads_to_its_rollouts(ta
     steps = lines(home / "runs" / "tools", "metrics.jsonl")
     page = tab.open(path_of("tools"))
     plot = page.locator("[data-chart=reward] .chart-plot")
-    until(lambda: "latest" in plot.get_attribute("aria-label"))
+    wait_until(lambda: "latest" in plot.get_attribute("aria-label"))
     plot.focus()
     for row in steps:
         page.keyboard.press("ArrowRight")
@@ -174,21 +175,21 @@ def test_axis_smoothing_zoom_and_metrics_come_back_with_the_address(tab: Tab) ->
     page.keyboard.press("s")
     page.locator("#metric").fill("train/loss")
     page.locator("#metric").press("Enter")
-    until(lambda: all(part in location(page) for part in ("axis=time", "smooth=0.1", "metric=train%2Floss")))
+    wait_until(lambda: all(part in location(page) for part in ("axis=time", "smooth=0.1", "metric=train%2Floss")))
     page.evaluate("scrollTo(0, 0)")
     box = page.locator("[data-chart=reward] .u-over").bounding_box()
     page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 20)
     page.mouse.down()
     page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 20, steps=4)
     page.mouse.up()
-    until(lambda: "zoom=" in location(page))
+    wait_until(lambda: "zoom=" in location(page))
     page.reload()
     tab.settled()
     assert page.locator("[data-axis=time]").get_attribute("aria-pressed") == "true"
     assert page.locator(".smoothing-value").inner_text() == "0.10"
     assert page.locator("[data-chart='metric:train/loss']").count() == 1
     page.locator("#whole").click()
-    until(lambda: "zoom=" not in location(page))
+    wait_until(lambda: "zoom=" not in location(page))
 
 
 def test_several_runs_stand_in_the_same_table_and_charts(tab: Tab, home: Path) -> None:
@@ -220,7 +221,7 @@ def chart_table(page: Any, chart: str) -> dict[int, dict[str, str]]:
     card.scroll_into_view_if_needed()
     if card.locator(".chart-table").is_hidden():
         card.locator(".chart-toggle").last.click()
-    until(lambda: card.locator("tbody tr").count())
+    wait_until(lambda: card.locator("tbody tr").count())
     _, *heads = card.locator("thead th").all_inner_texts()
     return {
         int(row.locator("th").inner_text()): dict(zip(heads, row.locator("td").all_inner_texts(), strict=True))

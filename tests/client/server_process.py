@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from ports import free_port
+from waiting import HANG_S
 
 FAKE = """
 import sys
@@ -26,12 +27,6 @@ from mint.cli import app
 sys.argv[1:] = ["serve", "--port", sys.argv[1], "--data-dir", sys.argv[2]]
 app()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ServerProcess:
@@ -52,7 +47,7 @@ class ServerProcess:
             env={**os.environ, "MINT_THREADS": "1"},
         )
 
-    def wait_until_up(self, patience_s: float = 60.0) -> None:
+    def wait_until_up(self, patience_s: float = HANG_S) -> None:
         give_up_at = time.monotonic() + patience_s
         while time.monotonic() < give_up_at:
             try:

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from waiting import HANG_S, wait_until
 
 import mint
 from mint.engine.fake_engine import FakeEngine
@@ -29,9 +29,11 @@ class Gated(FakeEngine):
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()
+        self.begun = 0
 
     def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
-        self.gate.wait(30)
+        self.begun += 1
+        self.gate.wait(HANG_S)
         return super().forward(model_id, data, loss)
 
 
@@ -45,15 +47,13 @@ def gated(make_client: Any) -> tuple[Gated, mint.ServiceClient, mint.TrainingCli
 def test_a_time_out_is_typed_and_the_request_goes_on(gated: Any) -> None:
     engine, _, training = gated
     future = training.forward_backward(DATA, "cross_entropy")
-    began = time.monotonic()
     with pytest.raises(ResultTimeoutError, match=r"0\.05 s"):
         future.result(timeout=0.05)
     with pytest.raises(TimeoutError):
         asyncio.run(future.result_async(timeout=0.05))
-    assert time.monotonic() - began < 5
     assert not future.done()
     engine.gate.set()
-    assert future.result(timeout=30).metrics["tokens:sum"] == 2.0
+    assert future.result(timeout=HANG_S).metrics["tokens:sum"] == 2.0
     assert future.done() and future.result(timeout=0) is future.result()
 
 
@@ -86,23 +86,23 @@ def test_cancelling_a_waiter_does_not_cancel_the_request(gated: Any) -> None:
 
     asyncio.run(give_up())
     engine.gate.set()
-    assert future.result(timeout=30).metrics
+    assert future.result(timeout=HANG_S).metrics
 
 
 def test_a_future_asked_for_after_the_session_has_ended_is_a_typed_error(gated: Any) -> None:
     engine, client, training = gated
     waiting = [training.forward_backward(DATA, "cross_entropy"), training.optim_step(AdamParams())]
-    time.sleep(0.05)
+    wait_until(lambda: engine.begun == 1)
     engine.gate.set()
     waiting[0].result()
     engine.gate.clear()
     open_future = training.forward_backward(DATA, "cross_entropy")
-    time.sleep(0.05)
+    wait_until(lambda: engine.begun == 2)
     threading.Timer(0.1, engine.gate.set).start()
     client.close()
     for future in (open_future, training.forward_backward(DATA, "cross_entropy"), training.optim_step()):
         with pytest.raises(SessionEndedError) as caught:
-            future.result(timeout=5)
+            future.result(timeout=HANG_S)
         assert caught.value.field == "session_id" and caught.value.remedy
     with pytest.raises(SessionEndedError):
         client.create_lora_training_client("mint/tiny")
@@ -132,16 +132,18 @@ def test_many_threads_share_one_client(make_client: Any) -> None:
 
 
 SCRIPT = """
-import sys, time, threading
+import sys, threading
 import mint
 from mint.embedded import open_embedded
 from mint.engine.fake_engine import FakeEngine
 from mint.types import Datum, ModelInput
 from pathlib import Path
 
+interrupted = threading.Event()
+
 class Slow(FakeEngine):
     def forward(self, *args):
-        time.sleep(1.0)
+        interrupted.wait()
         return super().forward(*args)
 
 folder = Path(sys.argv[1])
@@ -149,11 +151,12 @@ client = mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=folder,
 training = client.create_lora_training_client("mint/tiny", rank=4)
 data = [Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})]
 future = training.forward_backward(data, "cross_entropy")
-print("waiting", flush=True)
 try:
+    print("waiting", flush=True)
     future.result()
 except KeyboardInterrupt:
     print("interrupted", flush=True)
+    interrupted.set()
 """
 
 
@@ -162,8 +165,7 @@ def test_ctrl_c_ends_a_wait_and_the_program_ends_cleanly(tmp_path: Any) -> None:
         [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert child.stdout is not None and child.stdout.readline() == "waiting\n"
-    time.sleep(0.2)
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=HANG_S)
     assert (out, err, child.returncode) == ("interrupted\n", "", 0)
     assert not list((tmp_path / "instances").glob("?" * 32 + ".lock"))

@@ -47,7 +47,7 @@ def test_a_quickstart_with_a_dotenv_file_trains_and_reinforces(torch_server: str
     copied = tmp_path / "quickstart.py"
     copied.write_text((SCRIPTS / "quickstart.py").read_text())  # load_dotenv looks beside the script
     script = start(str(copied), tmp_path)
-    out, errors = script.communicate(timeout=120)
+    out, errors = script.communicate(timeout=600)
     assert script.returncode == 0, errors
     assert "SFT saved mint://" in out and "RL datums 8" in out
     losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("SFT loss")]
@@ -63,7 +63,7 @@ def steps_of(script: subprocess.Popen[str], *, kill_after: int | None = None) ->
         if len(lines) == kill_after:
             script.kill()
             break
-    script.wait(timeout=60)
+    script.wait(timeout=600)
     return lines
 
 

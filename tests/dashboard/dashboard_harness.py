@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from waiting import HANG_S
 
 from mint.dashboard_serving import DashboardServer
 
@@ -26,8 +27,8 @@ def showing(data_dir: Path, *extra: Path, **flags: Any) -> Iterator[tuple[Dashbo
     thread = threading.Thread(target=server.run, args=(started.set,))
     thread.start()
     try:
-        assert started.wait(20)
-        with httpx.Client(base_url=server.url.replace("0.0.0.0", "127.0.0.1"), timeout=30) as client:
+        assert started.wait(HANG_S)
+        with httpx.Client(base_url=server.url.replace("0.0.0.0", "127.0.0.1"), timeout=HANG_S) as client:
             yield server, client
     finally:
         server.stop()

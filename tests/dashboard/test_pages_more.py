@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from typer.testing import CliRunner
+from waiting import wait_until
 
 from mint.cli import app
 from mint.dashboard import diagnosing
@@ -26,7 +27,7 @@ from mint.runs.index import FLAGS
 from mint.runs.query import SORTS, RolloutQuery
 from mint.server.exchanges import Exchange
 from mint.server.metrics import Metrics
-from tests.browser.browser_harness import CHROMIUM, Tab, lines, started, until
+from tests.browser.browser_harness import CHROMIUM, Tab, lines, started
 from tests.dashboard.dashboard_harness import API, add_step, append, finding, reading, showing, write_run
 from tests.dashboard.test_pages_run import Page, page
 
@@ -138,7 +139,7 @@ def test_nobody_waits_for_the_diagnosis_of_a_long_log(tmp_path: Path, monkeypatc
     diagnoses = diagnosing.Diagnoses(Readers(RunFolders([tmp_path])))
     found, is_whole = diagnoses.of("long")
     assert [row["code"] for row in found] == ["tracker_failed"] and not is_whole
-    until(lambda: diagnoses.of("long")[1], timeout_s=30)
+    wait_until(lambda: diagnoses.of("long")[1])
     codes = {row["code"] for row in diagnoses.of("long")[0]}
     assert codes == {row["code"] for row in diagnoses.at_hand("long")} == {one.code for one in diagnose_run(run)}
     assert {"tracker_failed", "no_heldout"} <= codes
@@ -284,7 +285,7 @@ def test_what_is_found_while_the_page_is_open_appears_by_itself(chromium: Any, t
         assert "in 2 steps so far" in shown.locator("#verdict").inner_text()
         add_step(run, 3)
         append(run, "findings.jsonl", {**finding("truncation", 3), "evidence": HOSTILE})
-        shown.wait_for_selector("#truncation .shown", timeout=5000)
+        shown.wait_for_selector("#truncation .shown")
         assert HOSTILE in shown.locator("#truncation").inner_text()
         assert shown.locator("#verdict").inner_text().startswith("1 finding")
         tab.check()
@@ -340,7 +341,7 @@ def test_an_answer_can_be_stopped(tab: Tab) -> None:
     page.fill("#chat-temperature", "5")
     page.fill("#chat-input", "Tell me something long")
     page.press("#chat-input", "Enter")
-    until(lambda: len(page.locator(".chat-message--assistant .chat-text").text_content()) > 2, timeout_s=30)
+    wait_until(lambda: len(page.locator(".chat-message--assistant .chat-text").text_content()) > 2)
     page.press("#chat-input", "Escape")
     page.wait_for_selector("#chat-send:visible")
     assert "stopped" in page.locator(".chat-message--assistant header").inner_text()

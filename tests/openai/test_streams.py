@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai_server import MODEL, Server
+from waiting import HANG_S, wait_until
 
 from mint.server.running_samples import RunningSamples
 
@@ -19,86 +20,109 @@ LONG: dict[str, Any] = {"model": MODEL, "prompt": "One", "temperature": 50.0, "m
 """Hot enough that nearly every token is as likely as any other, so that most samples go on to the end."""
 
 
+class Steps:
+    """The engine's steps: how many sequences each was for. The engine stands still before one that may not come yet."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.allowed = math.inf
+        self.has_hung = False
+        self._changed = threading.Condition()
+
+    def allow(self, count: float) -> None:
+        """So many in all."""
+        with self._changed:
+            self.allowed = count
+            self._changed.notify_all()
+
+    def begin(self, rows: int) -> None:
+        with self._changed:
+            self.has_hung |= not self._changed.wait_for(lambda: len(self.rows) < self.allowed, HANG_S)
+            self.rows.append(rows)
+
+
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, int]]]:
-    """When the engine made a step, and with how many sequences."""
-    seen: list[tuple[float, int]] = []
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
+    seen = Steps()
     step = RunningSamples.step
 
     def counted(self: RunningSamples) -> Any:
-        seen.append((time.monotonic(), self.rows))
+        seen.begin(self.rows)
         return step(self)
 
     monkeypatch.setattr(RunningSamples, "step", counted)
     yield seen
+    seen.allow(math.inf)
+    assert not seen.has_hung
 
 
-def test_the_first_token_leaves_long_before_the_last_is_sampled(client: openai.OpenAI) -> None:
-    started = time.monotonic()
+def test_tokens_leave_while_others_are_still_to_be_sampled(client: openai.OpenAI, steps: Steps) -> None:
+    steps.allow(100)
     stream = client.completions.create(stream=True, n=4, seed=1, **{**LONG, "max_tokens": 400})
-    arrivals = [time.monotonic() - started for _ in stream]
-    assert len(arrivals) > 500
-    assert arrivals[0] < 0.3 * arrivals[-1]
-    assert arrivals[len(arrivals) // 2] < 0.8 * arrivals[-1]
+    for allowed in (200, 300, math.inf):
+        for _ in range(100):  # of some 400 that have been sampled
+            next(stream)
+        steps.allow(allowed)
+    assert len(list(stream)) > 200
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_room_within_a_second(
-    server: Server, rows: list[tuple[float, int]], stream: bool
-) -> None:
-    body = {**LONG, "n": 64, "stream": stream}
-    headers = {"Authorization": f"Bearer {server.keys['ada']}"}
+def leave(server: Server, body: dict[str, Any], once: Callable[[], Any]) -> None:
+    """Asks, and goes away."""
 
-    async def leave() -> float:
-        async with httpx.AsyncClient(base_url=server.url, headers=headers) as http:
-            asking = asyncio.create_task(read(http))
-            while not rows:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-        return time.monotonic()
-
-    async def read(http: httpx.AsyncClient) -> None:
+    async def ask(http: httpx.AsyncClient) -> None:
         async with http.stream("POST", "/v1/completions", json=body, timeout=None) as response:
             async for _line in response.aiter_lines():
                 pass
 
-    left_at = asyncio.run(leave())
+    async def ask_and_leave() -> None:
+        headers = {"Authorization": f"Bearer {server.keys['ada']}"}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers) as http:
+            asking = asyncio.create_task(ask(http))
+            await asyncio.to_thread(wait_until, once)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(ask_and_leave())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_room_at_once(server: Server, steps: Steps, stream: bool) -> None:
+    open_before = server.running.service.futures.open_count
+    steps.allow(20)
+    leave(server, {**LONG, "n": 64, "stream": stream}, lambda: len(steps.rows) == 20)
+    wait_until(lambda: server.running.service.futures.open_count == open_before)
+    steps.allow(math.inf)
     with server.client() as client:
         client.completions.create(model=MODEL, prompt="Two", max_tokens=1)
-    assert time.monotonic() - left_at < 1.5
-    assert max(count for _, count in rows) >= 32
-    assert [moment - left_at for moment, count in rows if count >= 32][-1] < 1.0
+    assert max(steps.rows) >= 32
+    assert max(steps.rows[22:], default=0) < 32
 
 
-def test_a_client_that_leaves_the_queue_is_not_sampled_for(server: Server, rows: list[tuple[float, int]]) -> None:
+def test_a_client_that_leaves_the_queue_is_not_sampled_for(server: Server, steps: Steps) -> None:
     hold = threading.Event()
-    server.running.service.run_soon(lambda: hold.wait(5))
+    server.running.service.run_soon(lambda: hold.wait(2 * HANG_S))
+    waiting = lambda: server.running.service.waiting.samples  # noqa: E731
     try:
-        with server.client() as client, pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=0.3).completions.create(**{**LONG, "n": 100})
-        deadline = time.monotonic() + 2
-        while server.running.service.waiting.samples and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert list(server.running.service.waiting.samples) == []
+        leave(server, {**LONG, "n": 100}, waiting)
+        wait_until(lambda: not waiting())
     finally:
         hold.set()
     with server.client() as client:
         client.completions.create(model=MODEL, prompt="Two", max_tokens=2)
-    assert max((count for _, count in rows), default=0) < 100
+    assert max(steps.rows, default=0) < 100
 
 
-def test_a_long_stream_holds_nobody_up(server: Server, client: openai.OpenAI) -> None:
+def test_a_long_stream_holds_nobody_up(server: Server, client: openai.OpenAI, steps: Steps) -> None:
     with server.client("bob") as other:
-        long = other.completions.create(stream=True, n=8, seed=3, **LONG)
+        steps.allow(20)
+        long = other.completions.create(stream=True, n=8, seed=3, **{**LONG, "max_tokens": 300})
         next(iter(long))
-        began = time.monotonic()
-        client.completions.create(**{**LONG, "max_tokens": 5})
-        short_s = time.monotonic() - began
-        for _ in long:
-            pass
-        assert short_s < 0.3 * (time.monotonic() - began)
+        wait_until(lambda: len(steps.rows) == 20)
+        steps.allow(120)
+        client.completions.create(**{**LONG, "max_tokens": 5})  # while the long one stands still, far from its end
+        assert server.running.service.sampled_rows > 0
+        steps.allow(math.inf)
+        assert len(list(long)) > 100
 
 
 def test_fifty_streams_at_once_say_what_each_says_alone(server: Server, client: openai.OpenAI) -> None:

@@ -82,7 +82,7 @@ def roll_out(
     limits: EpisodeLimits = LIMITS,
     params: SamplingParams | None = None,
     tokenizer: Any = None,
-    timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
     **others: Any,
 ) -> list[Group]:
     """`roll_out_episodes` with the bundled tokenizer, its own call pool and seeds 0, 1, …"""

@@ -33,7 +33,7 @@ class Graded(RLAdapter):
 
 
 def grades(answers: dict[str, Any], adapter: RLAdapter | None = None):
-    calls = CallPool(timeout_s=5)
+    calls = CallPool(timeout_s=60)
     found = grade_completions(calls, adapter or Graded(), list(answers), answers)
     calls.close()
     return found

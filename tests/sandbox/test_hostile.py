@@ -65,7 +65,6 @@ def test_a_hostile_program_leaves_the_host_unharmed(report: dict[str, Any], prog
     outcome = report[program]
     assert outcome["harm"] == []
     assert outcome["engine"] in ("monty", "zygote")
-    assert outcome["ms"] < 10_000
     assert outcome["stdout_bytes"] <= 64 << 10
 
 

@@ -258,6 +258,10 @@ def test_each_wall_alone_keeps_files_and_the_network_out(zygote: Sandbox, wall: 
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = WALL_ALONE.format(wall=wall, port=server.getsockname()[1])
         done = subprocess.run(
-            [sys.executable, "-c", program], env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, timeout=30
+            [sys.executable, "-c", program],
+            env={"PYTHONPATH": str(SOURCE)},
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
     assert (done.returncode, done.stderr) == (0, "")

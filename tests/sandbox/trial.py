@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,12 @@ from hostile import ANSWER, HACKS, HOSTILE
 from mint.sandbox import Limits, Sandbox, same_value
 
 SECRET = "s3cret-of-the-host"
-LIMITS = Limits(cpu_s=1, wall_s=0.7, memory_bytes=32 << 20)
+PATIENT = Limits(cpu_s=1, wall_s=60.0, memory_bytes=32 << 20)
+HASTY = Limits(cpu_s=1, wall_s=0.7, memory_bytes=32 << 20)
+ENDLESS = {
+    "big power", "busy loop", "busy loop in CPython", "ignores signals", "loop in C", "regex bomb", "waits for ever",
+}  # fmt: skip
+"""Programs that a limit of time ends; the others may take theirs, on a busy machine too."""
 
 
 def main(engines: list[str]) -> dict[str, Any]:
@@ -32,12 +36,11 @@ def main(engines: list[str]) -> dict[str, Any]:
         mine = set(Path(folder).iterdir())
         report: dict[str, Any] = {}
         try:
-            with Sandbox(LIMITS, engines=engines) as sandbox:
+            with Sandbox(PATIENT, engines=engines) as patient, Sandbox(HASTY, engines=engines) as hasty:
                 before = processes()
                 for name, program in (HOSTILE | HACKS).items():
                     code = fill(program, canary=canary, pid=bystander.pid, port=server.getsockname()[1])
-                    began = time.monotonic()
-                    outcome = sandbox.run(code, "f", [(3,)])
+                    outcome = (hasty if name in ENDLESS else patient).run(code, "f", [(3,)])
                     result = outcome.results[0]
                     report[name] = {
                         "status": outcome.status,
@@ -45,14 +48,13 @@ def main(engines: list[str]) -> dict[str, Any]:
                         "value": repr(result.value)[:80],
                         "error": (result.error or "")[:80],
                         "stdout_bytes": len(outcome.stdout),
-                        "ms": round((time.monotonic() - began) * 1000, 2),
                         "won": name in HACKS and result.returned and same_value(result.value, ANSWER),
                         "harm": harm(outcome, canary, bystander, server, set(Path(folder).iterdir()) - mine),
                     }
                 report["afterwards"] = {
                     "strays": sorted(processes() - before),
-                    "honest": sandbox.run("import heapq\ndef f(x): return x + 1", "f", [(3,)]).results[0].value,
-                    "level": list(sandbox.level.engines),
+                    "honest": patient.run("import heapq\ndef f(x): return x + 1", "f", [(3,)]).results[0].value,
+                    "level": list(patient.level.engines),
                     "user": os.geteuid(),
                 }
         finally:

@@ -9,6 +9,7 @@ import time
 from mint.config import read_serve_settings
 from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import AdamSpec, SampleResult
+from mint.server import retrieval
 from mint.serving import serve
 
 
@@ -20,6 +21,8 @@ class SlowEngine(FakeEngine):
         self._seconds = seconds
 
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        if self._seconds:
+            print("a step begins", flush=True)
         time.sleep(self._seconds)
         return super().optim_step(model_id, adam)
 
@@ -40,6 +43,7 @@ class SlowBatch(FakeBatch):
 
 
 if __name__ == "__main__":
+    retrieval.LONG_POLL_S = 3600.0  # whoever waits is answered because he is let go, or never
     flags = json.loads(sys.argv[1])
     engine = SlowEngine(flags.pop("slow", 0.0))
     serve(read_serve_settings(flags), announce=lambda line: print(line, flush=True), engine=engine)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from waiting import HANG_S
 
 from mint.config import read_serve_settings
 from mint.engine.fake_engine import FakeEngine
@@ -23,7 +24,7 @@ from mint.serving import Server
 API = "/api/v1"
 BASE = "mint/tiny"
 
-_http = httpx.Client(timeout=40)
+_http = httpx.Client(timeout=HANG_S)
 
 
 @contextmanager
@@ -71,7 +72,7 @@ class Person:
         return response.json()
 
     def result(self, request_id: str) -> dict[str, Any]:
-        give_up_at = time.monotonic() + 20
+        give_up_at = time.monotonic() + HANG_S
         while time.monotonic() < give_up_at:
             response = self.send("POST", f"{API}/retrieve_future", {"request_id": request_id})
             if response.status_code != 408:

@@ -23,7 +23,7 @@ def test_200_samples_from_20_clients_all_come_back(tmp_path: Path) -> None:
     def client(number: int, url: str) -> list[int]:
         with mint.ServiceClient(base_url=url) as service:
             sampler = service.create_sampling_client(base_model="mint/tiny")
-            together.wait(30)
+            together.wait(120)
             asked = [
                 sampler.sample(
                     ModelInput.from_ints([number + 1, call + 1]),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import HANG_S
 
 from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import SampleResult
@@ -42,7 +43,7 @@ class HeldBatch(FakeBatch):
 
     def step(self) -> dict[str, SampleResult]:
         self._engine.busy.set()
-        self._engine.go_on.wait(20)
+        self._engine.go_on.wait(2 * HANG_S)
         return super().step()
 
 
@@ -53,14 +54,14 @@ class Dying(FakeEngine):
         raise SystemExit
 
 
-def wait_for_status(person: Person, path: str, status: int, *, within_s: float = 10.0) -> dict[str, Any]:
-    give_up_at = time.monotonic() + within_s
+def wait_for_status(person: Person, path: str, status: int) -> dict[str, Any]:
+    give_up_at = time.monotonic() + HANG_S
     while time.monotonic() < give_up_at:
         response = person.send("GET", path)
         if response.status_code == status:
             return response.json()
-        time.sleep(0.1)
-    raise AssertionError(f"{path} did not answer {status} within {within_s} s: {response.text}")
+        time.sleep(0.02)
+    raise AssertionError(f"{path} did not answer {status}: {response.text}")
 
 
 # --- health ------------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def test_readiness_ends_where_one_request_takes_for_ever_and_comes_back(tmp_path
     with running(tmp_path, engine=engine, stuck_after_s=1.0) as server:
         person = Person(server)
         person.post("asample", sample_body(person.sampler(person.session())))
-        assert engine.busy.wait(5)
+        assert engine.busy.wait(HANG_S)
         assert person.send("GET", "/readyz").status_code == 200  # busy is not stuck
         found = wait_for_status(person, "/readyz", 503)
         assert "busy with one request" in found["problems"][0]
@@ -174,7 +175,7 @@ def test_the_queue_is_counted_while_it_waits(tmp_path: Path) -> None:
         person = Person(server)
         sampler = person.sampler(person.session())
         person.post("asample", sample_body(sampler, 0))
-        assert engine.busy.wait(5)
+        assert engine.busy.wait(HANG_S)
         for seq_id in range(1, 4):
             person.post("asample", sample_body(sampler, seq_id))
         found = numbers(person)

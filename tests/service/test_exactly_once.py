@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from service_harness import (
     run_script,
     script,
 )
+from waiting import wait_until
 
 from mint.errors import (
     ConflictError,
@@ -71,14 +71,12 @@ def test_another_body_at_a_taken_place_is_refused_and_changes_nothing(harness: H
 def test_requests_wait_for_the_one_before_them(harness: Harness) -> None:
     model_id = harness.create_model()
     step = harness.send("optim_step", model_id, 2, STEP)
-    body = json.dumps({"request_id": step}).encode()
-
-    async def not_before_its_turn() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await harness.service.retrieve(LOCAL, body)
-
-    asyncio.run(not_before_its_turn())
+    for _ in range(2):  # the worker looks at what waits between two errands
+        looked = threading.Event()
+        harness.service.run_soon(looked.set)
+        assert looked.wait(60)
+    _, facts = harness.service.queue_facts(LOCAL, json.dumps({"request_id": step}).encode())
+    assert facts.status == "held" and harness.service.futures.open_count == 1
     harness.run("forward_backward", model_id, 1, GOOD_PASS)
     assert harness.wait(step)["metrics"]["step"] == 1.0
 
@@ -187,12 +185,7 @@ def test_the_end_of_a_session_leaves_named_checkpoints_only(harness: Harness) ->
     data_dir = harness.service.data_dir
     assert list((data_dir / "snapshots").iterdir()) and list((data_dir / "published").iterdir())
     harness.service.finish_session(LOCAL, harness.session_id)
-    until = time.monotonic() + 5
-    while time.monotonic() < until and (
-        list((data_dir / "snapshots").iterdir()) or list((data_dir / "published").iterdir())
-    ):
-        time.sleep(0.01)
-    assert not list((data_dir / "snapshots").iterdir()) and not list((data_dir / "published").iterdir())
+    wait_until(lambda: not any((*(data_dir / "snapshots").iterdir(), *(data_dir / "published").iterdir())))
     again = Harness(harness.service)
     body = {"session_id": again.session_id, "model_seq_id": 0, "path": path, "optimizer": True}
     assert again.wait(again.submit("load_weights", body))["model_id"] == f"{again.session_id}:train:0"

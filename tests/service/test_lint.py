@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,6 @@ from service_harness import Harness, datum, pass_body
 import mint
 from mint.engine.protocol import PassResult, TrainDatum, resolve_loss
 from mint.server import lint as rules
-from mint.server import training
 
 END = 999
 
@@ -163,22 +161,41 @@ def test_every_known_bug_planted_into_real_samples_is_named_and_good_batches_are
     assert tally.named[stale] == tally.tried[stale] == len(mutations.QUICK)
 
 
-def test_linting_costs_a_small_share_of_a_pass(
-    mutations: ModuleType, tiny: mint.ServiceClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spent, passes, original = [], [], training.lint
+def lines_of(lint_it: Callable[[], object]) -> int:
+    """How many lines of Python are run, each round of a loop counted."""
+    count = 0
 
-    def timed(*args: Any, **options: Any) -> list[str]:
-        started = time.thread_time()
-        found = original(*args, **options)
-        spent.append(time.thread_time() - started)
-        return found
+    def note(_frame: object, _event: str, _argument: object) -> Any:
+        nonlocal count
+        count += 1
+        return note
 
-    monkeypatch.setattr(training, "lint", timed)
-    run = mutations.Run(tiny, mutations.QUICK[0])
-    data = mutations.correct(run.batch())
-    for _ in range(20):
-        started = time.process_time()
-        run.train(data)
-        passes.append(time.process_time() - started)
-    assert min(spent) < 0.02 * min(passes)
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        lint_it()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def wide(count: int, length: int) -> list[TrainDatum]:
+    """Good data: samples of a policy."""
+    rng = np.random.default_rng(1)
+    data = []
+    for _ in range(count):
+        full, weights = rng.integers(1, 900, length + 1), np.ones(length, np.float32)
+        weights[: length // 2] = 0
+        inputs = {"logprobs": rng.normal(-1, 0.1, length), "advantages": np.full(length, rng.normal())}
+        arrays = {key: row.astype(np.float32) for key, row in inputs.items()}
+        data.append(TrainDatum(full[:-1], full[1:], weights, arrays))
+    return data
+
+
+def test_linting_is_a_few_lines_for_each_datum_however_long_they_are() -> None:
+    few, long, many = wide(16, 16), wide(16, 4096), wide(256, 16)
+    assert lint(few, "ppo") == lint(long, "ppo") == lint(many, "ppo") == []
+    of_few, of_long, of_many = (lines_of(lambda data=data: lint(data, "ppo")) for data in (few, long, many))
+    print(of_few, of_long, of_many)
+    assert of_long <= 1.1 * of_few
+    assert of_many - of_few < 100 * (256 - 16)

@@ -50,7 +50,7 @@ def made_model(http: httpx.Client) -> str:
 def blocked(harness: Harness) -> threading.Event:
     """Keeps the engine's thread busy until the event is set."""
     go_on = threading.Event()
-    harness.service.run_soon(lambda: go_on.wait(10.0) and None)
+    harness.service.run_soon(lambda: go_on.wait(120.0) and None)
     return go_on
 
 
@@ -210,7 +210,7 @@ def test_a_running_sample_that_is_called_off_leaves_the_engine(
 
     def slow(batch: FakeBatch) -> Any:
         started.set()
-        go_on.wait(10.0)
+        go_on.wait(120.0)
         ended = step(batch)
         running.append(set(batch.keys))
         return ended
@@ -223,7 +223,7 @@ def test_a_running_sample_that_is_called_off_leaves_the_engine(
         "sampling_params": {"max_tokens": 400, "stop": []},
     }
     name = harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
-    assert started.wait(10.0)
+    assert started.wait(120.0)
     harness.service.cancel(LOCAL, json.dumps({"request_id": name}).encode())
     go_on.set()
     assert isinstance(failure(lambda: harness.wait(name)), RequestCancelledError)

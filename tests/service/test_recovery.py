@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from service_harness import BASE, GOOD_PASS, STEP, Harness, datum, failure, open_service, pass_body
+from waiting import wait_until
 
 from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import AdamSpec, LossSpec, PassResult, TrainDatum
@@ -154,14 +154,11 @@ def test_large_states_are_saved_at_intervals_and_replayed(tmp_path: Path, monkey
 def test_three_snapshots_are_kept_and_older_payloads_given_up(harness: Harness) -> None:
     model_id = harness.create_model()
     train(harness, model_id, 6)
-    until = time.monotonic() + 5  # files go after the answer is out
-    while len(list((harness.service.data_dir / "snapshots").iterdir())) != 3 and time.monotonic() < until:
-        time.sleep(0.01)
+    snapshots = harness.service.data_dir / "snapshots"
+    wait_until(lambda: len(list(snapshots.iterdir())) == 3)  # files go after the answer is out
     rows = harness.service.journal.snapshots(model_id)
     assert [row.seq_id for row in rows] == [12, 10, 8]
-    names = {
-        str(path.relative_to(harness.service.data_dir)) for path in (harness.service.data_dir / "snapshots").iterdir()
-    }
+    names = {str(path.relative_to(harness.service.data_dir)) for path in snapshots.iterdir()}
     assert names == {row.file for row in rows}
     jobs = harness.service.journal.jobs(model_id, after=-1)
     assert [job.seq_id for job in jobs if job.payload is not None] == [9, 10, 11, 12]
@@ -189,9 +186,11 @@ class Fragile(Journal):
     """A journal on a disk that is full now and then."""
 
     broken = threading.Event()
+    tried = 0
 
     def finish_job(self, finish: Finish) -> bool:
         if self.broken.is_set():
+            Fragile.tried += 1
             raise JournalError("no space left on device")
         return super().finish_job(finish)
 
@@ -216,9 +215,10 @@ def test_a_full_disk_delays_a_result_and_loses_nothing(tmp_path: Path, monkeypat
     harness = Harness(open_service(tmp_path / "one"))
     model_id = harness.create_model()
     train(harness, model_id, 2)
+    monkeypatch.setattr(Fragile, "tried", 0)
     Fragile.broken.set()
     pending = [harness.send("forward_backward", model_id, 5, GOOD_PASS), harness.send("optim_step", model_id, 6, STEP)]
-    time.sleep(0.2)
+    wait_until(lambda: Fragile.tried >= 3)
     Fragile.broken.clear()
     digest = [harness.wait(request_id) for request_id in pending][1]["state_digest"]
     harness.service.stop()

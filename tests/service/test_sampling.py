@@ -24,7 +24,7 @@ def held(harness: Harness) -> Iterator[None]:
     go_on = threading.Event()
 
     def hold() -> None:
-        go_on.wait(20)
+        go_on.wait(120)
 
     harness.service.run_soon(hold)
     yield

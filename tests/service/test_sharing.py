@@ -1,72 +1,94 @@
-"""Samples and training share the engine: requests join and leave what is sampled, and nobody waits for a stranger."""
+"""Samples and training share the engine: requests join and leave what is sampled, and nobody waits for a stranger.
+
+Whose turn it is depends on how long things take. Here they take what the tests say, on a clock that only the engine
+moves, and the engine stands still wherever a test wants to send more: what is asserted is order, never time.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from service_harness import GOOD_PASS, STEP, Harness, datum, make_sampler, open_service, pass_body
+from waiting import wait_until
 
 from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import AdamSpec, LossSpec, PassResult, SampleJob, SampleResult, TokenListener, TrainDatum
 from mint.engine.torch_engine import TorchEngine
 from mint.server.callers import LOCAL, Caller
 
-STEP_S = 0.01
+STEP_S = 2.0**-7
+PASS_S = 5 * STEP_S  # exact in binary, so that equal shares are equal
 
 
 class Traced(FakeEngine):
-    """Takes `STEP_S` for each step of samples, and notes all that is done, in order."""
+    """Notes all that is done, in order, and stands still after as many passes and steps of samples as it `may_do`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.trace: list[tuple[str, Any]] = []
-        self.times: list[tuple[float, float]] = []
+        self.now_s = 0.0
+        self.pass_s: dict[str, float] = {}
+        self.stands_still = False
+        self._allowed = math.inf
+        self._changed = threading.Condition()
+
+    def may_do(self, count: float) -> None:
+        with self._changed:
+            self._allowed = count
+            self._changed.notify_all()
+
+    def take(self, kind: str, what: Any, seconds: float) -> None:
+        with self._changed:
+            self.stands_still = self._allowed == 0
+            self._changed.wait_for(lambda: self._allowed > 0)
+            self.stands_still = False
+            self._allowed -= 1
+        self.now_s += seconds
+        self.trace.append((kind, what))
+
+    def count(self, kind: str) -> int:
+        return sum(done == kind for done, _ in self.trace)
 
     def open_batch(self) -> FakeBatch:
         return TracedBatch(self)
 
     def forward_backward(self, model_id: str, data: list[TrainDatum], loss: LossSpec) -> PassResult:
-        began = time.monotonic()
-        time.sleep(5 * STEP_S)
-        self.trace.append(("pass", model_id))
-        result = super().forward_backward(model_id, data, loss)
-        self.times.append((began, time.monotonic()))
-        return result
+        self.take("pass", model_id, self.pass_s.get(model_id, PASS_S))
+        return super().forward_backward(model_id, data, loss)
 
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
-        began = time.monotonic()
         self.trace.append(("step", model_id))
-        result = super().optim_step(model_id, adam)
-        self.times.append((began, time.monotonic()))
-        return result
+        return super().optim_step(model_id, adam)
 
 
 class TracedBatch(FakeBatch):
     def __init__(self, engine: Traced) -> None:
         super().__init__(engine._chain_of, engine._vocab_size)
-        self._trace = engine.trace
+        self._engine = engine
 
     def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:
-        self._trace.append(("join", key))
+        self._engine.trace.append(("join", key))
         super().add(key, job, listener)
 
     def step(self) -> dict[str, SampleResult]:
-        time.sleep(STEP_S)
-        self._trace.append(("sample", len(self.keys)))
+        self._engine.take("sample", len(self.keys), STEP_S)
         return super().step()
 
 
 @pytest.fixture
-def traced(tmp_path: Path) -> Iterator[tuple[Harness, Traced]]:
+def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Harness, Traced]]:
     engine = Traced()
+    monkeypatch.setattr("mint.server.worker.time", SimpleNamespace(monotonic=lambda: engine.now_s))
     service = open_service(tmp_path, engine=engine)
     yield Harness(service), engine
+    engine.may_do(math.inf)
     service.stop()
 
 
@@ -81,11 +103,20 @@ def ask(harness: Harness, sampler: str, seq_id: int, *, max_tokens: int, **field
     return harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
 
 
-def wait_until(reached: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(STEP_S / 10)
+def tenant(harness: Harness, owner: str, number: int = 0) -> tuple[Caller, str]:
+    """A caller with a session and a model."""
+    caller = Caller(owner)
+    session_id = harness.service.create_session(caller, b"{}").session_id
+    config = {"rank": 8, "seed": 7}
+    body = {"session_id": session_id, "model_seq_id": number, "base_model": "mint/tiny", "lora_config": config}
+    return caller, harness.service.submit(caller, "create_model", json.dumps(body).encode()).model_id
+
+
+def send_passes(harness: Harness, who: tuple[Caller, str], count: int) -> None:
+    caller, model_id = who
+    for seq_id in range(1, count + 1):
+        body = {"model_id": model_id, "seq_id": seq_id, **GOOD_PASS}
+        harness.service.submit(caller, "forward_backward", json.dumps(body).encode())
 
 
 # --- samples -----------------------------------------------------------------------------------------------------
@@ -94,20 +125,21 @@ def wait_until(reached: Any) -> None:
 def test_a_short_request_joins_a_long_one_and_leaves_before_it(traced: tuple[Harness, Traced]) -> None:
     harness, engine = traced
     sampler = make_sampler(harness)
+    engine.may_do(1)
     long = ask(harness, sampler, 0, max_tokens=400)
-    wait_until(lambda: ("sample", 1) in engine.trace)
-    began = time.monotonic()
-    short = harness.wait(ask(harness, sampler, 1, max_tokens=3))
-    assert time.monotonic() - began < 100 * STEP_S
-    assert ("sample", 2) in engine.trace and harness.service.sampled_rows == 1
+    wait_until(lambda: engine.count("sample") == 1)
+    name = ask(harness, sampler, 1, max_tokens=3)
+    engine.may_do(4)  # it may have been late for the first of them
+    wait_until(lambda: engine.count("sample") == 5)
+    assert engine.trace.count(("sample", 2)) == 3
+    short = harness.wait(name)
+    assert harness.service.sampled_rows == 1
     harness.service.cancel(LOCAL, json.dumps({"request_id": long}).encode())
+    engine.may_do(math.inf)
     wait_until(lambda: harness.service.sampled_rows == 0)
-    assert (
-        harness.wait(ask(harness, sampler, 2, max_tokens=3, sampling_params={"max_tokens": 3, "stop": [], "seed": 1}))[
-            "sequences"
-        ]
-        == short["sequences"]
-    )
+    assert engine.count("sample") < 100
+    again = ask(harness, sampler, 2, max_tokens=3, sampling_params={"max_tokens": 3, "stop": [], "seed": 1})
+    assert harness.wait(again)["sequences"] == short["sequences"]
 
 
 def test_what_is_sampled_is_the_same_alone_and_beside_others(traced: tuple[Harness, Traced]) -> None:
@@ -115,8 +147,10 @@ def test_what_is_sampled_is_the_same_alone_and_beside_others(traced: tuple[Harne
     sampler = make_sampler(harness)
     names = []
     for seq_id in range(12):
+        engine.may_do(1)
         names.append(ask(harness, sampler, seq_id, max_tokens=4 + seq_id % 3, num_samples=1 + seq_id % 2))
-        time.sleep(STEP_S / 2)
+        wait_until(lambda seq_id=seq_id: engine.count("sample") > seq_id)
+    engine.may_do(math.inf)
     together = [harness.wait(name)["sequences"] for name in names]
     assert max(rows for kind, rows in engine.trace if kind == "sample") > 3
     for seq_id, expected in enumerate(together):
@@ -129,10 +163,13 @@ def test_what_is_sampled_is_the_same_alone_and_beside_others(traced: tuple[Harne
 def test_the_end_of_a_session_ends_what_it_has_under_way(traced: tuple[Harness, Traced]) -> None:
     harness, engine = traced
     other = Harness(harness.service)
+    engine.may_do(1)
     ask(other, make_sampler(other), 0, max_tokens=500)
-    wait_until(lambda: ("sample", 1) in engine.trace)
+    wait_until(lambda: engine.count("sample") == 1)
     harness.service.finish_session(LOCAL, other.session_id)
+    engine.may_do(math.inf)
     wait_until(lambda: harness.service.sampled_rows == 0)
+    assert engine.count("sample") <= 3
     assert harness.wait(ask(harness, make_sampler(harness), 0, max_tokens=2))["sequences"]
 
 
@@ -142,52 +179,58 @@ def test_the_end_of_a_session_ends_what_it_has_under_way(traced: tuple[Harness, 
 def test_samples_and_training_both_go_on(traced: tuple[Harness, Traced]) -> None:
     harness, engine = traced
     model_id = harness.create_model()
+    engine.may_do(0)
     passes = [harness.send("forward_backward", model_id, seq_id, GOOD_PASS) for seq_id in range(1, 21)]
     long = ask(harness, make_sampler(harness), 0, max_tokens=60)
+    engine.may_do(math.inf)
     for name in [*passes, long]:
         harness.wait(name)
-    kinds = [kind for kind, _ in engine.trace]
-    first, last = kinds.index("sample"), len(kinds) - 1 - kinds[::-1].index("pass")
+    kinds = [kind for kind, _ in engine.trace if kind != "join"]
+    first, last = kinds.index("sample"), len(kinds) - 1 - kinds[::-1].index("sample")
     shared = kinds[first:last]
-    steps, trained = shared.count("sample"), shared.count("pass")
-    assert trained and 0.4 < steps * STEP_S / (trained * 5 * STEP_S) < 2.5, kinds
-    longest = max(len(run) for run in "".join("t" if kind == "pass" else "s" for kind in shared).split("s"))
-    assert longest <= 4, "training ran for long while samples waited"
+    assert shared.count("pass") * PASS_S == pytest.approx(shared.count("sample") * STEP_S, rel=0.1), kinds
+    training = max(len(run) for run in "".join(kind[0] for kind in kinds[: last + 1]).split("s"))
+    sampling = max(len(run) for run in "".join(kind[0] for kind in shared).split("p"))
+    assert training <= 4 and sampling <= 6, "one of them ran for long while the other waited"
 
 
 def test_one_tenants_queue_does_not_hold_up_anothers_single_request(traced: tuple[Harness, Traced]) -> None:
-    busy, engine = traced
-    ann, bob = Caller("ann"), Caller("bob")
-    sessions = {caller.owner: busy.service.create_session(caller, b"{}").session_id for caller in (ann, bob)}
-    models = {}
-    for caller in (ann, bob):
-        body = {"session_id": sessions[caller.owner], "model_seq_id": 0, "base_model": "mint/tiny",
-                "lora_config": {"rank": 8, "seed": 7}}  # fmt: skip
-        models[caller.owner] = busy.service.submit(caller, "create_model", json.dumps(body).encode()).model_id
-    for seq_id in range(1, 31):
-        body = {"model_id": models["ann"], "seq_id": seq_id, **GOOD_PASS}
-        busy.service.submit(ann, "forward_backward", json.dumps(body).encode())
-    wait_until(lambda: ("pass", models["ann"]) in engine.trace)
-    body = {"model_id": models["bob"], "seq_id": 1, **GOOD_PASS}
-    busy.service.submit(bob, "forward_backward", json.dumps(body).encode())
-    sent_at = len(engine.trace)
-    wait_until(lambda: ("pass", models["bob"]) in engine.trace)
-    assert engine.trace.index(("pass", models["bob"])) - sent_at <= 2
+    harness, engine = traced
+    ann, bob = tenant(harness, "ann"), tenant(harness, "bob")
+    engine.may_do(3)
+    send_passes(harness, ann, 30)
+    wait_until(lambda: engine.count("pass") == 3)
+    send_passes(harness, bob, 1)
+    engine.may_do(2)  # the next of hers may have been chosen already
+    wait_until(lambda: engine.count("pass") == 5)
+    assert ("pass", bob[1]) in engine.trace
 
 
-def test_a_pass_and_the_step_behind_it_run_without_a_pause(traced: tuple[Harness, Traced]) -> None:
-    """Both are queued: nothing is asked of the client in between."""
+def test_a_pass_and_the_step_behind_it_run_without_a_pause(
+    traced: tuple[Harness, Traced], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are queued: nothing is asked of the client in between, and the engine's thread waits for nothing."""
     harness, engine = traced
     model_id = harness.create_model()
-    names = []
-    for seq_id in range(1, 21, 2):
+    engine.may_do(0)
+    names = [harness.send("forward_backward", model_id, 1, GOOD_PASS)]
+    wait_until(lambda: engine.stands_still)
+    inbox, wait = harness.service._inbox, harness.service._inbox.wait
+
+    def noted(seconds: float) -> None:
+        engine.trace.append(("wait", seconds))
+        wait(seconds)
+
+    monkeypatch.setattr(inbox, "wait", noted)
+    names.append(harness.send("optim_step", model_id, 2, STEP))
+    for seq_id in range(3, 21, 2):
         names.append(harness.send("forward_backward", model_id, seq_id, GOOD_PASS))
         names.append(harness.send("optim_step", model_id, seq_id + 1, STEP))
+    engine.may_do(math.inf)
     for name in names:
         harness.wait(name)
-    assert [kind for kind, _ in engine.trace] == ["pass", "step"] * 10
-    pauses = [after[0] - before[1] for before, after in zip(engine.times[::2], engine.times[1::2], strict=True)]
-    assert sorted(pauses)[5] < 0.05
+    kinds = [kind for kind, _ in engine.trace]
+    assert kinds[: len(names)] == ["pass", "step"] * 10
 
 
 def test_samples_that_are_under_way_see_one_version_of_the_weights(traced: tuple[Harness, Traced]) -> None:
@@ -196,14 +239,16 @@ def test_samples_that_are_under_way_see_one_version_of_the_weights(traced: tuple
     sampler = harness.run("save_weights_for_sampler", model_id, 1, {"sampling_session_seq_id": 0})[
         "sampling_session_id"
     ]
+    engine.may_do(1)
     under_way = ask(harness, sampler, 3, max_tokens=50)
-    wait_until(lambda: ("sample", 1) in engine.trace)
+    wait_until(lambda: engine.count("sample") == 1)
     for seq_id in range(2, 10, 2):
-        harness.run("forward_backward", model_id, seq_id, pass_body(datum(1, 2, 3 + seq_id)))
-        harness.run("optim_step", model_id, seq_id + 1, STEP)
+        harness.send("forward_backward", model_id, seq_id, pass_body(datum(1, 2, 3 + seq_id)))
+        harness.send("optim_step", model_id, seq_id + 1, STEP)
+    engine.may_do(math.inf)
     beside = harness.wait(under_way)["sequences"]
     kinds = [kind for kind, _ in engine.trace]
-    assert kinds.index("sample") < kinds.index("step") and kinds[-1] == "sample"
+    assert kinds.index("sample") < kinds.index("step") and kinds[-1] == "sample" and kinds.count("step") == 4
     again = ask(harness, sampler, 4, max_tokens=50, sampling_params={"max_tokens": 50, "stop": [], "seed": 3})
     assert harness.wait(again)["sequences"] == beside
 
@@ -211,8 +256,8 @@ def test_samples_that_are_under_way_see_one_version_of_the_weights(traced: tuple
 # --- many tenants ------------------------------------------------------------------------------------------------
 
 
-def rounds(harness: Harness, number: int, steps: int) -> tuple[list[str], float]:
-    """A tenant's loop of passes, steps and samples: the digests it saw, and when it was done."""
+def rounds(harness: Harness, number: int, steps: int) -> list[str]:
+    """A tenant's loop of passes, steps and samples: the digests it saw."""
     model_id = harness.create_model(seed=number)
     digests = []
     for step in range(steps):
@@ -224,7 +269,7 @@ def rounds(harness: Harness, number: int, steps: int) -> tuple[list[str], float]
         two = harness.send("forward_backward", model_id, first + 2, pass_body(datum(1, 2, 3 + number)))
         harness.wait(one), harness.wait(two)
         digests.append(harness.run("optim_step", model_id, first + 3, STEP)["state_digest"])
-    return digests, time.monotonic()
+    return digests
 
 
 @pytest.mark.parametrize("kind", ["fake", "torch"])
@@ -234,12 +279,11 @@ def test_eight_tenants_at_once_get_the_bits_that_each_gets_alone(tmp_path: Path,
     alone = {}
     service = open_service(tmp_path / "alone", engine=engine)
     for number in (0, 3, 7) if kind == "fake" else (0, 3):
-        alone[number] = rounds(Harness(service), number, steps)[0]
+        alone[number] = rounds(Harness(service), number, steps)
     service.stop()
-    together: dict[int, tuple[list[str], float]] = {}
+    together: dict[int, list[str]] = {}
     service = open_service(tmp_path / "together", engine=engine)
     harnesses = [Harness(service) for _ in range(8)]
-    began = time.monotonic()
     threads = [
         threading.Thread(
             target=lambda number=number: together.update({number: rounds(harnesses[number], number, steps)})
@@ -251,6 +295,30 @@ def test_eight_tenants_at_once_get_the_bits_that_each_gets_alone(tmp_path: Path,
     for thread in threads:
         thread.join()
     service.stop()
-    assert {number: together[number][0] for number in alone} == alone
-    seconds = [together[number][1] - began for number in range(8)]
-    assert max(seconds) < 1.3 * min(seconds), seconds
+    assert {number: together[number] for number in alone} == alone
+
+
+@pytest.mark.parametrize("are_owners", [True, False], ids=["eight owners", "eight models of one owner"])
+@pytest.mark.parametrize("costs", [(1,), (1, 3)], ids=["equal passes", "some three times as long"])
+def test_eight_tenants_that_queue_at_once_get_equal_shares_all_along(
+    traced: tuple[Harness, Traced], costs: tuple[int, ...], are_owners: bool
+) -> None:
+    """Whoever sent first and whoever sends larger passes: nobody is ever ahead of another by more than one of them."""
+    harness, engine = traced
+    first = tenant(harness, "first")
+    tenants = [tenant(harness, f"tenant{number}" if are_owners else "one", number) for number in range(8)]
+    for number, (_, model_id) in enumerate(tenants):
+        wait_until(lambda model_id=model_id: engine.has_model(model_id))
+        engine.pass_s[model_id] = costs[number % len(costs)] * PASS_S
+    engine.may_do(0)
+    send_passes(harness, first, 1)
+    for who in tenants:
+        send_passes(harness, who, 12)
+    engine.may_do(math.inf)
+    wait_until(lambda: engine.count("pass") == 1 + 8 * 12)
+    done = dict.fromkeys((model_id for _, model_id in tenants), 0)
+    order = [model_id for kind, model_id in engine.trace if model_id in done]
+    while max(done.values()) < 12:  # all have some left
+        done[order[sum(done.values())]] += 1
+        had = [engine.pass_s[model_id] * passes for model_id, passes in done.items()]
+        assert max(had) - min(had) <= max(costs) * PASS_S, order

@@ -323,7 +323,7 @@ def _refused(server: Server, body: bytes, content_type: str) -> str:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()  # the server is in this process; other tests may hold the cores
     response = httpx.post(
-        f"{server.url}/api/v1/checkpoints/upload", content=body, headers={"content-type": content_type}, timeout=30
+        f"{server.url}/api/v1/checkpoints/upload", content=body, headers={"content-type": content_type}, timeout=120
     )
     seconds = time.process_time() - started
     assert 400 <= response.status_code < 500, response.text
