@@ -1,4 +1,4 @@
-"""What a model or a stranger wrote, made harmless for a terminal: every sign is shown, none obeyed. Knows no colours."""
+"""What a model or a stranger wrote, made harmless for a terminal: every sign is shown, none obeyed. No colours."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount
+from waiting import HANG_S, wait_until
 
 import mint
 import mint.client.http as http_module
@@ -45,9 +47,13 @@ Answer = Callable[[Request], Response | None]
 
 @dataclass
 class FrontDoor:
-    """An app before the real one: `answers` speak first, and None from them lets the request through."""
+    """An app before the real one: `answers` speak first, and None from them lets the request through.
+
+    Unless `lets_wait`, it is a server that gives promises alone.
+    """
 
     running: EmbeddedService
+    lets_wait: bool = False
     answers: dict[str, Answer] = field(default_factory=dict)
     seen: list[tuple[str, dict[str, str]]] = field(default_factory=list)
 
@@ -56,6 +62,8 @@ class FrontDoor:
             request = Request(scope)
             route = scope["path"].rpartition("/api/v1/")[2]
             self.seen.append((route, dict(request.headers)))
+            if not self.lets_wait:
+                scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"prefer"]
             spoken = self.answers.get(route, lambda _request: None)(request)
             if spoken is not None:
                 await spoken(scope, receive, send)
@@ -77,6 +85,15 @@ def door(tmp_path: Path) -> Iterator[FrontDoor]:
 def url(door: FrontDoor) -> Iterator[str]:
     with http_app(door.running, door) as address:
         yield address
+
+
+def assert_true(happened: bool) -> None:
+    assert happened
+
+
+def held_bytes(door: FrontDoor) -> int:
+    """Of all bodies that the application has in its hands."""
+    return door.running.app.state.bodies.held_bytes
 
 
 def times(count: int, answer: Response) -> Answer:
@@ -108,7 +125,7 @@ def test_a_passing_trouble_is_tried_again_and_no_sooner_than_the_server_asks(
         door.answers["optim_step"] = times(1, Response("busy", status_code=status, headers={"retry-after": "1"}))
         training.forward_backward(DATA, "cross_entropy")
         began = time.monotonic()
-        assert training.optim_step().result(timeout=20).metrics["step"] == 1
+        assert training.optim_step().result(timeout=HANG_S).metrics["step"] == 1
         assert time.monotonic() - began >= 1.0
 
 
@@ -121,11 +138,8 @@ def test_a_lasting_trouble_is_raised_at_once_as_the_class_that_the_status_means(
     door: FrontDoor, url: str, status: int, kind: type[mint.MintError]
 ) -> None:
     door.answers["create_model"] = times(1000, Response("no", status_code=status))
-    with mint.ServiceClient(base_url=url) as client:
-        began = time.monotonic()
-        with pytest.raises(kind):
-            client.create_lora_training_client("mint/tiny")
-        assert time.monotonic() - began < 2
+    with mint.ServiceClient(base_url=url) as client, pytest.raises(kind):
+        client.create_lora_training_client("mint/tiny")
     assert len(door.headers("create_model")) == 1
 
 
@@ -212,7 +226,7 @@ def test_a_lost_server_is_told_about_once_not_once_per_request(
         door.answers["asample"] = times(40, Response("busy", status_code=503))
         futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1)) for _ in range(20)]
         for future in futures:
-            future.result(timeout=30)
+            future.result(timeout=HANG_S)
     told = [message for message in caplog.messages if "trying again" in message]
     assert len(told) == 1 and "503" in told[0]
 
@@ -346,7 +360,61 @@ def test_a_forked_process_is_told_instead_of_hanging(url: str) -> None:
                 os._exit(0 if "fork" in str(error) else 2)
             os._exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result(timeout=20)
+        assert sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result(timeout=HANG_S)
+
+
+# --- the result itself, instead of a promise ---------------------------------------------------------------------
+
+
+def results(url: str) -> list[Any]:
+    with mint.ServiceClient(base_url=url) as client:
+        training = client.create_lora_training_client("mint/tiny", rank=4, seed=1)
+        passed = training.forward_backward(DATA, "cross_entropy")
+        stepped = training.optim_step(AdamParams())
+        sampler = training.save_weights_and_get_sampling_client()
+        sampled = sampler.sample(PROMPT, 2, SamplingParams(max_tokens=3))
+        with pytest.raises(InvalidRequestError, match="max_tokens"):
+            sampler.sample(PROMPT, 1, SamplingParams(max_tokens=-1)).result()
+        return [passed.result(), stepped.result(), sampled.result()]
+
+
+def test_a_server_that_lets_wait_is_asked_once_and_gives_the_same_results(
+    door: FrontDoor, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promised = results(url)
+    door.lets_wait = True
+    door.seen.clear()
+    assert results(url) == promised
+    assert door.headers("forward_backward") and door.headers("asample") and not door.headers("retrieve_future")
+    monkeypatch.setattr("mint.server.protocol_routes.LONG_POLL_S", 0.0)
+    assert results(url) == promised
+    assert door.headers("retrieve_future"), "what takes longer than a long poll is promised"
+
+
+def test_a_sample_that_is_waited_for_and_given_up_is_cancelled_on_the_server(door: FrontDoor, url: str) -> None:
+    door.lets_wait = True
+    service, go_on = door.running.service, threading.Event()
+    with mint.ServiceClient(base_url=url) as client:
+        sampler = client.create_sampling_client(base_model="mint/tiny").result()
+        service.run_soon(lambda: assert_true(go_on.wait(HANG_S)))
+        future = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1))
+        wait_until(lambda: len(service.waiting.samples) == 1)
+        assert future.cancel()
+        wait_until(lambda: not service.waiting.samples)
+        go_on.set()
+
+
+def test_a_body_is_let_go_of_while_its_result_is_waited_for(door: FrontDoor, url: str) -> None:
+    door.lets_wait = True
+    service, go_on = door.running.service, threading.Event()
+    with mint.ServiceClient(base_url=url) as client:
+        sampler = client.create_sampling_client(base_model="mint/tiny").result()
+        service.run_soon(lambda: assert_true(go_on.wait(HANG_S)))
+        futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1)) for _ in range(3)]
+        wait_until(lambda: len(service.waiting.samples) == 3)
+        wait_until(lambda: held_bytes(door) == 0)
+        go_on.set()
+        assert all(future.result(timeout=HANG_S) for future in futures)
 
 
 # --- giving up a result ------------------------------------------------------------------------------------------
@@ -356,24 +424,27 @@ def test_a_sample_that_is_given_up_is_cancelled_on_the_server(door: FrontDoor, u
     pending = JSONResponse({"type": "try_again", "queue_state": "active"}, status_code=408)
     with mint.ServiceClient(base_url=url) as client:
         sampler = client.create_sampling_client(base_model="mint/tiny")
-        door.answers["retrieve_future"] = times(1000, pending)
+        door.answers["retrieve_future"] = times(10**6, pending)
 
-        def told(count: int) -> bool:
-            give_up_at = time.monotonic() + 5
-            while time.monotonic() < give_up_at and len(door.headers("cancel_future")) < count:
-                time.sleep(0.02)
-            return len(door.headers("cancel_future")) == count
+        def wait_for(route: str, count: int) -> None:
+            wait_until(lambda: len(door.headers(route)) >= count)
 
         future = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1))
-        time.sleep(0.2)
-        assert future.cancel() and told(1)
+        wait_for("retrieve_future", 1)
+        assert future.cancel()
+        wait_for("cancel_future", 1)
+        asked = len(door.headers("retrieve_future"))
 
         async def give_up() -> None:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=1)), 0.2)
+            waiting = asyncio.ensure_future(sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=1)))
+            await asyncio.to_thread(wait_for, "retrieve_future", asked + 1)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
 
         asyncio.run(give_up())
-        assert told(2)
+        wait_for("cancel_future", 2)
+        assert len(door.headers("cancel_future")) == 2
 
 
 def test_a_step_that_is_given_up_is_taken_all_the_same(url: str) -> None:
@@ -383,7 +454,7 @@ def test_a_step_that_is_given_up_is_taken_all_the_same(url: str) -> None:
             training.forward_backward(DATA, "cross_entropy").cancel()
             training.optim_step().cancel()
         training.forward_backward(DATA, "cross_entropy")
-        assert training.optim_step().result(timeout=30).metrics["step"] == 6
+        assert training.optim_step().result(timeout=HANG_S).metrics["step"] == 6
 
 
 def test_a_wrong_argument_uses_no_place_up(url: str) -> None:
@@ -396,4 +467,4 @@ def test_a_wrong_argument_uses_no_place_up(url: str) -> None:
         with pytest.raises(InvalidRequestError, match="AdamParams"):
             training.optim_step({"learning_rate": 1.0})  # ty: ignore
         training.forward_backward(DATA, "cross_entropy")
-        assert training.optim_step(adam_params=AdamParams()).result(timeout=30).metrics["step"] == 1
+        assert training.optim_step(adam_params=AdamParams()).result(timeout=HANG_S).metrics["step"] == 1

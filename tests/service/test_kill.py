@@ -29,6 +29,7 @@ STEPS = 8
 
 KILL_POINTS: list[tuple[Any, str]] = [
     (Journal, "add_job"),
+    (Journal, "sync"),
     (Journal, "finish_job"),
     (Journal, "adopt_sessions"),
     (training, "write_snapshot"),

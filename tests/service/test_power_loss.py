@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 import shutil
 import sqlite3
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from service_harness import GOOD_PASS, STEP, Harness, Op, open_service, script, send_op
+from waiting import wait_until
 
 from mint.engine.fake_engine import FakeEngine
-from mint.server import training
+from mint.errors import JournalError
+from mint.server import database, training
 from mint.server.checkpoints import JOURNAL_FILE
 from mint.server.journal import Journal
 
@@ -26,7 +31,7 @@ class Disk:
         self._journal = data_dir.with_name("journal")
         self._files: set[Path] = set()
         self.syncs = 0
-        for name in ("add_job", "finish_job"):
+        for name in ("sync", "finish_job"):
             self._follow(name, monkeypatch)
         for name in ("sync_file", "write_weights"):
             original = getattr(training, name)
@@ -41,15 +46,27 @@ class Disk:
         original = getattr(Journal, name)
 
         def followed(journal: Journal, *arguments: Any, **named: Any) -> Any:
+            before = self._copy()  # what is written while a sync is under way may be lost
             result = original(journal, *arguments, **named)
-            if journal.database.is_synced:
-                self.syncs += 1
-                source, copied = self._data_dir / JOURNAL_FILE, self._journal
-                with closing(sqlite3.connect(source)) as now, closing(sqlite3.connect(copied)) as copy:
-                    now.backup(copy)
+            if name == "sync":
+                self._keep(before)
+            elif journal.database.is_synced:
+                self._keep(self._copy())
             return result
 
         monkeypatch.setattr(Journal, name, followed)
+
+    def _copy(self) -> bytes:
+        with (
+            closing(sqlite3.connect(self._data_dir / JOURNAL_FILE)) as now,
+            closing(sqlite3.connect(":memory:")) as copy,
+        ):
+            now.backup(copy)
+            return copy.serialize()
+
+    def _keep(self, journal: bytes) -> None:
+        self.syncs += 1
+        self._journal.write_bytes(journal)
 
     def after_power_loss(self, folder: Path) -> Path:
         """A copy of the directory as it would be found."""
@@ -57,9 +74,9 @@ class Disk:
         shutil.copy(self._journal, folder / JOURNAL_FILE)
         shutil.copytree(self._data_dir / "checkpoints", folder / "checkpoints", dirs_exist_ok=True)
         for path in self._files:
-            if path.exists():
-                copy = folder / path.relative_to(self._data_dir)
-                copy.parent.mkdir(exist_ok=True)
+            copy = folder / path.relative_to(self._data_dir)
+            copy.parent.mkdir(exist_ok=True)
+            with suppress(FileNotFoundError):  # what nobody names any more goes at any time
                 shutil.copy(path, copy)
         return folder
 
@@ -111,7 +128,7 @@ def test_a_long_queue_may_run_without_anything_accepted_in_between(
     go_on = threading.Event()
 
     def hold() -> None:
-        go_on.wait(20)
+        go_on.wait(120)
 
     harness.service.run_soon(hold)
     names = {i: send_op(harness, model_id, ops, i) for i in range(first, len(ops))}
@@ -119,6 +136,76 @@ def test_a_long_queue_may_run_without_anything_accepted_in_between(
     seen |= {i: harness.answer(name) for i, name in names.items()}
     check(disk.after_power_loss(tmp_path / "found"), harness, model_id, seen)
     assert disk.syncs < 2 * len(ops), "results are not waited for one by one"
+
+
+class Syncs:
+    """Stands in for the disk below the journal: each sync waits until it may end, and may fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_end = threading.Event()
+        self.fails = False
+        self._fsync = os.fsync
+        monkeypatch.setattr(database.os, "fsync", self)
+
+    def __call__(self, handle: int) -> None:
+        if not Path(f"/proc/self/fd/{handle}").readlink().name.endswith("-wal"):
+            return self._fsync(handle)
+        assert self.may_end.wait(60)
+        if self.fails:
+            raise OSError(errno.EIO, "input/output error")
+        return self._fsync(handle)
+
+
+def test_a_request_runs_while_it_is_synced_and_nobody_is_told_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = open_service(tmp_path)
+    harness = Harness(service)
+    model_id = harness.create_model()
+    syncs = Syncs(monkeypatch)
+    names: list[str] = []
+
+    def send() -> None:
+        names.append(harness.send("forward_backward", model_id, 1, GOOD_PASS))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+
+    def is_done() -> bool:
+        row = service.journal.job(model_id, 1)
+        return row is not None and row.status == "done"
+
+    wait_until(is_done)
+    told = threading.Event()
+    service.run_soon(told.set)  # behind that request
+    assert told.wait(60)
+    assert names == []
+    assert asyncio.run(service.futures.wait(f"{model_id}:1", 0.05)) is None
+    syncs.may_end.set()
+    sender.join(60)
+    assert harness.wait(names[0])["loss_fn_outputs"]
+    service.stop()
+
+
+def test_a_disk_that_fails_to_sync_is_written_to_no_more_and_the_next_process_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = open_service(tmp_path)
+    harness = Harness(service)
+    model_id = harness.create_model()
+    syncs = Syncs(monkeypatch)
+    syncs.may_end.set()
+    syncs.fails = True
+    with pytest.raises(JournalError):
+        harness.send("forward_backward", model_id, 1, GOOD_PASS)
+    syncs.fails = False  # a second sync may succeed, and says nothing about what the first has lost
+    for seq_id in (1, 2):
+        with pytest.raises(JournalError):
+            harness.send("forward_backward", model_id, seq_id, GOOD_PASS)
+    service.stop()
+    again = open_service(tmp_path)
+    assert Harness(again, harness.session_id).run("forward_backward", model_id, 1, GOOD_PASS)["loss_fn_outputs"]
+    again.stop()
 
 
 def test_what_is_accepted_is_synced_and_what_comes_of_it_waits_for_the_next(tmp_path: Path) -> None:

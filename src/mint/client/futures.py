@@ -88,6 +88,8 @@ def wait(future: concurrent.futures.Future[T], timeout: float | None) -> T:
 
 async def wait_async(future: concurrent.futures.Future[T], timeout: float | None) -> T:
     """As `wait`; cancelling the waiter does not cancel the request."""
+    if future.done() and not future.cancelled():
+        return future.result()
     try:
         return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout)
     except TimeoutError as error:

@@ -36,6 +36,7 @@ from mint.wire.requests import (
     CreateSessionRequest,
     ForwardBackwardRequest,
     RetrieveFutureRequest,
+    SampleRequest,
     SessionRequest,
 )
 
@@ -330,7 +331,14 @@ class Session:
     async def submit(self, path: str, outgoing: Outgoing, kind: type[M]) -> M:
         """Hands a request in and waits for its result; a sample request that the server has lost goes in again."""
         while True:
-            response = await self._exchange("POST", path, outgoing)
+            try:
+                response = await self._exchange("POST", path, outgoing, accept=_accepted(kind), waits=True)
+            except asyncio.CancelledError:
+                if isinstance(outgoing.message, SampleRequest):  # it may be under way: its id is made of these
+                    self._send_cancel(f"{outgoing.message.sampling_session_id}:{outgoing.message.seq_id}")
+                raise
+            if response.headers.get(wire.APPLIED) == wire.WAIT:
+                return _read(response, kind)
             request_id = _read(response, UntypedPromise).request_id
             self._waiting.enter(request_id)
             try:
@@ -348,11 +356,10 @@ class Session:
     async def _retrieve(self, request_id: str, kind: type[M]) -> M:
         message = RetrieveFutureRequest(request_id=request_id)
         outgoing = Outgoing(message, wire.Encoding.JSON, wire.encode(message))
-        accept = BOTH if kind in PROTO_RESULTS else wire.Encoding.JSON.value
         while True:
             asked_at = time.monotonic()
             response = await self._exchange(
-                "POST", "retrieve_future", outgoing, patience_s=RETRIEVE_PATIENCE_S, accept=accept, polls=True
+                "POST", "retrieve_future", outgoing, patience_s=RETRIEVE_PATIENCE_S, accept=_accepted(kind), polls=True
             )
             if not is_not_yet(response.status_code, response.content):
                 return _read(response, kind)
@@ -383,9 +390,13 @@ class Session:
         patience_s: float | None = None,
         accept: str = wire.MEDIA_TYPE,
         polls: bool = False,
+        waits: bool = False,
         timeout_s: float | None = None,
     ) -> Reply:
-        """A good answer, or, where one `polls`, "ask again". Waits and repeats while the server cannot be reached."""
+        """A good answer, or, where one `polls`, "ask again". Waits and repeats while the server cannot be reached.
+
+        Who `waits` would rather have the result than a promise, from servers that know how.
+        """
         pauses = Pauses()
         give_up_at = time.monotonic() + (SUBMIT_PATIENCE_S if patience_s is None else patience_s)
         timeout = TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s, connect=TIMEOUT.connect)
@@ -393,6 +404,8 @@ class Session:
             problem: MintError
             retry_after = None
             headers = {"accept": accept}
+            if waits:
+                headers[wire.PREFER] = wire.WAIT
             if outgoing is not None:
                 headers["content-type"] = outgoing.encoding.value
             content = None if outgoing is None else outgoing.body
@@ -404,6 +417,9 @@ class Session:
                     response = Reply(found.status_code, found.headers, found.content, str(found.request.url))
             except httpx.TransportError as error:
                 problem = _lost(self.address, error)
+                if waits and not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                    # it may have been accepted, and is as safe as what was promised
+                    give_up_at = max(give_up_at, time.monotonic() + RETRIEVE_PATIENCE_S)
             else:
                 if polls and is_not_yet(response.status_code, response.content):
                     return response
@@ -421,6 +437,10 @@ class Session:
                 raise problem
             self._waiting.unreachable(problem.message, pause_s)
             await asyncio.sleep(pause_s)
+
+
+def _accepted(kind: type[BaseModel]) -> str:
+    return BOTH if kind in PROTO_RESULTS else wire.Encoding.JSON.value
 
 
 def _lost(address: Address, error: httpx.TransportError) -> ConnectionLostError:

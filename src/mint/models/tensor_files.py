@@ -37,6 +37,10 @@ WRITTEN = {
 """The numpy dtypes that a file can hold, and what each is called there."""
 
 
+BUFFER_BYTES = 1 << 20
+"""The tensors of a lora are small and many: so few writes take them to a file."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file, not read yet. `dtype` is safetensors' name, such as F32 or BF16."""
@@ -123,7 +127,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], *, sync: bool = 
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(handle, "wb", buffering=BUFFER_BYTES) as file:
             for part in parts:
                 file.write(part)
             file.flush()

@@ -7,7 +7,8 @@ behind a socket by the server: the same object.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -16,6 +17,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import mint.wire as wire
 from mint.errors import (
@@ -62,6 +64,28 @@ class Exposition(Protocol):
         ...
 
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Shortcut:
+    """Middleware that finds routes without variables by their address, instead of trying one after another."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], Endpoint]) -> None:
+        """`endpoints` by method and path; they answer whatever happens."""
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers, or passes on."""
+        is_plain = scope["type"] == "http" and not scope.get("root_path")
+        endpoint = self._endpoints.get((scope["method"], scope["path"])) if is_plain else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        response = await endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
 def create_app(
     service: Service,
     *,
@@ -79,25 +103,24 @@ def create_app(
     further routes, which see to it themselves who may come in.
     """
     rooms = bodies or Bodies()
-    routes: list[BaseRoute] = [
-        Route(row.path, _endpoint(service, row, authenticate, screen, rooms), methods=[row.method]) for row in ROUTES
-    ]
+    endpoints = [(row, _endpoint(service, row, authenticate, screen, rooms)) for row in ROUTES]
+    routes: list[BaseRoute] = [Route(row.path, endpoint, methods=[row.method]) for row, endpoint in endpoints]
+    fixed = {(row.method, row.path): endpoint for row, endpoint in endpoints if "{" not in row.path}
     app = Starlette(
         routes=[*routes, *(_named(page) for page in pages)],
-        middleware=[Middleware(Observed, observers)],
+        middleware=[Middleware(Observed, observers), Middleware(Shortcut, fixed)],
         exception_handlers={404: _no_route, 405: _wrong_method},
     )
     app.router.redirect_slashes = False
     app.state.rows = ROUTES
+    app.state.bodies = rooms
     app.state.asks_keys = authenticate is not everyone_is_local
     app.state.metrics = metrics
     app.state.readiness = readiness or Readiness(service)
     return app
 
 
-def _endpoint(
-    service: Service, row: RouteRow, authenticate: Authenticate, screen: Screen, bodies: Bodies
-) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(service: Service, row: RouteRow, authenticate: Authenticate, screen: Screen, bodies: Bodies) -> Endpoint:
     refuse = row.refuse or _answer_error
 
     async def endpoint(request: Request) -> Response:
@@ -110,8 +133,9 @@ def _endpoint(
             # whoever needs no key gets no memory either
             if row.streams_body or row.is_open:
                 return await row.operation(Call(service, request, b"", caller))
-            async with bodies.body_of(request, caller.owner) as body:
-                return await row.operation(Call(service, request, body, caller))
+            async with AsyncExitStack() as held:
+                body = await held.enter_async_context(bodies.body_of(request, caller.owner))
+                return await row.operation(Call(service, request, body, caller, held.aclose))
         except MintError as error:
             return refuse(error)
         except Exception as error:  # the boundary: a route must answer, and the log must know why

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import zstandard
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from mint.errors import BodyTooLargeError, InvalidRequestError, OverloadedError, UnsupportedBodyError
 
@@ -50,7 +50,8 @@ class Bodies:
     def __init__(self, limits: BodyLimits | None = None) -> None:
         self.limits = limits or BodyLimits()
         self._held: Counter[str] = Counter()
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """Of everybody's bodies together."""
 
     @asynccontextmanager
     async def body_of(self, request: Request, owner: str) -> AsyncGenerator[bytes]:
@@ -92,22 +93,21 @@ class Bodies:
 
     async def _chunks(self, request: Request) -> AsyncGenerator[bytes]:
         limits = self.limits
-        started_at, received = time.monotonic(), 0
-        stream = request.stream().__aiter__()
-        while True:
+        started_at, received, more = time.monotonic(), 0, True
+        while more:
             left_s = started_at + limits.patience_s + received / limits.slowest_bytes_s - time.monotonic()
             try:
                 async with asyncio.timeout(max(0.0, left_s)):
-                    chunk = await anext(stream, None)
+                    message = await request.receive()
             except TimeoutError:
                 raise OverloadedError(
                     f"the body came too slowly: {received} bytes in {time.monotonic() - started_at:.0f} s",
                     remedy="Send the same request again",
                 ) from None
-            except ClientDisconnect:
-                raise InvalidRequestError("broke off", field="body", remedy="Send the same request again") from None
-            if chunk is None:
-                return
+            if message["type"] == "http.disconnect":
+                raise InvalidRequestError("broke off", field="body", remedy="Send the same request again")
+            chunk: bytes = message.get("body", b"")
+            more = message.get("more_body", False)
             received += len(chunk)
             if chunk:
                 yield chunk
@@ -130,13 +130,13 @@ class Bodies:
         return BodyTooLargeError("is too large", field="body", value=value, remedy=remedy)
 
     def _hold(self, owner: str, count: int) -> None:
-        if self._held_bytes + count > self.limits.total_bytes or self._held[owner] + count > self.limits.owner_bytes:
+        if self.held_bytes + count > self.limits.total_bytes or self._held[owner] + count > self.limits.owner_bytes:
             raise OverloadedError("too many bodies are being read already", remedy="Send the same request again later")
-        self._held_bytes += count
+        self.held_bytes += count
         self._held[owner] += count
 
     def _release(self, owner: str, count: int) -> None:
-        self._held_bytes -= count
+        self.held_bytes -= count
         self._held[owner] -= count
         if not self._held[owner]:
             del self._held[owner]

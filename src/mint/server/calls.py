@@ -17,18 +17,27 @@ from mint.server.service import Service
 
 @dataclass(frozen=True)
 class Call:
-    """A call whose sender is known and whose body is whole, decompressed and within bounds."""
+    """A call whose sender is known and whose body is whole, decompressed and within bounds.
+
+    `let_go` gives the memory of the body back before the call is over.
+    """
 
     service: Service
     request: Request
     body: bytes
     caller: Caller
+    let_go: Callable[[], Awaitable[None]] | None = None
 
     @property
     def encoding(self) -> wire.Encoding:
         """How the body is written, by its header; JSON unless it says protobuf."""
         media_type = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         return wire.Encoding.PROTO if media_type == wire.Encoding.PROTO.value else wire.Encoding.JSON
+
+    @property
+    def prefers_to_wait(self) -> bool:
+        """Whether the sender wants the result itself, instead of a promise that he would have to come back with."""
+        return self.request.headers.get(wire.PREFER) == wire.WAIT
 
     @property
     def accepts_proto(self) -> bool:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from random import getrandbits
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -62,7 +62,7 @@ class Observed:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        exchange = Exchange(given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex, scope["method"])
+        exchange = Exchange(given if _SANE_ID.fullmatch(given) else f"{getrandbits(128):032x}", scope["method"])
         scope[_SCOPE_KEY] = exchange
         started_at = time.perf_counter()
 

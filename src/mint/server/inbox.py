@@ -16,6 +16,10 @@ from mint.server.sampling import SampleWork
 from mint.server.scheduler import Pending, SampleItem, TrainingItem
 from mint.server.training import TrainingJob
 
+MOMENT_S, MOST_MOMENTS = 0.001, 5
+"""How long an idle engine waits for more samples once some have come, and how often: the requests of one loop come one
+by one, and their prompts are computed together faster than one after another."""
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -97,9 +101,11 @@ class Inbox:
         """
         with self._changed:
             self.require_room(owner, size_bytes, max_requests=max_requests)
+            is_first = not self._samples
             self._samples[work.request_id] = work
             self._charge(work.request_id, owner, size_bytes)
-            self._wake()
+            if is_first:  # whoever has been woken for one comes back by himself
+                self._wake()
 
     def owner_of(self, job: TrainingJob) -> str:
         """Who sent a training request that waits."""
@@ -160,11 +166,19 @@ class Inbox:
                 self._next_seq.pop(model_id, None)
 
     def wait(self, timeout_s: float | None) -> None:
-        """Until something is added or `wake` is called, or the time has passed."""
+        """Until something is added or `wake` is called, or the time has passed; where samples come, until a moment has
+        passed without another."""
         with self._changed:
             if not self._woken:
                 self._changed.wait(timeout_s)
             self._woken = False
+            for _ in range(MOST_MOMENTS):
+                before = len(self._samples)
+                if not before or self._training:
+                    return
+                # whoever comes with others wakes nobody: this is true for other news alone
+                if self._changed.wait(MOMENT_S) or len(self._samples) == before:
+                    return
 
     def wake(self) -> None:
         """Makes `wait` return."""

@@ -6,12 +6,14 @@ meaning of a payload. Any thread may call.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import sqlite
 
 from mint.server import database as tables
 from mint.server.database import LOCAL_OWNER, Database
@@ -133,32 +135,66 @@ class Finish:
     pruned_payloads: tuple[int, int] = (0, 0)  # seq_ids in [first, last) give up their payload
 
 
-# What a training step executes, built once: building a statement takes longer than executing it.
+def _sql(statement: sa.ClauseElement) -> str:
+    """The statement as SQLite reads it, with named parameters."""
+    return str(statement.compile(dialect=sqlite.dialect(paramstyle="named")))
+
+
+# What a training step executes, compiled once: building a statement takes longer than executing it.
 _OF_MODEL = tables.jobs.c.model_id == sa.bindparam("model")
-_PENDING = (tables.jobs.c.seq_id == sa.bindparam("seq")) & (tables.jobs.c.status == "pending")
+_PENDING = (tables.jobs.c.seq_id == sa.bindparam("seq")) & (tables.jobs.c.status == sa.literal_column("'pending'"))
 _BETWEEN = (tables.jobs.c.seq_id >= sa.bindparam("first")) & (tables.jobs.c.seq_id < sa.bindparam("last"))
-_ADD_JOB = sa.insert(tables.jobs).prefix_with("OR IGNORE")
-_TOUCH_RUN = (
+_ADD_MODEL = _sql(sa.insert(tables.models).prefix_with("OR IGNORE"))
+_ADD_RUN = _sql(sa.insert(tables.runs).prefix_with("OR IGNORE"))
+_ADD_JOB = _sql(sa.insert(tables.jobs).prefix_with("OR IGNORE"))
+_READ_JOB = _sql(
+    sa.select(*(tables.jobs.c[column.name] for column in fields(JobRow))).where(
+        _OF_MODEL, tables.jobs.c.seq_id == sa.bindparam("seq")
+    )
+)
+_TOUCH_RUN = _sql(
     sa.update(tables.runs)
     .where(tables.runs.c.run_id == sa.bindparam("run"))
     .values(last_request_at=sa.bindparam("now"))
 )
-_FINISH_JOB = (
+_FINISH_JOB = _sql(
     sa.update(tables.jobs)
     .where(_OF_MODEL, _PENDING)
     .values({name: sa.bindparam(f"new_{name}") for name in ("status", "result", "digest")})
 )
-_ADVANCE_MODEL = (
+_ADVANCE_MODEL = _sql(
     sa.update(tables.models)
     .where(tables.models.c.model_id == sa.bindparam("model"))
     .values(applied_seq=sa.bindparam("seq"))
 )
-_KEEP_SNAPSHOT = sa.insert(tables.snapshots).prefix_with("OR REPLACE")
-_KEEP_SAMPLER = sa.insert(tables.samplers).prefix_with("OR REPLACE")
-_DROP_SNAPSHOT = sa.delete(tables.snapshots).where(
-    tables.snapshots.c.model_id == sa.bindparam("model"), tables.snapshots.c.seq_id == sa.bindparam("seq")
+_MAKE_MODEL = _sql(
+    sa.update(tables.models)
+    .where(tables.models.c.model_id == sa.bindparam("model"))
+    .values({name: sa.bindparam(f"new_{name}") for name in ("base_model", "lora", "seed_given", "effective")})
 )
-_PRUNE_PAYLOADS = sa.update(tables.jobs).where(_OF_MODEL, _BETWEEN).values(payload=None)
+_NAME_RUN = _sql(
+    sa.update(tables.runs)
+    .where(tables.runs.c.run_id == sa.bindparam("model"))
+    .values({name: sa.bindparam(f"new_{name}") for name in ("base_model", "lora")})
+)
+_KEEP_SNAPSHOT = _sql(sa.insert(tables.snapshots).prefix_with("OR REPLACE"))
+_KEEP_CHECKPOINT = _sql(sa.insert(tables.checkpoints).prefix_with("OR REPLACE"))
+_KEEP_SAMPLER = _sql(sa.insert(tables.samplers).prefix_with("OR REPLACE"))
+_DROP_SNAPSHOT = _sql(
+    sa.delete(tables.snapshots).where(
+        tables.snapshots.c.model_id == sa.bindparam("model"), tables.snapshots.c.seq_id == sa.bindparam("seq")
+    )
+)
+_PRUNE_PAYLOADS = _sql(sa.update(tables.jobs).where(_OF_MODEL, _BETWEEN).values(payload=sa.null()))
+
+
+def _values(row: object) -> dict[str, Any]:
+    """A row's columns as the driver takes them: objects are JSON."""
+    return _stored(vars(row))
+
+
+def _stored(columns: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {prefix + name: json.dumps(value) if isinstance(value, dict) else value for name, value in columns.items()}
 
 
 class Journal:
@@ -258,18 +294,37 @@ class Journal:
     def add_job(
         self, job: JobRow, *, now: float, model: ModelRow | None = None, run: RunRow | None = None
     ) -> JobRow | None:
-        """Accepts a request durably (with its model and run, for the job that makes one), unless its place is taken.
+        """Accepts a request (with its model and run, for the job that makes one), unless its place is taken.
 
-        Returns the row that already has this place, or None when the job was added.
+        It survives the process at once, but a loss of power only after `sync`. Returns the row that already has this
+        place, or None when the job was added.
         """
-        with self._transaction() as connection:
+        with self.database.statements(sync=False) as driver:
             if model is not None:
-                connection.execute(sa.insert(tables.models).prefix_with("OR IGNORE"), vars(model))
+                driver.execute(_ADD_MODEL, _values(model))
             if run is not None:
-                connection.execute(sa.insert(tables.runs).prefix_with("OR IGNORE"), vars(run))
-            connection.execute(_TOUCH_RUN, {"run": job.model_id, "now": now})
-            added = connection.execute(_ADD_JOB, vars(job))
-            return None if added.rowcount else _read_job(connection, job.model_id, job.seq_id)
+                driver.execute(_ADD_RUN, _values(run))
+            driver.execute(_TOUCH_RUN, {"run": job.model_id, "now": now})
+            if driver.execute(_ADD_JOB, vars(job)).rowcount:
+                return None
+            return JobRow(*driver.execute(_READ_JOB, {"model": job.model_id, "seq": job.seq_id}).fetchone())
+
+    @property
+    def committed(self) -> int:
+        """How much has been written so far, as `sync` counts it."""
+        return self.database.committed
+
+    def is_synced(self, committed: int) -> bool:
+        """Whether what had been written when `committed` was read survives a loss of power."""
+        return self.database.synced >= committed
+
+    def sync(self, committed: int) -> None:
+        """Returns once what had been written when `committed` was read survives a loss of power.
+
+        Raises:
+            JournalError: the disk has failed to keep it.
+        """
+        self.database.sync(committed)
 
     def job(self, model_id: str, seq_id: int) -> JobRow | None:
         """One job, whatever became of it."""
@@ -323,26 +378,26 @@ class Journal:
         sync = takes_away or finish.checkpoint is not None
         place = {"model": finish.model_id, "seq": finish.seq_id}
         values = {"new_status": finish.status, "new_result": finish.result, "new_digest": finish.digest}
-        with self._transaction(sync=sync) as connection:
-            if not connection.execute(_FINISH_JOB, {**place, **values}).rowcount:
+        with self.database.statements(sync=sync) as driver:
+            if not driver.execute(_FINISH_JOB, {**place, **values}).rowcount:
                 return False
-            connection.execute(_ADVANCE_MODEL, place)
+            driver.execute(_ADVANCE_MODEL, place)
             if finish.model is not None:
-                mine = tables.models.c.model_id == finish.model_id
-                connection.execute(sa.update(tables.models).where(mine).values(finish.model))
-                known = {"base_model": finish.model.get("base_model"), "lora": finish.model.get("lora")}
-                connection.execute(sa.update(tables.runs).where(tables.runs.c.run_id == finish.model_id).values(known))
-            if finish.snapshot is not None:
-                connection.execute(_KEEP_SNAPSHOT, vars(finish.snapshot))
-            if finish.checkpoint is not None:
-                connection.execute(sa.insert(tables.checkpoints).prefix_with("OR REPLACE"), vars(finish.checkpoint))
-            if finish.sampler is not None:
-                connection.execute(_KEEP_SAMPLER, vars(finish.sampler))
+                made = {"model": finish.model_id, **_stored(finish.model, "new_")}
+                driver.execute(_MAKE_MODEL, made)
+                driver.execute(_NAME_RUN, made)
+            for statement, row in (
+                (_KEEP_SNAPSHOT, finish.snapshot),
+                (_KEEP_CHECKPOINT, finish.checkpoint),
+                (_KEEP_SAMPLER, finish.sampler),
+            ):
+                if row is not None:
+                    driver.execute(statement, _values(row))
             for seq_id in finish.dropped_snapshots:
-                connection.execute(_DROP_SNAPSHOT, {"model": finish.model_id, "seq": seq_id})
+                driver.execute(_DROP_SNAPSHOT, {"model": finish.model_id, "seq": seq_id})
             first, last = finish.pruned_payloads
             if last > first:
-                connection.execute(_PRUNE_PAYLOADS, {"model": finish.model_id, "first": first, "last": last})
+                driver.execute(_PRUNE_PAYLOADS, {"model": finish.model_id, "first": first, "last": last})
         return True
 
     def give_up(self, model_id: str, missing: Sequence[int], waiting: Sequence[int], result: bytes) -> None:

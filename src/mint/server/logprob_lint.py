@@ -120,7 +120,7 @@ def _after_stop(tokens: Tokens, stop_tokens: Sequence[int]) -> str | None:
     """A sample ends with its end token: what follows is padding, unless sampled tokens come later still."""
     ends = np.isin(tokens.targets[:-1], np.asarray(stop_tokens, np.int64))
     beyond = np.flatnonzero(ends & tokens.trained[:-1] & tokens.trained[1:] & tokens.followed)
-    datums, total = np.unique(tokens.datum_of[beyond]), len(tokens.starts)
+    datums, total = np.flatnonzero(np.bincount(tokens.datum_of[beyond])), len(tokens.starts)
     if len(datums) <= AFTER_STOP_SHARE * total:
         return None
     sampled = np.flatnonzero(tokens.trained & (tokens.sampler != 0))
@@ -174,7 +174,7 @@ def _zero(tokens: Tokens) -> str | None:
 def _unsampled(tokens: Tokens) -> str | None:
     """Padding stands where nothing was sampled: a prompt's end, a tool's answer."""
     padded = tokens.trained & (tokens.sampler == 0) & (tokens.own < UNLIKELY_LOGPROB)
-    count = len(np.unique(tokens.datum_of[padded]))
+    count = np.count_nonzero(np.bincount(tokens.datum_of[padded]))
     if count <= SUSPICIOUS_SHARE * len(tokens.starts):
         return None
     return (

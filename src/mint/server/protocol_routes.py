@@ -13,7 +13,9 @@ from starlette.responses import Response
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError, NotFoundError, SessionEndedError
 from mint.server.calls import Call, Operation, RouteRow, answer, answer_json
+from mint.server.futures import Answer
 from mint.server.identities import RequestName
+from mint.server.retrieval import LONG_POLL_S
 from mint.types import (
     CreateSamplingSessionResponse,
     CreateSessionResponse,
@@ -96,10 +98,33 @@ def submit(kind: str) -> Operation:
     """The operation that accepts requests of a kind that is journaled."""
 
     async def operation(call: Call) -> Response:
-        return answer(call.service.submit(call.caller, kind, call.body, call.encoding))
+        return await _result_of(call, call.service.submit(call.caller, kind, call.body, call.encoding))
 
     operation.__doc__ = f"Accepts a `{kind}` request; its result is fetched with `retrieve_future`."
     return operation
+
+
+async def _result_of(call: Call, promise: UntypedPromise) -> Response:
+    """The promise; or, to whoever prefers to wait, its result, unless that takes longer than a long poll."""
+    if not call.prefers_to_wait or call.let_go is None:
+        return answer(promise)
+    await call.let_go()
+    found = await call.service.futures.wait(promise.request_id, LONG_POLL_S)
+    if found is None:
+        return answer(promise)
+    name = RequestName.parse(promise.request_id)
+    response = _told(call, found, is_sample=name is not None and name.is_sample)
+    response.headers[wire.APPLIED] = wire.WAIT
+    return response
+
+
+def _told(call: Call, found: Answer, *, is_sample: bool) -> Response:
+    """A result, or the error that it is, in an encoding that the sender reads."""
+    if found.body.startswith(b"{"):
+        return answer_json(found.body)
+    if call.accepts_proto:
+        return Response(found.body, media_type=wire.Encoding.PROTO.value)
+    return answer_json(wire.result_as_json(found.body, SampleResponse if is_sample else ForwardBackwardOutput))
 
 
 async def get_info(call: Call) -> Response:
@@ -119,7 +144,7 @@ async def sampler_info(call: Call) -> Response:
 
 async def sample(call: Call) -> Response:
     """Accepts a sample request; its result is fetched with `retrieve_future`."""
-    return answer(call.service.sample(call.caller, call.body))
+    return await _result_of(call, call.service.sample(call.caller, call.body))
 
 
 async def retrieve_future(call: Call) -> Response:
@@ -138,11 +163,7 @@ async def retrieve_future(call: Call) -> Response:
         request_id, facts = call.service.queue_facts(call.caller, call.body)
         body = pydantic_core.to_json(facts.body(request_id))
         return answer_json(body, status=408, headers=facts.headers())
-    if found.body.startswith(b"{"):
-        return answer_json(found.body)
-    if call.accepts_proto:
-        return Response(found.body, media_type=wire.Encoding.PROTO.value)
-    return answer_json(wire.result_as_json(found.body, SampleResponse if is_sample else ForwardBackwardOutput))
+    return _told(call, found, is_sample=is_sample)
 
 
 async def retrieve_futures(call: Call) -> Response:

@@ -133,7 +133,10 @@ class Service:
         """Ends after the request that is running; what waits stays in the journal for the next process."""
         self._worker.stop()
         self._trainer.close()
-        self.journal.touch_sessions(self._sessions.last_seen())
+        try:
+            self.journal.touch_sessions(self._sessions.last_seen())
+        except JournalError as error:
+            log.error("when sessions were last heard of is not stored: %s", error)
         self.journal.close()
         self.instance.close()
 

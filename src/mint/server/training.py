@@ -13,7 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from mint.server import checkpoints, validation
 from mint.server.bases import Bases
 from mint.server.checkpoints import CheckpointPath, Manifest
 from mint.server.database import LOCAL_OWNER
+from mint.server.disk import Disk
 from mint.server.identities import file_stem, sampler_id, seed_root, session_of
 from mint.server.journal import CheckpointRow, Finish, Journal, SamplerRow, SnapshotRow
 from mint.server.lint import lint
@@ -76,13 +77,17 @@ REQUESTS: dict[str, type[BaseModel]] = {
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A request that the journal has accepted. `request` is the decoded payload, or why it cannot be decoded."""
+    """A request that the journal has accepted. `request` is the decoded payload, or why it cannot be decoded.
+
+    `accepted` is the moment of its acceptance as the journal counts: its answer is for nobody before that is synced.
+    """
 
     model_id: str
     seq_id: int
     kind: str
     request: BaseModel | MintError
     arrived_at: float = 0.0
+    accepted: int = 0
 
     @staticmethod
     def decode(kind: str, payload: bytes, encoding: wire.Encoding = wire.Encoding.JSON) -> BaseModel | MintError:
@@ -101,10 +106,11 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the journal shall commit, and the files that nobody needs after that."""
+    """What the journal shall commit, the files that nobody needs then, and when one that it names is `written`."""
 
     finish: Finish
     obsolete_files: tuple[str, ...] = ()
+    written: Future[None] | None = None
 
 
 @dataclass
@@ -138,6 +144,7 @@ class _Effect:
     digest: str | None = None
     changes: dict[str, Any] = field(default_factory=dict)  # fields of `Finish`
     obsolete_files: tuple[str, ...] = ()
+    written: Future[None] | None = None
 
 
 class Trainer:
@@ -149,7 +156,7 @@ class Trainer:
         self.bases = bases
         self.data_dir = data_dir
         self.live: dict[str, LiveModel] = {}
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="mint-disk")
+        self.disk = Disk(journal)
         self._runners: dict[str, Callable[[TrainingJob, Any], _Effect]] = {
             "create_model": self._create_model,
             "forward": self._forward,
@@ -174,7 +181,7 @@ class Trainer:
             return self.fail(job, error)
         body = wire.encode_result(effect.result)
         finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes)
-        return Outcome(finish, effect.obsolete_files)
+        return Outcome(finish, effect.obsolete_files, effect.written)
 
     def fail(self, job: TrainingJob, error: MintError) -> Outcome:
         """The outcome of a request that cannot be carried out; after a pass, the gradient is gone too."""
@@ -215,7 +222,7 @@ class Trainer:
 
     def close(self) -> None:
         """Returns once all that was written survives a loss of power."""
-        self._disk.shutdown()
+        self.disk.close()
 
     # --- passes and steps ----------------------------------------------------------------------------------------
 
@@ -413,22 +420,24 @@ class Trainer:
         if self.journal.sampler(published_id) is not None:
             raise ConflictError("is taken", field="sampling_session_seq_id", value=number, remedy="Count upwards")
         live = self.live[job.model_id]
-        file = self._write_published(job.model_id, f"published/{file_stem(published_id)}.safetensors")
+        file, written = self._write_published(job.model_id, f"published/{file_stem(published_id)}.safetensors")
         self.engine.publish(job.model_id, published_id)
         live.published_seq = job.seq_id
         root = seed_root(live.lora.seed if live.seed_given else None, number)
         lora = asdict(live.lora)
         row = SamplerRow(published_id, session_id, live.base_model, None, published_id, file, lora, root)
-        return _Effect(SaveWeightsForSamplerResponse(sampling_session_id=published_id), changes={"sampler": row})
+        result = SaveWeightsForSamplerResponse(sampling_session_id=published_id)
+        return _Effect(result, changes={"sampler": row}, written=written)
 
-    def _write_published(self, model_id: str, file: str) -> str:
-        """The file of the current weights, durable: `file`, or the snapshot that holds them already."""
+    def _write_published(self, model_id: str, file: str) -> tuple[str, Future[None]]:
+        """The file of the current weights, and when it is durable: `file`, or the snapshot that holds them already."""
         live = self.live[model_id]
         if live.snapshots and live.snapshots[0].seq_id == live.weights_seq:
-            live.written.result()
-            return live.snapshots[0].file
+            if live.size_bytes > SMALL_STATE_BYTES or live.written.done():
+                live.written.result()  # a large one may not be there yet, and whatever went wrong is said here
+            return live.snapshots[0].file, live.written
         write_weights(self.data_dir / file, self.engine.read_state(model_id))
-        return file
+        return file, _done()
 
     def _snapshot(self, job: TrainingJob, digest: str, *, force: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Saves the state that a step or a load has led to, if it is time; what to commit, and files to discard."""
@@ -444,9 +453,9 @@ class Trainer:
         live.written.result()  # so that a loss of power can cost the newest alone, and the one before is replayed from
         if live.size_bytes <= SMALL_STATE_BYTES:
             write_snapshot(self.data_dir / file, state, digest=digest)
-            live.written = self._disk.submit(sync_file, self.data_dir / file)
+            live.written = self.disk.submit(sync_file, self.data_dir / file)
         else:
-            live.written = self._disk.submit(_write_durably, self.data_dir / file, state, digest)
+            live.written = self.disk.submit(_write_durably, self.data_dir / file, state, digest)
         row = SnapshotRow(job.model_id, job.seq_id, file, digest)
         kept = [row, *live.snapshots]
         live.snapshots, old = kept[:KEPT_SNAPSHOTS], kept[KEPT_SNAPSHOTS:]

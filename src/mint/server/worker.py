@@ -160,8 +160,12 @@ class Worker:
             gone += self._samplers.published(finish.sampler, finish.model_id)
         self._mark("")
         self._inbox.advance(job.model_id, job.seq_id)
-        answer = Answer(finish.result, failed=finish.status == "failed")
-        self._futures.finish({name: answer})
+
+        def tell(problem: MintError | None) -> None:
+            body = finish.result if problem is None else wire.encode_error(problem)
+            self._futures.finish({name: Answer(body, failed=problem is not None or finish.status == "failed")})
+
+        self._trainer.disk.tell_when_kept(job.accepted, outcome.written, tell)
         self._trainer.discard(gone)
 
     def _outcome(self, job: TrainingJob) -> Outcome:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from mint.wire.codec import (
     API_PREFIX,
+    APPLIED,
     MEDIA_TYPE,
+    PREFER,
+    WAIT,
     Encoding,
     decode,
     decode_error,
@@ -22,7 +25,10 @@ from mint.wire.codec import (
 
 __all__ = [
     "API_PREFIX",
+    "APPLIED",
     "MEDIA_TYPE",
+    "PREFER",
+    "WAIT",
     "Encoding",
     "decode",
     "decode_error",

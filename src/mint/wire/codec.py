@@ -25,6 +25,10 @@ T = TypeVar("T", bound=BaseModel)
 log = logging.getLogger("mint.wire")
 
 API_PREFIX = "/api/v1"
+PREFER, WAIT, APPLIED = "prefer", "wait", "preference-applied"
+"""By RFC 7240: whoever prefers to wait is answered with the result, if it comes soon enough, instead of a promise; the
+answer says in a header that it is the result."""
+
 MAX_NAMED, MAX_NAME_CHARS = 20, 100
 _READ_BY_VALIDATORS = frozenset({"betas"})
 """What messages read besides their fields."""
