@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,6 +34,13 @@ class BenchDtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class BenchDevice(StrEnum):
+    """Where all sides of `mint bench` compute."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class BenchTransport(StrEnum):
     """How `mint bench` reaches the service."""
 
@@ -44,8 +52,12 @@ Peers = Annotated[list[str] | None, typer.Option("--peer", help="whom to time ag
 Repeats = Annotated[int, typer.Option(min=1, help="timed steps of each")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads of each")]
 Dtype = Annotated[BenchDtype, typer.Option(help="of the frozen base model, on every side")]
+Device = Annotated[BenchDevice, typer.Option(help="on which all sides compute")]
+PeerPython = Annotated[
+    Path | None, typer.Option(help="interpreter with what the peers need, instead of environments of their own")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON line for each, on stdout")]
-Shape = Annotated[str, typer.Option(help="of the base model, whose weights are random: tiny, qwen3-0.6b")]
+Shape = Annotated[str, typer.Option(help="of the base model, whose weights are random: tiny, qwen3-0.6b, qwen3-4b")]
 Prompts = Annotated[int, typer.Option(min=1, help="prompts of a step")]
 Group = Annotated[int, typer.Option(min=1, help="samples of each prompt")]
 PromptTokens = Annotated[int, typer.Option(min=1, help="tokens of each prompt")]
@@ -61,6 +73,8 @@ def grpo(
     transport: Annotated[
         BenchTransport, typer.Option(help="http: time mint over HTTP too, beside mint embedded")
     ] = BenchTransport.EMBEDDED,
+    device: Device = BenchDevice.CPU,
+    peer_python: PeerPython = None,
     as_json: AsJson = False,
 ) -> None:
     """A whole GRPO step on the tiny shape, against trl, trl-best, skyrl and skyrl-best."""
@@ -75,6 +89,8 @@ def grpo(
             home=read_settings().home_dir,
             dtype=dtype.value,
             transport=transport.value,
+            device=device.value,
+            peer_python=peer_python,
         )
 
     _show(run, print_table, as_json=as_json)
@@ -91,9 +107,11 @@ def sample(
     new: New = 32,
     repeats: Repeats = 5,
     threads: Threads = 1,
+    device: Device = BenchDevice.CPU,
+    peer_python: PeerPython = None,
     as_json: AsJson = False,
 ) -> None:
-    """Samples with logprobs from a lora, against hf, hf-best, hf-shared, hf-merged, llama, and the machine's limit."""
+    """Samples with logprobs from a lora, against hf, hf-best, -shared, -merged and -static, llama, and the limit."""
     from mint.bench.report import print_table
     from mint.bench.sample import run_sample_bench  # deferred: so that other commands start sooner
 
@@ -106,6 +124,8 @@ def sample(
             threads=threads,
             home=read_settings().home_dir,
             say=_say,
+            device=device.value,
+            peer_python=peer_python,
         )
 
     _show(run, print_table, as_json=as_json)
@@ -125,6 +145,8 @@ def train(
     ] = None,
     repeats: Repeats = 5,
     threads: Threads = 1,
+    device: Device = BenchDevice.CPU,
+    peer_python: PeerPython = None,
     as_json: AsJson = False,
 ) -> None:
     """Gradient and optimizer step of a lora, against hf, hf-best, and the machine's limit."""
@@ -141,6 +163,8 @@ def train(
             threads=threads,
             home=read_settings().home_dir,
             say=_say,
+            device=device.value,
+            peer_python=peer_python,
         )
 
     _show(run, print_table, as_json=as_json)

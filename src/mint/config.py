@@ -11,7 +11,7 @@
 | `MINT_THREADS` | threads of the engine; part of what makes a run reproducible | all cores |
 | `MINT_KV_CACHE_MIB` | memory for keys and values of samples and of kept prompts, for each base model | `4096` |
 | `MINT_RECOMPUTE` | whether training computes activations again: less memory, a third more time | for long sequences |
-| `MINT_NATIVE` | whether a CPU runs mint's kernels in C: faster, other last bits | with a C compiler, on Linux |
+| `MINT_NATIVE` | whether mint's own kernels run (in C or Triton): faster, other bits | with a C compiler, on Linux |
 | `XDG_CACHE_HOME` | those kernels are kept in `mint/native` under it, for all of a user's runs | `~/.cache` |
 | `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, … (`_RL_VARIABLES`) | `run_grpo` without a config | `RLConfig` |
 | `MINT_JUDGE_API_KEY` (or `OPENAI_API_KEY`) | the key for a judge behind an OpenAI-compatible endpoint | unset |

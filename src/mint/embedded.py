@@ -13,9 +13,9 @@ from typing import Any
 
 from mint.config import Settings, allocator_is_set, let_waiting_threads_sleep, read_settings
 from mint.engine.freed_memory import keep_freed_memory
-from mint.engine.native_build import TESTED_HERE, NativeBuild
 from mint.engine.protocol import Engine
 from mint.errors import MissingExtraError
+from mint.native.build import TESTED_HERE, NativeBuild
 
 _lock = threading.Lock()
 _running: dict[Hashable, EmbeddedService] = {}
@@ -85,7 +85,7 @@ def torch_engine(settings: Settings) -> Engine:
         from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
     except ImportError as error:
         raise _missing(error) from error
-    return TorchEngine(native=native, **_engine_settings(settings))
+    return TorchEngine(native=native, gpu_kernels=settings.native is not False, **_engine_settings(settings))
 
 
 def _start_native_build(settings: Settings) -> NativeBuild | None:

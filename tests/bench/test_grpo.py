@@ -10,7 +10,7 @@ import pytest
 from fake_sides import MACHINE, SHAPE, fake, silent
 from rich.console import Console
 
-from mint.bench.contenders import ENVIRONMENTS, Contender, check_peers, make_worker
+from mint.bench.contenders import ENVIRONMENTS, Contender, check_peers, make_worker, peer_workers
 from mint.bench.grpo import PEERS, WARM_UP_STEPS, make_spec
 from mint.bench.peers import PeerEnvironment, run
 from mint.bench.report import check_same_work, comparison_row, contender_row, print_table
@@ -97,6 +97,24 @@ def test_a_contender_gets_the_common_spec_and_its_own_settings(tmp_path: Path) -
     own = make_worker("mint", Contender("mint_peer.py"), spec, tmp_path)
     assert f"MINT_MODELS=bench/base={tmp_path / 'base'}" in own.command
     assert own.command[own.command.index("-m") + 1] == "mint.bench.mint_peer"
+
+
+def test_a_gpu_is_hidden_unless_it_is_asked_for(tmp_path: Path) -> None:
+    spec = make_spec(SHAPE, base_model=tmp_path / "base", steps=1, threads=1)
+    peer = Contender("a_peer.py", "trl", {"memory_limit_bytes": 2**30})
+    for device, hidden in (("cpu", True), ("cuda", False)):
+        worker = make_worker("a", peer, spec | {"device": device}, tmp_path, {"trl": tmp_path / "python"})
+        assert ("CUDA_VISIBLE_DEVICES=" in worker.command) == hidden
+        # A driver reserves more addresses than any limit would leave.
+        assert ("memory_limit_bytes" in json.loads((tmp_path / "a.json").read_text())) == hidden
+
+
+def test_a_given_interpreter_is_used_for_all_peers_and_nothing_is_installed(tmp_path: Path) -> None:
+    spec = make_spec(SHAPE, base_model=tmp_path / "base", steps=1, threads=1)
+    python = tmp_path / "python"
+    workers = peer_workers(["trl", "skyrl"], PEERS, spec, tmp_path, tmp_path / "home", silent, python)
+    assert all(str(python) in worker.command for worker in workers)
+    assert not (tmp_path / "home").exists()
 
 
 @pytest.mark.slow

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from mint.bench.limits import decode_rows, sampling_seconds, training_seconds
+from mint.bench.limits import (
+    datasheet_flops,
+    decode_bytes,
+    decode_rows,
+    sampling_seconds,
+    training_flops,
+    training_seconds,
+)
+from mint.bench.report import bandwidth_row, flops_row
 from mint.bench.shapes import SHAPES, GrpoShape
 from mint.bench.turns import Worker
 
@@ -51,6 +59,40 @@ def test_training_counts_frozen_weights_twice_and_the_unembedding_at_targets_onl
     computed, targets = 2 * 10 + 8 * 5, 8 * 6
     flops = computed * (4 * 440.4e6 + 6 * 10.1e6) + targets * 4 * 155.6e6
     assert training_seconds(shape, RATES) == pytest.approx(flops / 400e9, rel=1e-2)
+
+
+def test_rates_of_a_gpu_are_those_with_many_rows() -> None:
+    rates = {**RATES, **{kind: {"64": 300e9, "8192": 800e9} for kind in ("block", "unembedding")}}
+    shape = GrpoShape(model=LARGE, prompt_tokens=100, max_tokens=50)
+    assert training_seconds(shape, rates, "cuda") == pytest.approx(training_seconds(shape, RATES) / 2)
+    assert sampling_seconds(shape, rates, "bfloat16", "cuda") < sampling_seconds(shape, RATES, "bfloat16")
+
+
+def test_the_model_s_flops_count_every_sequence_and_the_pairs_of_tokens_that_see_each_other() -> None:
+    short, long = (GrpoShape(model=LARGE, prompts=2, group=3, prompt_tokens=t, max_tokens=6) for t in (10, 1010))
+    pairs = 6 * (1016 * 1017 - 16 * 17) / 2
+    dense = 6 * 1000 * (4 * 440.4e6 + 6 * 10.1e6)
+    more = training_flops(long) - training_flops(short)
+    # two products forward and four backward, over 28 layers of 16 heads of 128
+    assert more == pytest.approx(dense + 6 * 2 * pairs * 28 * 16 * 128, rel=1e-3)
+
+
+def test_decoding_reads_all_weights_and_each_sequence_s_own_keys_and_values_at_every_step() -> None:
+    shape = GrpoShape(model=LARGE, prompts=2, group=3, prompt_tokens=10, max_tokens=5)
+    weights = LARGE.block_parameters + LARGE.unembedding_parameters + 16 * LARGE.lora_parameters_per_rank
+    tokens = 6 * (11 + 12 + 13 + 14)
+    assert decode_bytes(shape, "bfloat16") == 2 * (4 * weights + tokens * 28 * 2 * 8 * 128)
+
+
+def test_figures_of_a_gpu_are_shares_of_what_was_measured_and_of_the_datasheet() -> None:
+    row = {"contender": "mint", "seconds_median": 2.0}
+    found = flops_row(row, 400e12, 800e12, datasheet_flops("NVIDIA H100 80GB HBM3"))
+    assert (found["model_teraflops"], found["utilisation"]) == (200, 0.25)
+    assert found["utilisation_of_datasheet"] == pytest.approx(200 / 989)
+    assert flops_row(row, 1.0, 1.0, datasheet_flops("another"))["utilisation_of_datasheet"] is None
+    found = bandwidth_row(row, 2e12, {"read_bytes_per_second": 4e12})
+    assert (found["decode_gigabytes_per_second"], found["bandwidth_share"]) == (1000, 0.25)
+    assert flops_row({"failure": "none"}, 1.0, 1.0, None) == bandwidth_row({"failure": "none"}, 1.0, {})
 
 
 def test_rates_are_measured_for_the_rows_that_were_asked_for(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_transformers_and_mint_sample_from_the_same_weights(tmp_path: Path) -> N
     names = ["hf", "hf-best", "hf-shared", "hf-merged"]
     workers = [mint_worker(spec, tmp_path)]
     workers += [make_worker(name, PEERS[name], spec, tmp_path, pythons) for name in names]
+    workers.append(mint_worker(spec, tmp_path, "engine"))
     sides = take_turns(workers, warm_ups=1, repeats=1, say=silent)
-    assert [each.failure for each in sides] == [""] * 5
+    assert [each.failure for each in sides] == [""] * 6
     check_same_samples(sides, shape)

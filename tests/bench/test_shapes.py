@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mint.bench import shapes
 from mint.bench.shapes import GrpoShape, ModelShape, make_prompts, write_base_model
+from mint.models.tensor_files import open_tensors
 
 
 def test_the_step_has_the_stated_size() -> None:
@@ -22,6 +25,23 @@ def test_the_base_model_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert first == again
     assert first != other
+
+
+def test_a_large_base_is_written_of_random_bits_that_are_numbers_of_the_usual_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "MANY_PARAMETERS", 1000)
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_base_model(tmp_path / name, replace(ModelShape(), stored="bfloat16"), seed=seed)
+    first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert first == again != other
+    for name, stored in open_tensors(tmp_path / "a" / "model.safetensors").items():
+        values = stored.read().double()
+        if values.dim() == 1:
+            assert (values == 1).all(), name
+        else:
+            assert 0.018 < values.std() < 0.02 and abs(values.mean()) < 0.001, name
+            assert values.abs().min() >= 2**-7 and values.abs().max() < 2**-5, name
 
 
 def test_prompts_are_different_and_reproducible() -> None:

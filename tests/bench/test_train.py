@@ -82,6 +82,7 @@ def test_transformers_and_mint_take_the_same_training_step(tmp_path: Path) -> No
     workers = [mint_worker(spec, tmp_path)]
     for name, peer in peers_of(shape).items():
         workers.append(make_worker(name, peer, spec, tmp_path, {"trl": Path(sys.executable)}))
+    workers.append(mint_worker(spec, tmp_path, "engine"))
     sides = take_turns(workers, warm_ups=1, repeats=2, say=silent)
-    assert [each.failure for each in sides] == [""] * 3
+    assert [each.failure for each in sides] == [""] * 4
     check_same_training(sides, same_sequences=True)

@@ -21,6 +21,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device of this machine, for promises that hold on all of them."""
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     """A folder and the model that transformers wrote there."""
@@ -41,3 +48,9 @@ def engine(tied: tuple[Path, PreTrainedModel]) -> TorchEngine:
     engine = TorchEngine(dtype="float32", threads=1, device="cpu")
     engine.load_base("base", str(tied[0]))
     return engine
+
+
+@pytest.fixture(scope="session")
+def native_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the kernels in C are compiled, once per run."""
+    return tmp_path_factory.mktemp("native")

@@ -15,12 +15,12 @@ from small_models import write_model
 from torch import Tensor
 
 from mint.engine.attention import CHUNK
-from mint.engine.native import HEAD_DIMS, DecodedRows, NativeKernels, PackedRows
 from mint.engine.native_attention import NativePackedAttention
-from mint.engine.native_build import COMPILERS
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.protocol import SampleResult
 from mint.engine.torch_engine import TorchEngine
+from mint.native.build import COMPILERS
+from mint.native.kernels import HEAD_DIMS, DecodedRows, NativeKernels, PackedRows
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 

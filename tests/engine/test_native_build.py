@@ -13,11 +13,11 @@ import pytest
 from small_models import write_model
 
 from mint.config import Settings
-from mint.engine import native_build
 from mint.engine.freed_memory import keep_freed_memory
-from mint.engine.native_build import COMPILERS, SOURCES, NativeBuild
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import MissingExtraError
+from mint.native import build as native_build
+from mint.native.build import COMPILERS, SOURCES, NativeBuild
 
 needs_compiler = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 

@@ -7,11 +7,13 @@ import shutil
 import pytest
 import torch
 
-from mint.engine.native import NativeKernels
-from mint.engine.native_build import COMPILERS
-from mint.engine.native_products import NativeProducts
+from mint.native.build import COMPILERS
+from mint.native.kernels import NativeKernels
+from mint.native.products import NativeProducts, PackedMatrix
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
+
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(scope="module")
@@ -19,37 +21,78 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> NativeProducts:
     return NativeProducts(NativeKernels(tmp_path_factory.mktemp("native")))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (112, 96), (320, 4128)])
-def test_products_are_sums_in_float32_and_a_row_s_are_the_same_in_every_company(
-    products: NativeProducts, outputs: int, inputs: int
-) -> None:
-    generator = torch.Generator().manual_seed(inputs)
-    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+COMPANIES = [*((7, count) for count in range(1, 21)), (0, 1), (130, 1), (60, 63), (1, 64), (9, 65), (2, 127), (0, 131)]
+
+
+def _packed(products: NativeProducts, weight: torch.Tensor) -> PackedMatrix:
     packed = products.pack(weight)
     if packed is None:
-        pytest.skip("this processor does not multiply bfloat16")
+        pytest.skip("this processor has no vectors of 16 numbers, or does not multiply bfloat16")
+    return packed
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (112, 96), (320, 4128)])
+def test_products_are_sums_in_float32_and_a_row_s_are_the_same_in_every_company(
+    products: NativeProducts, outputs: int, inputs: int, dtype: torch.dtype, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(inputs)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    packed = _packed(products, weight)
     assert torch.equal(packed.dense(), weight)
-    x, residual = torch.randn(131, inputs, generator=generator), torch.randn(131, outputs, generator=generator)
+    x, residual = torch.randn(1000, inputs, generator=generator), torch.randn(1000, outputs, generator=generator)
     whole, added = packed.product(x), packed.product(x, residual)
-    exact = x.bfloat16().double() @ weight.double().t()
-    torch.testing.assert_close(whole.double(), exact, rtol=1e-4, atol=1e-6 * inputs)
-    torch.testing.assert_close(added.double(), exact + residual, rtol=1e-4, atol=1e-6 * inputs)
-    for start, count in ((0, 1), (130, 1), (5, 2), (7, 3), (1, 4), (2, 7), (3, 8), (60, 15), (0, 16), (9, 21), (0, 64)):
+    exact = x.to(dtype).double() @ weight.double().t()
+    rtol = 1e-5 if dtype == torch.float32 else 1e-4
+    torch.testing.assert_close(whole.double(), exact, rtol=rtol, atol=5e-7 * inputs)
+    torch.testing.assert_close(added.double(), exact + residual, rtol=rtol, atol=5e-7 * inputs)
+    for start, count in COMPANIES:
         rows = slice(start, start + count)
         assert torch.equal(packed.product(x[rows]), whole[rows]), f"{count} rows from {start}"
         assert torch.equal(packed.product(x[rows], residual[rows]), added[rows]), f"{count} rows from {start}"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_threads_changes_no_bit(products: NativeProducts, dtype: torch.dtype) -> None:
+    x, packed, found = torch.randn(70, 2112), _packed(products, torch.randn(352, 2112).to(dtype)), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        turned = packed.turned()
+        assert turned is not None
+        found.append((packed.product(x), turned.product(packed.product(x))))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (64, 96), (160, 448)])
+def test_a_turned_matrix_gives_the_gradient(
+    products: NativeProducts, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    weight, grad = torch.randn(outputs, inputs).to(dtype), torch.randn(37, outputs)
+    turned = _packed(products, weight).turned()
+    assert turned is not None
+    assert torch.equal(turned.dense(), weight.t())
+    exact = grad.to(dtype).double() @ weight.double()
+    torch.testing.assert_close(turned.product(grad).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_a_transpose_that_does_not_fit_is_not_made(products: NativeProducts) -> None:
+    assert _packed(products, torch.zeros(48, 64, dtype=torch.bfloat16)).turned() is None
+
+
 def test_they_say_which_matrices_do_not_fit(products: NativeProducts) -> None:
     for shape in ((100, 64), (64, 48), (64, 33)):
         assert products.pack(torch.zeros(shape, dtype=torch.bfloat16)) is None
-    assert products.pack(torch.zeros(64, 64)) is None
+    for shape in ((100, 64), (64, 40), (64, 33)):
+        assert products.pack(torch.zeros(shape)) is None
+    assert products.pack(torch.zeros(64, 64, dtype=torch.float64)) is None
 
 
-def test_what_is_not_finite_stays_so(products: NativeProducts) -> None:
-    packed = products.pack(torch.ones(16, 32, dtype=torch.bfloat16))
-    if packed is None:
-        pytest.skip("this processor does not multiply bfloat16")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_so(products: NativeProducts, dtype: torch.dtype) -> None:
+    packed = _packed(products, torch.ones(16, 32, dtype=dtype))
     x = torch.ones(3, 32)
     x[0, 5], x[1, 7] = torch.nan, torch.inf
     product = packed.product(x)
@@ -88,6 +131,52 @@ def test_a_lora_s_part_is_that_of_float64_and_a_row_s_is_the_same_in_every_compa
         own = before[start : start + count].clone()
         products.add_lora(own, x[start : start + count], a, bs, 0.75)
         assert torch.equal(own, whole[start : start + count]), f"{count} rows from {start}"
+
+
+@pytest.mark.parametrize("rows", [1, 35, 36, 191, 1000])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rank"),
+    [(16, (16,), 1), (64, (48, 16), 5), (144, (32, 16, 16), 16), (80, (80,), 40), (1040, (528,), 64)],
+)
+def test_a_lora_s_gradients_are_those_of_float64_with_any_number_of_threads(
+    products: NativeProducts, inputs: int, outputs: tuple[int, ...], rank: int, rows: int
+) -> None:
+    generator = torch.Generator().manual_seed(rank + rows)
+    x, grad = torch.randn(rows, inputs, generator=generator), torch.randn(rows, sum(outputs), generator=generator)
+    a = torch.randn(rank * len(outputs), inputs, generator=generator)
+    bs = [torch.randn(size, rank, generator=generator) for size in outputs]
+    if not products.adds_lora(a, bs):
+        pytest.skip("this processor has no vectors of 16 numbers")
+    leaves = [part.double().requires_grad_() for part in (x, a, *bs)]
+    down = (leaves[0] @ leaves[1].t()).split(rank, dim=1)
+    added = torch.cat([own @ b.t() for own, b in zip(down, leaves[2:], strict=True)], dim=1)
+    (0.75 * added).backward(grad.double())
+    before, found = torch.randn(x.shape, generator=generator), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        grad_x = before.clone()
+        found.append([*products.lora_gradient(grad, x, a, bs, 0.75, grad_x), grad_x])
+        alone = products.lora_gradient(grad, x, a, bs, 0.75)
+        assert all(map(torch.equal, found[-1], alone))  # not asking for x's changes none
+    assert all(map(torch.equal, *found))
+    expected = [leaf.grad for leaf in leaves]
+    assert expected[0] is not None
+    for ours, theirs in zip(found[0], [*expected[1:], before + expected[0]], strict=True):
+        assert theirs is not None
+        assert float((ours - theirs).abs().max()) <= 3e-6 * float(theirs.abs().max())
+
+
+def test_what_x_gets_for_a_row_is_the_same_in_every_company(products: NativeProducts) -> None:
+    x, grad, a, b = torch.randn(200, 80), torch.randn(200, 48), torch.randn(12, 80), torch.randn(48, 12)
+    if not products.adds_lora(a, [b]):
+        pytest.skip("this processor has no vectors of 16 numbers")
+    whole = torch.ones(200, 80)
+    products.lora_gradient(grad, x, a, [b], 0.5, whole)
+    for start, count in ((0, 1), (7, 5), (30, 36), (3, 61)):
+        rows = slice(start, start + count)
+        own = torch.ones(count, 80)
+        products.lora_gradient(grad[rows], x[rows], a, [b], 0.5, own)
+        assert torch.equal(own, whole[rows])
 
 
 def test_loras_of_other_widths_are_not_added(products: NativeProducts) -> None:

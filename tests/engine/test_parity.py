@@ -18,15 +18,23 @@ from mint.engine.torch_engine import TorchEngine
 Model = tuple[Path, Qwen3ForCausalLM]
 
 
+@pytest.fixture
+def engine(tied: Model, device: str) -> TorchEngine:
+    """An engine with the tied model as base `base`, on every device of this machine."""
+    engine = TorchEngine(dtype="float32", threads=1, device=device)
+    engine.load_base("base", str(tied[0]))
+    return engine
+
+
 def _log_softmax(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return model(torch.from_numpy(tokens)[None]).logits[0].log_softmax(-1).numpy()
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_logprobs_equal_those_of_transformers(shape: str, tmp_path: Path) -> None:
+def test_logprobs_equal_those_of_transformers(shape: str, device: str, tmp_path: Path) -> None:
     reference = write_model(tmp_path, shape, seed=3)
-    engine = TorchEngine(dtype="float32", threads=1, device="cpu")
+    engine = TorchEngine(dtype="float32", threads=1, device=device)
     vocab = engine.load_base("base", str(tmp_path)).vocab_size
     engine.create_model("m", "base", LORA)
     rng = np.random.default_rng(0)
@@ -49,7 +57,7 @@ def test_all_logits_of_a_prompt_equal_those_of_transformers(engine: TorchEngine,
 
 
 @pytest.mark.parametrize("rope", ["top-level", "rope_parameters"])
-def test_rope_theta_is_read_from_either_place(rope: str, tmp_path: Path) -> None:
+def test_rope_theta_is_read_from_either_place(rope: str, device: str, tmp_path: Path) -> None:
     import json
 
     reference = write_model(tmp_path, "tied", rope_parameters={"rope_type": "default", "rope_theta": 50.0})
@@ -58,7 +66,7 @@ def test_rope_theta_is_read_from_either_place(rope: str, tmp_path: Path) -> None
     config.pop("rope_theta", None)
     config |= {"rope_theta": 50.0} if rope == "top-level" else {"rope_parameters": {"rope_theta": 50.0}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    engine = TorchEngine(dtype="float32", threads=1, device="cpu")
+    engine = TorchEngine(dtype="float32", threads=1, device=device)
     engine.load_base("base", str(tmp_path))
     engine.create_model("m", "base", LORA)
     example = random_data(5, count=1)[0]
@@ -102,10 +110,10 @@ def _relative(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> flo
     "parts", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
 )
 def test_gradients_equal_those_of_peft(
-    shape: str, parts: tuple[bool, bool, bool], request: pytest.FixtureRequest
+    shape: str, parts: tuple[bool, bool, bool], device: str, request: pytest.FixtureRequest
 ) -> None:
     model: Model = request.getfixturevalue(shape)
-    engine = TorchEngine(dtype="float32", threads=1, device="cpu")
+    engine = TorchEngine(dtype="float32", threads=1, device=device)
     engine.load_base("base", str(model[0]))
     lora = LoraSpec(4, 3, *parts)
     engine.create_model("m", "base", lora)

@@ -23,7 +23,9 @@ from mint.bench.peers import LLAMA_REQUIREMENTS, SKYRL_REQUIREMENTS, TRL_REQUIRE
 from mint.bench.turns import Say, Worker
 from mint.errors import InvalidRequestError, MissingExtraError
 
-Transport = Literal["embedded", "http"]
+Transport = Literal["embedded", "http", "engine"]
+"""How mint's side reaches the engine: through the service in its own process, behind a socket, or directly, which needs
+no other packages than the engine does."""
 
 BENCH_BASE = "bench/base"
 """The name under which mint's side offers the base model."""
@@ -117,15 +119,22 @@ def work_folder(bench: str, home: Path, say: Say) -> Generator[Path]:
 
 
 def peer_workers(
-    names: Sequence[str], known: Mapping[str, Contender], spec: Mapping[str, Any], work_dir: Path, home: Path, say: Say
+    names: Sequence[str],
+    known: Mapping[str, Contender],
+    spec: Mapping[str, Any],
+    work_dir: Path,
+    home: Path,
+    say: Say,
+    python: Path | None = None,
 ) -> list[Worker]:
-    """A worker for each peer, in its environment, which is installed if it is not there yet.
+    """A worker for each peer, in its environment, which is installed if it is not there yet; or all with the
+    interpreter `python`, which has what they need.
 
     Raises:
         RequestFailedError: an installation failed.
     """
     pythons = {
-        name: peer_environment(name, home).ensure(say)
+        name: python or peer_environment(name, home).ensure(say)
         for name in dict.fromkeys(known[peer].environment for peer in names)
         if name is not None
     }
@@ -141,7 +150,10 @@ def make_worker(
 ) -> Worker:
     """The contender's process. `pythons` has the interpreters of the environments."""
     path = work_dir / f"{name}.json"
-    path.write_text(json.dumps({**spec, "work_dir": str(work_dir / name), **contender.overrides}))
+    overrides = dict(contender.overrides)
+    if spec.get("device", "cpu") != "cpu":
+        overrides.pop("memory_limit_bytes", None)  # a GPU's driver reserves far more addresses than any limit
+    path.write_text(json.dumps({**spec, "work_dir": str(work_dir / name), **overrides}))
     if contender.environment is None:
         command = [sys.executable, "-m", f"mint.bench.{contender.script.removesuffix('.py')}"]
         without, mints = REMOTE_VARIABLES, _mint_variables(spec, work_dir / name)
@@ -161,12 +173,15 @@ def make_worker(
 def mint_worker(spec: Mapping[str, Any], work_dir: Path, transport: Transport = "embedded") -> Worker:
     """mint's own process, with a data folder of its own on the disk that `home` is on."""
     name = "mint" if transport == "embedded" else f"mint-{transport}"
+    if transport == "engine":
+        return make_worker(name, Contender("engine_peer.py"), spec, work_dir)
     return make_worker(name, Contender("mint_peer.py", overrides={"transport": transport}), spec, work_dir)
 
 
-def machine_facts(load_before: float) -> dict[str, Any]:
-    """What the figures were taken on; `load_before` is the load average before they were."""
+def machine_facts(load_before: float, device: str = "cpu") -> dict[str, Any]:
+    """What the figures were taken on; `load_before` is the load average before they were, `device` a GPU's name."""
     return {
+        "device": device,
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -186,8 +201,9 @@ def cpu_name() -> str:
 
 
 def _variables(spec: Mapping[str, Any]) -> dict[str, str]:
-    """No GPU, no network, and as many threads as asked for also where torch is not asked."""
-    return {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(spec["threads"])}
+    """No network, no GPU unless asked for, and as many threads as asked for also where torch is not asked."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if spec.get("device", "cpu") == "cpu" else {}
+    return {**hidden, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(spec["threads"])}
 
 
 def _mint_variables(spec: Mapping[str, Any], home: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ from mint.bench.contenders import (
     work_folder,
 )
 from mint.bench.report import check_same_work, comparison_row, contender_row
-from mint.bench.shapes import DType, GrpoShape, make_prompts
+from mint.bench.shapes import Device, DType, GrpoShape, make_prompts
 from mint.bench.turns import take_turns
 
 WARM_UP_STEPS = 2
@@ -63,12 +63,15 @@ def run_grpo_bench(
     home: Path,
     dtype: DType = "float32",
     transport: Transport = "embedded",
+    device: Device = "cpu",
+    peer_python: Path | None = None,
 ) -> list[dict[str, Any]]:
     """One row for mint, one for each peer, and a last one with the ratios (`mint.bench.report` has their fields).
 
     `transport` "http" adds mint over HTTP, with a server in a process of its own, to be compared with mint embedded.
 
-    Peers are installed below `home/peers`, once. Progress is told on stderr.
+    Peers are installed below `home/peers`, once, unless the interpreter `peer_python` has what they need. Progress
+    is told on stderr.
 
     Raises:
         InvalidRequestError: a peer is unknown.
@@ -80,14 +83,15 @@ def run_grpo_bench(
     check_peers(peers, PEERS)
     base = kept_base(home, shape.model, seed=SEED, say=say)
     spec = make_spec(shape, base_model=base, steps=WARM_UP_STEPS + repeats, threads=threads, dtype=dtype)
+    spec["device"] = device
     load_before = os.getloadavg()[0]
     with work_folder("grpo", home, say) as folder:
         workers = [mint_worker(spec, folder, how) for how in dict.fromkeys(("embedded", transport))]
-        workers += peer_workers(peers, PEERS, spec, folder, home, say)
+        workers += peer_workers(peers, PEERS, spec, folder, home, say, peer_python)
         sides = take_turns(workers, warm_ups=WARM_UP_STEPS, repeats=repeats, say=say)
         check_same_work(sides, shape)
     rows = [contender_row(side, shape) for side in sides]
-    return [*rows, comparison_row(rows, machine_facts(load_before))]
+    return [*rows, comparison_row(rows, machine_facts(load_before, device))]
 
 
 def make_spec(

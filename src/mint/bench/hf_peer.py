@@ -9,6 +9,7 @@ answers turns. What the spec's `settings` may hold:
 - `merged`: the adapter is merged into the base; `lora_in_base_dtype`: the adapter is in float32 as shipped;
 - `shared_prompts`: prefill each prompt once and repeat its cache for the group;
 - `keep_only_targets`: in training, logits of target positions only;
+- `static_cache`: a cache of fixed size, with which transformers compiles the steps of a GPU;
 - `micro_batch`: sequences per forward and backward.
 """
 
@@ -48,9 +49,11 @@ class RunningLogprobs(LogitsProcessor):
 class _Side:
     def __init__(self, spec: dict[str, Any], *, trainable: bool) -> None:
         self.spec, self.settings = spec, spec["settings"]
+        self.device = torch.device(spec.get("device", "cpu"))
         torch.set_num_threads(spec["threads"])
         torch.manual_seed(spec["seed"])
         base = AutoModelForCausalLM.from_pretrained(spec["base_model"], dtype=getattr(torch, spec["dtype"]))
+        base.to(self.device)
         self.base_probe = score(base.eval(), spec["probe_tokens"])
         self.model: Any = PeftModel.from_pretrained(base, spec["adapter"], is_trainable=trainable)
         if self.settings.get("contiguous"):
@@ -77,7 +80,8 @@ class _Side:
     def finished(self) -> dict[str, Any]:
         """How the probe stands after."""
         packages = ("transformers", "peft", "torch")
-        return {
+        on_device = {"peak_device_bytes": torch.cuda.max_memory_allocated()} if self.device.type == "cuda" else {}
+        return on_device | {
             "probe_logprob": score(self.model, self.spec["probe_tokens"]),
             "versions": {name: importlib.metadata.version(name) for name in packages},
         }
@@ -85,7 +89,7 @@ class _Side:
     def prompts(self, index: int) -> Tensor:
         """[prompts, prompt tokens] of a step."""
         count = self.spec["prompts_per_step"]
-        return torch.tensor(self.spec["prompts"][index * count : (index + 1) * count])
+        return torch.tensor(self.spec["prompts"][index * count : (index + 1) * count], device=self.device)
 
 
 class SampleSide(_Side):
@@ -125,6 +129,8 @@ class SampleSide(_Side):
             cache.batch_repeat_interleave(group)
             prompts, group = prompts.repeat_interleave(group, 0), 1
             options["past_key_values"] = cache
+        if self.settings.get("static_cache"):
+            options["cache_implementation"] = "static"
         options |= {"input_ids": prompts, "num_return_sequences": group, "attention_mask": torch.ones_like(prompts)}
         if self.settings.get("running_logprobs"):
             running = RunningLogprobs()
@@ -138,7 +144,7 @@ class SampleSide(_Side):
         """As for all, and how far a sample's logprobs are from those of the same tokens in one forward."""
         tokens, logprobs = self.latest
         again = token_logprobs(self.model, tokens)[-len(logprobs) :]
-        return super().finished() | {"sample_logprob_error": float((again - torch.tensor(logprobs)).abs().max())}
+        return super().finished() | {"sample_logprob_error": float((again.cpu() - torch.tensor(logprobs)).abs().max())}
 
 
 class TrainSide(_Side):
@@ -148,7 +154,8 @@ class TrainSide(_Side):
         super().__init__(spec, trainable=True)
         self.model.train()
         self.optimizer = torch.optim.AdamW(
-            self.trained, lr=spec["learning_rate"], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+            *(self.trained, spec["learning_rate"], (0.9, 0.999), 1e-8, 0.0),
+            fused=self.device.type == "cuda",
         )
 
     def step(self, index: int) -> dict[str, Any]:
@@ -156,8 +163,8 @@ class TrainSide(_Side):
         size = self.spec["group_size"]
         prompts = self.prompts(index).repeat_interleave(size, 0)
         rows = slice(index * len(prompts), (index + 1) * len(prompts))
-        tokens = torch.cat([prompts, torch.tensor(self.spec["completions"][rows])], dim=1)
-        advantages = torch.tensor(self.spec["advantages"][rows])
+        tokens = torch.cat([prompts, torch.tensor(self.spec["completions"][rows], device=self.device)], dim=1)
+        advantages = torch.tensor(self.spec["advantages"][rows], device=self.device)
         loss = sum(
             self.backward(tokens[at : at + self.micro_batch], advantages[at : at + self.micro_batch])
             for at in range(0, len(tokens), self.micro_batch)
@@ -165,14 +172,16 @@ class TrainSide(_Side):
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.trained])
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"loss": loss, "gradient_norm": float(norm), "tokens": tokens.numel()}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {"loss": float(loss), "gradient_norm": float(norm), "tokens": tokens.numel()}
 
     @property
     def micro_batch(self) -> int:
         """Sequences per forward and backward."""
         return int(self.settings["micro_batch"])
 
-    def backward(self, tokens: Tensor, advantages: Tensor) -> float:
+    def backward(self, tokens: Tensor, advantages: Tensor) -> Tensor:
         """Adds the gradient of these sequences; their loss, -sum(ratio * advantage) over sampled tokens."""
         new = self.spec["max_tokens"]
         if self.settings.get("keep_only_targets"):
@@ -184,13 +193,13 @@ class TrainSide(_Side):
         ratio = (logprobs - self.spec["behaviour_logprob"]).exp()
         loss = -(ratio.view(targets.shape) * advantages[:, None]).sum()
         loss.backward()
-        return float(loss)
+        return loss.detach()
 
 
 @torch.no_grad()
 def token_logprobs(model: Any, tokens: list[int]) -> Tensor:
     """[tokens - 1] logprobs of all tokens but the first."""
-    ids = torch.tensor([tokens])
+    ids = torch.tensor([tokens], device=model.device)
     logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None])[:, 0]
 

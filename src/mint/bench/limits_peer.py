@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from mint.bench.answering import answer_turns, open_answers, read_spec
 
-READ_BYTES = 2**29
+READ_BYTES = {"cpu": 2**29, "cuda": 2**32}
+"""By kind of device: far more than its caches hold."""
 UNEMBEDDING_ROWS = 16_384
 """Of the vocabulary at most: the rate is the same beyond, and the time is not."""
 TRIES = 5
@@ -30,13 +31,15 @@ class Limits:
     def __init__(self, spec: dict[str, Any]) -> None:
         torch.set_num_threads(spec["threads"])
         self.spec, self.dtype = spec, getattr(torch, spec["dtype"])
+        self.device = torch.device(spec.get("device", "cpu"))
         self.block = [self._random(*size) for size in spec["linears"]]
         self.unembedding = [self._random(min(spec["vocabulary"], UNEMBEDDING_ROWS), spec["hidden"])]
-        self.memory = torch.ones(READ_BYTES // 4)
+        self.memory = torch.ones(READ_BYTES[self.device.type] // 4, device=self.device)
 
     def ready(self) -> dict[str, Any]:
         """What it computes with."""
-        return {"dtype": self.spec["dtype"], "threads": torch.get_num_threads()}
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return {"dtype": self.spec["dtype"], "threads": torch.get_num_threads(), "device": name}
 
     @torch.no_grad()
     def step(self, index: int) -> dict[str, Any]:
@@ -46,7 +49,7 @@ class Limits:
             "tokens": 0,
             "block": {str(count): self._rate(self.block, count) for count in rows},
             "unembedding": {str(count): self._rate(self.unembedding, count) for count in rows},
-            "read": READ_BYTES / best_seconds(lambda: self.memory.sum()),
+            "read": self.memory.nbytes / self._best_seconds(lambda: self.memory.sum()),
         }
 
     def finished(self) -> dict[str, Any]:
@@ -59,35 +62,43 @@ class Limits:
         for weight in matrices:
             inputs = self._random(rows, weight.shape[1])
             ways = [lambda x=inputs, w=weight: functional.linear(x, w)]
-            if self.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            if self.dtype == torch.float32 and self.device.type == "cpu" and torch.backends.mkldnn.is_available():
                 ways.append(lambda x=inputs, w=weight: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""))
-            seconds += min(best_seconds(way) for way in ways)
+            seconds += min(self._best_seconds(way) for way in ways)
             flops += 2 * rows * weight.numel()
         return flops / seconds
 
     def _random(self, *size: int) -> Tensor:
-        return torch.randn(size).to(self.dtype)
+        return torch.randn(size, device=self.device).to(self.dtype)
+
+    def _best_seconds(self, work: Callable[[], object]) -> float:
+        return best_seconds(work, torch.cuda.synchronize if self.device.type == "cuda" else None)
 
 
-def best_seconds(work: Callable[[], object]) -> float:
-    """The shortest of some runs; the first of all is not counted. Short work is repeated until a clock can see it."""
-    work()
-    repeats, seconds = 1, _seconds(work, 1)
+def best_seconds(work: Callable[[], object], wait: Callable[[], object] | None = None) -> float:
+    """The shortest of some runs; the first of all is not counted. Short work is repeated until a clock can see it.
+
+    `wait` returns when the device has done what it was given.
+    """
+    _seconds(work, 1, wait)
+    repeats, seconds = 1, _seconds(work, 1, wait)
     while seconds * repeats < 1e-3:
         repeats *= 2
     best, spent = float("inf"), 0.0
     for _ in range(TRIES):
-        taken = _seconds(work, repeats)
+        taken = _seconds(work, repeats, wait)
         best, spent = min(best, taken / repeats), spent + taken
         if spent > SECONDS_PER_PRODUCT:
             break
     return best
 
 
-def _seconds(work: Callable[[], object], repeats: int) -> float:
+def _seconds(work: Callable[[], object], repeats: int, wait: Callable[[], object] | None) -> float:
     started_s = time.perf_counter()
     for _ in range(repeats):
         work()
+    if wait is not None:
+        wait()
     return time.perf_counter() - started_s
 
 

@@ -16,10 +16,36 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from mint.bench.answering import answer_turns, open_answers, read_spec
+from mint.bench.answering import Side, answer_turns, open_answers, read_spec
 from mint.bench.contenders import BENCH_BASE
 from mint.bench.mint_loops import LOOPS
+
+
+class OnDevice:
+    """A loop in this process, which says at its end how much of a GPU's memory was taken at once."""
+
+    def __init__(self, loop: Side, device: str) -> None:
+        """`device`: cpu or cuda."""
+        self._loop, self._device = loop, device
+
+    def ready(self) -> dict[str, Any]:
+        """What the loop says."""
+        return self._loop.ready()
+
+    def step(self, index: int) -> dict[str, Any]:
+        """The loop's."""
+        return self._loop.step(index)
+
+    def finished(self) -> dict[str, Any]:
+        """What the loop says, and `peak_device_bytes`."""
+        found = self._loop.finished()
+        if self._device == "cuda":
+            import torch  # deferred: over a socket nothing here needs it
+
+            found["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+        return found
 
 
 class CpuClock:
@@ -58,7 +84,7 @@ def main() -> None:
     answers, spec = open_answers(), read_spec()
     loop = LOOPS[spec["work"]]
     if spec["transport"] == "embedded":
-        answer_turns(loop(spec, base_url=None), answers)
+        answer_turns(OnDevice(loop(spec, base_url=None), spec.get("device", "cpu")), answers)
         return
     with server(Path(spec["work_dir"]), spec["base_model"]) as (url, process_id):
         answer_turns(loop(spec, base_url=url), answers, CpuClock(process_id).seconds)

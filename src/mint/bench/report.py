@@ -33,7 +33,10 @@ COLUMNS = {
     "sample s": ("sample_seconds_median", ".3f"),
     "train s": ("train_seconds_median", ".3f"),
     "tokens/s": ("tokens_per_second", ".5g"),
+    "TFLOP/s": ("model_teraflops", ".1f"),
+    "GB/s": ("decode_gigabytes_per_second", ".0f"),
     "MiB": ("peak_rss_mib", "d"),
+    "GPU MiB": ("peak_device_mib", "d"),
 }
 """Columns of the table: the field that each shows, and its format; those that no row has are left out."""
 
@@ -78,7 +81,8 @@ def side_row(side: Measured, bench: str) -> dict[str, Any]:
         return {"bench": bench, "contender": side.name, "failure": side.failure}
     walls_s = side.column("wall_s")
     tokens = side.column("tokens")[0]
-    return {
+    on_device = side.finished.get("peak_device_bytes")
+    return ({} if on_device is None else {"peak_device_mib": round(on_device / 2**20)}) | {
         "bench": bench,
         "contender": side.name,
         "steps": len(side.steps),
@@ -96,6 +100,28 @@ def side_row(side: Measured, bench: str) -> dict[str, Any]:
         "threads": side.ready["threads"],
         "versions": side.finished["versions"],
     }
+
+
+def flops_row(row: Mapping[str, Any], flops: float, peak: float, datasheet: float | None) -> dict[str, Any]:
+    """The row with the model's FLOPs per second, and their share of `peak` and of the maker's `datasheet`."""
+    if "failure" in row:
+        return dict(row)
+    reached = flops / row["seconds_median"]
+    return {
+        **row,
+        "model_teraflops": reached / 1e12,
+        "utilisation": reached / peak,
+        "utilisation_of_datasheet": None if datasheet is None else reached / datasheet,
+    }
+
+
+def bandwidth_row(row: Mapping[str, Any], read: float, limit: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with how fast decoding has read its `read` bytes at least, and its share of the machine's `limit`."""
+    if "failure" in row:
+        return dict(row)
+    reached = read / row["seconds_median"]
+    share = reached / limit["read_bytes_per_second"]
+    return {**row, "decode_gigabytes_per_second": reached / 1e9, "bandwidth_share": share}
 
 
 def contender_row(side: Measured, shape: GrpoShape) -> dict[str, Any]:
@@ -189,8 +215,9 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console | None = Non
         if "failure" in side:
             console.print(f"{side['contender']}: {side['failure']}", markup=False)
     machine = comparison["machine"]
+    on = "" if machine.get("device", "cpu") == "cpu" else f"{machine['device']}; "
     console.print(
-        f"{machine['cpu']}, {machine['cores']} cores, {sides[0]['threads']} thread(s) each, "
+        f"{on}{machine['cpu']}, {machine['cores']} cores, {sides[0]['threads']} thread(s) each, "
         f"load {machine['load_before']:.1f} before and {machine['load_after']:.1f} after, "
         f"medians of {sides[0]['steps']} steps"
     )

@@ -15,6 +15,7 @@ from mint.bench.contenders import (
     BENCH_BASE,
     KEEP_FREED_MEMORY,
     Contender,
+    Transport,
     check_peers,
     machine_facts,
     make_worker,
@@ -22,9 +23,9 @@ from mint.bench.contenders import (
     peer_workers,
     work_folder,
 )
-from mint.bench.limits import WIDE_ROWS, decode_rows, sampling_seconds
-from mint.bench.report import comparison_row, limit_row, side_row, sides_of, unequal
-from mint.bench.shapes import DType, GrpoShape, make_prompt_ids
+from mint.bench.limits import WIDE_ROWS, decode_bytes, decode_rows, sampling_seconds
+from mint.bench.report import bandwidth_row, comparison_row, limit_row, side_row, sides_of, unequal
+from mint.bench.shapes import Device, DType, GrpoShape, make_prompt_ids
 from mint.bench.turns import Measured, Say, take_turns
 
 WARM_UPS = 1
@@ -32,6 +33,7 @@ SEED = 0
 MEMORY_LIMIT_BYTES = 12 * 2**30
 """Of address space, for a peer that is known to take all there is."""
 
+COMPILED = {"contiguous": True, "lora_in_base_dtype": True, "static_cache": True}
 BEST = {"contiguous": True, "running_logprobs": True, "lora_in_base_dtype": True}
 PEERS = {
     "hf": Contender("hf_peer.py", "trl", {"settings": {}, "memory_limit_bytes": MEMORY_LIMIT_BYTES}, may_fail=True),
@@ -40,14 +42,15 @@ PEERS = {
     "hf-merged": Contender(
         "hf_peer.py", "trl", {"settings": BEST | {"shared_prompts": True, "merged": True}}, KEEP_FREED_MEMORY
     ),
+    "hf-static": Contender("hf_peer.py", "trl", {"settings": COMPILED}, KEEP_FREED_MEMORY, may_fail=True),
     "llama": Contender("llama_peer.py", "llama", {"settings": {}}),
     "llama-separate": Contender("llama_peer.py", "llama", {"settings": {"separate_caches": True}}),
     "llama-q8": Contender("llama_peer.py", "llama", {"settings": {"quantized": True}}),
 }
 """Peers by name: transformers + PEFT as documented; with its memory trap fixed and the fastest settings that were
-found; the same, and each prompt computed once for its group; the same, and the adapter merged. llama.cpp without any
-adapter, and each prompt computed once: with one cache for all sequences, with one for each, and with weights in 8 bits,
-whose logprobs are not compared."""
+found; the same, and each prompt computed once for its group; the same, and the adapter merged; for GPUs, a cache of
+fixed size and compiled steps. llama.cpp without any adapter, and each prompt computed once: with one cache for all
+sequences, with one for each, and with weights in 8 bits, whose logprobs are not compared."""
 
 PROBE_TOLERANCE: dict[DType, float] = {"float32": 1e-4, "bfloat16": 2e-2}
 """By dtype: how far a probe's mean logprob per token may differ between two sides."""
@@ -57,9 +60,21 @@ SAMPLE_TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 def run_sample_bench(
-    *, peers: Sequence[str], shape: GrpoShape, dtype: DType, repeats: int, threads: int, home: Path, say: Say
+    *,
+    peers: Sequence[str],
+    shape: GrpoShape,
+    dtype: DType,
+    repeats: int,
+    threads: int,
+    home: Path,
+    say: Say,
+    device: Device = "cpu",
+    transport: Transport = "embedded",
+    peer_python: Path | None = None,
 ) -> list[dict[str, Any]]:
     """One row for mint, one for each peer, one for the limit, and a last one that compares them (`mint.bench.report`).
+
+    Peers run in their own environments, or all with the interpreter `peer_python`, which has what they need.
 
     Raises:
         InvalidRequestError: a peer is unknown.
@@ -69,24 +84,27 @@ def run_sample_bench(
     check_peers(peers, PEERS)
     base = kept_base(home, shape.model, seed=SEED, say=say)
     adapter = kept_adapter(home, shape, seed=SEED, base_name=BENCH_BASE)
-    spec = step_spec("sample", shape, base_model=base, steps=WARM_UPS + repeats, threads=threads, dtype=dtype) | {
-        "adapter": str(adapter.folder),
-        "adapter_archive": str(adapter.archive),
-    }
+    spec = step_spec(
+        "sample", shape, base_model=base, steps=WARM_UPS + repeats, threads=threads, dtype=dtype, device=device
+    )
+    spec |= {"adapter": str(adapter.folder), "adapter_archive": str(adapter.archive)}
     load_before = os.getloadavg()[0]
     with work_folder("sample", home, say) as folder:
-        workers = [mint_worker(spec, folder), *peer_workers(peers, PEERS, spec, folder, home, say)]
+        workers = [mint_worker(spec, folder, transport)]
+        workers += peer_workers(peers, PEERS, spec, folder, home, say, peer_python)
         workers.append(make_worker("limit", Contender("limits_peer.py"), spec, folder))
         *sides, limit = take_turns(workers, warm_ups=WARM_UPS, repeats=repeats, say=say)
         check_same_samples(sides, shape)
-    seconds = [sampling_seconds(shape, rates, dtype) for rates in limit.steps]
+    seconds = [sampling_seconds(shape, rates, dtype, device) for rates in limit.steps]
     limits = limit_row("sample", shape.sampled_tokens, seconds, limit.steps)
     rows = [side_row(side, "sample") | _checked(side) for side in sides]
-    return [*rows, limits, comparison_row(rows, machine_facts(load_before), limits)]
+    if device == "cuda":
+        rows = [bandwidth_row(row, decode_bytes(shape, dtype), limits) for row in rows]
+    return [*rows, limits, comparison_row(rows, machine_facts(load_before, limit.ready["device"]), limits)]
 
 
 def step_spec(
-    work: str, shape: GrpoShape, *, base_model: Path, steps: int, threads: int, dtype: DType
+    work: str, shape: GrpoShape, *, base_model: Path, steps: int, threads: int, dtype: DType, device: Device = "cpu"
 ) -> dict[str, Any]:
     """What every side is told: the work, its shape, the prompts of all steps as ids, and what else must be the same."""
     model = shape.model
@@ -102,10 +120,12 @@ def step_spec(
         "seed": SEED,
         "threads": threads,
         "dtype": dtype,
+        "device": device,
+        "rank": shape.rank,
         "linears": list(model.linears.values()),
         "hidden": model.hidden,
         "vocabulary": model.vocabulary,
-        "rows": sorted({decode_rows(shape), WIDE_ROWS}),
+        "rows": sorted({decode_rows(shape), WIDE_ROWS[device]}),
     }
 
 

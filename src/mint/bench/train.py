@@ -20,6 +20,7 @@ from mint.bench.contenders import (
     BENCH_BASE,
     KEEP_FREED_MEMORY,
     Contender,
+    Transport,
     check_peers,
     machine_facts,
     make_worker,
@@ -27,10 +28,10 @@ from mint.bench.contenders import (
     peer_workers,
     work_folder,
 )
-from mint.bench.limits import training_seconds
-from mint.bench.report import comparison_row, limit_row, side_row, sides_of, unequal
+from mint.bench.limits import WIDE_ROWS, datasheet_flops, training_flops, training_seconds
+from mint.bench.report import comparison_row, flops_row, limit_row, side_row, sides_of, unequal
 from mint.bench.sample import SEED, step_spec
-from mint.bench.shapes import DType, GrpoShape
+from mint.bench.shapes import Device, DType, GrpoShape
 from mint.bench.turns import Measured, Say, take_turns
 
 WARM_UPS = 1
@@ -47,6 +48,9 @@ SETTINGS = {
 }
 """Settings of each peer for a small vocabulary, and for a large one."""
 
+GPU_ROWS = 4096
+"""Tokens of a peer's micro-batch on a GPU: what it keeps of them for the backward, logits included, fits into 80 GB."""
+
 PROBE_TOLERANCE: dict[DType, float] = {"float32": 1e-4, "bfloat16": 2e-2}
 """By dtype: how far a probe's mean logprob per token may differ between two sides, before and after training."""
 
@@ -57,14 +61,16 @@ GRADIENT_TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 5e-2}
 """By dtype: how far the norm of the gradient may differ, relative to mint's."""
 
 
-def peers_of(shape: GrpoShape) -> dict[str, Contender]:
-    """Peers by name: transformers + PEFT as documented, with full logits; and the fastest that was found."""
+def peers_of(shape: GrpoShape, device: Device = "cpu") -> dict[str, Contender]:
+    """Peers by name: transformers + PEFT as documented, with full logits; and the fastest that was found. A GPU gets as
+    many sequences at once as should fit."""
     large = shape.model.vocabulary > SMALL_VOCABULARY
+    sequences = max(1, GPU_ROWS // (shape.prompt_tokens + shape.max_tokens)) if device == "cuda" else None
     return {
         name: Contender(
             "hf_peer.py",
             "trl",
-            {"settings": settings[large]},
+            {"settings": settings[large] | ({} if sequences is None else {"micro_batch": sequences})},
             KEEP_FREED_MEMORY if name == "hf-best" else {},
             may_fail=True,
         )
@@ -82,39 +88,52 @@ def run_train_bench(
     threads: int,
     home: Path,
     say: Say,
+    device: Device = "cpu",
+    transport: Transport = "embedded",
+    peer_python: Path | None = None,
 ) -> list[dict[str, Any]]:
     """One row for mint, one for each peer, one for the limit, and a last one that compares them (`mint.bench.report`).
 
-    With `peer_prompts`, peers do only so many of a step's prompts; then only the first step's sequences could be
-    compared, and the loss is not.
+    Peers run in their own environments, or all with the interpreter `peer_python`, which has what they need. With
+    `peer_prompts`, peers do only so many of a step's prompts; then only the first step's sequences could be compared,
+    and the loss is not.
 
     Raises:
         InvalidRequestError: a peer is unknown.
         MissingExtraError: mint's own engine is not installed.
         RequestFailedError: an installation or a worker failed, or the sides did not do the same work.
     """
-    known = peers_of(shape)
+    known = peers_of(shape, device)
     check_peers(peers, known)
     base = kept_base(home, shape.model, seed=SEED, say=say)
     adapter = kept_adapter(home, shape, seed=SEED, base_name=BENCH_BASE)
-    settings: dict[str, Any] = {"base_model": base, "steps": WARM_UPS + repeats, "threads": threads, "dtype": dtype}
+    settings: dict[str, Any] = {"base_model": base, "steps": WARM_UPS + repeats, "threads": threads}
+    settings |= {"dtype": dtype, "device": device}
     more = {"adapter": str(adapter.folder), "adapter_archive": str(adapter.archive)}
     spec = train_spec(shape, **settings) | more
     small = replace(shape, prompts=peer_prompts or shape.prompts)
     peer_spec = train_spec(small, **settings) | more
     load_before = os.getloadavg()[0]
     with work_folder("train", home, say) as folder:
-        workers = [mint_worker(spec, folder), *peer_workers(peers, known, peer_spec, folder, home, say)]
+        workers = [mint_worker(spec, folder, transport)]
+        workers += peer_workers(peers, known, peer_spec, folder, home, say, peer_python)
         workers.append(make_worker("limit", Contender("limits_peer.py"), spec, folder))
         *sides, limit = take_turns(workers, warm_ups=WARM_UPS, repeats=repeats, say=say)
         check_same_training(sides, same_sequences=small == shape)
-    seconds = [training_seconds(shape, rates) for rates in limit.steps]
+    seconds = [training_seconds(shape, rates, device) for rates in limit.steps]
     limits = limit_row("train", shape.sequences * (shape.prompt_tokens + shape.max_tokens), seconds, limit.steps)
     rows = [side_row(side, "train") | _checked(side) for side in sides]
-    return [*rows, limits, comparison_row(rows, machine_facts(load_before), limits)]
+    name = limit.ready["device"]
+    if device == "cuda":
+        peak = limits["flops_per_second"]["block"][str(WIDE_ROWS[device])]
+        flops = [training_flops(own) for own in (shape, *[small] * len(peers))]
+        rows = [flops_row(row, done, peak, datasheet_flops(name)) for row, done in zip(rows, flops, strict=True)]
+    return [*rows, limits, comparison_row(rows, machine_facts(load_before, name), limits)]
 
 
-def train_spec(shape: GrpoShape, *, base_model: Path, steps: int, threads: int, dtype: DType) -> dict[str, Any]:
+def train_spec(
+    shape: GrpoShape, *, base_model: Path, steps: int, threads: int, dtype: DType, device: Device = "cpu"
+) -> dict[str, Any]:
     """As `step_spec`, and the sequences: random completions, with advantages that cancel out within a group.
 
     The policy that sampled them is said to have drawn every token alike, which makes the ratio differ from 1.
@@ -124,7 +143,8 @@ def train_spec(shape: GrpoShape, *, base_model: Path, steps: int, threads: int, 
     completions = rng.integers(1, shape.model.vocabulary, size=(rows, shape.max_tokens))
     drawn = rng.standard_normal((steps * shape.prompts, shape.group))
     centred = drawn - drawn.mean(axis=1, keepdims=True) if shape.group > 1 else drawn
-    return step_spec("train", shape, base_model=base_model, steps=steps, threads=threads, dtype=dtype) | {
+    settings: dict[str, Any] = {"steps": steps, "threads": threads, "dtype": dtype, "device": device}
+    return step_spec("train", shape, base_model=base_model, **settings) | {
         "completions": completions.tolist(),
         "advantages": (centred.ravel() / (shape.sequences * shape.max_tokens)).tolist(),
         "behaviour_logprob": -math.log(shape.model.vocabulary),

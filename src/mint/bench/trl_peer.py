@@ -118,7 +118,7 @@ def make_trainer(spec: dict[str, Any], turns: Turns) -> GRPOTrainer:
         "adam_epsilon": 1e-8,
         "max_grad_norm": 0.0,
         "bf16": spec["dtype"] == "bfloat16",
-        "use_cpu": True,
+        "use_cpu": spec.get("device", "cpu") == "cpu",
         "use_vllm": False,
         "gradient_checkpointing": False,
         "shuffle_dataset": False,

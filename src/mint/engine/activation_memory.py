@@ -1,6 +1,6 @@
 """How many rows a training pass may run at once, and what counts as having run out of memory.
 
-The rows are a function of the base's shape, dtype and kind of device alone, for how a request is cut into micro-batches
+The rows are a function of the base's shape, dtype and the device alone, for how a request is cut into micro-batches
 decides the bits of its result. Knows nothing of data, losses or gradients.
 """
 
@@ -12,14 +12,18 @@ import torch
 
 from mint.engine.decoder_config import DecoderConfig
 
-MAX_ROWS = 4096
-"""Rows of a micro-batch where memory sets no bound; more are no faster."""
+MAX_ROWS, GPU_MAX_ROWS = 4096, 16384
+"""Rows of a micro-batch where memory sets no bound; more are no faster on a CPU. On a GPU more share the time that it
+takes to start a layer's many small operations."""
 
 MIN_ROWS = 256
 """Fewer would waste the processor: each micro-batch reads all of the base's weights twice."""
 
-ACTIVATION_BYTES = {"cpu": 768 << 20, "cuda": 16 << 30}
-"""What a forward may keep for its backward, by kind of device."""
+ACTIVATION_BYTES = 768 << 20
+"""What a forward may keep for its backward on a CPU."""
+
+GPU_SHARE = 4
+"""On a GPU that is one part in so many of its memory."""
 
 _FAILURES = re.compile(
     "can't allocate memory|not enough memory|out of memory|bad_alloc|could not create a (memory|primitive(?! desc))",
@@ -30,8 +34,10 @@ _FAILURES = re.compile(
 
 def rows_at_once(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Rows of a micro-batch."""
-    kept = ACTIVATION_BYTES.get(device.type, ACTIVATION_BYTES["cpu"])
-    return max(MIN_ROWS, min(MAX_ROWS, kept // bytes_per_row(config, dtype)))
+    kept, most = ACTIVATION_BYTES, MAX_ROWS
+    if device.type == "cuda":
+        kept, most = torch.cuda.get_device_properties(device).total_memory // GPU_SHARE, GPU_MAX_ROWS
+    return max(MIN_ROWS, min(most, kept // bytes_per_row(config, dtype)))
 
 
 def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:

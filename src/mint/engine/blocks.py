@@ -19,8 +19,8 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 
 from mint.engine.decoder_weights import LayerWeights
 from mint.engine.kernels import inverse_rms, norm_gradient, rotate, silu, swiglu, swiglu_gradient
-from mint.engine.native import NativeKernels
 from mint.engine.site_products import SiteProduct
+from mint.native.kernels import NativeKernels
 
 CACHED_ENTRIES, MIN_CHUNK = 1 << 18, 768
 """An MLP takes so many rows at once that its wide product has about so many entries (1 MB), but at least so many rows,
@@ -104,6 +104,27 @@ def _norm_backward(
         return geometry.kernels.rms_norm_backward(grad, x, inverse, weight, residual)
     out = norm_gradient(grad.mul_(weight), x, inverse)
     return out if residual is None else out.add_(residual)
+
+
+class Norm(torch.autograd.Function):
+    """`x / rms(x) · weight` of rows [T, E]."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+        """[T, E] from x [T, E]."""
+        normed, inverse = _norm(x, weight, geometry)
+        ctx.save_for_backward(x, inverse, weight)
+        ctx.geometry = geometry
+        return normed
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient for x."""
+        grad = grad.contiguous() if ctx.geometry.kernels is not None else grad.clone()
+        return _norm_backward(grad, *ctx.saved_tensors, ctx.geometry), None, None
 
 
 class AttentionInputs(torch.autograd.Function):

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mint.engine.device_arrays import upload
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: float32 could not tell the difference."""
 
@@ -80,9 +82,9 @@ def choose(
         chosen = {"greedy": greedy, "plain": ~greedy & ~restricted, "restricted": restricted}[kind]
         if not chosen.any():
             continue
-        rows = torch.from_numpy(np.flatnonzero(chosen)).to(logits.device)
         if kind == "plain" and weights is not None and chosen.all():
             return _inverse_cdf(weights, _column(uniforms, logits.device)).squeeze(1)
+        (rows,) = upload(logits.device, np.flatnonzero(chosen))
         own = logits if chosen.all() else logits[rows]
         if kind == "greedy":
             tokens[rows] = own.argmax(1)
@@ -169,4 +171,4 @@ def _search(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _column(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)[:, None]
+    return upload(device, array)[0][:, None]

@@ -19,21 +19,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.blocks import AttentionInputs, Geometry, Mlp, apply_mlp, project_heads
+from mint.engine.blocks import AttentionInputs, Geometry, Mlp, Norm, apply_mlp, project_heads
+from mint.engine.cuda_attention import MIN_HEAD_DIM, FlexPackedAttention
 from mint.engine.decoder_config import DecoderConfig
 from mint.engine.decoder_weights import LayerWeights, read_base_weights
 from mint.engine.experts import mix_experts
+from mint.engine.grouped_experts import group_experts
 from mint.engine.kernels import LoraProduct, RmsNorm, recomputed, run
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights
-from mint.engine.native import HEAD_DIMS, LANES, NativeKernels
 from mint.engine.native_attention import NativePackedAttention
-from mint.engine.native_products import NativeProducts
+from mint.engine.native_moves import NativeMoves
 from mint.engine.packed_attention import PackedAttention
 from mint.engine.packing import AttentionBlock
 from mint.engine.products import FrozenMatrix, min_rows
 from mint.engine.rope import rope_tables
 from mint.engine.site_products import MergedMatrices, SiteProduct, fit_for_merging
 from mint.models.tensor_files import StoredTensor
+from mint.native.kernels import HEAD_DIMS, LANES, NativeKernels
+from mint.native.products import NativeProducts
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,10 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         kernels: NativeKernels | None = None,
+        gpu_kernels: bool = True,
     ) -> None:
-        """Takes every tensor of a Hugging Face state dict. `kernels` attend where they can.
+        """Takes every tensor of a Hugging Face state dict. `kernels` compute what they can on a CPU; with
+        `gpu_kernels`, packed rows attend by FlexAttention on a GPU.
 
         Raises:
             InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not of its family.
@@ -78,24 +83,42 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels if device.type == "cpu" and _fits_kernels(config) else None
+        self.flexes = gpu_kernels and device.type == "cuda" and config.head_dim >= MIN_HEAD_DIM
+        self.moves = None if self.kernels is None else NativeMoves(self.kernels)
         products = None if self.kernels is None else NativeProducts(self.kernels)
         weights = read_base_weights(config, tensors, dtype=dtype, device=device, kernels=products)
+        self.weights = weights
         self._layers = weights.layers
+        self._grouped = group_experts(self.kernels, weights.layers, config)
         self._embedding, self._final_norm, self._unembedding = (
             weights.embedding,
             weights.final_norm,
             weights.unembedding,
         )
-        self._cos, self._sin = rope_tables(config, device)
+        self.rope = self._cos, self._sin = rope_tables(config, device)
         matrices = _layer_matrices(self._layers)
+        self._sites = {**matrices, UNEMBED: self._unembedding}
         self._matrices = tuple(matrices.values())
         # Many loras share one product of the base; merged, each has products of its own, which pays for small ones.
         merges = device.type == "cpu" and dtype == torch.float32 and fit_for_merging(matrices)
         self._merged = MergedMatrices(matrices) if merges else None
 
+    @property
+    def entries(self) -> int:
+        """Weights that a step of decoding reads."""
+        experts = [layer.experts for layer in self._layers if layer.experts is not None]
+        matrices = [*self._sites.values(), *(matrix for own in experts for matrix in own.gate_up + own.down)]
+        return sum(matrix.outputs * matrix.inputs for matrix in matrices)
+
+    def bytes_between(self, rows: int) -> int:
+        """What the rows that go into and come out of all products take, and what is made of the latter in between."""
+        return 4 * rows * sum(weight.inputs + 2 * weight.outputs for weight in self._sites.values())
+
     def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
         """Causal attention of packed rows."""
         heads = (self.config.num_attention_heads, self.config.num_key_value_heads)
+        if self.flexes:
+            return FlexPackedAttention(blocks, *heads, self.device)
         if self.kernels is None:
             return PackedAttention(blocks, *heads, self.device)
         return NativePackedAttention(self.kernels, blocks, *heads)
@@ -124,18 +147,18 @@ class Decoder:
             eps=config.rms_norm_eps,
             rotated=config.num_attention_heads + config.num_key_value_heads,
             head_dim=config.head_dim,
-            cos=self._cos.index_select(0, positions).unsqueeze(1),
-            sin=self._sin.index_select(0, positions).unsqueeze(1),
+            cos=self._take(self._cos, positions).unsqueeze(1),
+            sin=self._take(self._sin, positions).unsqueeze(1),
             kernels=self.kernels,
         )
-        x = self._embedding.index_select(0, tokens).float()
+        x = self._take(self._embedding, tokens)
         for index in range(len(self._layers)):
             layer = partial(self._layer, index, attention=attention, loras=loras, geometry=geometry, count=count)
             if recompute and torch.is_grad_enabled():
                 x = recomputed(layer, x)
             else:
                 x = layer(x)
-        return run(RmsNorm, x, self._final_norm, config.rms_norm_eps)[:count]
+        return run(Norm, x, self._final_norm, geometry)[:count]
 
     def _layer(
         self, index: int, x: Tensor, *, attention: Attention, loras: Sequence[LoraRows], geometry: Geometry, count: int
@@ -144,7 +167,11 @@ class Decoder:
         layer = self._layers[index]
         heads = self._heads(index, x, loras, geometry)
         mixed = pad_rows(attention(index, heads[:count]), len(x))
+        if self.moves is not None and not torch.is_grad_enabled():
+            mixed = self.moves.widen(mixed)
         x = self._linear(mixed, layer.o, f"{index}.o", loras, residual=x)
+        if index in self._grouped:
+            return pad_rows(self._grouped[index].mix(x[:count], loras), len(x))
         if layer.experts is not None and self.config.experts is not None:
             # without the padding, whose rows would go to experts that nobody else needs
             own = run(RmsNorm, x, layer.post_norm, geometry.eps)[:count], x[:count]
@@ -157,7 +184,7 @@ class Decoder:
         runs = self._site(f"{index}.qkv", layer.qkv, loras)
         if torch.is_grad_enabled():
             return run(AttentionInputs, x, layer, runs[0].product, geometry, *runs[0].product.parameters)
-        return project_heads(x, layer, partial(_multiply, runs), geometry)[0]
+        return project_heads(x, layer, partial(_multiply, runs, moves=self.moves), geometry)[0]
 
     def _mlp(self, index: int, x: Tensor, loras: Sequence[LoraRows], geometry: Geometry) -> Tensor:
         layer = self._layers[index]
@@ -169,11 +196,34 @@ class Decoder:
             products = (gate_up[0].product, down[0].product)
             parameters = (parameter for product in products for parameter in product.parameters)
             return run(Mlp, x, layer, *products, geometry, *parameters)
-        return apply_mlp(x, layer, partial(_multiply, gate_up), partial(_multiply, down), geometry)[0]
+        return apply_mlp(x, layer, *(partial(_multiply, runs, moves=self.moves) for runs in (gate_up, down)), geometry)[
+            0
+        ]
+
+    def _take(self, table: Tensor, rows: Tensor) -> Tensor:
+        """Rows of a table in float32."""
+        return table.index_select(0, rows).float() if self.moves is None else self.moves.take(table, rows)
 
     def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
         """Float32 logits [T, V] of hidden states [T, E]."""
         return self._linear_of_any(hidden, self._unembedding, UNEMBED, loras)
+
+    def runs_natively(self, loras: Sequence[LoraRows]) -> bool:
+        """Whether kernels compute all of a forward without gradient, and of its logits, for rows with `loras`."""
+        mixtures = (self._grouped.get(index) for index, layer in enumerate(self._layers) if layer.experts is not None)
+        if self.kernels is None or not all(own is not None and own.routes_natively for own in mixtures):
+            return False
+        return all(
+            _is_native(self._product(name, weight, own.weights))
+            for own in loras
+            for name, weight in self._sites.items()
+        )
+
+    def versions(self, loras: Sequence[LoraRows]) -> list[int]:
+        """Changes when a forward with `loras` would multiply with other merged matrices than before."""
+        if self._merged is None:
+            return []
+        return [own.weights.flat._version for own in loras if own.weights is not None]
 
     def logits_gradient(self, grad: Tensor, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
         """From the gradient for `logits` [T, V] that for hidden [T, E]; a lora's is added to its `.grad`. One lora
@@ -188,7 +238,7 @@ class Decoder:
     def _linear(
         self, x: Tensor, weight: FrozenMatrix, site: str, loras: Sequence[LoraRows], residual: Tensor | None = None
     ) -> Tensor:
-        return _multiply(self._site(site, weight, loras), x, residual)
+        return _multiply(self._site(site, weight, loras), x, residual, self.moves)
 
     def _linear_of_any(self, x: Tensor, weight: FrozenMatrix, site: str, loras: Sequence[LoraRows]) -> Tensor:
         """`_linear` of any number of rows; `loras` may cover more of them."""
@@ -235,7 +285,9 @@ def pad_rows(rows: Tensor, least: int) -> Tensor:
     return rows if missing <= 0 else F.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
 
 
-def _multiply(runs: Sequence[_Run], x: Tensor, residual: Tensor | None = None) -> Tensor:
+def _multiply(
+    runs: Sequence[_Run], x: Tensor, residual: Tensor | None = None, moves: NativeMoves | None = None
+) -> Tensor:
     """`residual + x @ weight.T` plus each lora's part on its rows; with a gradient, one lora covers all rows."""
     product = runs[0].product
     if torch.is_grad_enabled():
@@ -248,11 +300,18 @@ def _multiply(runs: Sequence[_Run], x: Tensor, residual: Tensor | None = None) -
             least = own.product.weight.min_rows
             added = None if residual is None else own.rows(residual, least)
             parts.append(own.product.product(own.rows(x, least), added)[: own.count])
-        return torch.cat(parts)
+        return torch.cat(parts) if moves is None else moves.join(parts, torch.empty(len(x), product.weight.outputs))
     out = product.weight.product(x, residual)
     for own in runs:
         own.product.add_lora(out[own.start : own.stop], x[own.start : own.stop])
     return out
+
+
+def _is_native(product: SiteProduct) -> bool:
+    weight, lora = product.weight, product.lora
+    if weight.min_rows != 1 or weight.kernels is None:  # only kernels treat a lone row as any other
+        return False
+    return lora is None or product.merged or weight.kernels.adds_lora(lora.a, lora.bs)
 
 
 def _cover(loras: Sequence[LoraRows], count: int, padded: int) -> Sequence[LoraRows]:

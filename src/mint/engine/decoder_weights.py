@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from mint.engine.decoder_config import DecoderConfig
-from mint.engine.native_products import NativeProducts
+from mint.engine.freed_memory import hand_back_freed_memory
 from mint.engine.products import FrozenMatrix, Unembedding
 from mint.errors import InvalidRequestError
 from mint.models.tensor_files import StoredTensor
+from mint.native.products import NativeProducts
 
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
@@ -109,11 +110,12 @@ def _read_layer(
         gate_up, down = _read_mlp(reader, mlp, hidden, config.intermediate_size, dtype, kernels)
         return replace(layer, gate_up=gate_up, down=down)
     # The router is in float32: with its inputs rounded to bfloat16, another of two near experts would be chosen.
-    router = FrozenMatrix(reader.take(f"{mlp}.gate.weight", (mixture.count, hidden)))
+    router = FrozenMatrix(reader.take(f"{mlp}.gate.weight", (mixture.count, hidden)), kernels)
     own = [
         _read_mlp(reader, f"{mlp}.experts.{expert}", hidden, mixture.intermediate_size, dtype, kernels)
         for expert in range(mixture.count)
     ]
+    hand_back_freed_memory()  # the gaps that so many pieces leave would come to a third of the model
     return replace(layer, experts=Experts(router, [gate_up for gate_up, _ in own], [down for _, down in own]))
 
 

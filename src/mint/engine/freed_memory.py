@@ -23,3 +23,11 @@ def keep_freed_memory() -> bool:
         return all(library.mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in KEPT.items())
     except (OSError, AttributeError, TypeError):
         return False
+
+
+def hand_back_freed_memory() -> None:
+    """Hands back what is free now, between what is in use as well; elsewhere than with glibc it does nothing."""
+    try:
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+    except (OSError, AttributeError, TypeError):
+        return

@@ -8,6 +8,7 @@ Letters: L layers · N cells · K kv heads · D head dimension · J kv heads sid
 from __future__ import annotations
 
 import mmap
+import sys
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from mint.engine.attention import CHUNK, MIN_QUERIES
 from mint.engine.decoder_config import DecoderConfig
+
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE, which `mmap` has from Python 3.13 on: a process that forks is not asked for all of this memory again."""
 
 NARROWEST = 16
 """Head dimension from which products may have several heads side by side without other bits (measured: 8 has them)."""
@@ -42,6 +46,11 @@ class KvCells:
     def count(self) -> int:
         """N."""
         return self._count
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """Positions of a cell, query heads, K and J."""
+        return CHUNK, self.query_heads, self.kv_heads, self.side_by_side
 
     @property
     def free(self) -> int:
@@ -85,9 +94,13 @@ class KvCells:
 
     def places(self, cells: np.ndarray, positions: np.ndarray) -> Tensor:
         """Where tokens at `positions` of their sequences lie, in cells [X]; for `write` and `read`."""
+        return torch.from_numpy(self.list_places(cells, positions)).to(self.device)
+
+    def list_places(self, cells: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """`places` that are still to be moved to the device."""
         planes = np.arange(2)[None, :, None] * self._count + cells[:, None, None]
         parts = planes * self._parts + np.arange(self._parts)
-        return torch.from_numpy((parts * CHUNK + positions[:, None, None] % CHUNK).reshape(-1)).to(self.device)
+        return (parts * CHUNK + positions[:, None, None] % CHUNK).reshape(-1)
 
     def write(self, layer: int, heads: Tensor, places: Tensor) -> None:
         """Stores the key and value heads of `heads` [X, all heads, D]."""
@@ -157,5 +170,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     # given by the operating system page by page as they are written; torch would write them all, and numpy asks for
     # pages of 2 MiB, one for every layer at once, which take milliseconds each where memory is fragmented
-    memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize, flags=flags)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -10,6 +10,7 @@ Knows nothing of models or torch; names and defaults are in `protocol.LOSSES`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -173,7 +174,7 @@ def _measure_ratio(log_ratio: np.ndarray) -> dict[str, float]:
         "ratio:mean": float(ratio.mean()),
         "ratio_max:max": float(ratio.max()),
         "ratio_min:min": float(ratio.min()),
-        "ratio_p99:max": float(np.quantile(ratio, 0.99)),
+        "ratio_p99:max": _quantile(ratio, 0.99),
         # Effective sample size as a share of the tokens, (Σr)² / (n·Σr²): 1 where all ratios are equal.
         "ess:mean": float(scaled.sum() ** 2 / (len(scaled) * (scaled**2).sum())),
         # Estimators of KL(sampler || policy), http://joschu.net/blog/kl-approx.html
@@ -183,6 +184,14 @@ def _measure_ratio(log_ratio: np.ndarray) -> dict[str, float]:
         "abs_logprob_diff:mean": float(np.abs(log_ratio).mean()),
         "abs_logprob_diff_max:max": float(np.abs(log_ratio).max()),
     }
+
+
+def _quantile(values: np.ndarray, share: float) -> float:
+    """As `np.quantile`, whose first use imports masked arrays: 15 ms of a process's first step."""
+    place = share * (len(values) - 1)
+    low, high = math.floor(place), math.ceil(place)
+    ordered = np.partition(values, [low, high])
+    return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
 
 
 def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np.ndarray) -> TokenInputs:

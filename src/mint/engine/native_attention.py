@@ -20,8 +20,8 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 from mint.engine.attention import CHUNK
 from mint.engine.kernels import run
 from mint.engine.kv_cells import KvCells
-from mint.engine.native import DecodedRows, NativeKernels, PackedRows
 from mint.engine.packing import AttentionBlock
+from mint.native.kernels import DecodedRows, NativeKernels, PackedRows
 
 
 class NativePackedAttention:

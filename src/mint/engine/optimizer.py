@@ -1,6 +1,7 @@
 """AdamW over one flat vector, step for step as `torch.optim.AdamW`, with clipping by the global norm.
 
-Knows nothing of layers, losses or where the gradient came from.
+A GPU runs torch's fused kernel, which a CPU has too: the same step in one pass, rounded in other places. Knows nothing
+of layers, losses or where the gradient came from.
 """
 
 from __future__ import annotations
@@ -29,22 +30,28 @@ class AdamState:
 
 
 @torch.no_grad()
-def step_adam(weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec) -> dict[str, float]:
+def step_adam(
+    weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec, *, fused: bool | None = None
+) -> dict[str, float]:
     """Updates `weights` and `state` in place and clears `gradient`; returns what happened.
 
     A step whose gradient, moments or weights would not be finite changes nothing but clears the gradient, and is
-    reported as `skipped_nonfinite`. `grad_norm` is always that before clipping.
+    reported as `skipped_nonfinite`. `grad_norm` is always that before clipping. `fused` None: on a GPU, whose results
+    are waited for twice, for the norm and for what became of the step.
     """
     norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
     update_norm, skipped = 0.0, True
     if math.isfinite(norm):
         if 0 < adam.grad_clip_norm < norm:
             gradient.mul_(adam.grad_clip_norm / (norm + 1e-6))  # the 1e-6 is torch's
-        updated, moved = _advance(weights, gradient, state, adam)
-        finite = (updated, moved.exp_avg_sq, moved.exp_avg)
-        skipped = not all(bool(tensor.isfinite().all()) for tensor in finite)
+        advance = _advance_fused if (weights.is_cuda if fused is None else fused) else _advance
+        updated, moved = advance(weights, gradient, state, adam)
+        finite = [tensor.isfinite().all() for tensor in (updated, moved.exp_avg_sq, moved.exp_avg)]
+        distance = torch.linalg.vector_norm(updated - weights, dtype=torch.float64)
+        *finite, distance = torch.stack([*(found.double() for found in finite), distance]).tolist()
+        skipped = not all(finite)
         if not skipped:
-            update_norm = float(torch.linalg.vector_norm(updated - weights, dtype=torch.float64))
+            update_norm = distance
             weights.copy_(updated)
             state.exp_avg, state.exp_avg_sq, state.step = moved.exp_avg, moved.exp_avg_sq, moved.step
     gradient.zero_()
@@ -67,4 +74,22 @@ def _advance(weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec
     decay = max(1 - adam.learning_rate * adam.weight_decay, -torch.finfo(torch.float32).max)
     denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - adam.beta2**step)).add_(adam.eps)
     updated = (weights * decay).addcdiv_(exp_avg, denominator, value=-step_size)
+    return updated, AdamState(exp_avg, exp_avg_sq, step)
+
+
+def _advance_fused(weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec) -> tuple[Tensor, AdamState]:
+    """As `_advance`, by one kernel over copies."""
+    step = state.step + 1
+    updated, exp_avg, exp_avg_sq = (tensor.clone() for tensor in (weights, state.exp_avg, state.exp_avg_sq))
+    torch._fused_adamw_(
+        *([updated], [gradient], [exp_avg], [exp_avg_sq], []),
+        [torch.full((), step, dtype=torch.float32, device=weights.device)],
+        lr=adam.learning_rate,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        weight_decay=adam.weight_decay,
+        eps=adam.eps,
+        amsgrad=False,
+        maximize=False,
+    )
     return updated, AdamState(exp_avg, exp_avg_sq, step)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mint.engine.attention import CHUNK
 from mint.engine.decoder import Decoder
+from mint.engine.device_arrays import upload
 from mint.engine.kv_cells import KvCells
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
 from mint.engine.packing import Span, attention_blocks
@@ -38,13 +38,15 @@ def run_prompts(decoder: Decoder, cells: KvCells, parts: Sequence[PromptPart]) -
     before = [np.arange(part.start) for part in parts]
     known = sum(part.start for part in parts)
     packed = decoder.packed_attention(attention_blocks(_spans(parts, known)))
-    written, read = (
-        cells.places(
-            np.concatenate([part.cells[own // CHUNK] for part, own in zip(parts, places, strict=True)]),
-            np.concatenate(places),
+    places = [
+        cells.list_places(
+            np.concatenate([part.cells[own // CHUNK] for part, own in zip(parts, rows, strict=True)]),
+            np.concatenate(rows),
         )
-        for places in (positions, before)
-    )
+        for rows in (positions, before)
+    ]
+    computed = np.concatenate([part.tokens[part.start :] for part in parts])
+    tokens, place, written, read = upload(decoder.device, computed, np.concatenate(positions), *places)
 
     def attention(layer: int, heads: Tensor) -> Tensor:
         cells.write(layer, heads, written)
@@ -55,9 +57,7 @@ def run_prompts(decoder: Decoder, cells: KvCells, parts: Sequence[PromptPart]) -
         extended[known:] = heads
         return packed(layer, extended)
 
-    tokens = np.concatenate([part.tokens[part.start :] for part in parts])
-    place = torch.from_numpy(np.concatenate(positions)).to(decoder.device)
-    return decoder.forward(torch.from_numpy(tokens).to(decoder.device), place, attention, _spread(parts))
+    return decoder.forward(tokens, place, attention, _spread(parts))
 
 
 def _spans(parts: Sequence[PromptPart], known: int) -> list[Span]:

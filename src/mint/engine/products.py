@@ -14,19 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.native_products import NativeProducts
+from mint.native.products import NativeProducts, PackedMatrix
 
 PACKED_ENTRIES = 1 << 18
-"""Matrices from this size on are multiplied by oneDNN, from its own layout. Smaller ones stay in a core's cache, where
-MKL is faster: GFLOP/s at 64 rows, MKL and oneDNN: 93 and 84 for 128 x 768, 66 and 103 for 1024 x 4096."""
+"""Without native kernels, matrices from this size on are multiplied by oneDNN, from its own layout. Smaller ones stay
+in a core's cache, where MKL is faster: GFLOP/s at 64 rows, MKL and oneDNN: 93 and 84 for 128 x 768, 66 and 103 for
+1024 x 4096; with the kernels 105 and 109. Of smaller ones the transpose is kept too, once a gradient has needed it."""
 
 MANY_ROWS = 128
 """From here on oneDNN is the faster one for small matrices too. Only gradients may choose by it: a product's bits must
 not depend on the number of rows."""
-
-GRADIENT_OUTPUTS = 1 << 12
-"""A gradient with a matrix of more outputs is the sum of products with so many of them: 140 to 150 became 180 to 200
-GFLOP/s for 151,936."""
 
 _MKL_ROWS, _MKL_ROWS_PER_THREAD, _ONEDNN_ROWS = 16, 4, 2
 """Below 4 rows, and below about 2 for each thread, MKL sums in another order (measured with 1 to 16 threads); oneDNN
@@ -45,19 +42,26 @@ class FrozenMatrix:
     """A matrix [O, I] of the base model, in the dtype that its products run in; it has no gradient of its own."""
 
     def __init__(self, weight: Tensor, kernels: NativeProducts | None = None, *, kept: bool = False) -> None:
-        """`weight` [O, I] in float32 or bfloat16. On a CPU one of bfloat16 is stored in the layout of `kernels`, and
-        without them a large one in oneDNN's, beside the tensor itself only if that is `kept` anyway: gradients bring it
-        back for a moment, at 1 to 3 % of the cost of 1,000 rows."""
+        """`weight` [O, I] in float32 or bfloat16. On a CPU it is stored in the layout of `kernels`, and without them a
+        large one in oneDNN's, beside the tensor itself only if that is `kept` anyway: gradients bring it back for a
+        moment, at 1 to 3 % of the cost of 1,000 rows."""
         self.outputs, self.inputs = weight.shape
         self._dtype, self._onednn = weight.dtype, _has_onednn(weight)
-        self._large = self._onednn and weight.numel() >= PACKED_ENTRIES
+        self._small = weight.numel() < PACKED_ENTRIES
+        self._large = self._onednn and not self._small
         self.kernels = kernels if weight.device.type == "cpu" else None
         self._panels = None if self.kernels is None else self.kernels.pack(weight)
+        self._turned: PackedMatrix | None = None
         self._packed = self._large and not kept and self._panels is None
         if self._packed:
             # The number of rows is a hint; one layout was the fastest from 1 to 4,096.
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
         self._weight = None if self._panels is not None and not kept else weight
+
+    @property
+    def panels(self) -> Tensor | None:
+        """What the kernels multiply with, if they do: [O, I] by its shape alone."""
+        return None if self._panels is None else self._panels.panels
 
     @property
     def min_rows(self) -> int:
@@ -94,11 +98,23 @@ class FrozenMatrix:
 
     def gradient(self, grad: Tensor) -> Tensor:
         """`grad @ weight`, float32 [T, I] from grad [T, O]: what a product's gradient gives its input."""
+        turned = self._transpose()
+        if turned is not None:
+            return turned.product(grad)
         weight = self.dense()
         grad = grad.to(self._dtype)
         # oneDNN takes the transposed view as it is.
         by_onednn = self._onednn and (self._large or len(grad) >= MANY_ROWS)
         return (_onednn_product(grad, weight.t()) if by_onednn else grad.mm(weight)).float()
+
+    def _transpose(self) -> PackedMatrix | None:
+        """The transpose in panels, where it is worth its memory: of large matrices for a moment only."""
+        if self._panels is None or (self._weight is not None and not self._small):
+            return None
+        found = self._turned or self._panels.turned()
+        if self._small:
+            self._turned = found
+        return found
 
 
 class Unembedding(FrozenMatrix):
@@ -106,9 +122,9 @@ class Unembedding(FrozenMatrix):
     embedding too."""
 
     def __init__(self, weight: Tensor, kernels: NativeProducts | None = None) -> None:
-        """`weight` [O, I] in float32 or bfloat16. A bfloat16 one on a CPU is held a second time: in the layout of the
-        `kernels`, which round rows to bfloat16 as all products with such weights do; without them in half precision,
-        scaled to hold the same numbers, whose products run in float32."""
+        """`weight` [O, I] in float32 or bfloat16. On a CPU it is held a second time: in the layout of the `kernels`,
+        which round rows to bfloat16 if the weights are; without them a bfloat16 one in half precision, scaled to hold
+        the same numbers, whose products run in float32."""
         super().__init__(weight, kernels, kept=True)
         self._halves, self._scale = None, 1.0
         halved = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and self._panels is None

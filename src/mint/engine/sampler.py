@@ -19,17 +19,16 @@ import torch
 from torch import Tensor
 
 from mint.engine.attention import BLOCK, CHUNK
-from mint.engine.choice import draw, processed_logprobs
-from mint.engine.decode_attention import DecodeAttention
+from mint.engine.cuda_step import StepGraphs
+from mint.engine.decode_step import DecodeStep, open_step
 from mint.engine.decoder import Decoder
+from mint.engine.draws import Draws, processed
 from mint.engine.kv_cells import KvCells, Lease
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
-from mint.engine.native_attention import NativeDecodeAttention
 from mint.engine.prefill import PromptPart, run_prompts
 from mint.engine.prefix_cache import Match, PrefixCache
 from mint.engine.prompt_scoring import PromptScores, asks, score_prompt, unasked_tokens
 from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener
-from mint.engine.random_stream import uniform_of
 from mint.engine.sequences import Sequences
 
 MAX_ROWS = 512
@@ -51,6 +50,7 @@ class Memory:
 
     cells: KvCells
     prefixes: PrefixCache
+    graphs: StepGraphs | None = None
     counters: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("prefilled", "reused", "sampled", "steps", "restarts"), 0)
     )
@@ -99,6 +99,7 @@ class Sampler:
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
         """No jobs yet."""
         self._decoder, self._memory = decoder, memory
+        self._draws = Draws(decoder.kernels)
         self._lease = Lease(memory.cells)
         self._sequences = Sequences()
         self._entries: dict[int, _Entry] = {}
@@ -110,7 +111,8 @@ class Sampler:
         self._row_limit = MAX_ROWS
         # Slots in the order of the batch's rows; ended ones stay until it is worth moving the others.
         self._order = np.zeros(0, np.int64)
-        self._attention: DecodeAttention | NativeDecodeAttention | None = None
+        self._ended = False  # whether there are such
+        self._step: DecodeStep | None = None
         self._loras: list[LoraRows] = []
         self._results: dict[str, SampleResult] = {}
 
@@ -153,13 +155,15 @@ class Sampler:
             self._prefill(PREFILL_TOKENS_BESIDE if decoding else PREFILL_TOKENS)
         if decoding:
             self._decode()
-        if self._sequences.of["ended"][self._order].all():
+        if self._ended and self._sequences.of["ended"][self._order].all():
             self._tidy(now=True)
 
     # --- who is in ---
 
     def _admit(self) -> None:
         """Takes in the jobs that fit now, in the order of their arrival."""
+        if not self._waiting:
+            return
         later: list[_Entry] = []
         rows = len(self._order) + sum(entry.count for entry in self._prefilling)
         while self._waiting:
@@ -233,7 +237,7 @@ class Sampler:
             self._release_prompt(entry)
         if entry.rows:
             own = self._order[self._sequences.of["entry"][self._order] == entry.arrival]
-            self._sequences.of["ended"][own] = True
+            self._sequences.of["ended"][own] = self._ended = True
 
     def _release_prompt(self, entry: _Entry) -> None:
         self._lease.release(np.concatenate([entry.cells, entry.own]), sound=entry.sound)
@@ -267,11 +271,14 @@ class Sampler:
 
     def _tidy(self, *, now: bool = False) -> None:
         """Drops ended rows where that pays."""
+        if not self._ended:
+            return
         ended = self._sequences.of["ended"][self._order]
         gone = int(ended.sum())
         if gone and (now or self._waiting or gone >= 0.25 * len(ended)):
             self._remove(self._order[ended])
             self._set_order(self._order[~ended])
+            self._ended = False
 
     def _remove(self, slots: np.ndarray) -> None:
         """Frees ended sequences; what they have computed may serve later prompts."""
@@ -299,7 +306,7 @@ class Sampler:
         order = np.lexsort((of["sample"], of["entry"], of["prompt"] + of["emitted"], loras))
         self._order = slots[order]
         self._loras = rows_of([entries[row].lora for row in order.tolist()])
-        self._attention = None
+        self._step = None
 
     # --- forward ---
 
@@ -377,58 +384,50 @@ class Sampler:
 
     def _decode(self) -> None:
         """One token further in every row."""
-        sequences, slots, device = self._sequences, self._order, self._decoder.device
-        positions = sequences.positions(slots)
-        if self._attention is None or not self._attention.fits(positions):
-            missing = slots[positions // CHUNK >= sequences.of["cells"][slots]]
+        sequences, slots = self._sequences, self._order
+        own = sequences.of[slots]
+        positions = own["prompt"] + own["emitted"] - 1
+        if self._step is None or not self._step.fits(positions):
+            missing = slots[positions // CHUNK >= own["cells"]]
             if len(missing):
                 taken = self._lease.take(len(missing)) if self._memory.prefixes.make_room(len(missing)) else None
                 if taken is None:
                     raise _OutOfCells(NO_ROOM)
                 sequences.extend(missing, taken)
-            table, fronts = sequences.cells[slots], sequences.of["front"][slots]
+            table, fronts = sequences.cells[slots], own["front"]
             fronts = np.where(fronts < 0, table[:, 0], fronts)
-            if self._decoder.kernels is None:
-                self._attention = DecodeAttention(self._memory.cells, table, fronts, positions)
-            else:
-                self._attention = NativeDecodeAttention(self._decoder.kernels, self._memory.cells, table, positions)
-        self._attention.begin_step(positions)
-        tokens = torch.from_numpy(sequences.of["last"][slots]).to(device)
-        hidden = self._decoder.forward(tokens, torch.from_numpy(positions).to(device), self._attention, self._loras)
-        self._collect(slots, self._decoder.logits(hidden, self._loras))
+            self._step = open_step(
+                *(self._decoder, self._memory.cells, table, fronts, positions, self._loras),
+                earlier=self._step,
+                graphs=self._memory.graphs,
+            )
+        self._collect(slots, self._step.run(own["last"].copy(), positions))
 
     # --- collect ---
 
     def _collect(self, slots: np.ndarray, logits: Tensor) -> None:
         """Chooses each live sequence's next token and notes it, its logprob, and whether it ends the sequence."""
         sequences = self._sequences
-        live = ~sequences.of["ended"][slots]
-        if not live.all():
-            slots, logits = slots[live], logits[torch.from_numpy(np.flatnonzero(live)).to(logits.device)]
-        if not len(slots):
+        rows = np.flatnonzero(~sequences.of["ended"][slots])
+        if not len(rows):
             return
+        slots = slots[rows]
         own = sequences.of[slots]
-        draws = uniform_of(own["stream"], own["emitted"])
-        rule = (own["temperature"], own["top_k"], own["top_p"])
-        chosen, raw = draw(logits, draws, *rule)
-        # Both in one transfer; a float64 holds either exactly.
-        found = torch.stack([chosen.double(), raw.double()]).cpu().numpy()
-        tokens, logprobs = found[0].astype(np.int64), found[1].astype(np.float32)
-        broken = ~np.isfinite(logprobs)
-        processed = np.flatnonzero(own["processed"])
-        if len(processed):
-            rows = torch.from_numpy(processed).to(logits.device)
-            tempered = processed_logprobs(logits[rows], chosen[rows], *(column[processed] for column in rule))
-            logprobs[processed] = tempered.cpu().numpy()
+        tokens, logprobs = self._draws.draw(logits, rows, sequences.of, slots)
+        finite = np.isfinite(logprobs)
+        if own["processed"].any():
+            asked = np.flatnonzero(own["processed"])
+            logprobs[asked] = processed(logits, rows[asked], own[asked], tokens[asked])
         if own["width"].any():
-            self._note_best(slots, own["width"], logits)
+            self._note_best(slots, own["width"], logits[torch.from_numpy(rows).to(logits.device)])
         ended = sequences.note(slots, tokens, logprobs)
         self._memory.counters["sampled"] += len(slots)
-        for number in np.unique(own["entry"][broken]).tolist() if broken.any() else ():
+        for number in [] if finite.all() else np.unique(own["entry"][~finite]).tolist():
             self._entries[number].sound = False
             self._close(self._entries[number], SampleResult([], error=DIVERGED))
         self._tell(own, tokens, logprobs)
         if ended.any():
+            self._ended = True
             numbers, counts = np.unique(own["entry"][ended], return_counts=True)
             for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
                 self._entries[number].left -= count

@@ -31,10 +31,15 @@ _COLUMNS = np.dtype(
         ("width", np.int64),
         ("stopped", np.bool_),
         ("ended", np.bool_),
-    ]
+    ],
+    align=True,
 )
 """`prompt` is its length, `cells` how many it has, `front` where its first block is read, `stream` what its draws come
 from, `width` that of the top-k table asked for; `ended` also where it was given up."""
+
+
+_FEWEST = 64
+"""Slots that are made at once, at least."""
 
 
 class Sequences:
@@ -96,24 +101,19 @@ class Sequences:
         for slot in slots.tolist():
             self._best.pop(slot, None)
 
-    def positions(self, slots: np.ndarray) -> np.ndarray:
-        """Where the last token of each stands in its sequence, int64 [R]."""
-        own = self.of[slots]
-        return own["prompt"] + own["emitted"] - 1
-
     def note(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """One token more for each, [R]; bool [R], whether it was the last."""
-        emitted = self.of["emitted"][slots]
+        own = self.of[slots]  # read and written as a whole: each column of a table costs as much
+        emitted = own["emitted"].copy()
         width = int(emitted.max()) + 1
         if width > self._tokens.shape[1]:
             self._tokens, self._logprobs = (_wide(rows, 2 * width) for rows in (self._tokens, self._logprobs))
         self._tokens[slots, emitted], self._logprobs[slots, emitted] = tokens, logprobs
         stopped = self._stops.stopped(slots, tokens)
-        ended = stopped | (emitted + 1 >= self.of["limit"][slots])
-        self.of["emitted"][slots] = emitted + 1
-        self.of["last"][slots] = tokens
-        self.of["stopped"][slots] = stopped
-        self.of["ended"][slots] = ended
+        emitted += 1
+        ended = stopped | (emitted >= own["limit"])
+        own["emitted"], own["last"], own["stopped"], own["ended"] = emitted, tokens, stopped, ended
+        self.of[slots] = own
         return ended
 
     def note_best(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
@@ -139,7 +139,7 @@ class Sequences:
         missing = count - len(self._free)
         if missing > 0:
             size = len(self.of)
-            grown = max(missing, size // 2)
+            grown = max(missing, size // 2, _FEWEST)
             self.of = np.concatenate([self.of, np.zeros(grown, _COLUMNS)])
             self._tokens, self._logprobs, self.cells = (
                 np.concatenate([rows, np.zeros((grown, rows.shape[1]), rows.dtype)])

@@ -68,7 +68,9 @@ class SiteProduct:
         grad_x = self.weight.gradient(grad) if for_input else None
         if self.lora is None:
             return grad_x, []
-        a, bs = self.lora.a, self.lora.bs
+        a, bs, kernels = self.lora.a, self.lora.bs, self.weight.kernels
+        if kernels is not None and kernels.adds_lora(a, bs):
+            return grad_x, kernels.lora_gradient(grad, x, a, bs, self.scale, None if self.merged else grad_x)
         x = x.float()
         down = x @ a.t()  # computed again: keeping it would cost memory in every layer
         grad_down = torch.empty_like(down)
@@ -127,10 +129,11 @@ class MergedMatrices:
         return found[1]
 
     def _merge(self, name: str, lora: LoraWeights) -> SiteProduct:
-        site, merged = lora.sites[name], self._matrices[name].dense().clone()
+        site, base = lora.sites[name], self._matrices[name]
+        merged = base.dense().clone()
         for columns, own, b in _parts(site.bs, site.a.shape[0]):
             merged[own].addmm_(b, site.a[columns], alpha=lora.scale)
-        return SiteProduct(FrozenMatrix(merged), site, lora.scale, merged=True)
+        return SiteProduct(FrozenMatrix(merged, base.kernels), site, lora.scale, merged=True)
 
 
 def _parts(bs: tuple[Tensor, ...], ranks: int) -> list[tuple[slice, slice, Tensor]]:

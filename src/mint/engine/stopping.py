@@ -24,6 +24,7 @@ class StopWatch:
         height, width = int(sequences.max()) + 1, max(1, len(rule.token_ids))
         missing = max(0, height - len(self._ids)), max(0, width - self._ids.shape[1])
         if any(missing):
+            missing = missing[0] and max(missing[0], len(self._ids)), missing[1]
             self._ids = np.pad(self._ids, ((0, missing[0]), (0, missing[1])), constant_values=-1)
         self._ids[sequences] = -1
         self._ids[sequences, : len(rule.token_ids)] = sorted(rule.token_ids)

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from mint.engine.activation_memory import rows_at_once
 from mint.engine.batch import Batch
+from mint.engine.cuda_step import StepGraphs
 from mint.engine.decoder import Decoder
 from mint.engine.decoder_config import read_decoder_config
 from mint.engine.kv_cells import KvCells
 from mint.engine.lora import LoraWeights
-from mint.engine.native import NativeKernels
-from mint.engine.native_build import NativeBuild
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.prefix_cache import PrefixCache
 from mint.engine.protocol import (
@@ -45,6 +44,8 @@ from mint.engine.sampler import Memory
 from mint.engine.training import run_pass
 from mint.errors import CheckpointError, MissingExtraError, NotFoundError
 from mint.models.folder import ModelFolder
+from mint.native.build import NativeBuild
+from mint.native.kernels import NativeKernels
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class TorchEngine:
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         recompute: bool | None = None,
         native: NativeBuild | Path | None = None,
+        gpu_kernels: bool = True,
     ) -> None:
         """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
 
@@ -88,16 +90,20 @@ class TorchEngine:
         them, and at most half, are kept for later prompts that begin alike. `recompute` has training compute its
         activations again instead of keeping them: the same bits, less memory, about a third more time; None does so
         for sequences that are too long otherwise. `native` are kernels in C, to be used on a CPU, or the folder where
-        they are compiled and kept; None uses torch's alone. The two differ in the last bits.
+        they are compiled and kept; None uses torch's alone. The two differ in the last bits. Without `gpu_kernels` a
+        GPU runs plain operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
         """
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._dtype = dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
+        if self._device.type == "cuda":
+            # Loras' products keep 10 bits of each factor beside base products that keep 7; in float32 all 23.
+            torch.set_float32_matmul_precision("high" if self._dtype == "bfloat16" else "highest")
         if threads is not None:
             torch.set_num_threads(threads)
-        self._recompute = recompute
+        self._recompute, self._gpu_kernels = recompute, gpu_kernels
         self._kernels = None if native is None or self._device.type != "cpu" else _native_kernels(native)
         self._bases: dict[str, tuple[Decoder, BaseInfo]] = {}
         self._models: dict[str, _Model] = {}
@@ -117,11 +123,16 @@ class TorchEngine:
         folder = ModelFolder(Path(path))
         config = read_decoder_config(folder.config)
         decoder = Decoder(
-            config, folder.tensors(), dtype=_DTYPES[self._dtype], device=self._device, kernels=self._kernels
+            config,
+            folder.tensors(),
+            dtype=_DTYPES[self._dtype],
+            device=self._device,
+            kernels=self._kernels,
+            gpu_kernels=self._gpu_kernels,
         )
         settings = {
             "engine": "torch",
-            "attention": "torch" if decoder.kernels is None else "native",
+            "attention": _kind_of_attention(decoder),
             "torch": torch.__version__,
             "dtype": self._dtype,
             "unembedding_dtype": "float32",
@@ -290,7 +301,8 @@ class TorchEngine:
             for published in self._published.values():
                 if published.base == base:
                     prefixes.open(published.weights)
-            self._memories[base] = Memory(cells, prefixes)
+            graphs = _step_graphs(decoder, cells) if self._gpu_kernels else None
+            self._memories[base] = Memory(cells, prefixes, graphs)
         return self._memories[base]
 
     def _add_published(self, weights_id: str, published: _Published) -> None:
@@ -311,6 +323,25 @@ class TorchEngine:
         if published is None or published.base != job.base:
             raise NotFoundError(f"are no published weights of {job.base}", field="weights_id", value=job.weights_id)
         return published.weights
+
+
+def _kind_of_attention(decoder: Decoder) -> str:
+    if decoder.flexes:
+        return "flex"
+    return "torch" if decoder.kernels is None else "native"
+
+
+def _step_graphs(decoder: Decoder, cells: KvCells) -> StepGraphs | None:
+    """CUDA graphs of decoding steps, or None where they cannot be had."""
+    if decoder.device.type != "cuda" or decoder.config.experts is not None:
+        return None
+    try:
+        # Imports Triton, which only CUDA builds of torch bring with them.
+        from mint.engine.cuda_kernels import TritonKernels
+    except ModuleNotFoundError as error:
+        log.warning("decoding without CUDA graphs, which is several times slower: %s. Install triton", error)
+        return None
+    return StepGraphs(decoder, cells, TritonKernels())
 
 
 def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mint.engine.activation_memory import ran_out, rows_at_once
 from mint.engine.decoder import Decoder
+from mint.engine.device_arrays import upload
 from mint.engine.kernels import backward
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
@@ -136,7 +137,7 @@ def _run(
     """What is found of the examples of one micro-batch, by their numbers."""
     device = decoder.device
     attention = decoder.packed_attention(batch.blocks)
-    tokens, positions = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.positions))
+    tokens, positions = upload(device, batch.tokens, batch.positions)
     with torch.set_grad_enabled(gradient):
         rows = [LoraRows(0, len(tokens), lora)]
         hidden = decoder.forward(tokens, positions, attention, rows, recompute=recompute)
@@ -150,16 +151,19 @@ def _run(
         trained=_trained_pairs(data, batch) if gradient else None,
     )
     own = [data[index] for index in batch.datum_ids]
-    logprobs = _split(pairs.logprobs.cpu().numpy()[batch.pair_of_cell], [datum.targets.shape for datum in own])
-    entropies = _split(pairs.entropies.cpu().numpy()[batch.row_of_position], [datum.tokens.shape for datum in own])
+    # Where a GPU's work is waited for: once in a micro-batch.
+    found = torch.cat([pairs.logprobs, pairs.entropies]).cpu().numpy()
+    of_pairs, of_rows = np.split(found, [len(pairs.logprobs)])
+    logprobs = _split(of_pairs[batch.pair_of_cell], [datum.targets.shape for datum in own])
+    entropies = _split(of_rows[batch.row_of_position], [datum.tokens.shape for datum in own])
     losses, slopes = zip(*(loss_and_slope(loss, *pair) for pair in zip(own, logprobs, strict=True)), strict=True)
     if gradient:
         # Cells that share a pair (a common prefix) add up.
         weights = np.concatenate([slope.reshape(-1) for slope in slopes])
         pair_slopes = np.bincount(batch.pair_of_cell, weights=weights, minlength=len(batch.pair_rows))
         _backward(hidden, pairs, pair_slopes.astype(np.float32))
-    found = (_Found(*parts) for parts in zip(logprobs, entropies, losses, strict=True))
-    return dict(zip(batch.datum_ids, found, strict=True))
+    results = (_Found(*parts) for parts in zip(logprobs, entropies, losses, strict=True))
+    return dict(zip(batch.datum_ids, results, strict=True))
 
 
 def _trained_pairs(data: Sequence[TrainDatum], batch: MicroBatch) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,11 +19,15 @@ from torch import Tensor
 
 from mint.engine.choice import cached_rows, exponentials, row_blocks
 from mint.engine.decoder import Decoder
+from mint.engine.device_arrays import upload
 from mint.engine.lora import UNEMBED, LoraRows
 
 CHUNK_ENTRIES, MIN_CHUNK_ROWS = 1 << 20, 192
 """Logits computed at once: 4 MB in float32; but never fewer than so many rows, for each chunk reads the whole
 unembedding, and from there on products are no faster."""
+
+GPU_CHUNK_ENTRIES = 1 << 28
+"""On a GPU: 1 GB, for there a product of few rows takes no longer than to start it."""
 
 
 class TargetLogprobs:
@@ -44,10 +49,10 @@ class TargetLogprobs:
         both int64 [U]. All logits are divided by `temperature`. `trained` [U] are the pairs that may have a gradient
         (None: none has); one lora covers all rows then."""
         self._decoder, self._hidden, self._loras = decoder, hidden, loras
-        self._rows, self._targets = rows, torch.from_numpy(targets).to(hidden.device)
+        self._rows, (self._targets,) = rows, upload(hidden.device, targets)
         # On the device and not a Python number: by those, a GPU multiplies with the rounded reciprocal.
-        self._heat = torch.tensor(temperature, dtype=torch.float32, device=hidden.device)
-        self._tempered = temperature != 1.0
+        self._heat = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
+        self._temperature = np.float32(temperature)
         self.logprobs, self.entropies = (torch.empty(len(x), device=hidden.device) for x in (rows, hidden))
         # Pairs whose gradient is made at once: those that are the only ones trained in their rows.
         self._single = np.zeros(len(rows), bool)
@@ -62,20 +67,22 @@ class TargetLogprobs:
     def hidden_gradient(self, slopes: np.ndarray) -> Tensor:
         """The gradient for hidden of Σ slopes · logprobs, slopes float32 [U], 0 where not trained; that of an
         unembedding lora is added to its `.grad`."""
-        if self._tempered:
-            slopes = slopes / np.float32(self._heat.item())
+        slopes = slopes / self._temperature
         device = self._hidden.device
         # Summed here, for a GPU would add in another order each time.
         totals = np.bincount(self._rows, weights=slopes, minlength=len(self._hidden)).astype(np.float32)
         gradient = torch.zeros_like(self._hidden)
         if self._unit is not None:
-            gradient = self._unit * torch.from_numpy(totals).to(device)[:, None]
+            gradient = self._unit * upload(device, totals)[0][:, None]
         used = np.flatnonzero((slopes != 0) & ~self._single)
+        if not len(used):
+            return gradient
         trained, places = np.unique(self._rows[used], return_inverse=True)
-        targets = self._targets[torch.from_numpy(used).to(device)]
-        pair_slopes, row_slopes = (torch.from_numpy(array).to(device) for array in (slopes[used], totals[trained]))
+        used_pairs, trained_rows = upload(device, used, trained)
+        targets = self._targets[used_pairs]
+        pair_slopes, row_slopes = upload(device, slopes[used], totals[trained])
         for chunk in _chunks(places, len(trained), self._decoder.config.vocab_size, device):
-            own = torch.from_numpy(trained[chunk.rows]).to(device)
+            own = trained_rows[chunk.rows]
             hidden = self._hidden[own]
             weights, _ = exponentials(self._logits(hidden))
             # d logprob / d logits = onehot - softmax
@@ -88,39 +95,48 @@ class TargetLogprobs:
         hidden = self._hidden[chunk.rows]
         logits = self._logits(hidden)
         at_targets = logits[chunk.places, self._targets[chunk.pairs]]
-        normaliser = torch.empty(len(hidden), device=hidden.device)
         single = np.zeros(len(hidden), bool)
         single[self._rows[chunk.pairs][self._single[chunk.pairs]] - chunk.rows.start] = True
-        # Takes the place of the logits, those of earlier rows being done with.
-        pulls, filled = logits.view(self._decoder.dtype)[:, : logits.shape[1]], 0
-        size = len(hidden) if hidden.is_cuda else cached_rows(logits)
+        normaliser, self.entropies[chunk.rows], pulls = self._weigh(logits, single)
+        self.logprobs[chunk.pairs] = at_targets - normaliser[chunk.places]
+        if self._unit is not None and len(pulls):
+            # d logprob / d logits = onehot - softmax; its slope will only multiply it.
+            (pairs,) = upload(hidden.device, np.flatnonzero(self._single[chunk.pairs]))
+            order = torch.arange(len(pulls), device=hidden.device)
+            rest = torch.expm1(self.logprobs[chunk.pairs][pairs]).neg_()
+            pulls[order, self._targets[chunk.pairs][pairs]] = rest.to(pulls.dtype)
+            own = chunk.places[pairs]
+            gradient = self._decoder.logits_gradient(pulls, hidden[own], self._loras)
+            self._unit[own + chunk.rows.start] = gradient
+
+    def _weigh(self, logits: Tensor, single: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """logsumexp and entropy of each row, and the negative softmax of those that are `single`, in the place of the
+        logits and in the dtype in which it will be multiplied."""
+        pulls, kernels = logits.view(self._decoder.dtype)[:, : logits.shape[1]], self._decoder.kernels
+        if kernels is not None:
+            pulled = torch.from_numpy(single.astype(np.int64))
+            normaliser, entropies = kernels.weigh_rows(logits, pulled, self._decoder.dtype)
+            return normaliser, entropies, pulls if single.all() else pulls[pulled.bool()]
+        normaliser, entropies = (torch.empty(len(logits), device=logits.device) for _ in range(2))
+        filled, size = 0, len(logits) if logits.is_cuda else cached_rows(logits)
         room = torch.empty_like(logits[: 2 * size])
-        for rows in row_blocks(len(hidden), size):
+        for rows in row_blocks(len(logits), size):
             own, mask = logits[rows], single[rows]
             weights, normaliser[rows] = exponentials(own, room[: len(own)])
             total = weights.sum(1)
             # H = log Z - Σ p·z
             spread = torch.linalg.vecdot(weights, own).div_(total)
-            self.entropies[chunk.rows][rows] = normaliser[rows] - spread
+            entropies[rows] = normaliser[rows] - spread
             if mask.any():
                 weights.div_(-total[:, None])
-                trained = weights if mask.all() else weights[torch.from_numpy(np.flatnonzero(mask)).to(hidden.device)]
+                trained = weights if mask.all() else weights[upload(logits.device, np.flatnonzero(mask))[0]]
                 pulls[filled : filled + len(trained)] = trained
                 filled += len(trained)
-        self.logprobs[chunk.pairs] = at_targets - normaliser[chunk.places]
-        if self._unit is not None and filled:
-            # d logprob / d logits = onehot - softmax; its slope will only multiply it.
-            pairs = torch.from_numpy(np.flatnonzero(self._single[chunk.pairs])).to(hidden.device)
-            order = torch.arange(filled, device=hidden.device)
-            rest = torch.expm1(self.logprobs[chunk.pairs][pairs]).neg_()
-            pulls[order, self._targets[chunk.pairs][pairs]] = rest.to(pulls.dtype)
-            own = chunk.places[pairs]
-            gradient = self._decoder.logits_gradient(pulls[:filled], hidden[own], self._loras)
-            self._unit[own + chunk.rows.start] = gradient
+        return normaliser, entropies, pulls[:filled]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._decoder.logits(hidden, self._loras)
-        return logits.div_(self._heat) if self._tempered else logits
+        return logits if self._temperature == 1 else logits.div_(self._heat)
 
 
 @dataclass(frozen=True)
@@ -145,15 +161,17 @@ def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraR
 
 def _chunks(rows: np.ndarray, count: int, vocab_size: int, device: torch.device) -> Iterator[_Chunk]:
     """`count` rows in order, with the pairs whose ascending `rows` fall into each chunk."""
-    for own in row_slices(count, vocab_size):
-        first, last = np.searchsorted(rows, (own.start, own.stop)).tolist()
-        places = torch.from_numpy(rows[first:last] - own.start).to(device)
-        yield _Chunk(own, slice(first, last), places)
+    slices = list(row_slices(count, vocab_size, CHUNK_ENTRIES if device.type == "cpu" else GPU_CHUNK_ENTRIES))
+    ends = np.searchsorted(rows, [0, *(own.stop for own in slices)])
+    firsts = np.repeat(np.array([own.start for own in slices], np.int64), np.diff(ends))
+    (places,) = upload(device, rows - firsts)
+    for own, (first, last) in zip(slices, pairwise(ends.tolist()), strict=True):
+        yield _Chunk(own, slice(first, last), places[first:last])
 
 
-def row_slices(count: int, vocab_size: int) -> Iterator[slice]:
-    """Runs of rows whose logits may exist at once, of about one size."""
-    size = max(MIN_CHUNK_ROWS, CHUNK_ENTRIES // vocab_size)
+def row_slices(count: int, vocab_size: int, entries: int | None = None) -> Iterator[slice]:
+    """Runs of rows whose logits, `entries` or `CHUNK_ENTRIES` of them, may exist at once, of about one size."""
+    size = max(MIN_CHUNK_ROWS, (entries or CHUNK_ENTRIES) // vocab_size)
     size = -(-count // max(1, -(-count // size)))
     for start in range(0, count, max(1, size)):
         yield slice(start, min(start + size, count))

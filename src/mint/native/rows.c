@@ -4,7 +4,7 @@
 
    Letters: T rows, H heads of a row, D head dimension, I the MLP's inner width. */
 
-#include "native_lanes.h"
+#include "lanes.h"
 
 INLINE float inverse_rms(const float *x, int64_t width, float eps) {
     vf total = {0};

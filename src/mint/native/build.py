@@ -18,8 +18,8 @@ from pathlib import Path
 
 from mint.errors import MissingExtraError
 
-SOURCES = tuple(sorted(Path(__file__).parent.glob("native*.c")))
-HEADERS = tuple(sorted(Path(__file__).parent.glob("native*.h")))
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.c")))
+HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
     *("-O2", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-Wno-psabi"),

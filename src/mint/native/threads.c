@@ -1,9 +1,6 @@
 /* Runs kernels one after another, each over its parts on several threads: those of torch, where both have OpenMP. */
 
-#include <stdint.h>
-
-/* Parts `first` to `last` of what there is to do; 0, or why it could not be done. */
-typedef int Kernel(const void *arguments, int64_t first, int64_t last);
+#include "calls.h"
 
 /* `count` parts, for several threads at once where `wide` is set. */
 typedef struct {
@@ -24,6 +21,22 @@ int run_operations(const Operation *operations, int64_t count, int64_t threads) 
             int code = own->kernel(own->arguments, own->count * part / parts, own->count * (part + 1) / parts);
             if (code > worst) worst = code;
         }
+    }
+    return worst;
+}
+
+typedef struct {
+    const Operation *operations;
+    int64_t count;
+} Sequence;
+
+/* Sequences that have nothing to do with one another, side by side: each on one thread, which waits for nobody. */
+int run_sequences(const Sequence *sequences, int64_t count) {
+    int worst = 0;
+#pragma omp parallel for num_threads(count) reduction(max : worst) schedule(static, 1) if (count > 1)
+    for (int64_t i = 0; i < count; i++) {
+        int code = run_operations(sequences[i].operations, sequences[i].count, 1);
+        if (code > worst) worst = code;
     }
     return worst;
 }

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.native_build import NativeBuild
-from mint.engine.native_threads import Int64, NativeThreads
+from mint.native.build import NativeBuild
+from mint.native.threads import Int64, NativeThreads
 
 HEAD_DIMS = frozenset({32, 64, 128})
 """Head dimensions that the kernels are compiled for."""
@@ -23,7 +23,7 @@ LANES = 16
 
 
 class PackedRows(ctypes.Structure):
-    """`Packed` in native_lanes.h; keeps the arrays that it points to."""
+    """`Packed` in lanes.h; keeps the arrays that it points to."""
 
     _fields_ = (
         *((name, Int64) for name in ("rows", "total_heads", "query_heads", "kv_heads", "longest")),
@@ -41,7 +41,7 @@ class PackedRows(ctypes.Structure):
 
 
 class DecodedRows(ctypes.Structure):
-    """`Decode` in native_attention.c; keeps the arrays that it points to."""
+    """`Decode` in attention.c; keeps the arrays that it points to."""
 
     _fields_ = (
         *(
@@ -73,10 +73,10 @@ class NativeKernels:
             MissingExtraError: there is no C compiler, or it refuses.
         """
         self._libraries = (NativeBuild(build) if isinstance(build, Path) else build).libraries()
-        self._attention, self._gradients, self._rows = map(
-            self.load, ("native_attention", "native_gradients", "native_rows")
+        self._attention, self._gradients, self._rows, self._choice = map(
+            self.load, ("attention", "gradients", "rows", "choice")
         )
-        self.threads = NativeThreads(self.load("native_threads"))
+        self.threads = NativeThreads(self.load("threads"))
 
     def load(self, source: str) -> ctypes.CDLL:
         """The functions of a file in C, by its name without suffix."""
@@ -181,6 +181,19 @@ class NativeKernels:
             work=qkv.numel(),
         )
         return out
+
+    def weigh_rows(self, logits: Tensor, pulled: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """logsumexp and entropy, both [R], of logits [R, V]. Rows that are `pulled` (int64 [R], 0: not) are overwritten
+        by their negative softmax in `dtype`, from the row's beginning on."""
+        (count, width), normalisers = logits.shape, logits.new_empty(len(logits))
+        entropies = torch.empty_like(normalisers)
+        self.threads.run(
+            self._choice.weigh_rows,
+            count,
+            *(logits, width, dtype == torch.bfloat16, pulled, normalisers, entropies),
+            work=logits.numel(),
+        )
+        return normalisers, entropies
 
 
 def _kind(heads: Tensor) -> tuple[int, bool]:

@@ -5,7 +5,7 @@
 
    Letters: T rows of heads, H heads of a row, K kv heads, G query heads per kv head, D head dimension. */
 
-#include "native_lanes.h"
+#include "lanes.h"
 
 #define QUERIES 8
 #define COLUMNS (2 * LANES) /* head dimensions are multiples of this */
@@ -86,17 +86,22 @@ static void add_outer(const float *factors, int64_t width, const float *rows, in
     }
 }
 
-/* From scores to shares, and from d / d share to d / d score, for the first `keys`; zeros from there to `padded`. */
-static void softmax_backward(float *shares, float *slopes, int64_t keys, int64_t padded) {
-    vf total = {0};
-    float inverse = exponentials(shares, keys);
-    for (int64_t j = keys; j < padded; j++) shares[j] = slopes[j] = 0;
-    for (int64_t j = 0; j < keys; j += LANES) {
-        *(vf *)(shares + j) *= inverse;
-        total += *(vf *)(shares + j) * *(vf *)(slopes + j);
+/* Of up to 8 queries: from scores to shares, and from d / d share to d / d score; zeros from their own `keys` to `padded`. */
+static void softmax_backward(float *const *shares, float *const *slopes, const int64_t *keys, int64_t count, int64_t padded) {
+    vf total[LANES] = {{0}}, inverse = exponentials(shares, keys, count, 1.0f);
+    for (int64_t p = 0; p < count; p++) {
+        int64_t last = (keys[p] - 1) / LANES * LANES;
+        *(vf *)(slopes[p] + last) = first_lanes(*(vf *)(slopes[p] + last), keys[p] - last, 0);
+        for (int64_t j = 0; j <= last; j += LANES) {
+            *(vf *)(shares[p] + j) *= inverse[p];
+            total[p] += *(vf *)(shares[p] + j) * *(vf *)(slopes[p] + j);
+        }
+        for (int64_t j = last + LANES; j < padded; j += LANES) *(vf *)(shares[p] + j) = *(vf *)(slopes[p] + j) = (vf){0};
     }
-    float mean = sum(total);
-    for (int64_t j = 0; j < keys; j += LANES) *(vf *)(slopes + j) = *(vf *)(shares + j) * (*(vf *)(slopes + j) - mean);
+    vf mean = sums(total);
+    for (int64_t p = 0; p < count; p++)
+        for (int64_t j = 0; j < keys[p]; j += LANES)
+            *(vf *)(slopes[p] + j) = *(vf *)(shares[p] + j) * (*(vf *)(slopes[p] + j) - mean[p]);
 }
 
 static int64_t keys_of(const Packed *p, int64_t r) { return p->prefix_count[r] + p->row[r] - p->own[r] + 1; }
@@ -106,23 +111,13 @@ static int64_t row_of_key(const Packed *p, int64_t r, int64_t j) {
     return j < p->prefix_count[r] ? p->prefix[r] + j : p->own[r] + j - p->prefix_count[r];
 }
 
-/* The rows from r on that have the keys of one another, up to themselves. */
-static int64_t end_of_span(const Packed *p, int64_t r) {
-    int64_t end = r + 1;
-    while (end < p->rows && p->own[end] == p->own[r] && p->prefix[end] == p->prefix[r] &&
-           p->prefix_count[end] == p->prefix_count[r] && p->row[end] > p->row[end - 1])
-        end++;
-    return end;
-}
-
 /* Rows [count, D] 16 side by side: [count / 16, D, 16]. */
 static void turn(const float *rows, int64_t count, int64_t dim, float *turned) {
-    for (int64_t j = 0; j < count; j += LANES)
-        for (int64_t d = 0; d < dim; d++) {
-            float *to = turned + j * dim + d * LANES;
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) to[i] = rows[(j + i) * dim + d];
-        }
+    for (int64_t j = 0; j < count; j += LANES) {
+        const char *own[LANES];
+        for (int64_t i = 0; i < LANES; i++) own[i] = (const char *)(rows + (j + i) * dim);
+        for (int64_t d = 0; d < dim; d += LANES) turn_words(own, d * sizeof(float), turned + j * dim + d * LANES);
+    }
 }
 
 static void read_span(const Packed *p, int64_t last, int64_t k, const char *heads, int half, Span *span) {
@@ -171,11 +166,15 @@ static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, i
     memset(block->grads + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
     times_turned(block->queries, dim, span->turned_keys, padded, block->shares, width);
     times_turned(block->grads, dim, span->turned_values, padded, block->slopes, width);
+    float *shares[QUERIES], *slopes[QUERIES];
+    int64_t keys[QUERIES];
     for (int64_t i = 0; i < QUERIES; i++) {
-        float *shares = block->shares + i * width, *slopes = block->slopes + i * width;
-        if (i < used) softmax_backward(shares, slopes, keys_of(p, r + i / heads_taken), padded);
-        else memset(shares, 0, sizeof(float) * padded), memset(slopes, 0, sizeof(float) * padded);
+        shares[i] = block->shares + i * width;
+        slopes[i] = block->slopes + i * width;
+        if (i < used) keys[i] = keys_of(p, r + i / heads_taken);
+        else memset(shares[i], 0, sizeof(float) * padded), memset(slopes[i], 0, sizeof(float) * padded);
     }
+    softmax_backward(shares, slopes, keys, used, padded);
     mix_keys(block->slopes, width, span->keys, padded, dim, block->found);
     add_outer(block->slopes, width, block->queries, padded, dim, span->key_grads);
     add_outer(block->shares, width, block->grads, padded, dim, span->value_grads);
@@ -212,9 +211,9 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
     for (int i = 0; i < 3; i++, next += QUERIES * dim) *small[i] = next;
     block.shares = next;
     block.slopes = next + QUERIES * width;
-    for (int64_t k = first; k < last; k++)
-        for (int64_t r = 0, end; r < p->rows; r = end) {
-            end = end_of_span(p, r);
+    for (int64_t r = 0, end; r < p->rows; r = end) {
+        end = end_of_span(p, r, p->rows);
+        for (int64_t k = first; k < last; k++) {
             read_span(p, end - 1, k, heads, half, &span);
             for (int64_t own = r; own < end; own += rows)
                 for (int64_t g = 0; g < groups; g += together)
@@ -222,6 +221,7 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
                               g + together < groups ? together : groups - g, heads, grad_out, half, &span, &block, grads);
             add_span(p, end - 1, k, &span, grads);
         }
+    }
     free(memory);
     return 0;
 }

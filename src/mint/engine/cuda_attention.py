@@ -1,0 +1,151 @@
+"""Causal attention of packed rows on a GPU: what `packed_attention` computes, by torch's FlexAttention.
+
+Which keys a row sees are two runs of rows, its own span up to itself and the span's prefix: four numbers. Written as a
+function of them, the mask serves any layout, and FlexAttention makes one kernel each of forward and backward from it:
+nothing is gathered, no matrix of scores exists, a prefix's gradient is summed in float32 over all who share it, in one
+order, and the same code runs on a CPU (slowly) to be compared. The alternatives cost more upkeep: flash attention for
+ragged sequences knows no shared prefix, so keys would be copied for each sample and their gradients added up again,
+and it runs neither in float32 nor on a CPU; `scaled_dot_product_attention` needs the mask as a matrix.
+
+The price is a compilation for each padded number of rows (powers of two, so few), seconds long, which torch keeps on
+the disk. A row's bits depend on where it lies among the tiles: unlike on a CPU, other company may change the last ones;
+the same batch gives the same bits. Knows nothing of layers or weights.
+
+Letters: T rows · P rows with padding · N tiles of rows · K kv heads · G query heads per kv head · H = K·G + 2·K heads ·
+D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from mint.engine.device_arrays import upload
+from mint.engine.packing import AttentionBlock
+
+TILE = 128
+"""Rows of queries and of keys in a tile: the granularity at which work is left out."""
+
+MIN_HEAD_DIM = 16
+"""FlexAttention's kernels have no narrower heads."""
+
+MAX_COMPILED = 64
+"""Kernels that torch may compile in one process: padded sizes times base models, with and without a backward. Its own
+limit of 8 would refuse the ninth."""
+
+
+class FlexPackedAttention:
+    """Causal attention of packed rows; callable as the decoder's `Attention`."""
+
+    def __init__(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, device: torch.device) -> None:
+        """Moves what describes `blocks` to the device, in one copy. The rows that have results are consecutive."""
+        self._heads = [query_heads, kv_heads, kv_heads]
+        rows = np.concatenate([block.rows for block in blocks])
+        self._results = slice(int(rows.min()), int(rows.max()) + 1)
+        if self._results.stop - self._results.start != len(rows):
+            raise AssertionError("the rows that attend do not follow one another")
+        self._padded = padded_rows(self._results.stop)
+        seen = list_seen(blocks, self._padded)
+        tiles = find_tiles(seen)
+        arrays = (seen.own, seen.first, seen.stop, *_order(tiles.partial), *_order(tiles.full))
+        own, first, stop, *ordered = (found.int() for found in upload(device, *arrays))
+
+        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return ((key >= own[query]) & (key <= query)) | ((key >= first[query]) & (key < stop[query]))
+
+        self._mask = BlockMask.from_kv_blocks(
+            *(found[None, None] for found in ordered),
+            BLOCK_SIZE=TILE,
+            mask_mod=sees,
+            seq_lengths=(self._padded, self._padded),
+        )
+        self.attend = _compiled() if device.type == "cuda" else flex_attention
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """Attended values [T, K·G·D] of `heads` [T, H, D]; every layer attends alike."""
+        missing = self._padded - len(heads)
+        padded = F.pad(heads, (0, 0, 0, 0, 0, missing)) if missing else heads
+        query, key, value = (own.transpose(0, 1).unsqueeze(0) for own in padded.split(self._heads, dim=1))
+        # A value that a row does not see is multiplied by 0, which a NaN of someone else's would survive. Who sees it
+        # has its NaN from the key, made of the same numbers.
+        value = torch.nan_to_num(value, 0.0, 0.0, 0.0)
+        out = cast(Tensor, self.attend(query, key, value, block_mask=self._mask, enable_gqa=True))
+        return out.squeeze(0).transpose(0, 1)[self._results].flatten(1)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Row q sees the keys `own[q]` to q, and `first[q]` up to before `stop[q]`; int64 [P]. Padding sees nothing."""
+
+    own: np.ndarray
+    first: np.ndarray
+    stop: np.ndarray
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of which tiles of keys the rows of a tile see something but not all, and of which all of them see all;
+    bool [N, N]."""
+
+    partial: np.ndarray
+    full: np.ndarray
+
+
+def padded_rows(rows: int) -> int:
+    """The next power of two, and at least a tile."""
+    return max(TILE, 1 << (rows - 1).bit_length())
+
+
+def list_seen(blocks: Sequence[AttentionBlock], padded: int) -> Seen:
+    """What each row sees; rows that are only read, and padding, see nothing."""
+    own, first, stop = (np.full(padded, filling) for filling in (padded, 0, 0))
+    for block in blocks:
+        spans = block.cells // block.queries.shape[1]
+        own[block.rows] = block.queries[spans, 0]
+        if block.offset:
+            first[block.rows] = block.keys[spans, 0]
+            stop[block.rows] = block.keys[spans, 0] + block.offset
+    return Seen(own, first, stop)
+
+
+def find_tiles(seen: Seen) -> Tiles:
+    """Counted by the rows of each tile, from the ends of what they see."""
+    count = len(seen.own) // TILE
+    rows = np.arange(len(seen.own))
+    touched, covered = np.zeros((2, count * (count + 1)), np.int64)
+    for start, stop in ((seen.own, rows + 1), (seen.first, seen.stop)):
+        whole = (-(-start // TILE), stop // TILE)
+        for total, first, last, there in (
+            (touched, start // TILE, -(-stop // TILE), start < stop),
+            (covered, *whole, (start < stop) & (whole[0] < whole[1])),
+        ):
+            line = rows[there] // TILE * (count + 1)
+            total += np.bincount(line + first[there], minlength=len(total))
+            total -= np.bincount(line + last[there], minlength=len(total))
+    touched, covered = (total.reshape(count, -1).cumsum(axis=1)[:, :count] for total in (touched, covered))
+    full = covered == TILE
+    return Tiles((touched > 0) & ~full, full)
+
+
+def _order(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many tiles each line has [N], and which, those first [N, N]."""
+    return tiles.sum(axis=1), np.argsort(~tiles, axis=1, kind="stable")
+
+
+@cache
+def _compiled() -> Callable[..., object]:
+    """FlexAttention as one kernel, each size compiled for itself; a limit that is hit is an error, for uncompiled it
+    would write all scores out."""
+    import torch._dynamo.config  # deferred: torch's compiler takes seconds to import
+
+    config: Any = torch._dynamo.config  # which says of its settings that they keep their first values
+    config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)

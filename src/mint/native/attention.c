@@ -1,0 +1,451 @@
+/* Causal attention on a CPU: forward for training, prefill and decoding alike.
+
+   Queries that read the same keys are computed together, over keys turned so that 16 of them lie side by side. A query's
+   result is a function of its own keys and values alone: a score is the sum, in pairs, of 16 lanes of the head dimension,
+   whichever way it is found; the normaliser is one sum over the keys, 16 lanes wide; the mix one over the keys, in order.
+   So bits do not depend on what is computed together, on how keys are stored, or on threads.
+
+   Sums are in float32; heads are float32 or bfloat16. Queries and keys are read as words of 32 bits: a float, or two
+   bfloat16 side by side.
+
+   Letters: T rows of heads, H heads of a row, K kv heads, G query heads per kv head, D head dimension. Query p of some
+   rows is query head p % G of row p / G. */
+
+#include "lanes.h"
+
+#define QUERIES 8     /* computed at once */
+#define MOST 32       /* that may share turned keys */
+#define TURNED 11     /* so many words of a key are turned in the time in which the lanes of a score are added up */
+#define KEPT (1 << 16) /* scores that stay in the second cache, with the keys */
+
+/* total + a * b for words. */
+INLINE vf add_words(vf total, vf a, vf b, const int half) {
+    if (!half) return total + a * b;
+#ifdef __AVX512BF16__
+    return (vf)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+    total += even(a) * even(b);
+    return total + odd(a) * odd(b);
+#endif
+}
+
+/* A score is the sum over 16 lanes, in pairs, of what every 16th word adds up to. It is found in two ways: */
+
+/* scores[p][at + j] = queries[p] . key j, for `panels` times 16 keys turned to [panels, 16 * steps words, 16]. */
+INLINE void score(const int count, const int panels, const int steps, const int half, const int32_t *const *queries,
+                  const float *turned, float *const *scores, int64_t at) {
+    vf level[4][4][2];
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++) {
+        vf total[4][2] = {{{0}}};
+#pragma GCC unroll 8
+        for (int w = lane; w < steps * LANES; w += LANES) {
+            vf key[2];
+#pragma GCC unroll 2
+            for (int n = 0; n < panels; n++) {
+                key[n] = *(const vf *)(turned + (n * steps * LANES + w) * LANES);
+                HELD(key[n]);
+            }
+#pragma GCC unroll 4
+            for (int p = 0; p < count; p++) {
+                const int32_t *word = queries[p] + w;
+#pragma GCC unroll 2
+                for (int n = 0; n < panels; n++) /* of floats so that the word is an operand in memory */
+                    if (half) total[p][n] = add_words(total[p][n], key[n], (vf)((vi){0} + *word), 1);
+                    else total[p][n] += *(const float *)word * key[n];
+            }
+        }
+#pragma GCC unroll 4
+        for (int p = 0; p < count; p++)
+#pragma GCC unroll 2
+            for (int n = 0; n < panels; n++) {
+                if (lane % 2 == 1) total[p][n] = level[0][p][n] + total[p][n];
+                if (lane % 4 == 3) total[p][n] = level[1][p][n] + total[p][n];
+                if (lane % 8 == 7) total[p][n] = level[2][p][n] + total[p][n];
+                if (lane == 15) *(vf *)(scores[p] + at + n * LANES) = level[3][p][n] + total[p][n];
+                level[lane % 2 == 0 ? 0 : lane % 4 == 1 ? 1 : lane % 8 == 3 ? 2 : 3][p][n] = total[p][n];
+            }
+    }
+}
+
+/* The same for keys as they are, `stride` elements apart. */
+INLINE void dot(const int count, const int steps, const int half, const int32_t *const *queries, const char *keys,
+                int64_t stride, int64_t most, float *const *scores, int64_t at) {
+    for (int64_t j = 0; j < most; j += LANES) {
+        vf found[2][LANES];
+#pragma GCC unroll 4
+        for (int i = 0; i < LANES; i++) {
+            const char *key = keys + (j + i < most ? j + i : most - 1) * stride * (half ? 2 : 4);
+            vf total[2] = {{0}};
+#pragma GCC unroll 8
+            for (int s = 0; s < steps; s++)
+#pragma GCC unroll 2
+                for (int p = 0; p < count; p++)
+                    total[p] = add_words(total[p], *(const vf *)(queries[p] + s * LANES), ((const vf *)key)[s], half);
+            for (int p = 0; p < count; p++) found[p][i] = total[p];
+        }
+#pragma GCC unroll 2
+        for (int p = 0; p < count; p++) *(vf *)(scores[p] + at + j) = sums(found[p]);
+    }
+}
+
+/* mixed[p] += sum over rows j of shares[p][at + j] * row j, in order, `wide` times 16 columns at a time. Of bfloat16,
+   the even ones of 32 columns lie before the odd ones. */
+INLINE void mix(const int count, const int wide, const int half, float *const *shares, int64_t at, const char *rows,
+                int64_t stride, int64_t keys, float *mixed, int64_t dim) {
+    const float *own[QUERIES];
+#pragma GCC unroll 8
+    for (int p = 0; p < count; p++) own[p] = shares[p] + at;
+    for (int64_t d = 0; d < dim; d += wide * LANES) {
+        vf total[QUERIES][8];
+#pragma GCC unroll 8
+        for (int p = 0; p < count; p++)
+#pragma GCC unroll 8
+            for (int n = 0; n < wide; n++) total[p][n] = *(vf *)(mixed + p * dim + d + n * LANES);
+        for (int64_t j = 0; j < keys; j++) {
+            vf value[8];
+#pragma GCC unroll 8
+            for (int n = 0; n < wide; n++) {
+                if (!half) value[n] = *(const vf *)((const float *)rows + j * stride + d + n * LANES);
+                else if (n % 2) value[n] = odd(value[n - 1]), value[n - 1] = even(value[n - 1]);
+                else value[n] = *(const vf *)((const uint16_t *)rows + j * stride + d + n * LANES);
+            }
+#pragma GCC unroll 8
+            for (int p = 0; p < count; p++)
+#pragma GCC unroll 8
+                for (int n = 0; n < wide; n++) total[p][n] += own[p][j] * value[n];
+        }
+#pragma GCC unroll 8
+        for (int p = 0; p < count; p++)
+#pragma GCC unroll 8
+            for (int n = 0; n < wide; n++) *(vf *)(mixed + p * dim + d + n * LANES) = total[p][n];
+    }
+}
+
+/* Each is compiled once and called by training and decoding alike: inlined twice, it could be contracted in two ways. */
+typedef void Score(const int32_t *const *queries, const float *turned, float *const *scores, int64_t at);
+typedef void Dot(const int32_t *const *queries, const char *keys, int64_t stride, int64_t most, float *const *scores,
+                 int64_t at);
+typedef void Mix(float *const *shares, int64_t at, const char *rows, int64_t stride, int64_t keys, float *mixed,
+                 int64_t dim);
+#define SCORE(P, N, D, HALF) \
+    __attribute__((noinline)) static void score_##P##_##N##_##D##_##HALF( \
+        const int32_t *const *queries, const float *turned, float *const *scores, int64_t at) { \
+        score(P, N, D / LANES / (1 + HALF), HALF, queries, turned, scores, at); \
+    }
+#define DOT(P, D, HALF) \
+    __attribute__((noinline)) static void dot_##P##_##D##_##HALF( \
+        const int32_t *const *queries, const char *keys, int64_t stride, int64_t most, float *const *scores, int64_t at) { \
+        dot(P, D / LANES / (1 + HALF), HALF, queries, keys, stride, most, scores, at); \
+    }
+#define MIX(P, N, HALF) \
+    __attribute__((noinline)) static void mix_##P##_##N##_##HALF( \
+        float *const *shares, int64_t at, const char *rows, int64_t stride, int64_t keys, float *mixed, int64_t dim) { \
+        mix(P, N, HALF, shares, at, rows, stride, keys, mixed, dim); \
+    }
+#define SCORES(D, HALF) \
+    SCORE(1, 1, D, HALF) SCORE(2, 1, D, HALF) SCORE(4, 1, D, HALF) DOT(1, D, HALF) DOT(2, D, HALF)
+SCORES(32, 0) SCORES(64, 0) SCORES(128, 0) SCORES(32, 1) SCORES(64, 1) SCORES(128, 1)
+MIX(1, 2, 0) MIX(2, 2, 0) MIX(4, 2, 0) MIX(8, 2, 0) MIX(1, 4, 0) MIX(2, 4, 0) MIX(4, 4, 0) MIX(1, 8, 0) MIX(2, 8, 0)
+MIX(1, 2, 1) MIX(2, 2, 1) MIX(4, 2, 1) MIX(8, 2, 1) MIX(1, 4, 1) MIX(2, 4, 1) MIX(4, 4, 1) MIX(1, 8, 1) MIX(2, 8, 1)
+
+/* For one head dimension and element: by queries at once (1, 2) and panels; by queries; by queries (1, 2, 4, 8). */
+typedef struct {
+    Score *score[3];
+    Dot *dot[2];
+    Mix *mix[4];
+} Kernels;
+#define KERNELS(D, M, N, HALF) \
+    {{score_1_1_##D##_##HALF, score_2_1_##D##_##HALF, score_4_1_##D##_##HALF}, \
+     {dot_1_##D##_##HALF, dot_2_##D##_##HALF}, \
+     {mix_1_##M##_##HALF, mix_2_##M##_##HALF, mix_4_##N##_##HALF, mix_8_2_##HALF}}
+
+static const Kernels *find_kernels(int64_t dim, int64_t half) {
+    static const Kernels kinds[3][2] = {{KERNELS(32, 2, 2, 0), KERNELS(32, 2, 2, 1)},
+                                        {KERNELS(64, 4, 4, 0), KERNELS(64, 4, 4, 1)},
+                                        {KERNELS(128, 8, 4, 0), KERNELS(128, 8, 4, 1)}};
+    return dim == 32 ? kinds[0] + half : dim == 64 ? kinds[1] + half : dim == 128 ? kinds[2] + half : 0;
+}
+
+/* Queries under way: of each, where it lies, its scores [width] and how many keys it sees; what is mixed of its values
+   [D]. `turned` is room for keys. */
+typedef struct {
+    const Kernels *kernels;
+    int64_t dim, half, words, width;
+    const int32_t *query[MOST];
+    float *scores[MOST];
+    int64_t keys[MOST];
+    float *mixed, *turned, *memory;
+} Queries;
+
+static int open_queries(Queries *q, int64_t dim, int64_t half, int64_t longest, int64_t most, int64_t keys) {
+    q->kernels = find_kernels(dim, half);
+    if (!q->kernels) return 1;
+    q->dim = dim;
+    q->half = half;
+    q->words = half ? dim / 2 : dim;
+    q->width = (((longest + LANES - 1) / LANES + 2) | 1) * LANES; /* an odd number of lines: not all in one cache set */
+    q->memory = malloc(sizeof(float) * (most * (q->width + dim) + (keys + LANES - 1) / LANES * LANES * q->words));
+    if (!q->memory) return 2;
+    for (int64_t p = 0; p < most; p++) q->scores[p] = q->memory + p * q->width;
+    q->mixed = q->memory + most * q->width;
+    q->turned = q->mixed + most * dim;
+    return 0;
+}
+
+/* The scores of queries `p` to `end` with `keys` turned keys; there is room for more than their own. */
+static void score_queries(Queries *q, int64_t p, int64_t end, const float *turned, int64_t keys, int64_t at) {
+    for (int64_t size; p < end; p += size) {
+        int kind = end - p >= 4 ? 2 : end - p >= 2;
+        size = 1 << kind;
+        for (int64_t j = 0; j < keys; j += LANES)
+            q->kernels->score[kind](q->query + p, turned + j * q->words, q->scores + p, at + j);
+    }
+}
+
+/* The scores of queries `p` to `end` with keys as they are, `stride` elements apart. */
+static void dot_queries(Queries *q, int64_t p, int64_t end, const char *keys, int64_t stride, int64_t count, int64_t at) {
+    for (int64_t size; p < end; p += size) {
+        size = end - p > 1 ? 2 : 1;
+        q->kernels->dot[size - 1](q->query + p, keys, stride, count, q->scores + p, at);
+    }
+}
+
+/* The same queries' mix of the rows of `values`, `stride` elements apart, for keys from `at` on. */
+static void mix_queries(Queries *q, int64_t p, int64_t end, const char *values, int64_t stride, int64_t keys, int64_t at) {
+    if (keys <= 0) return;
+    for (int64_t size; p < end; p += size) {
+        int kind = end - p >= 8 ? 3 : end - p >= 4 ? 2 : end - p >= 2;
+        size = 1 << kind;
+        q->kernels->mix[kind](q->scores + p, at, values, stride, keys, q->mixed + p * q->dim, q->dim);
+    }
+}
+
+/* The same, where each query sees those of its own `keys` only that lie below `at + keys`. */
+static void mix_visible(Queries *q, int64_t p, int64_t end, const char *values, int64_t stride, int64_t keys, int64_t at) {
+    const int64_t size = q->half ? 2 : 4;
+    int64_t least = keys;
+    for (int64_t i = p; i < end; i++)
+        if (q->keys[i] - at < least) least = q->keys[i] - at;
+    if (least < 0) least = 0;
+    mix_queries(q, p, end, values, stride, least, at);
+    for (int64_t next; p < end; p = next) {
+        for (next = p + 1; next < end && q->keys[next] == q->keys[p];) next++;
+        int64_t own = q->keys[p] - at < keys ? q->keys[p] - at : keys;
+        mix_queries(q, p, next, values + least * stride * size, stride, own - least, at + least);
+    }
+}
+
+/* Shares of the scores of `count` queries; nothing is mixed yet. */
+static void share_queries(Queries *q, int64_t count, float *inverse) {
+    const float scale = 1.0f / sqrtf((float)q->dim);
+    for (int64_t p = 0; p < count; p += LANES) {
+        int64_t own = count - p < LANES ? count - p : LANES;
+        *(vf *)(inverse + p) = exponentials(q->scores + p, q->keys + p, own, scale);
+    }
+    memset(q->mixed, 0, sizeof(float) * count * q->dim);
+}
+
+/* out [D] = mixed * inverse. */
+static void finish_query(const Queries *q, int64_t p, float inverse, char *out) {
+    const float *mixed = q->mixed + p * q->dim;
+    for (int64_t d = 0; d < q->dim; d += 2 * LANES) {
+        vf first = *(const vf *)(mixed + d) * inverse, second = *(const vf *)(mixed + d + LANES) * inverse;
+        if (q->half) {
+            *(vu *)((uint16_t *)out + d) = rounded(first) | rounded(second) << 16;
+        } else {
+            *(vf *)((float *)out + d) = first;
+            *(vf *)((float *)out + d + LANES) = second;
+        }
+    }
+}
+
+/* Rows, `stride` bytes apart, that are wanted soon. */
+INLINE void fetch(const char *rows, int64_t stride, int64_t count, int64_t words) {
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t w = 0; w < words; w += LANES) __builtin_prefetch(rows + i * stride + w * sizeof(float), 0, 2);
+}
+
+/* Keys, `stride` elements apart, 16 side by side: [count / 16, words, 16]; the last again and again where they end. */
+static void turn_keys(const Queries *q, const char *keys, int64_t stride, int64_t count, float *turned) {
+    const int64_t size = q->half ? 2 : 4;
+    for (int64_t j = 0; j < count; j += LANES) {
+        const char *row[LANES];
+        for (int64_t i = 0; i < LANES; i++) row[i] = keys + (j + i < count ? j + i : count - 1) * stride * size;
+        for (int64_t w = 0; w < q->words; w += LANES) turn_words(row, w * sizeof(float), turned + (j * q->words + w * LANES));
+    }
+}
+
+/* The scores of queries `p` to `end` with `count` keys; which of the ways is the shorter one decides. */
+static void score_keys(Queries *q, int64_t p, int64_t end, const char *keys, int64_t stride, int64_t count, int64_t at) {
+    if (TURNED * (end - p) <= q->words) {
+        dot_queries(q, p, end, keys, stride, count, at);
+    } else {
+        turn_keys(q, keys, stride, count, q->turned);
+        score_queries(q, p, end, q->turned, count, at);
+    }
+}
+
+typedef struct {
+    const Packed *p;
+    int64_t D, half;
+    const char *heads;
+    char *out;
+} AttendPacked;
+
+/* Rows r to end of a span, with kv head k; keys of the prefix are turned already. */
+static void attend_span(const AttendPacked *in, Queries *q, int64_t r, int64_t end, int64_t k, const float *prefix) {
+    const Packed *p = in->p;
+    const int64_t size = q->half ? 2 : 4, groups = p->query_heads / p->kv_heads, wide = p->total_heads * q->dim;
+    const int64_t before = p->prefix_count[r], own = p->own[r];
+    const char *keys = in->heads + (p->query_heads + k) * q->dim * size, *values = keys + p->kv_heads * q->dim * size;
+    float inverse[LANES];
+    turn_keys(q, keys + own * wide * size, wide, p->row[end - 1] - own + 1, q->turned);
+    for (int64_t start = 0; start < (end - r) * groups; start += QUERIES) {
+        int64_t count = (end - r) * groups - start < QUERIES ? (end - r) * groups - start : QUERIES;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t row = p->row[r + (start + i) / groups], head = k * groups + (start + i) % groups;
+            q->query[i] = (const int32_t *)(in->heads + (row * wide + head * q->dim) * size);
+            q->keys[i] = before + row - own + 1;
+        }
+        score_queries(q, 0, count, prefix, before, 0);
+        score_queries(q, 0, count, q->turned, q->keys[count - 1] - before, before);
+        share_queries(q, count, inverse);
+        mix_queries(q, 0, count, values + p->prefix[r] * wide * size, wide, before, 0);
+        mix_visible(q, 0, count, values + own * wide * size, wide, q->keys[count - 1] - before, before);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t row = r + (start + i) / groups, head = k * groups + (start + i) % groups;
+            finish_query(q, i, inverse[i], in->out + (row * p->query_heads + head) * q->dim * size);
+        }
+    }
+}
+
+/* out [rows, K*G*D] of heads [T, H, D], for rows `first` to `last`. */
+int attend_packed(const AttendPacked *in, int64_t first, int64_t last) {
+    const Packed *p = in->p;
+    const int64_t size = in->half ? 2 : 4, wide = p->total_heads * in->D;
+    Queries q;
+    int code = open_queries(&q, in->D, in->half, p->longest, QUERIES, p->longest + LANES);
+    if (code) return code;
+    const int64_t room = (p->longest + LANES) * q.words;
+    float *prefix = malloc(sizeof(float) * room * p->kv_heads);
+    if (!prefix) {
+        free(q.memory);
+        return 2;
+    }
+    for (int64_t r = first, turned = -1, end; r < last; r = end) {
+        end = end_of_span(p, r, last);
+        if (p->prefix_count[r] && (turned < 0 || p->prefix[r] != p->prefix[turned] ||
+                                   p->prefix_count[r] != p->prefix_count[turned]))
+            turned = r;
+        for (int64_t k = 0; k < p->kv_heads; k++) {
+            const char *keys = in->heads + (p->prefix[r] * wide + (p->query_heads + k) * in->D) * size;
+            if (turned == r) turn_keys(&q, keys, wide, p->prefix_count[r], prefix + k * room);
+            attend_span(in, &q, r, end, k, prefix + k * room);
+        }
+    }
+    free(prefix);
+    free(q.memory);
+    return 0;
+}
+
+typedef struct {
+    int64_t rows, total_heads, query_heads, kv_heads, side, chunk, columns, longest;
+    const int64_t *table, *positions; /* [rows, columns], [rows] */
+} Decode;
+
+typedef struct {
+    const Decode *p;
+    int64_t D, half;
+    const char *heads, *keys, *values;
+    char *out;
+} AttendCells;
+
+/* Rows that have the same cell `cell` for their keys from `at` on, and the most keys that one of them sees in it. */
+typedef struct {
+    int64_t row, end, cell, at, keys;
+} Shared;
+
+/* How rows r to end share cells: into `found`, by columns and then rows; returns how many there are. */
+static int64_t find_shared(const Decode *p, int64_t r, int64_t end, Shared *found) {
+    int64_t count = 0;
+    for (int64_t column = 0; column < p->columns; column++)
+        for (int64_t row = r, next; row < end; row = next) {
+            Shared own = {row, row, p->table[row * p->columns + column], column * p->chunk, 0};
+            for (next = row; next < end && p->table[next * p->columns + column] == own.cell; next++) {
+                int64_t keys = p->positions[next] + 1 - own.at;
+                keys = keys < p->chunk ? keys : p->chunk;
+                own.keys = keys > own.keys ? keys : own.keys;
+            }
+            own.end = next;
+            if (own.keys) found[count++] = own;
+        }
+    return count;
+}
+
+/* Queries `start` to `stop` of the rows from r on, with kv head k. */
+static void attend_rows(const AttendCells *in, Queries *q, int64_t r, int64_t start, int64_t stop, int64_t k,
+                        const Shared *shared, int64_t shared_count) {
+    const Decode *p = in->p;
+    const int64_t size = q->half ? 2 : 4, groups = p->query_heads / p->kv_heads, wide = p->total_heads * q->dim;
+    const int64_t stride = p->side * q->dim, cell = p->kv_heads * p->chunk * q->dim, count = stop - start;
+    const int64_t place = (k / p->side) * p->chunk * stride + (k % p->side) * q->dim;
+    float inverse[MOST];
+    for (int64_t i = 0; i < count; i++) {
+        int64_t own = r + (start + i) / groups, head = k * groups + (start + i) % groups;
+        q->query[i] = (const int32_t *)(in->heads + (own * wide + head * q->dim) * size);
+        q->keys[i] = p->positions[own] + 1;
+    }
+    for (int pass = 0; pass < 2; pass++) {
+        for (const Shared *own = shared; own < shared + shared_count; own++) {
+            int64_t from = (own->cell * cell + place) * size;
+            int64_t one = (own->row - r) * groups - start, other = (own->end - r) * groups - start;
+            one = one > 0 ? one : 0;
+            other = other < count ? other : count;
+            if (pass) {
+                mix_visible(q, one, other, in->values + from, stride, own->keys, own->at);
+                continue;
+            }
+            if (own + 1 < shared + shared_count)
+                fetch(in->keys + (own[1].cell * cell + place) * size, stride * size, own[1].keys, q->words);
+            score_keys(q, one, other, in->keys + from, stride, own->keys, own->at);
+            fetch(in->values + from, stride * size, own->keys, q->words);
+        }
+        if (!pass) share_queries(q, count, inverse);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        int64_t own = r + (start + i) / groups, head = k * groups + (start + i) % groups;
+        finish_query(q, i, inverse[i], in->out + (own * p->query_heads + head) * q->dim * size);
+    }
+}
+
+/* out [rows, K*G*D] of heads [rows, H, D] over keys and values [N, K / side, chunk, side * D], for rows `first` to
+   `last`. Neighbours with the same cells are computed together. */
+int attend_cells(const AttendCells *in, int64_t first, int64_t last) {
+    const Decode *p = in->p;
+    const int64_t groups = p->query_heads / p->kv_heads;
+    Queries q;
+    int64_t most = KEPT / (p->longest + LANES);
+    most = most < MOST ? most : MOST;
+    int64_t rows = most / groups > 1 ? most / groups : 1, queries = rows * groups < MOST ? rows * groups : MOST;
+    int code = open_queries(&q, in->D, in->half, p->longest, queries, p->chunk);
+    if (code) return code;
+    Shared *shared = malloc(sizeof(Shared) * rows * p->columns);
+    if (!shared) {
+        free(q.memory);
+        return 2;
+    }
+    for (int64_t r = first, end; r < last; r = end) {
+        for (end = r + 1; end < last && end - r < rows; end++)
+            if ((end - r) * groups >= LANES && p->table[end * p->columns] != p->table[r * p->columns]) break;
+        int64_t count = find_shared(p, r, end, shared);
+        for (int64_t k = 0; k < p->kv_heads; k++)
+            for (int64_t start = 0, stop; start < (end - r) * groups; start = stop) {
+                stop = start + MOST < (end - r) * groups ? start + MOST : (end - r) * groups;
+                attend_rows(in, &q, r, start, stop, k, shared, count);
+            }
+    }
+    free(shared);
+    free(q.memory);
+    return 0;
+}

@@ -1,0 +1,42 @@
+/* What a kernel is, and the structs of those that kernels of other files call. */
+
+#ifndef MINT_CALLS
+#define MINT_CALLS
+
+#include <stdint.h>
+
+/* Parts `first` to `last` of what there is to do; 0, or why it could not be done. */
+typedef int Kernel(const void *arguments, int64_t first, int64_t last);
+
+typedef struct {
+    const float *x;
+    const int32_t *packed;
+    int64_t rows, inputs, outputs;
+    const float *residual;
+    float *out;
+} Product;
+
+typedef struct {
+    const int32_t *from;
+    int64_t inputs, outputs;
+    int32_t *to;
+} Turn;
+
+typedef struct {
+    const float *x, *a, *const *bs;
+    const int64_t *widths;
+    int64_t parts, rank, inputs, outputs;
+    double scale;
+    float *out;
+} AddLora;
+
+typedef struct {
+    const float *grad, *x, *a, *const *bs;
+    const int64_t *widths;
+    int64_t rows, parts, rank, inputs, outputs, groups;
+    double scale;
+    float *grad_x; /* [T, I], or missing */
+    float *found;  /* [groups, parts * rank * I + O * rank]: those of a, then those of the bs */
+} LoraGradient;
+
+#endif

@@ -1,0 +1,304 @@
+/* What loras add to the products of rows, and their gradients, on a CPU. Knows nothing of layers.
+
+   A result is one sum in order, whatever the number of rows, the tile that they are computed in, or the thread: bits of
+   a row are a function of that row alone. */
+
+#include <string.h>
+
+#include "calls.h"
+#include "tiles.h"
+
+#ifdef __AVX512F__
+#define CHUNK 64     /* rows of a lora that are computed together */
+#define SEGMENT 512  /* and outputs, so that each row's lie side by side */
+
+/* What 16 vectors sum up to, one result for each. */
+INLINE __m512 sums(const __m512 *found) {
+    float columns[LANES * LANES];
+    transpose((const int32_t *)found, LANES, (int32_t *)columns, LANES);
+    __m512 total = _mm512_loadu_ps(columns);
+#pragma GCC unroll 16
+    for (int i = 1; i < LANES; i++) total = _mm512_add_ps(total, _mm512_loadu_ps(columns + i * LANES));
+    return total;
+}
+
+/* down [rows, ranks] = x [rows, I] times `wide` rows of a [ranks, I] from `j` on; those past the last are the last
+   again. */
+INLINE void squeeze(const int rows, const int wide, const float *x, const float *a, int64_t j, int64_t ranks,
+                    int64_t inputs, float *down) {
+    __m512 found[LANES];
+    const float *own[LANES];
+    float result[LANES];
+#pragma GCC unroll 16
+    for (int k = 0; k < wide; k++) own[k] = a + (j + k < ranks ? j + k : ranks - 1) * inputs;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) found[i] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < inputs; i += LANES) {
+        __m512 part[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            part[r] = _mm512_loadu_ps(x + r * inputs + i);
+            __asm__("" : "+v"(part[r])); /* in a register, not loaded again for every product */
+        }
+#pragma GCC unroll 16
+        for (int k = 0; k < wide; k++) {
+            __m512 weight = _mm512_loadu_ps(own[k] + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) found[r * wide + k] = _mm512_fmadd_ps(part[r], weight, found[r * wide + k]);
+        }
+    }
+    _mm512_storeu_ps(result, sums(found));
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < wide && j + k < ranks; k++) down[r * ranks + j + k] = result[r * wide + k];
+}
+
+/* out [rows, 16 * wide outputs] += down [rows, rank] times columns [wide, rank, 16]. */
+INLINE void widen(const int rows, const int wide, const float *down, int64_t ranks, const float *columns, int64_t rank,
+                  float *out, int64_t outputs) {
+    __m512 total[8][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int k = 0; k < wide; k++) total[r][k] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < rank; j++) {
+        __m512 weight[2];
+#pragma GCC unroll 2
+        for (int k = 0; k < wide; k++) weight[k] = _mm512_loadu_ps(columns + (k * rank + j) * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            __m512 own = _mm512_set1_ps(down[r * ranks + j]);
+#pragma GCC unroll 2
+            for (int k = 0; k < wide; k++) total[r][k] = _mm512_fmadd_ps(own, weight[k], total[r][k]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int k = 0; k < wide; k++) {
+            float *to = out + r * outputs + k * LANES;
+            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), total[r][k]));
+        }
+}
+
+/* The same for `count` outputs. */
+INLINE void widen_rows(const int rows, const float *down, int64_t ranks, const float *columns, int64_t rank, float *out,
+                       int64_t outputs, int64_t count) {
+    int64_t o = 0;
+    for (; o + 2 * LANES <= count; o += 2 * LANES)
+        widen(rows, 2, down, ranks, columns + o * rank, rank, out + o, outputs);
+    if (o < count) widen(rows, 1, down, ranks, columns + o * rank, rank, out + o, outputs);
+}
+
+/* From b [16, rank] to columns [rank, 16]. */
+INLINE void turn(const float *b, int64_t rank, float *columns) {
+    int64_t j = 0;
+    for (; j + LANES <= rank; j += LANES)
+        transpose((const int32_t *)b + j, rank, (int32_t *)columns + j * LANES, LANES);
+    for (; j < rank; j++)
+        for (int i = 0; i < LANES; i++) columns[j * LANES + i] = b[i * rank + j];
+}
+
+/* out [T, O] += scale * x [T, I] times a [parts * rank, I] times the parts' b [their outputs, rank] side by side, for
+   rows `first` to `last`. */
+int add_lora(const AddLora *in, int64_t first, int64_t last) {
+    const float *x = in->x, *a = in->a;
+    const float *const *bs = in->bs;
+    const int64_t *widths = in->widths;
+    int64_t parts = in->parts, rank = in->rank, inputs = in->inputs, outputs = in->outputs;
+    double scale = in->scale;
+    float *out = in->out;
+    int64_t ranks = parts * rank;
+    float *down = malloc(sizeof(float) * ranks * CHUNK), *columns = malloc(sizeof(float) * rank * SEGMENT);
+    if (!down || !columns) {
+        free(down);
+        free(columns);
+        return 2;
+    }
+    for (int64_t start = first; start < last; start += CHUNK) {
+        int64_t count = last - start < CHUNK ? last - start : CHUNK, r = 0, at = start * outputs;
+        for (; r + 4 <= count; r += 4)
+            for (int64_t j = 0; j < ranks; j += 4)
+                squeeze(4, 4, x + (start + r) * inputs, a, j, ranks, inputs, down + r * ranks);
+        for (; r < count; r++)
+            for (int64_t j = 0; j < ranks; j += LANES)
+                squeeze(1, LANES, x + (start + r) * inputs, a, j, ranks, inputs, down + r * ranks);
+        for (int64_t i = 0; i < count * ranks; i++) down[i] *= (float)scale;
+        for (int64_t part = 0; part < parts; at += widths[part++])
+            for (int64_t o = 0, size; o < widths[part]; o += size) {
+                size = widths[part] - o < SEGMENT ? widths[part] - o : SEGMENT;
+                for (int64_t k = 0; k < size; k += LANES) turn(bs[part] + (o + k) * rank, rank, columns + k * rank);
+                const float *own = down + part * rank;
+                float *to = out + at + o;
+                for (r = 0; r + 8 <= count; r += 8)
+                    widen_rows(8, own + r * ranks, ranks, columns, rank, to + r * outputs, outputs, size);
+                for (; r < count; r++)
+                    widen_rows(1, own + r * ranks, ranks, columns, rank, to + r * outputs, outputs, size);
+            }
+    }
+    free(down);
+    free(columns);
+    return 0;
+}
+
+#define ROWS 6    /* of a tile that reads its inputs as they lie: 8 at a distance of 4 KB would fill a set of the cache */
+#define BLOCK 36  /* rows of a gradient that are done with before the next ones: they stay in the second cache */
+
+/* Gradients of a lora. Sums over rows are those of blocks in order, blocks being those of a group, whatever the thread.
+
+   out [rows, 16] = scale * x [rows, count] times a panel [count, 16]. */
+INLINE void narrow(const int rows, const float *x, int64_t stride, int64_t count, const float *panel, float scale,
+                   float *out, int64_t ranks) {
+    __m512 total[ROWS];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i++) {
+        __m512 weight = _mm512_loadu_ps(panel + i * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) total[r] = _mm512_fmadd_ps(_mm512_set1_ps(x[r * stride + i]), weight, total[r]);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) _mm512_storeu_ps(out + r * ranks, _mm512_mul_ps(total[r], _mm512_set1_ps(scale)));
+}
+
+static void narrow_rows(int64_t rows, const float *x, int64_t stride, int64_t count, const float *panel, float scale,
+                        float *out, int64_t ranks) {
+    int64_t r = 0;
+    for (; r + ROWS <= rows; r += ROWS)
+        narrow(ROWS, x + r * stride, stride, count, panel, scale, out + r * ranks, ranks);
+    for (; r + 2 <= rows; r += 2) narrow(2, x + r * stride, stride, count, panel, scale, out + r * ranks, ranks);
+    if (r < rows) narrow(1, x + r * stride, stride, count, panel, scale, out + r * ranks, ranks);
+}
+
+/* out [`places` of 16, those of 16 lanes that `own` says] += left [rows, 16]^T times right [rows, 16]. */
+static void add_pairs(const float *left, int64_t left_stride, const float *right, int64_t right_stride, int64_t rows,
+                      float *out, int64_t out_stride, int64_t places, __mmask16 own) {
+    __m512 total[LANES];
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) total[j] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < rows; t++) {
+        __m512 vector = _mm512_loadu_ps(right + t * right_stride);
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++)
+            total[j] = _mm512_fmadd_ps(_mm512_set1_ps(left[t * left_stride + j]), vector, total[j]);
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++)
+        if (j < places) {
+            float *to = out + j * out_stride;
+            _mm512_mask_storeu_ps(to, own, _mm512_add_ps(_mm512_maskz_loadu_ps(own, to), total[j]));
+        }
+}
+
+/* What a block of rows needs: a and the bs in panels [ranks / 16, inputs or outputs, 16], and scale times the rows
+   times each. */
+typedef struct {
+    int64_t wide, ranks; /* the rank as a multiple of 16, and that of all parts */
+    float *a, *b, *down, *grad_down;
+} Turned;
+
+INLINE __mmask16 first_lanes(int64_t count) { return count < LANES ? (1 << count) - 1 : 0xffff; }
+
+static void turn_parts(const LoraGradient *in, const Turned *turned) {
+    const int64_t rank = in->rank, inputs = in->inputs;
+    for (int64_t part = 0, o = 0; part < in->parts; o += in->widths[part++]) {
+        const float *a = in->a + part * rank * inputs, *b = in->bs[part];
+        float *to_a = turned->a + part * turned->wide * inputs, *to_b = turned->b + turned->wide * o;
+        for (int64_t j = 0; j < rank; j += LANES, to_a += inputs * LANES, to_b += in->widths[part] * LANES) {
+            for (int64_t i = 0; i < inputs; i++)
+                for (int64_t k = 0; k < LANES; k++) to_a[i * LANES + k] = j + k < rank ? a[(j + k) * inputs + i] : 0;
+            for (int64_t i = 0; i < in->widths[part]; i++)
+                _mm512_storeu_ps(to_b + i * LANES, _mm512_maskz_loadu_ps(first_lanes(rank - j), b + i * rank + j));
+        }
+    }
+}
+
+/* grad_x [count, I] += grad_down times a. */
+INLINE void spread(const int rows, const int wide, const LoraGradient *in, const Turned *turned, const float *grad_down,
+                   int64_t i, float *grad_x) {
+    __m512 total[ROWS][4];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int k = 0; k < wide; k++) total[r][k] = _mm512_loadu_ps(grad_x + r * in->inputs + i + k * LANES);
+    for (int64_t part = 0; part < in->parts; part++)
+        for (int64_t j = 0; j < in->rank; j++) {
+            const float *a = in->a + (part * in->rank + j) * in->inputs + i;
+            __m512 weight[4];
+#pragma GCC unroll 4
+            for (int k = 0; k < wide; k++) weight[k] = _mm512_loadu_ps(a + k * LANES);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                __m512 own = _mm512_set1_ps(grad_down[r * turned->ranks + part * turned->wide + j]);
+#pragma GCC unroll 4
+                for (int k = 0; k < wide; k++) total[r][k] = _mm512_fmadd_ps(own, weight[k], total[r][k]);
+            }
+        }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int k = 0; k < wide; k++) _mm512_storeu_ps(grad_x + r * in->inputs + i + k * LANES, total[r][k]);
+}
+
+static void spread_rows(int64_t count, const LoraGradient *in, const Turned *turned, float *grad_x) {
+    for (int64_t r = 0, rows; r < count; r += rows) {
+        rows = count - r < ROWS ? 1 : ROWS;
+        const float *own = turned->grad_down + r * turned->ranks;
+        float *to = grad_x + r * in->inputs;
+        int64_t i = 0;
+        for (; i + 4 * LANES <= in->inputs; i += 4 * LANES)
+            if (rows == ROWS) spread(ROWS, 4, in, turned, own, i, to);
+            else spread(1, 4, in, turned, own, i, to);
+        for (; i < in->inputs; i += LANES)
+            if (rows == ROWS) spread(ROWS, 1, in, turned, own, i, to);
+            else spread(1, 1, in, turned, own, i, to);
+    }
+}
+
+/* Rows `start` to `start + count`, added to `found`. */
+static void add_gradient(const LoraGradient *in, const Turned *turned, int64_t start, int64_t count, float *found) {
+    const int64_t rank = in->rank, wide = turned->wide, ranks = turned->ranks;
+    const int64_t inputs = in->inputs, outputs = in->outputs;
+    const float *x = in->x + start * inputs, *grad = in->grad + start * outputs, scale = in->scale;
+    float *down = turned->down, *grad_down = turned->grad_down, *grad_b = found + in->parts * rank * inputs;
+    for (int64_t j = 0; j < ranks; j += LANES)
+        narrow_rows(count, x, inputs, inputs, turned->a + j * inputs, scale, down + j, ranks);
+    for (int64_t part = 0, o = 0; part < in->parts; o += in->widths[part++])
+        for (int64_t j = 0; j < wide; j += LANES)
+            narrow_rows(count, grad + o, outputs, in->widths[part], turned->b + wide * o + j * in->widths[part], scale,
+                        grad_down + part * wide + j, ranks);
+    if (in->grad_x) spread_rows(count, in, turned, in->grad_x + start * inputs);
+    for (int64_t i = 0; i < inputs; i += LANES)
+        for (int64_t part = 0; part < in->parts; part++)
+            for (int64_t j = 0; j < rank; j += LANES)
+                add_pairs(grad_down + part * wide + j, ranks, x + i, inputs, count,
+                          found + (part * rank + j) * inputs + i, inputs, rank - j, 0xffff);
+    for (int64_t part = 0, o = 0, own = 0; part < in->parts; part++, own = 0)
+        for (; own < in->widths[part]; own += LANES, o += LANES)
+            for (int64_t j = 0; j < rank; j += LANES)
+                add_pairs(grad + o, outputs, down + part * wide + j, ranks, count, grad_b + o * rank + j, rank, LANES,
+                          first_lanes(rank - j));
+}
+
+/* The gradients of a lora from grad [T, O] for the product of x [T, I], of the rows of groups `first` to `last`. */
+int lora_gradient(const LoraGradient *in, int64_t first, int64_t last) {
+    const int64_t wide = (in->rank + LANES - 1) / LANES * LANES, ranks = in->parts * wide;
+    const int64_t size = in->rank * (in->parts * in->inputs + in->outputs);
+    float *room = malloc(sizeof(float) * (ranks * in->inputs + wide * in->outputs + 2 * BLOCK * ranks));
+    if (!room) return 2;
+    float *b = room + ranks * in->inputs, *down = b + wide * in->outputs;
+    const Turned turned = {wide, ranks, room, b, down, down + BLOCK * ranks};
+    turn_parts(in, &turned);
+    for (int64_t group = first; group < last; group++) {
+        float *found = in->found + group * size;
+        memset(found, 0, sizeof(float) * size);
+        int64_t end = in->rows * (group + 1) / in->groups;
+        for (int64_t start = in->rows * group / in->groups; start < end; start += BLOCK)
+            add_gradient(in, &turned, start, end - start < BLOCK ? end - start : BLOCK, found);
+    }
+    free(room);
+    return 0;
+}
+#else
+int lora_gradient(const void *arguments, int64_t first, int64_t last) { return 1; }
+int add_lora(const void *arguments, int64_t first, int64_t last) { return 1; }
+#endif

@@ -1,0 +1,226 @@
+/* Products of rows with the frozen matrices of a base model, float32 or bfloat16, on a CPU. Knows nothing of layers.
+
+   A matrix [O, I] lies in panels of 16 outputs: [O / 16, I, 16] in float32, and in bfloat16 [O / 16, I / 2, 16, 2], for
+   pairs of inputs are multiplied at once. So both are panels of words of 32 bits, [O / 16, words, 16].
+
+   A result is one sum over the inputs in order, whatever the number of rows, the tile that they are computed in, or the
+   thread: bits of a row are a function of that row alone. */
+
+#include "calls.h"
+#include "tiles.h"
+
+#ifdef __AVX512F__
+#define ROWS 6         /* of a tile, and */
+#define PANELS 4       /* so many panels: 24 sums, 4 vectors of weights and a row's number fit into 32 registers */
+#define TURNED 8       /* panels that are turned side by side: each write or each read alone would jump */
+#define LINE 64
+#define DEPTH 1024     /* words, and */
+#define CACHED 400000  /* bytes of rows that stay in the second cache while the panels pass by, which take as much */
+
+typedef struct {
+    const int32_t *from;
+    int64_t words; /* of a row of the matrix */
+    int32_t *to;
+} Pack;
+
+/* Panels `first` to `last` of a matrix [O, words]. */
+int pack_words(const Pack *in, int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; p++)
+        for (int64_t i = 0, at = p * LANES * in->words; i < in->words; i += LANES)
+            transpose(in->from + at + i, in->words, in->to + at + i * LANES, LANES);
+    return 0;
+}
+
+/* The way back. */
+int unpack_words(const Pack *in, int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; p++)
+        for (int64_t i = 0, at = p * LANES * in->words; i < in->words; i += LANES)
+            transpose(in->from + at + i * LANES, LANES, in->to + at + i, in->words);
+    return 0;
+}
+
+/* From the panels of a float32 matrix [O, I] panels `first` to `last` of its transpose. */
+int turn_floats(const Turn *in, int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; p += TURNED)
+        for (int64_t o = 0; o < in->outputs; o += LANES)
+            for (int64_t own = p; own < last && own < p + TURNED; own++)
+                transpose(in->from + o * in->inputs + own * LANES * LANES, LANES,
+                          in->to + (own * in->outputs + o) * LANES, LANES);
+    return 0;
+}
+
+/* Of a sum over all inputs the piece over those that x has: `words` of them, a row's `stride` after the last one's. */
+typedef struct {
+    const int32_t *x;
+    int64_t stride, words, panel; /* words of a whole panel */
+    int begins, ends;
+    int64_t outputs;
+    const float *residual; /* [rows, O], or missing */
+    float *out;            /* [rows, O] */
+} Piece;
+
+/* total + x * weight; in bfloat16, of a pair of inputs. */
+INLINE __m512 multiplied(const int half, __m512 total, __m512i x, __m512i weight) {
+#ifdef __AVX512BF16__
+    if (half) return _mm512_dpbf16_ps(total, (__m512bh)x, (__m512bh)weight);
+#endif
+    return _mm512_fmadd_ps((__m512)x, (__m512)weight, total);
+}
+
+/* out[at], and so on for the rows and panels. Every `step` bytes from `ahead` on will be wanted next. */
+INLINE void tile(const int half, const int rows, const int panels, const Piece *piece, const int32_t *x,
+                 const int32_t *panel, int64_t at, const char *ahead, int64_t step) {
+    __m512 total[ROWS][PANELS];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) {
+            const float *before = piece->out + at + r * piece->outputs + p * LANES;
+            total[r][p] = piece->begins ? _mm512_setzero_ps() : _mm512_loadu_ps(before);
+        }
+    const int64_t words = piece->words, stride = piece->stride, whole = piece->panel;
+    for (int64_t i = 0; i < words; i++) {
+        __m512i weight[PANELS];
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) weight[p] = _mm512_loadu_si512(panel + p * whole + i * LANES);
+        _mm_prefetch(ahead + i * step, _MM_HINT_T1);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            __m512i own = _mm512_set1_epi32(x[r * stride + i]);
+            __asm__("" : "+v"(own)); /* in a register, not loaded again for every panel */
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++) total[r][p] = multiplied(half, total[r][p], own, weight[p]);
+        }
+    }
+    const float *residual = piece->ends ? piece->residual : 0;
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) {
+            int64_t place = at + r * piece->outputs + p * LANES;
+            if (residual) total[r][p] = _mm512_add_ps(total[r][p], _mm512_loadu_ps(residual + place));
+            _mm512_storeu_ps(piece->out + place, total[r][p]);
+        }
+}
+
+typedef void Tile(const Piece *piece, const int32_t *x, const int32_t *panel, int64_t at, const char *ahead,
+                  int64_t step);
+#define TILE(KIND, HALF, R, P) \
+    __attribute__((noinline)) static void KIND##_##R##_##P(const Piece *piece, const int32_t *x, \
+                                                           const int32_t *panel, int64_t at, const char *ahead, \
+                                                           int64_t step) { \
+        tile(HALF, R, P, piece, x, panel, at, ahead, step); \
+    }
+#define WIDTHS(KIND, HALF, R) TILE(KIND, HALF, R, 1) TILE(KIND, HALF, R, 2) TILE(KIND, HALF, R, 4)
+#define NAMES(KIND, R) {KIND##_##R##_1, KIND##_##R##_2, KIND##_##R##_4}
+#define TILES(KIND, HALF) \
+    WIDTHS(KIND, HALF, 1) WIDTHS(KIND, HALF, 2) WIDTHS(KIND, HALF, 3) \
+    WIDTHS(KIND, HALF, 4) WIDTHS(KIND, HALF, 5) WIDTHS(KIND, HALF, 6) \
+    static Tile *const KIND##_tiles[ROWS][3] = {NAMES(KIND, 1), NAMES(KIND, 2), NAMES(KIND, 3), \
+                                                NAMES(KIND, 4), NAMES(KIND, 5), NAMES(KIND, 6)};
+
+/* `count` rows of a piece times panels `first` to `last`, from place `at` on. */
+static void multiply(Tile *const tiles[ROWS][3], const Piece *piece, const int32_t *packed, int64_t count, int64_t at,
+                     int64_t first, int64_t last) {
+    /* together the tiles of some panels fetch the next ones; few tiles not all of them, but without gaps */
+    const int64_t tiles_of_rows = (count + ROWS - 1) / ROWS, bytes = LINE * piece->words;
+    const int64_t step = LINE * PANELS / (tiles_of_rows < PANELS ? PANELS : tiles_of_rows);
+    for (int64_t p = first, wide; p < last; p += wide) {
+        wide = last - p < 2 ? 1 : last - p < PANELS ? 2 : PANELS;
+        const int32_t *panel = packed + p * piece->panel, *next = panel + wide * piece->panel;
+        for (int64_t r = 0, rows, ahead = 0; r < count; r += rows, ahead += step * piece->words) {
+            rows = count - r < ROWS ? count - r : ROWS;
+            const char *wanted = (const char *)(next + ahead / bytes * piece->panel) + ahead % bytes;
+            tiles[rows - 1][wide / 2](piece, piece->x + r * piece->stride, panel, at + r * piece->outputs + p * LANES,
+                                      wanted, step);
+        }
+    }
+}
+
+/* How the rows and inputs of a product are taken so that rows and panels stay in the second cache meanwhile. */
+typedef struct {
+    int64_t rows, words;
+} Block;
+
+static Block find_block(int64_t rows, int64_t words) {
+    if (rows <= 4 * ROWS) return (Block){rows, words}; /* panels are read so seldom that reading on is faster */
+    int64_t pieces = (words + DEPTH - 1) / DEPTH, lines = (words + LANES - 1) / LANES;
+    words = (lines + pieces - 1) / pieces * LANES;
+    int64_t most = CACHED / (4 * words) / ROWS * ROWS;
+    return (Block){rows < most ? rows : most, words};
+}
+
+TILES(floats, 0)
+
+/* out [rows, O] = x [rows, I] times panels `first` to `last` of `packed` (+ residual). */
+int product_floats(const Product *in, int64_t first, int64_t last) {
+    const int64_t inputs = in->inputs;
+    const Block block = find_block(in->rows, inputs);
+    for (int64_t start = 0; start < in->rows; start += block.rows)
+        for (int64_t i = 0; i < inputs; i += block.words) {
+            int64_t count = in->rows - start < block.rows ? in->rows - start : block.rows;
+            int64_t words = inputs - i < block.words ? inputs - i : block.words;
+            Piece piece = {(const int32_t *)in->x + start * inputs + i, inputs, words, inputs * LANES, i == 0,
+                           i + words == inputs, in->outputs, in->residual, in->out};
+            multiply(floats_tiles, &piece, in->packed + i * LANES, count, start * in->outputs, first, last);
+        }
+    return 0;
+}
+#else
+int pack_words(const void *arguments, int64_t first, int64_t last) { return 1; }
+int unpack_words(const void *arguments, int64_t first, int64_t last) { return 1; }
+int turn_floats(const void *arguments, int64_t first, int64_t last) { return 1; }
+int product_floats(const void *arguments, int64_t first, int64_t last) { return 1; }
+#endif
+
+#ifdef __AVX512BF16__
+/* `turn_floats` for bfloat16; O is a multiple of 32. */
+int turn_halves(const Turn *in, int64_t first, int64_t last) {
+    const int64_t words = in->inputs / 2;
+    for (int64_t p = first; p < last; p += TURNED)
+        for (int64_t o = 0; o < in->outputs; o += LANES)
+            for (int64_t own = p; own < last && own < p + TURNED; own++) {
+                const int32_t *from = in->from + o * words + own * LANES / 2 * LANES;
+                int64_t pairs[8][8], *to = (int64_t *)(in->to + (own * in->outputs + o) / 2 * LANES);
+                for (int k = 0; k < 8; k++) {
+                    /* of two outputs and two inputs, pairs of outputs instead of pairs of inputs */
+                    __m512i found = _mm512_loadu_si512(from + k * LANES);
+                    _mm512_storeu_si512(pairs[k], _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(found, 0xd8), 0xd8));
+                }
+                for (int pair = 0; pair < 8; pair++)
+                    for (int k = 0; k < 8; k++) to[pair * 8 + k] = pairs[k][pair];
+            }
+    return 0;
+}
+
+static void round_row(const float *x, int64_t count, int32_t *to) {
+    for (int64_t i = 0; i < count; i += 2 * LANES)
+        _mm512_storeu_si512(
+            to + i / 2, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + LANES), _mm512_loadu_ps(x + i)));
+}
+
+TILES(halves, 1)
+
+/* `product_floats` of a bfloat16 matrix and rows that are rounded to bfloat16. */
+int product_halves(const Product *in, int64_t first, int64_t last) {
+    const int64_t inputs = in->inputs, all = inputs / 2;
+    const Block block = find_block(in->rows, all);
+    int32_t *rounded = malloc(4 * block.rows * block.words);
+    if (!rounded) return 2;
+    for (int64_t start = 0; start < in->rows; start += block.rows)
+        for (int64_t i = 0; i < all; i += block.words) {
+            int64_t count = in->rows - start < block.rows ? in->rows - start : block.rows;
+            int64_t words = all - i < block.words ? all - i : block.words;
+            for (int64_t r = 0; r < count; r++)
+                round_row(in->x + (start + r) * inputs + 2 * i, 2 * words, rounded + r * words);
+            Piece piece = {rounded, words, words, all * LANES, i == 0, i + words == all, in->outputs, in->residual,
+                           in->out};
+            multiply(halves_tiles, &piece, in->packed + i * LANES, count, start * in->outputs, first, last);
+        }
+    free(rounded);
+    return 0;
+}
+#else
+int turn_halves(const void *arguments, int64_t first, int64_t last) { return 1; }
+int product_halves(const void *arguments, int64_t first, int64_t last) { return 1; }
+#endif

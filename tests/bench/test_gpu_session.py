@@ -1,0 +1,56 @@
+"""What the script for a GPU measures, as far as it can be said without one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_session import STAGES, Options, bench, facts, figures, read_options
+from mint.bench.sample import PEERS
+from mint.bench.shapes import SHAPES
+from mint.bench.train import peers_of
+from mint.errors import RequestFailedError
+
+BENCHES = [stage for stage in STAGES if stage not in {"parity", "profile"}]
+
+
+def _refuse(*, peers: list[str], **_: Any) -> list[dict[str, Any]]:
+    if peers:
+        raise RequestFailedError(", ".join(peers))
+    return [{"contender": "mint"}]
+
+
+def _options(stage: str, out: Path, *more: str) -> Options:
+    return read_options([stage, str(out), "--home", str(out / "home"), *more])
+
+
+@pytest.mark.parametrize("stage", BENCHES)
+def test_every_figure_has_known_peers_and_fits_the_context(stage: str, tmp_path: Path) -> None:
+    for figure in figures(_options(stage, tmp_path)):
+        assert set(figure.peers) <= set(PEERS if figure.work == "sample" else peers_of(figure.shape, "cuda"))
+        assert figure.shape.prompt_tokens + figure.shape.max_tokens <= figure.shape.model.context
+        assert figure.shape.model.hidden == SHAPES[STAGES[stage]].hidden
+
+
+def test_a_stage_runs_on_a_processor_with_another_shape(tmp_path: Path) -> None:
+    options = _options("long", tmp_path, "--device", "cpu", "--shape", "tiny")
+    (figure,) = figures(options)
+    assert figure.shape.model.hidden == SHAPES["tiny"].hidden and options.dtype == "float32"
+    assert json.loads(json.dumps(facts(options)))["device"] == "cpu"
+
+
+def test_a_figure_that_fails_is_a_line_and_mint_is_measured_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = _options("bench-0.6b", tmp_path, "--device", "cpu", "--shape", "tiny")
+    unknown = [replace(figure, peers=["nobody"]) for figure in figures(options)]
+    monkeypatch.setattr("benchmarks.gpu_session.figures", lambda _: unknown)
+    monkeypatch.setattr("benchmarks.gpu_session.run_train_bench", _refuse)
+    monkeypatch.setattr("benchmarks.gpu_session.run_sample_bench", _refuse)
+    lines = [(line["figure"], line.get("failure", "")[-7:-1], line.get("contender")) for line in bench(options)]
+    expected = [[(figure.name, "nobody", None), (figure.name, "", "mint")] for figure in unknown]
+    assert lines == [line for pair in expected for line in pair]

@@ -1,0 +1,157 @@
+"""Triton's kernels compute what float64 says; to be run with TRITON_INTERPRET=1, as `test_cuda_kernels` does.
+
+Triton decides when it is imported whether it interprets, so these tests have a process of their own. The interpreter
+knows no products of bfloat16: float16 stands for it, as another type of two bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plain_kernels import PlainKernels
+from small_models import write_model
+
+from mint.engine.attention import CHUNK
+from mint.engine.cuda_kernels import TritonKernels
+from mint.engine.cuda_step import SPLIT_CELLS, LoraPart, StepGraphs, StepRows
+from mint.engine.decode_step import EagerStep
+from mint.engine.decoder import Decoder
+from mint.engine.decoder_config import read_decoder_config
+from mint.engine.decoder_weights import LayerWeights
+from mint.engine.kv_cells import KvCells
+from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.products import FrozenMatrix
+from mint.engine.protocol import LoraSpec
+from mint.models.folder import ModelFolder
+
+EXACT, KERNELS = PlainKernels(torch.float64), TritonKernels()
+CLOSE = {torch.float32: 3e-6, torch.float16: 4e-3}
+
+
+def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _close(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    limit = CLOSE[dtype] * max(1.0, float(exact.abs().max()))
+    torch.testing.assert_close(found.double(), exact.double(), rtol=0, atol=limit)
+
+
+def _rows(lengths: list[int], *, groups: int, dim: int, side: int = 1, kv_heads: int = 2, seed: int = 0) -> StepRows:
+    """Rows of so many keys, 0 for padding, in random cells of their own."""
+    columns = -(-max(lengths) // CHUNK)
+    table = np.random.default_rng(seed).permutation(len(lengths) * columns).reshape(columns, -1)
+    inputs = np.concatenate([np.zeros((1, len(lengths))), np.array(lengths)[None] - 1, table])
+    angles = _random(1024, dim // 2, seed=9)
+    splits = 1 << (-(-columns // SPLIT_CELLS) - 1).bit_length()
+    heads = (groups * kv_heads, kv_heads, dim, side)
+    return StepRows(torch.from_numpy(inputs).int(), angles.cos(), angles.sin(), *heads, eps=1e-6, splits=splits)
+
+
+def _planes(rows: StepRows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    count = rows.inputs[2:].numel()
+    shape = (count, rows.kv_heads // rows.side_by_side, CHUNK, rows.side_by_side * rows.head_dim)
+    return _random(*shape, seed=3, dtype=dtype), _random(*shape, seed=4, dtype=dtype)
+
+
+def _lora(rows: int, parts: int, outputs: int, rank: int) -> LoraPart:
+    return LoraPart(_random(rows, parts * rank, seed=5), _random(outputs, rank, seed=6), 0.7)
+
+
+@pytest.mark.parametrize(
+    ("groups", "dim", "side", "dtype"),
+    [(1, 32, 2, torch.float32), (2, 128, 1, torch.float16), (4, 64, 1, torch.float32), (8, 24, 2, torch.float16)],
+)
+def test_attention_over_cells_is_a_softmax_over_the_rows_own_keys(
+    groups: int, dim: int, side: int, dtype: torch.dtype
+) -> None:
+    for lengths in ([1, 200, 64, 0, 65], [257, 3, 0, 600, 256]):
+        rows = _rows(lengths, groups=groups, dim=dim, side=side)
+        keys, values = _planes(rows, dtype)
+        queries = _random(len(lengths), rows.query_heads, dim, seed=2, dtype=dtype)
+        wide, narrow = KERNELS.attend(queries, rows, keys, values)
+        exact, _ = EXACT.attend(queries, rows, keys, values)
+        real = [index for index, length in enumerate(lengths) if length]
+        _close(wide[real], exact[real], dtype)
+        assert torch.equal(wide, narrow.float())
+        assert wide.isfinite().all() or rows.splits > 1  # what padding computes, nobody reads
+
+
+def test_a_rows_attention_has_the_same_bits_in_any_company() -> None:
+    rows = _rows([257, 3, 0, 200, 600], groups=2, dim=32)
+    keys, values = _planes(rows, torch.float32)
+    queries = _random(5, rows.query_heads, 32, seed=2)
+    together = KERNELS.attend(queries, rows, keys, values)[0]
+    for chosen, splits in (([3], 1), ([1], 1), ([0, 3], 2), ([3, 4, 0], 8)):
+        own = replace(rows, inputs=rows.inputs[:, chosen].contiguous(), splits=splits)
+        assert torch.equal(KERNELS.attend(queries[chosen], own, keys, values)[0], together[chosen])
+
+
+@pytest.mark.parametrize(
+    ("dim", "side", "normed", "biased", "rank", "dtype"),
+    [
+        (32, 1, True, False, 4, torch.float32),
+        (24, 2, False, True, 0, torch.float16),
+        (16, 2, True, True, 3, torch.float16),
+    ],
+)
+def test_heads_are_normed_and_turned_and_lie_in_their_cells(
+    dim: int, side: int, normed: bool, biased: bool, rank: int, dtype: torch.dtype
+) -> None:
+    rows = _rows([1, 200, 64, 0, 65], groups=3, dim=dim, side=side)
+    width = (rows.query_heads + 2 * rows.kv_heads) * dim
+    empty = FrozenMatrix(torch.zeros(1, 1))
+    layer = LayerWeights(
+        torch.ones(1), empty, empty, torch.ones(1),
+        qkv_bias=_random(width, seed=7) if biased else None,
+        head_norms=_random(rows.query_heads + rows.kv_heads, dim, seed=8) if normed else None,
+    )  # fmt: skip
+    lora = _lora(5, 3, width, rank) if rank else None
+    product = _random(5, width, seed=1, dtype=dtype)
+    planes, expected = _planes(rows, dtype), _planes(rows, dtype)
+    queries = KERNELS.heads(product, lora, layer, rows, *planes)
+    exact = EXACT.heads(product, lora, layer, rows, *expected)
+    real = [0, 1, 2, 4]
+    _close(queries[real], exact[real], dtype)
+    for found, plane, before in zip(planes, expected, _planes(rows, dtype), strict=True):
+        _close(found, plane, dtype)
+        assert torch.equal((found != before).any(-1), (plane != before).any(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rank", [0, 3, 32])
+def test_norms_swiglu_and_sums_with_a_loras_part(rank: int, dtype: torch.dtype) -> None:
+    x, weight = _random(5, 70), _random(70, seed=1)
+    for found, exact in zip(KERNELS.norm(x, weight, 1e-6, dtype), EXACT.norm(x, weight, 1e-6, dtype), strict=True):
+        _close(found, exact, torch.float32 if found.dtype == torch.float32 else dtype)
+    product, lora = _random(5, 140, seed=2, dtype=dtype), _lora(5, 2, 140, rank) if rank else None
+    for found, exact in zip(KERNELS.swiglu(product, lora), EXACT.swiglu(product, lora), strict=True):
+        _close(found, exact, torch.float32 if found.dtype == torch.float32 else dtype)
+    product, lora = _random(5, 70, seed=2, dtype=dtype), _lora(5, 1, 70, rank) if rank else None
+    _close(KERNELS.add(product, x, lora), EXACT.add(product, x, lora), torch.float32)
+
+
+@torch.inference_mode()
+def test_a_whole_step_has_the_logits_of_the_decoders_forward(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    folder = ModelFolder(tmp_path)
+    decoder = Decoder(
+        read_decoder_config(folder.config), folder.tensors(), dtype=torch.float32, device=torch.device("cpu")
+    )
+    cells = KvCells(decoder.config, decoder.dtype, decoder.device, 1 << 24)
+    for layer in range(decoder.config.num_hidden_layers):
+        for index, plane in enumerate(cells.planes(layer)):
+            plane[:20].copy_(_random(*plane[:20].shape, seed=index))
+    with torch.inference_mode(mode=False):
+        lora = LoraWeights(decoder.config, LoraSpec(5, 0, True, True, True), decoder.device)
+        lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.05)
+    graphs = StepGraphs(decoder, cells, KERNELS, capture=False, buckets=(4,))
+    table, positions, tokens = np.arange(15).reshape(3, 5), np.array([3, 300, 64]), np.array([5, 6, 7])
+    runs = [LoraRows(0, 3, lora)]
+    found = graphs.open(table, positions, runs).run(tokens, positions)
+    expected = EagerStep(decoder, cells, table, table[:, 0], positions, runs).run(tokens, positions)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)

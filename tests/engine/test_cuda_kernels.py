@@ -1,0 +1,59 @@
+"""Triton's kernels, as far as they can be tested without a GPU: interpreted, and compiled for an H100."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mint.engine.attention import CHUNK
+from mint.engine.cuda_step import SPLIT_CELLS
+
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch")
+
+
+@pytest.mark.slow
+def test_interpreted_they_compute_what_float64_says() -> None:
+    file = Path(__file__).with_name("interpreted_kernels.py")
+    command = [sys.executable, "-m", "pytest", str(file), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = importlib.import_module("mint.engine.cuda_kernels")
+    compiler, backend = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
+    attention = {"GROUPS": 2, "DIM": 128, "CHUNK": CHUNK, "SPLIT_CELLS": SPLIT_CELLS, "WIDTH": 128}
+    tile = {"RANK": 16, "ROWS": found.ROWS_AT_ONCE, "COLUMNS": found.COLUMNS_AT_ONCE, "RANKS": 16}
+    heads = {"QUERY_HEADS": 16, "KV_HEADS": 8, "DIM": 128, "SIDE": 2, "CHUNK": CHUNK, "BIASED": True, "NORMED": True,
+             "RANK": 16, "ROWS": 16, "HALF": 64, "RANKS": 16}  # fmt: skip
+    numbers = {"eps": "fp32", "scale": "fp32"} | dict.fromkeys(
+        ("stride", "cell_size", "count", "inner", "outputs", "width", "splits"), "i32"
+    )
+    narrow = dict.fromkeys(("queries", "keys", "values", "narrow", "product"), "*bf16")
+    for name, sizes in {
+        "_attend": {**attention, "SIDE": 2, "SINGLE": False, "QUERIES": 16}, "_merge": {**attention, "QUERIES": 2},
+        "_norm": {"WIDTH": 1024}, "_heads": heads, "_swiglu": tile, "_add": tile,
+    }.items():  # fmt: skip
+        function = getattr(found, name)
+        types = {
+            own: "constexpr" if own in sizes else {"inputs": "*i32", **numbers, **narrow}.get(own, "*fp32")
+            for own in function.arg_names
+        }
+        constants = {(function.arg_names.index(own),): value for own, value in sizes.items()}
+        aligned = {
+            (index,): [["tt.divisibility", 16]]
+            for index, own in enumerate(types.values())
+            if own[0] == "*" or own == "i32"
+        }
+        source = compiler.ASTSource(fn=function, signature=types, constexprs=constants, attrs=aligned)
+        compiled = compiler.compile(source, target=backend.GPUTarget("cuda", 90, 32))
+        assert "ld.local" not in compiled.asm["ptx"], name
+        assert compiled.asm["cubin"], name

@@ -1,0 +1,221 @@
+"""A step of fixed shapes computes what the decoder's forward computes, for any rows that come and go.
+
+Without a GPU nothing is captured: the layers run as they would be, with torch's operations for the kernels. Where there
+is one, graphs and Triton's kernels are tested, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_data import LORA, job, train
+from plain_kernels import PlainKernels
+from small_models import write_model
+
+from mint.engine.attention import CHUNK
+from mint.engine.cuda_step import SPLIT_CELLS, LoraPart, StepGraphs
+from mint.engine.decode_step import EagerStep
+from mint.engine.decoder import Decoder
+from mint.engine.decoder_config import read_decoder_config
+from mint.engine.kv_cells import KvCells
+from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.prefill import PromptPart, run_prompts
+from mint.engine.protocol import LoraSpec
+from mint.engine.torch_engine import TorchEngine
+from mint.models.folder import ModelFolder
+
+OTHER = LoraSpec(rank=3, seed=1, train_attn=False, train_mlp=True, train_unembed=False)
+CELLS = 512
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random small model of each family: norms of heads, biases, scaled rotation."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    write_model(folder, "untied" if request.param == "llama" else "tied", family=request.param)
+    return folder
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def _graphs(decoder: Decoder, cells: KvCells, *buckets: int) -> StepGraphs:
+    if decoder.device.type == "cpu":
+        return StepGraphs(decoder, cells, PlainKernels(), capture=False, buckets=buckets)
+    from mint.engine.cuda_kernels import TritonKernels  # needs Triton
+
+    return StepGraphs(decoder, cells, TritonKernels(), buckets=buckets)
+
+
+def _decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+    opened = ModelFolder(folder)
+    config = read_decoder_config(opened.config)
+    return Decoder(config, opened.tensors(), dtype=dtype, device=torch.device(device))
+
+
+def _lora(decoder: Decoder, spec: LoraSpec, seed: int) -> LoraWeights:
+    with torch.inference_mode(mode=False):
+        lora = LoraWeights(decoder.config, spec, decoder.device)
+        lora.flat.copy_(torch.randn(lora.flat.shape, generator=torch.Generator().manual_seed(seed)) * 0.05)
+    return lora
+
+
+def _cells(decoder: Decoder) -> KvCells:
+    """Filled with what no sequence has written."""
+    cells = KvCells(decoder.config, decoder.dtype, decoder.device, 1 << 30)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(decoder.config.num_hidden_layers):
+        for plane in cells.planes(layer):
+            plane[:CELLS].copy_(torch.randn(plane[:CELLS].shape, generator=generator))
+    return cells
+
+
+@torch.inference_mode()
+def test_rows_that_come_and_go_have_the_logits_of_the_decoders_forward(family: Path, device: str) -> None:
+    decoder = _decoder(family, device=device)
+    cells, rng = _cells(decoder), np.random.default_rng(0)
+    graphs = _graphs(decoder, cells, 2, 4, 8)
+    loras = [None, _lora(decoder, LORA, 1), _lora(decoder, LORA, 2), _lora(decoder, OTHER, 3)]
+    for _ in range(6):
+        counts = [int(count) for count in rng.integers(0, 12, len(loras)) * (rng.random(len(loras)) < 0.5)]
+        if not sum(counts):
+            continue
+        ends = np.cumsum(counts).tolist()
+        runs = [LoraRows(end - n, end, lora) for end, n, lora in zip(ends, counts, loras, strict=True) if n]
+        table = rng.permutation(CELLS)[: 2 * SPLIT_CELLS * ends[-1]].reshape(ends[-1], -1)
+        last = CHUNK * int(rng.integers(1, 2 * SPLIT_CELLS))
+        positions = np.maximum(0, last - rng.integers(1, 9, ends[-1]) * rng.integers(1, 50, ends[-1]))
+        step = graphs.open(table, positions, runs)
+        for _ in range(4):
+            if not step.fits(positions):
+                step = graphs.open(table, positions, runs)
+            tokens = rng.integers(0, decoder.config.vocab_size, ends[-1])
+            found = step.run(tokens, positions)
+            expected = EagerStep(decoder, cells, table, table[:, 0], positions, runs).run(tokens, positions)
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+            positions = positions + 1
+
+
+@torch.inference_mode()
+def test_nothing_is_written_but_the_new_keys_and_values_of_the_rows(family: Path, device: str) -> None:
+    decoder = _decoder(family, device=device)
+    cells = _cells(decoder)
+    before = [
+        plane[:CELLS].clone() for layer in range(decoder.config.num_hidden_layers) for plane in cells.planes(layer)
+    ]
+    table, positions = np.array([[5, 9], [7, 3], [5, 1]]), np.array([70, 63, 64])
+    graphs = _graphs(decoder, cells, 8)
+    graphs.open(table, positions, [LoraRows(0, 3, None)]).run(np.array([1, 2, 3]), positions)
+    after = [plane[:CELLS] for layer in range(decoder.config.num_hidden_layers) for plane in cells.planes(layer)]
+    for old, new in zip(before, after, strict=True):
+        changed = (old != new).any(-1).any(1).nonzero().tolist()
+        assert changed == [[1, 0], [7, 63], [9, 6]]
+
+
+@torch.inference_mode()
+def test_a_rows_logits_do_not_depend_on_its_company_within_a_bucket(family: Path, device: str) -> None:
+    decoder = _decoder(family, device=device)
+    cells, rng = _cells(decoder), np.random.default_rng(0)
+    graphs = _graphs(decoder, cells, 16)
+    lora = _lora(decoder, LORA, 1)
+    table = rng.permutation(CELLS)[:44].reshape(11, 4)
+    positions, tokens = rng.integers(0, 250, 11), rng.integers(0, 60, 11)
+
+    def logits(rows: np.ndarray) -> torch.Tensor:
+        step = graphs.open(table[rows], positions[rows], [LoraRows(0, len(rows), lora)])
+        return step.run(tokens[rows], positions[rows]).clone()
+
+    together = logits(np.arange(11))
+    for rows in (np.array([4]), np.array([10, 4, 0])):
+        torch.testing.assert_close(logits(rows), together[rows], rtol=0, atol=1e-5)
+        assert device == "cpu" or torch.equal(logits(rows), together[rows])
+
+
+@torch.inference_mode()
+def test_weights_that_change_are_seen_by_the_next_step_that_is_opened(family: Path, device: str) -> None:
+    decoder = _decoder(family, device=device)
+    cells = _cells(decoder)
+    graphs = _graphs(decoder, cells, 2)
+    lora, table, positions, tokens = _lora(decoder, LORA, 1), np.array([[5]]), np.array([20]), np.array([3])
+    runs = [LoraRows(0, 1, lora)]
+    before = graphs.open(table, positions, runs).run(tokens, positions)
+    lora.flat.mul_(-3)
+    after = graphs.open(table, positions, runs).run(tokens, positions)
+    expected = EagerStep(decoder, cells, table, table[:, 0], positions, runs).run(tokens, positions)
+    torch.testing.assert_close(after, expected, rtol=0, atol=2e-5)
+    assert not torch.allclose(before, after, atol=1e-2)
+
+
+class _Counted(PlainKernels):
+    used = 0
+
+    def swiglu(self, product: torch.Tensor, lora: LoraPart | None) -> tuple[torch.Tensor, torch.Tensor]:
+        self.used += 1
+        return super().swiglu(product, lora)
+
+
+def test_a_whole_batch_samples_the_same_tokens(family: Path) -> None:
+    def engine() -> TorchEngine:
+        engine = TorchEngine(dtype="float32", threads=1, device="cpu")
+        engine.load_base("base", str(family))
+        engine.create_model("m", "base", LORA)
+        train(engine, "m", steps=1)
+        engine.publish("m", "w")
+        return engine
+
+    plain, fixed = engine(), engine()
+    decoder, memory = fixed._base("base")[0], fixed._memory("base")
+    kernels = _Counted()
+    memory.graphs = StepGraphs(decoder, memory.cells, kernels, capture=False, buckets=(4, 8))
+    rng = np.random.default_rng(1)
+    jobs = [
+        job(rng.integers(2, 60, length), num_samples=3, max_tokens=limit, weights_id=name, seed=length)
+        for length, limit, name in ((5, 70, "w"), (60, 9, None), (130, 2, "w"), (62, 1, "w"), (3, 20, None))
+    ]
+    for found, expected in zip(fixed.sample(jobs), plain.sample(jobs), strict=True):
+        assert found.error is None
+        for own, other in zip(found.samples, expected.samples, strict=True):
+            assert own.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(own.logprobs, other.logprobs, rtol=0, atol=1e-5)
+    assert kernels.used > 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Path, dtype: torch.dtype) -> None:
+    # Tensors without data: mixing them with others on a CPU raises, and so does reading anything back.
+    decoder = _decoder(family, dtype, "meta")
+    cells = KvCells(decoder.config, dtype, decoder.device, 1 << 24)
+    graphs = StepGraphs(decoder, cells, PlainKernels(), capture=False, buckets=(64,))
+    lora = LoraWeights(decoder.config, LORA, decoder.device)
+    inputs = torch.zeros((4, 64), dtype=torch.int32, device="meta")
+    hidden = graphs.hidden(inputs, splits=1, lora=lora)
+    logits = decoder.logits(hidden, [LoraRows(0, 64, lora)])
+    assert hidden.shape == (64, decoder.config.hidden_size)
+    assert logits.shape == (64, decoder.config.vocab_size)
+    assert hidden.is_meta
+    assert logits.is_meta
+    for wait in (lambda: hidden.cpu(), lambda: hidden[0, 0].item(), lambda: hidden + torch.zeros(64, 1)):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            wait()
+
+
+@torch.inference_mode()
+def test_a_prompt_is_run_without_reading_anything_back(family: Path) -> None:
+    decoder = _decoder(family, device="meta")
+    cells = KvCells(decoder.config, decoder.dtype, decoder.device, 1 << 24)
+    lora = LoraWeights(decoder.config, LORA, decoder.device)
+    parts = [
+        PromptPart(np.arange(70) % 50, 10, np.array([3, 4]), None),
+        PromptPart(np.arange(33), 0, np.array([7]), lora),
+    ]
+    hidden = run_prompts(decoder, cells, parts)
+    assert hidden.is_meta
+    assert hidden.shape == (60 + 33, decoder.config.hidden_size)

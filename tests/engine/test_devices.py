@@ -1,0 +1,120 @@
+"""A training step with all of its tensors on a device that is not the CPU: torch's `meta`, which has shapes and no
+numbers, stands for a GPU, so that a forgotten transfer shows without one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_data import ADAM, CROSS_ENTROPY, random_data
+from small_models import write_model
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mint.engine import activation_memory
+from mint.engine.cuda_attention import FlexPackedAttention
+from mint.engine.decoder import Decoder
+from mint.engine.decoder_config import read_decoder_config
+from mint.engine.lora import LoraWeights
+from mint.engine.optimizer import AdamState, step_adam
+from mint.engine.packing import AttentionBlock, pack
+from mint.engine.protocol import LoraSpec
+from mint.engine.training import run_pass
+from mint.models.folder import ModelFolder
+
+META = torch.device("meta")
+ALL = LoraSpec(rank=4, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
+FROZEN_UNEMBEDDING = LoraSpec(rank=4, seed=0, train_attn=True, train_mlp=True, train_unembed=False)
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations on tensors of several devices; counts copies between them, and gives ones for what is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        devices = [leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is torch.ops.aten._local_scalar_dense.default and devices == ["meta"]:
+            self.counts["read"] += 1
+            return 1.0
+        if func is torch.ops.aten._to_copy.default and "device" in kwargs:
+            source, target = devices[0], torch.device(kwargs["device"]).type
+            if source != target:
+                self.counts["read" if target == "cpu" else "uploaded"] += 1
+            if (source, target) == ("meta", "cpu"):
+                return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        elif func not in COPIES and len(set(devices)) > 1:
+            raise AssertionError(f"{func} of tensors on {devices}")
+        return func(*args, **kwargs)
+
+
+def test_the_guard_refuses_what_a_gpu_would() -> None:
+    with OneDevice():
+        index, wide = torch.zeros(2, dtype=torch.int64), torch.zeros(3, 3, device=META)
+        for mixed in (lambda: wide[index], lambda: wide @ torch.ones(3, 3), lambda: wide.add_(torch.ones(3, 3))):
+            with pytest.raises(AssertionError, match="of tensors on"):
+                mixed()
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+    """`flex_attention` by definition: torch's own does not run under a guard like this."""
+    places = torch.arange(query.shape[2], device=query.device)
+    mask = block_mask.mask_mod(places, places, places[:, None], places[None])
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=enable_gqa)
+
+
+@pytest.fixture
+def make_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype], Decoder]:
+    """A decoder on `meta` that attends as one on a GPU does."""
+    monkeypatch.setattr(activation_memory, "MIN_ROWS", 64)
+    monkeypatch.setattr(activation_memory, "MAX_ROWS", 64)
+
+    def make(family: str, dtype: torch.dtype) -> Decoder:
+        write_model(tmp_path, "tied", family=family)
+        folder = ModelFolder(tmp_path)
+        config = read_decoder_config(folder.config)
+        decoder = Decoder(config, folder.tensors(), dtype=dtype, device=META)
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+
+        def packed_attention(blocks: Sequence[AttentionBlock]) -> FlexPackedAttention:
+            attention = FlexPackedAttention(blocks, *heads, META)
+            attention.attend = _attend
+            return attention
+
+        monkeypatch.setattr(decoder, "packed_attention", packed_attention)
+        return decoder
+
+    return make
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("spec", [ALL, FROZEN_UNEMBEDDING], ids=["all", "frozen unembedding"])
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.bfloat16), ("qwen2", torch.float32)])
+def test_a_training_step_mixes_no_devices(
+    family: str, dtype: torch.dtype, spec: LoraSpec, recompute: bool, make_decoder: Callable[..., Decoder]
+) -> None:
+    decoder = make_decoder(family, dtype)
+    lora = LoraWeights(decoder.config, spec, META)
+    gradient, state = lora.enable_gradient(), AdamState.fresh(lora.flat)
+    data = random_data(0, count=12, shared=16)
+    batches = len(pack(data, 64))
+    assert batches > 2
+    with OneDevice() as mode:
+        result = run_pass(decoder, lora, data, CROSS_ENTROPY, gradient=gradient, recompute=recompute)
+    assert [row.shape for row in result.logprobs] == [datum.targets.shape for datum in data]
+    assert mode.counts["read"] == batches  # the host waits once in a micro-batch
+    assert mode.counts["uploaded"] <= batches * 12
+    with OneDevice() as mode:
+        step_adam(lora.flat, gradient, state, ADAM)
+    assert mode.counts["read"] <= 2

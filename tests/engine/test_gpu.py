@@ -1,0 +1,79 @@
+"""What only a machine with a GPU can show: every family there computes what it computes on a CPU, twice the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_data import ADAM, CROSS_ENTROPY, LORA, job, random_data
+from small_models import FAMILIES, write_model
+
+from mint.engine.protocol import StopRule
+from mint.engine.torch_engine import TorchEngine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = "cuda"
+
+
+def _engine(folder: Path, dtype: str, device: str) -> TorchEngine:
+    engine = TorchEngine(dtype="float32" if dtype == "float32" else "bfloat16", threads=1, device=device)
+    engine.load_base("base", str(folder))
+    engine.create_model("m", "base", LORA)
+    return engine
+
+
+def _train(engine: TorchEngine, steps: int) -> list[np.ndarray]:
+    """Logprobs of the last step's examples."""
+    found: list[np.ndarray] = []
+    for step in range(steps):
+        found = engine.forward_backward("m", random_data(step, shared=12), CROSS_ENTROPY).logprobs
+        engine.optim_step("m", ADAM)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cuda_trains_and_samples_every_family_as_a_cpu_does(family: str, tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", family=family)
+    prompts = [np.arange(20, 30), np.arange(21, 51)]
+    logprobs, weights, samples = [], [], []
+    for device in ("cpu", GPU):
+        engine = _engine(tmp_path, "float32", device)
+        logprobs.append(np.concatenate(_train(engine, 3)))
+        weights.append(engine.read_state("m").weights)
+        engine.publish("m", "w")
+        jobs = [job(prompt, weights_id="w", max_tokens=20, temperature=0.0, stop=StopRule()) for prompt in prompts]
+        samples.append([result.samples[0] for result in engine.sample(jobs)])
+    assert np.abs(logprobs[0] - logprobs[1]).max() <= 1e-3
+    for name, expected in weights[0].items():
+        assert np.abs(weights[1][name] - expected).max() <= 1e-3, name
+    for ours, theirs in zip(*samples, strict=True):
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cuda_gives_the_same_bits_for_the_same_steps(dtype: str, tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    digests = set()
+    for _ in range(2):
+        engine = _engine(tmp_path, dtype, GPU)
+        _train(engine, 3)
+        digests.add(engine.state_digest("m"))
+    assert len(digests) == 1
+
+
+def test_cuda_in_bfloat16_stays_near_float32_and_its_sampler_near_its_trainer(tmp_path: Path) -> None:
+    write_model(tmp_path, "tied")
+    wide, narrow = (_engine(tmp_path, "float32", "cpu"), _engine(tmp_path, "bfloat16", GPU))
+    data = random_data(5, count=8, shared=16)
+    exact, rounded = (engine.forward("m", data, CROSS_ENTROPY).logprobs for engine in (wide, narrow))
+    assert np.abs(np.concatenate(exact) - np.concatenate(rounded)).mean() <= 0.05
+    narrow.publish("m", "w")
+    prompt = np.arange(20, 40)
+    sample = narrow.sample([job(prompt, weights_id="w", max_tokens=30)])[0].samples[0]
+    whole = np.concatenate([prompt, sample.tokens])
+    scored = narrow.sample([job(whole, weights_id="w", max_tokens=0, prompt_logprobs=True)])[0].prompt_logprobs
+    assert scored is not None
+    assert np.abs(scored[len(prompt) :] - sample.logprobs).mean() <= 0.05

@@ -1,0 +1,175 @@
+"""Native attention: each query's bits are its own, however its keys are stored, and whoever is computed beside it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mint.engine.attention import CHUNK
+from mint.native.build import COMPILERS
+from mint.native.kernels import DecodedRows, NativeKernels, PackedRows
+
+pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
+
+KINDS = [
+    # head dimension, kv heads, query heads for each, kv heads side by side, dtype
+    (32, 2, 2, 2, torch.float32), (32, 1, 40, 1, torch.bfloat16), (64, 3, 1, 1, torch.float32),
+    (64, 4, 3, 2, torch.bfloat16), (128, 2, 2, 1, torch.bfloat16), (128, 1, 5, 1, torch.float32),
+]  # fmt: skip
+LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 90)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
+    return NativeKernels(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Layout:
+    """Prompts with samples: of each row itself, its prefix, how long that is, where its own rows begin; [4, T]. And of
+    each sample, the rows that its last token sees."""
+
+    rows: np.ndarray
+    seen: list[list[int]] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+
+
+def _lay_out(rng: np.random.Generator) -> Layout:
+    columns: list[tuple[int, int, int, int]] = []
+    layout = Layout(np.zeros((4, 0), np.int64))
+    for _ in range(3):
+        start, length = len(columns), int(rng.choice((0, *LENGTHS, 130)))
+        columns += [(row, 0, 0, start) for row in range(start, start + length)]
+        for _ in range(int(rng.integers(1, 10))):
+            own, size = len(columns), int(rng.choice(LENGTHS))
+            columns += [(row, start if length else 0, length, own) for row in range(own, own + size)]
+            layout.seen.append([*range(start, start + length), *range(own, own + size)])
+            layout.prompts.append(length)
+    layout.rows = np.array(columns, np.int64).T
+    return layout
+
+
+def _packed(kernels: NativeKernels, heads: Tensor, kv_heads: int, rows: np.ndarray) -> Tensor:
+    query_heads = heads.shape[1] - 2 * kv_heads
+    out = heads.new_empty(rows.shape[1], query_heads * heads.shape[2])
+    kernels.attend_packed(PackedRows(query_heads, kv_heads, *rows), heads, out)
+    return out
+
+
+def _in_cells(heads: Tensor, kv_heads: int, side: int, layout: Layout) -> tuple[Tensor, np.ndarray]:
+    """Keys and values of what each sample's last token sees; the full cells of a prompt are shared. The rest is NaN."""
+    query_heads, cells, table, shared = heads.shape[1] - 2 * kv_heads, [], [], {}
+    for seen, prompt in zip(layout.seen, layout.prompts, strict=True):
+        own = []
+        for start in range(0, len(seen), CHUNK):
+            key = (seen[0], start) if start + CHUNK <= prompt else (len(table), start, -1)
+            if key not in shared:
+                shared[key] = len(cells)
+                places = seen[start : start + CHUNK]
+                cell = heads.new_full((2, kv_heads // side, CHUNK, side * heads.shape[2]), math.nan)
+                stored = heads[places, query_heads:].view(len(places), 2, kv_heads // side, -1)
+                cell[:, :, : len(places)] = stored.permute(1, 2, 0, 3)
+                cells.append(cell)
+            own.append(shared[key])
+        table.append(own)
+    columns = max(map(len, table))
+    return torch.stack(cells, dim=1), np.array([[*own, *[0] * (columns - len(own))] for own in table])
+
+
+def _decoded(
+    kernels: NativeKernels,
+    heads: Tensor,
+    kv_heads: int,
+    side: int,
+    cells: Tensor,
+    table: np.ndarray,
+    seen: list[list[int]],
+) -> Tensor:
+    query_heads = heads.shape[1] - 2 * kv_heads
+    positions = np.array([len(own) - 1 for own in seen])
+    rows = DecodedRows(query_heads, kv_heads, side, CHUNK, table, positions)
+    own = heads[[places[-1] for places in seen]].contiguous()
+    out = heads.new_empty(len(seen), query_heads * heads.shape[2])
+    kernels.attend_cells(rows, own, cells[0].contiguous(), cells[1].contiguous(), out)
+    return out
+
+
+@pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "dtype"), KINDS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_training_decoding_and_a_row_alone_have_the_same_bits(
+    kernels: NativeKernels, dim: int, kv_heads: int, groups: int, side: int, dtype: torch.dtype, seed: int
+) -> None:
+    """With 1 thread and with 2, from packed rows and from cells, which neighbours share or do not."""
+    rng = np.random.default_rng(seed)
+    layout = _lay_out(rng)
+    count = layout.rows.shape[1]
+    shape = (count, (groups + 2) * kv_heads, dim)
+    heads = torch.from_numpy(rng.normal(0, 1, shape).astype(np.float32)).to(dtype)
+    torch.set_num_threads(1)
+    whole = _packed(kernels, heads, kv_heads, layout.rows)
+    cells, table = _in_cells(heads, kv_heads, side, layout)
+    last = [own[-1] for own in layout.seen]
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(_packed(kernels, heads, kv_heads, layout.rows), whole)
+        some = np.sort(rng.choice(count, count // 3, replace=False))
+        assert torch.equal(_packed(kernels, heads, kv_heads, layout.rows[:, some]), whole[some])
+        assert torch.equal(_decoded(kernels, heads, kv_heads, side, cells, table, layout.seen), whole[last])
+        order = rng.permutation(len(last))
+        seen = [layout.seen[index] for index in order]
+        mixed = _decoded(kernels, heads, kv_heads, side, cells, table[order], seen)
+        assert torch.equal(mixed, whole[np.array(last)[order]])
+    for index in range(0, len(last), 5):
+        alone = _decoded(
+            kernels, heads, kv_heads, side, cells, table[index : index + 1], layout.seen[index : index + 1]
+        )
+        assert torch.equal(alone[0], whole[last[index]])
+
+
+@pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "dtype"), KINDS)
+def test_decoding_over_cells_is_that_of_float64(
+    kernels: NativeKernels, dim: int, kv_heads: int, groups: int, side: int, dtype: torch.dtype
+) -> None:
+    rng = np.random.default_rng(2)
+    layout = _lay_out(rng)
+    shape = (layout.rows.shape[1], (groups + 2) * kv_heads, dim)
+    heads = torch.from_numpy(rng.normal(0, 1, shape).astype(np.float32)).to(dtype)
+    found = _decoded(kernels, heads, kv_heads, side, *_in_cells(heads, kv_heads, side, layout), layout.seen)
+    near: float = 1e-5 if dtype == torch.float32 else 1e-2
+    for own, seen in zip(found.view(len(found), kv_heads, groups, dim).double(), layout.seen, strict=True):
+        query, key, value = heads[seen].double().split([groups * kv_heads, kv_heads, kv_heads], dim=1)
+        scores = torch.einsum("kgd,jkd->kgj", query[-1].view(kv_heads, groups, dim), key) / math.sqrt(dim)
+        expected = torch.einsum("kgj,jkd->kgd", scores.softmax(-1), value)
+        torch.testing.assert_close(own, expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 15, 16, 63, 97, 512, 3001])
+def test_normalisers_entropies_and_shares_of_logits_are_those_of_float64(
+    kernels: NativeKernels, width: int, dtype: torch.dtype
+) -> None:
+    rng = np.random.default_rng(width)
+    logits = torch.from_numpy(rng.normal(0, 1, (9, width)) * np.logspace(-2, 1.5, 9)[:, None]).float()
+    exact, before = torch.log_softmax(logits.double(), dim=1), logits.clone()
+    pulled = torch.from_numpy(rng.integers(0, 2, 9))
+    normalisers, entropies = kernels.weigh_rows(logits, pulled, dtype)
+    torch.testing.assert_close(normalisers.double(), torch.logsumexp(before.double(), 1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(1), rtol=1e-5, atol=2e-5)
+    near: float = 1e-6 if dtype == torch.float32 else 4e-3
+    shares = logits.view(dtype)[pulled.bool(), :width].double()
+    torch.testing.assert_close(shares, -exact.exp()[pulled.bool()], rtol=near, atol=1e-7)
+    assert torch.equal(logits[~pulled.bool()], before[~pulled.bool()])
