@@ -63,19 +63,13 @@ def write_base(folder: Path, shape: str) -> None:
 
 def mint_engine(folder: Path, dtype: DType, threads: int) -> TorchEngine:
     """With a lora on attention, and one on all linear layers, neither of which is zero."""
-    engine = TorchEngine(dtype=dtype, threads=threads, device="cpu", native=native_folder())
+    engine = TorchEngine(dtype=dtype, threads=threads, device="cpu", native=read_settings().native_folder)
     engine.load_base("base", str(folder))
     for name, on_experts in (("attention", False), ("all", True)):
         engine.create_model(name, "base", LoraSpec(RANK, 0, True, on_experts, False))
         engine._models[name].weights.flat.normal_(0, 0.01)
         engine.publish(name, name)
     return engine
-
-
-def native_folder() -> Path | None:
-    """Where mint keeps its kernels in C; None if they are switched off."""
-    settings = read_settings()
-    return None if settings.native is False else settings.kernels_dir
 
 
 def mint_decodes(engine: TorchEngine, batch: int, new: int, lora: str | None) -> Callable[[], object]:

@@ -30,6 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
+from mint.config import read_settings
 from mint.engine.protocol import LoraSpec, SampleJob, StopRule, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.models.registry import resolve
@@ -59,7 +60,7 @@ class Work:
 
 def mint_pairs(folder: Path, work: Work, dtype: DType, threads: int) -> tuple[np.ndarray, np.ndarray]:
     """The sampler's logprobs and the trainer's, of all sampled tokens."""
-    engine = TorchEngine(dtype=dtype, threads=threads, device="cpu")
+    engine = TorchEngine(dtype=dtype, threads=threads, device="cpu", native=read_settings().native_folder)
     engine.load_base("base", str(folder))
     engine.create_model("model", "base", LoraSpec(16, 0, True, True, False))
     engine.publish("model", "weights")

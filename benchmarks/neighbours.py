@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from mint.bench.shapes import SHAPES, write_base_model
+from mint.config import read_settings
 from mint.engine.protocol import AdamSpec, LoraSpec, SampleJob, SampleResult, StopRule, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.models.registry import resolve
@@ -99,7 +100,7 @@ class Tally:
 
 def make_engine(dtype: Any, threads: int, bases: dict[str, Path]) -> TorchEngine:
     """An engine with these bases and, for each, the loras, trained for a few steps so that they change something."""
-    engine = TorchEngine(dtype=dtype, threads=threads, device="cpu")
+    engine = TorchEngine(dtype=dtype, threads=threads, device="cpu", native=read_settings().native_folder)
     for base, folder in bases.items():
         vocabulary = engine.load_base(base, str(folder)).vocab_size
         for name, lora in LORAS.items():

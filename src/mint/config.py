@@ -92,6 +92,11 @@ class Settings(BaseSettings):
             return self.home_dir / "native"
 
     @property
+    def native_folder(self) -> Path | None:
+        """`kernels_dir`, or None where mint's own kernels are switched off."""
+        return None if self.native is False else self.kernels_dir
+
+    @property
     def tag_list(self) -> list[str]:
         """`MINT_TAGS`, one by one."""
         return [tag for tag in (part.strip() for part in self.tags.split(",")) if tag]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,5 +53,6 @@ def engine(tied: tuple[Path, PreTrainedModel]) -> TorchEngine:
 
 @pytest.fixture(scope="session")
 def native_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the kernels in C are compiled, once per run."""
-    return tmp_path_factory.mktemp("native")
+    """Where the kernels in C are compiled: once per run, which workers that run side by side share."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "native"

@@ -36,9 +36,9 @@ NATIVE = pytest.mark.parametrize("native", [False, pytest.param(True, marks=NEED
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(native_folder: Path) -> Path:
     """Where kernels in C are kept."""
-    return tmp_path_factory.mktemp("native")
+    return native_folder
 
 
 def _decoder(place: Path, dtype: torch.dtype, compiled: Path | None, **changes: object) -> Decoder:

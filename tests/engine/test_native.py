@@ -31,13 +31,8 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("native")
-
-
-@pytest.fixture(scope="session")
-def kernels(folder: Path) -> NativeKernels:
-    return NativeKernels(folder)
+def kernels(native_folder: Path) -> NativeKernels:
+    return NativeKernels(native_folder)
 
 
 def _attend_in_float64(heads: Tensor, query_heads: int, kv_heads: int, visible: np.ndarray) -> Tensor:
@@ -226,10 +221,10 @@ def _bits(result: SampleResult) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_engine_s_promises_hold_with_them(folder: Path, tmp_path: Path, dtype: str, threads: int) -> None:
+def test_the_engine_s_promises_hold_with_them(native_folder: Path, tmp_path: Path, dtype: str, threads: int) -> None:
     """Sampler and trainer agree bit for bit, and company changes nothing."""
     write_model(tmp_path, "tied", **SHAPE)
-    engine = _engine(tmp_path, folder, dtype, threads)
+    engine = _engine(tmp_path, native_folder, dtype, threads)
     rng = np.random.default_rng(5)
     jobs = [
         job(rng.integers(20, 90, size).tolist(), weights_id="w", num_samples=count, max_tokens=40, seed=size)
@@ -244,10 +239,10 @@ def test_the_engine_s_promises_hold_with_them(folder: Path, tmp_path: Path, dtyp
             assert np.array_equal(passed.logprobs[0][len(own.prompt) - 1 :], sample.logprobs)
 
 
-def test_training_is_that_of_torch_s_own_operations(folder: Path, tmp_path: Path) -> None:
+def test_training_is_that_of_torch_s_own_operations(native_folder: Path, tmp_path: Path) -> None:
     write_model(tmp_path, "tied", **SHAPE)
     data = random_data(4, count=8, shared=12)
-    engines = [_engine(tmp_path, native, "float32") for native in (None, folder)]
+    engines = [_engine(tmp_path, native, "float32") for native in (None, native_folder)]
     passes = [engine.forward_backward("m", data, CROSS_ENTROPY) for engine in engines]
     for ours, theirs in zip(*(own.logprobs for own in passes), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4)  # two steps of training lie before
@@ -256,7 +251,7 @@ def test_training_is_that_of_torch_s_own_operations(folder: Path, tmp_path: Path
         np.testing.assert_allclose(states[1][name], array, rtol=0, atol=2e-4, err_msg=name)
 
 
-def test_a_model_of_other_widths_is_computed_without_them(folder: Path, tmp_path: Path) -> None:
+def test_a_model_of_other_widths_is_computed_without_them(native_folder: Path, tmp_path: Path) -> None:
     write_model(tmp_path, "untied")  # head dimension 8
-    engine = TorchEngine(dtype="float32", threads=1, device="cpu", native=folder)
+    engine = TorchEngine(dtype="float32", threads=1, device="cpu", native=native_folder)
     assert engine.load_base("base", str(tmp_path)).settings["attention"] == "torch"

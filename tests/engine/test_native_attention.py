@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 90)
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
-    return NativeKernels(tmp_path_factory.mktemp("native"))
+def kernels(native_folder: Path) -> NativeKernels:
+    return NativeKernels(native_folder)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(scope="module")
-def products(tmp_path_factory: pytest.TempPathFactory) -> NativeProducts:
-    return NativeProducts(NativeKernels(tmp_path_factory.mktemp("native")))
+def products(native_folder: Path) -> NativeProducts:
+    return NativeProducts(NativeKernels(native_folder))
 
 
 COMPANIES = [*((7, count) for count in range(1, 21)), (0, 1), (130, 1), (60, 63), (1, 64), (9, 65), (2, 127), (0, 131)]

@@ -18,7 +18,7 @@ from mint.engine.attention import CHUNK, MIN_QUERIES
 from mint.engine.decoder_config import DecoderConfig
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE, which `mmap` has from Python 3.13 on: a process that forks is not asked for all of this memory again."""
+"""MAP_NORESERVE, in `mmap` from Python 3.13 on: a process that forks is not asked for all of this memory again."""
 
 NARROWEST = 16
 """Head dimension from which products may have several heads side by side without other bits (measured: 8 has them)."""
