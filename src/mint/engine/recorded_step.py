@@ -30,7 +30,7 @@ SPARE_CELLS = 8
 """So many cells can be added to each row before the step is recorded again."""
 
 RECORDED_BYTES = 512 << 20
-"""A recording keeps all that is computed in a step: 305 MB for 64 rows of a model of 0.6 B weights, where it saves 10 %.
+"""A recording keeps all that is computed in a step: 305 MB for 64 rows of a model of 0.6 B weights, and it saves 10 %.
 Steps that need more than this are not recorded."""
 
 SPLIT_ENTRIES = 1 << 22
