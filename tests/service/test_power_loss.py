@@ -65,19 +65,25 @@ class Disk:
             return copy.serialize()
 
     def _keep(self, journal: bytes) -> None:
+        fresh = self._journal.with_suffix(".new")
+        fresh.write_bytes(journal)
+        fresh.replace(self._journal)  # before it is counted: what this sync lets go of goes after that
         self.syncs += 1
-        self._journal.write_bytes(journal)
 
     def after_power_loss(self, folder: Path) -> Path:
-        """A copy of the directory as it would be found."""
-        folder.mkdir()
-        shutil.copy(self._journal, folder / JOURNAL_FILE)
-        shutil.copytree(self._data_dir / "checkpoints", folder / "checkpoints", dirs_exist_ok=True)
-        for path in self._files:
-            copy = folder / path.relative_to(self._data_dir)
-            copy.parent.mkdir(exist_ok=True)
-            with suppress(FileNotFoundError):  # what nobody names any more goes at any time
-                shutil.copy(path, copy)
+        """A copy of the directory as it would be found at one moment: made again if a sync has come in between."""
+        syncs = -1
+        while syncs != self.syncs:
+            shutil.rmtree(folder, ignore_errors=True)
+            syncs = self.syncs
+            folder.mkdir()
+            shutil.copy(self._journal, folder / JOURNAL_FILE)
+            shutil.copytree(self._data_dir / "checkpoints", folder / "checkpoints", dirs_exist_ok=True)
+            for path in list(self._files):
+                copy = folder / path.relative_to(self._data_dir)
+                copy.parent.mkdir(exist_ok=True)
+                with suppress(FileNotFoundError):  # what nobody names any more goes at any time
+                    shutil.copy(path, copy)
         return folder
 
 
