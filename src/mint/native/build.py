@@ -68,6 +68,7 @@ def _compile(folder: Path, source: Path) -> None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise MissingExtraError("native kernels need a C compiler, and none is installed", remedy=REMEDY)
+    library = _library(folder, source)  # before the compiler reads the file, which an upgrade may replace meanwhile
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -78,7 +79,7 @@ def _compile(folder: Path, source: Path) -> None:
                 raise MissingExtraError(
                     f"{source.name} could not be compiled by {compiler}: {done.stderr.strip()[-500:]}", remedy=REMEDY
                 )
-            made.replace(_library(folder, source))  # whole or absent, also with two processes at once
+            made.replace(library)  # whole or absent, also with two processes at once
     except subprocess.TimeoutExpired as error:
         raise MissingExtraError(f"{compiler} took more than {COMPILE_SECONDS} s", remedy=REMEDY) from error
     except OSError as error:
