@@ -31,6 +31,7 @@ class Disk:
         self._journal = data_dir.with_name("journal")
         self._files: set[Path] = set()
         self.syncs = 0
+        self._lock, self._copies, self._kept = threading.Lock(), 0, 0
         for name in ("sync", "finish_job"):
             self._follow(name, monkeypatch)
         for name in ("sync_file", "write_weights"):
@@ -49,26 +50,32 @@ class Disk:
             before = self._copy()  # what is written while a sync is under way may be lost
             result = original(journal, *arguments, **named)
             if name == "sync":
-                self._keep(before)
+                self._keep(*before)
             elif journal.database.is_synced:
-                self._keep(self._copy())
+                self._keep(*self._copy())
             return result
 
         monkeypatch.setattr(Journal, name, followed)
 
-    def _copy(self) -> bytes:
+    def _copy(self) -> tuple[int, bytes]:
+        """The journal as it is, and its number among the copies."""
         with (
+            self._lock,
             closing(sqlite3.connect(self._data_dir / JOURNAL_FILE)) as now,
             closing(sqlite3.connect(":memory:")) as copy,
         ):
             now.backup(copy)
-            return copy.serialize()
+            self._copies += 1
+            return self._copies, copy.serialize()
 
-    def _keep(self, journal: bytes) -> None:
-        fresh = self._journal.with_suffix(".new")
-        fresh.write_bytes(journal)
-        fresh.replace(self._journal)  # before it is counted: what this sync lets go of goes after that
-        self.syncs += 1
+    def _keep(self, number: int, journal: bytes) -> None:
+        with self._lock:
+            if number > self._kept:  # another sync, that ended before this one, may have kept more
+                fresh = self._journal.with_suffix(".new")
+                fresh.write_bytes(journal)
+                fresh.replace(self._journal)  # before it is counted: what this sync lets go of goes after that
+                self._kept = number
+            self.syncs += 1
 
     def after_power_loss(self, folder: Path) -> Path:
         """A copy of the directory as it would be found at one moment: made again if a sync has come in between."""
