@@ -48,7 +48,7 @@ PAINTED = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime 
 def dashboard(run: Path) -> Iterator[tuple[str, int]]:
     """`mint dashboard` over one run: its address and process id."""
     with tempfile.TemporaryDirectory() as home:
-        command = [sys.executable, "-c", "from mint.cli import app; app()", "dashboard", str(run), "--port", "0"]
+        command = [sys.executable, "-c", "from mint.cli.main import app; app()", "dashboard", str(run), "--port", "0"]
         environment = {**os.environ, "MINT_HOME": home}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:

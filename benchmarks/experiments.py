@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import mint
-from mint.recipes.arithmetic import Problem, draw_problems
+from mint.recipes.data.arithmetic import Problem, draw_problems
 from mint.recipes.math import exact_match
 from mint.rl.advantages import group_advantages, kl_penalty
 from mint.rl.config import AdvantageName

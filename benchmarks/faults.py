@@ -25,14 +25,14 @@ from unittest.mock import patch
 import numpy as np
 
 import mint
-from mint.recipes.arithmetic import Problem, draw_problems
 from mint.recipes.chat import ChatAdapter
+from mint.recipes.data.arithmetic import Problem, draw_problems
+from mint.recipes.data.things import Question
 from mint.recipes.math import exact_match
-from mint.recipes.things import Question
 from mint.rl import PairwiseJudge, Reward, RLAdapter, RLConfig, UnsupportedError, run_grpo
-from mint.rl.afterwards import diagnose_run
+from mint.rl.analysis.finding import Finding
+from mint.rl.analysis.run_analysis import diagnose_run
 from mint.rl.datums import rollout_datums
-from mint.rl.finding import Finding
 from mint.types import Datum, TensorData
 
 SMALL = RLConfig(
@@ -376,7 +376,7 @@ FAULTS: tuple[Fault, ...] = (
     fault(
         "8 steps per batch", "off_policy_drift", optim_steps_per_batch=8, learning_rate=1e-2, steps=2, heldout_size=0,
     ),
-    fault("mask a token early", "masked_loss", patched=("mint.rl.updating.rollout_datums", off_by_one), steps=3),
+    fault("mask a token early", "masked_loss", patched=("mint.rl.policy_update.rollout_datums", off_by_one), steps=3),
     fault("trainer wants certainty", "entropy_collapse", Coin, trainer=likely_is_good, steps=20, max_tokens=32),
     fault("trainer wants length", "length_runaway", OpenEnded, trainer=long_is_good, steps=10, max_tokens=48),
     fault("no negative advantage", "server_warnings", trainer=OnlyPraise, steps=3),

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from mint.recipes.functions import ARGUMENT_NAMES, KINDS, Function, edge_inputs
+from mint.recipes.data.functions import ARGUMENT_NAMES, KINDS, Function, edge_inputs
 from mint.sandbox import Sandbox, sandbox_level
 
 TRIAL = Path(__file__).resolve().parent.parent / "tests" / "sandbox" / "trial.py"

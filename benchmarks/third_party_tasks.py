@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import mint
-from mint.recipes.demonstrations import Demonstration
-from mint.recipes.reasoning_gym_task import ReasoningGymAdapter
+from mint.recipes.data.demonstrations import Demonstration
+from mint.recipes.external.reasoning_gym import ReasoningGymAdapter
+from mint.recipes.registry import load_task
 from mint.recipes.sft import SFTConfig, run_sft
-from mint.recipes.tasks import load_task
 from mint.rl import run_grpo
-from mint.rl.doctor import examine
+from mint.rl.analysis.doctor import examine
 
 TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},

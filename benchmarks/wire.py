@@ -31,7 +31,7 @@ from mint.wire.requests import ForwardBackwardInput, ForwardBackwardRequest
 SERVER = """
 import sys, time
 from pathlib import Path
-import mint.server.futures as futures
+import mint.server.queue.futures as futures
 
 log = open(sys.argv[3], "a", buffering=1)
 finish = futures.FutureBook.finish
@@ -43,7 +43,7 @@ def noted(self, answers):
     finish(self, answers)
 
 futures.FutureBook.finish = noted
-from mint.cli import app
+from mint.cli.main import app
 app(["serve", "--port", sys.argv[1], "--data-dir", sys.argv[2]])
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from mint.embedded import EmbeddedService, open_embedded
+from mint.compose.embedded import EmbeddedService, open_embedded
 
 
 @contextmanager

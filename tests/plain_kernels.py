@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.attention import CHUNK
-from mint.engine.cuda_step import LoraPart, StepRows
-from mint.engine.decoder_weights import LayerWeights
+from mint.engine.cuda.step import LoraPart, StepRows
+from mint.engine.model.attention import CHUNK
+from mint.engine.model.weights import LayerWeights
 
 
 class PlainKernels:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from mint.cli import app
+from mint.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mint.recipes.demo import DEMOS
-from mint.recipes.tasks import load_task
+from mint.recipes.registry import load_task
 from mint.rl import run_grpo
 
 

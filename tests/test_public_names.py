@@ -147,7 +147,9 @@ def test_import_mint_loads_little_and_no_torch() -> None:
 
 
 def test_the_command_line_answers_without_torch() -> None:
-    code = "import sys; from mint.cli import app; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys; from mint.cli.main import app; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mint.errors import InvalidRequestError
-from mint.tensors import MAX_DENSE_CELLS, TensorData
 from mint.types import Datum, ModelInput
+from mint.types.tensors import MAX_DENSE_CELLS, TensorData
 
 CSR: dict[str, Any] = {
     "data": [5, 7, 9],

@@ -2,12 +2,13 @@
 
 A good reply names the thing and something that belongs to it, in one short sentence; the corpus also holds replies that
 are curt or that ramble, more often for some messages than for others. A (message, thing) pair that is held out never
-occurs in it. The things, the split and the rubric are those of `mint.recipes.things`. Does not know the other skills.
+occurs in it. The things, the split and the rubric are those of `mint.recipes.data.things`. Does not know the other
+skills.
 """
 
 import random
 
-from mint.recipes.things import (
+from mint.recipes.data.things import (
     EASY_MESSAGES,
     HARD_MESSAGES,
     PAIRS,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mint.cli import app
+from mint.cli.main import app
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class Tab:
 @contextmanager
 def started(*arguments: str, home: Path) -> Iterator[tuple[str, int]]:
     """A `mint` command that serves, as a process of its own: its address and process id."""
-    command = [sys.executable, "-c", "from mint.cli import app; app()", *arguments]
+    command = [sys.executable, "-c", "from mint.cli.main import app; app()", *arguments]
     environment = {**os.environ, "MINT_HOME": str(home), "MINT_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     log = home / f"{arguments[0]}.log"
     with log.open("w") as file:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from mint.cli import app
+from mint.cli.main import app
 
 ROWS = [{"prompt": f"Q: What is {a} + {b}?\nA:", "answer": str(a + b)} for a in range(12, 24) for b in range(30, 38)]
 PAIRS = [{"prompt": row["prompt"], "chosen": f" {row['answer']}", "rejected": " 7"} for row in ROWS]

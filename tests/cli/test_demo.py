@@ -17,7 +17,7 @@ CONTRACT = {
 
 def mint(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from mint.cli import app; app()", *arguments],
+        [sys.executable, "-c", "from mint.cli.main import app; app()", *arguments],
         capture_output=True,
         text=True,
         check=False,

@@ -12,8 +12,8 @@ import transformers
 
 import mint
 from mint import types
+from mint.cli.export import export_checkpoint
 from mint.errors import InvalidRequestError
-from mint.export import export_checkpoint
 from mint.models.registry import BUNDLED
 
 TEXT = "Q: What is 34 + 58?\nA: 92"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from mint.cli import app
-from mint.recipes.tasks import load_task
+from mint.cli.main import app
+from mint.recipes.registry import load_task
 from mint.rl import run_grpo
 from mint.runs.log import RunLog
 

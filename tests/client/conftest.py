@@ -11,7 +11,7 @@ import pytest
 from http_server import http_server
 
 import mint
-from mint.embedded import open_embedded
+from mint.compose.embedded import open_embedded
 from mint.engine.fake_engine import FakeEngine
 
 MakeClient = Callable[..., mint.ServiceClient]

@@ -18,12 +18,12 @@ import sys
 from pathlib import Path
 from mint.config import ServeSettings
 from mint.engine.fake_engine import FakeEngine
-from mint.serving import serve
+from mint.compose.serving import serve
 serve(ServeSettings(port=int(sys.argv[1]), data_dir=Path(sys.argv[2])), announce=print, engine=FakeEngine())
 """
 REAL = """
 import sys
-from mint.cli import app
+from mint.cli.main import app
 sys.argv[1:] = ["serve", "--port", sys.argv[1], "--data-dir", sys.argv[2]]
 app()
 """

@@ -13,7 +13,7 @@ import mint
 import mint.recipe
 import mint.renderers
 from mint.completers import TinkerMessageCompleter, TinkerTokenCompleter
-from mint.embedded import open_embedded
+from mint.compose.embedded import open_embedded
 from mint.engine.fake_engine import FakeEngine
 from mint.rl import RLConfig, run_grpo
 from mint.rl_core import Reward, RLAdapter

@@ -134,7 +134,7 @@ def test_many_threads_share_one_client(make_client: Any) -> None:
 SCRIPT = """
 import sys, threading
 import mint
-from mint.embedded import open_embedded
+from mint.compose.embedded import open_embedded
 from mint.engine.fake_engine import FakeEngine
 from mint.types import Datum, ModelInput
 from pathlib import Path

@@ -26,9 +26,9 @@ from starlette.routing import Mount
 from waiting import HANG_S, wait_until
 
 import mint
-import mint.client.http as http_module
-from mint.client.waiting import LONGEST_PAUSE_S, Pauses, WaitingRoom
-from mint.embedded import EmbeddedService, open_embedded
+import mint.client.session as http_module
+from mint.client.polling import LONGEST_PAUSE_S, Pauses, WaitingRoom
+from mint.compose.embedded import EmbeddedService, open_embedded
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import (
     AuthenticationError,
@@ -386,7 +386,7 @@ def test_a_server_that_lets_wait_is_asked_once_and_gives_the_same_results(
     door.seen.clear()
     assert results(url) == promised
     assert door.headers("forward_backward") and door.headers("asample") and not door.headers("retrieve_future")
-    monkeypatch.setattr("mint.server.protocol_routes.LONG_POLL_S", 0.0)
+    monkeypatch.setattr("mint.server.http.protocol_routes.LONG_POLL_S", 0.0)
     assert results(url) == promised
     assert door.headers("retrieve_future"), "what takes longer than a long poll is promised"
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from mint.client.in_process import InProcess
+from mint.client.transport import InProcess
 
 
 async def mirror(request: Request) -> Response:

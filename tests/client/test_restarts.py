@@ -130,18 +130,18 @@ def deaf_at(port: int) -> Iterator[socket.socket]:
 def test_closing_waits_for_no_server_that_is_gone_and_not_for_long_for_one_that_is_deaf(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mint.client.http.TIMEOUT", httpx.Timeout(3600.0))
+    monkeypatch.setattr("mint.client.session.TIMEOUT", httpx.Timeout(3600.0))
     with ServerProcess(tmp_path) as server:
         gone, deaf_client = (mint.ServiceClient(base_url=server.url) for _ in range(2))
         waiting = gone.create_lora_training_client("mint/tiny", rank=4)
         _ = deaf_client.session_id
         server.kill()
         future = waiting.optim_step()
-        monkeypatch.setattr("mint.client.http.CLOSE_S", 3600.0)
+        monkeypatch.setattr("mint.client.session.CLOSE_S", 3600.0)
         gone.close()
         with pytest.raises(mint.errors.SessionEndedError):
             future.result(timeout=HANG_S)
-        monkeypatch.setattr("mint.client.http.CLOSE_S", 0.5)
+        monkeypatch.setattr("mint.client.session.CLOSE_S", 0.5)
         with deaf_at(server.port):
             deaf_client.close()
 
@@ -149,14 +149,14 @@ def test_closing_waits_for_no_server_that_is_gone_and_not_for_long_for_one_that_
 def test_a_server_that_takes_connections_and_never_answers_is_an_error_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mint.client.http.TIMEOUT", httpx.Timeout(3600.0))
-    monkeypatch.setattr("mint.client.http.CONNECT_PATIENCE_S", 0.5)
+    monkeypatch.setattr("mint.client.session.TIMEOUT", httpx.Timeout(3600.0))
+    monkeypatch.setattr("mint.client.session.CONNECT_PATIENCE_S", 0.5)
     with deaf_at(0) as deaf, pytest.raises(mint.APIConnectionError, match="ReadTimeout"):
         mint.ServiceClient(base_url=f"http://127.0.0.1:{deaf.getsockname()[1]}").get_server_capabilities()
 
 
 def test_a_server_that_was_never_there_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mint.client.http.CONNECT_PATIENCE_S", 0.5)
+    monkeypatch.setattr("mint.client.session.CONNECT_PATIENCE_S", 0.5)
     with pytest.raises(mint.APIConnectionError, match="Is the server running") as caught:
         mint.ServiceClient(base_url=f"http://127.0.0.1:{free_port()}").get_server_capabilities()
     assert caught.value.category == "server"

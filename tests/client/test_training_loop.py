@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import mint
-from mint.client import chunks
+from mint.client import chunking as chunks
 from mint.errors import CheckpointError, InvalidRequestError, StepRefusedError, UnknownBaseModelError
 from mint.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 

@@ -19,7 +19,7 @@ import httpx
 
 from mint.models.registry import BUNDLED
 
-MINT = [sys.executable, "-c", "from mint.cli import app; app()"]
+MINT = [sys.executable, "-c", "from mint.cli.main import app; app()"]
 START_PATIENCE_S = 60.0
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from mint.dashboard import exports
-from mint.dashboard.encoding import json_bytes
+from mint.dashboard.json_values import json_bytes
 from tests.dashboard.dashboard_harness import API, GROUPS, SAMPLES, append, metrics, rollout, showing, write_run
 
 RUN = "math-1"

@@ -16,7 +16,7 @@ from waiting import HANG_S, wait_until
 from mint.dashboard import events
 from mint.dashboard.events import Cursor
 from mint.dashboard.folders import RunFolders
-from mint.dashboard.readers import Readers
+from mint.dashboard.run_readers import Readers
 from mint.runs.reader import RunReader
 from tests.dashboard.dashboard_harness import API, add_step, append, finding, metrics, reading, showing, write_run
 from tests.server.server_harness import running

@@ -12,16 +12,16 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from mint.compose.serving import Server
 from mint.dashboard import login as login_module
 from mint.dashboard.app import ROWS, Row
 from mint.dashboard.login import Login
 from mint.dashboard.pages import safe_place
 from mint.errors import AuthenticationError
 from mint.server.callers import Caller
-from mint.server.checkpoints import JOURNAL_FILE
-from mint.server.database import Database
-from mint.server.keys import Keys
-from mint.serving import Server
+from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.database import Database
+from mint.server.store.keys import Keys
 from tests.dashboard.dashboard_harness import API, showing, write_run
 from tests.server.server_harness import BASE, make_key, running
 

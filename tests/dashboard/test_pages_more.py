@@ -16,17 +16,17 @@ import pytest
 from typer.testing import CliRunner
 from waiting import wait_until
 
-from mint.cli import app
-from mint.dashboard import diagnosing
+from mint.cli.main import app
+from mint.dashboard import diagnosis_view as diagnosing
 from mint.dashboard.evidence import CHECKED, EVIDENCE, evidence_of
 from mint.dashboard.folders import RunFolders
-from mint.dashboard.readers import Readers
-from mint.rl.afterwards import diagnose_run
-from mint.rl.diagnosis import CODES
+from mint.dashboard.run_readers import Readers
+from mint.rl.analysis.diagnosis import CODES
+from mint.rl.analysis.run_analysis import diagnose_run
 from mint.runs.index import FLAGS
 from mint.runs.query import SORTS, RolloutQuery
-from mint.server.exchanges import Exchange
-from mint.server.metrics import Metrics
+from mint.server.http.access_log import Exchange
+from mint.server.ops.metrics import Metrics
 from tests.browser.browser_harness import CHROMIUM, Tab, lines, started
 from tests.dashboard.dashboard_harness import API, add_step, append, finding, reading, showing, write_run
 from tests.dashboard.test_pages_run import Page, page

@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 from waiting import HANG_S, wait_until
 
 import mint
-from mint.cli import app
+from mint.cli.main import app
 from mint.dashboard.app import HEADERS, ROWS
-from mint.dashboard.bisecting import Bisections
+from mint.dashboard.bisect_jobs import Bisections
 from mint.dashboard.evidence import EVIDENCE
 from mint.dashboard.folders import RunFolders
-from mint.dashboard.readers import Readers
+from mint.dashboard.run_readers import Readers
 from mint.errors import InvalidRequestError, OverloadedError, RequestFailedError
-from mint.rl.bisect import Regression
-from mint.rl.diagnosis import CODES
+from mint.rl.analysis.bisect import Regression
+from mint.rl.analysis.diagnosis import CODES
 from mint.runs.query import FLAGS
 from mint.runs.reader import RunReader
 from tests.dashboard.dashboard_harness import (
@@ -264,7 +264,7 @@ def test_of_hundreds_of_runs_only_those_that_changed_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, now, summary = [], [0.0], RunReader.summary
-    monkeypatch.setattr("mint.dashboard.readers.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("mint.dashboard.run_readers.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(RunReader, "summary", lambda reader: read.append(reader.folder.name) or summary(reader))
     for number in range(200):
         write_run(tmp_path / "runs" / f"run-{number}", 1)

@@ -15,17 +15,17 @@ import torch
 from plain_kernels import PlainKernels
 from small_models import write_model
 
-from mint.engine.attention import CHUNK
-from mint.engine.cuda_kernels import TritonKernels
-from mint.engine.cuda_step import SPLIT_CELLS, LoraPart, StepGraphs, StepRows
-from mint.engine.decode_step import EagerStep
-from mint.engine.decoder import Decoder
-from mint.engine.decoder_config import read_decoder_config
-from mint.engine.decoder_weights import LayerWeights
-from mint.engine.kv_cells import KvCells
+from mint.engine.cuda.kernels import TritonKernels
+from mint.engine.cuda.step import SPLIT_CELLS, LoraPart, StepGraphs, StepRows
 from mint.engine.lora import LoraRows, LoraWeights
-from mint.engine.products import FrozenMatrix
+from mint.engine.model.attention import CHUNK
+from mint.engine.model.config import read_decoder_config
+from mint.engine.model.decoder import Decoder
+from mint.engine.model.linear import FrozenMatrix
+from mint.engine.model.weights import LayerWeights
 from mint.engine.protocol import LoraSpec
+from mint.engine.sampling.decode_step import EagerStep
+from mint.engine.sampling.kv_cache import KvCells
 from mint.models.folder import ModelFolder
 
 EXACT, KERNELS = PlainKernels(torch.float64), TritonKernels()

@@ -10,8 +10,8 @@ from packed_layouts import LAYOUTS, attend_by_definition, lay_out
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mint.engine.cuda_attention import TILE, FlexPackedAttention, find_tiles, list_seen, padded_rows
-from mint.engine.packed_attention import PackedAttention
+from mint.engine.cuda.attention import TILE, FlexPackedAttention, find_tiles, list_seen, padded_rows
+from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.packing import Span, attention_blocks
 
 QUERY_HEADS, KV_HEADS, SIZE = 4, 2, 16

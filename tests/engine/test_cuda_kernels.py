@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mint.engine.attention import CHUNK
-from mint.engine.cuda_step import SPLIT_CELLS
+from mint.engine.cuda.step import SPLIT_CELLS
+from mint.engine.model.attention import CHUNK
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch")
 
@@ -28,7 +28,7 @@ def test_interpreted_they_compute_what_float64_says() -> None:
 @pytest.mark.slow
 def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = importlib.import_module("mint.engine.cuda_kernels")
+    found = importlib.import_module("mint.engine.cuda.kernels")
     compiler, backend = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
     attention = {"GROUPS": 2, "DIM": 128, "CHUNK": CHUNK, "SPLIT_CELLS": SPLIT_CELLS, "WIDTH": 128}
     tile = {"RANK": 16, "ROWS": found.ROWS_AT_ONCE, "COLUMNS": found.COLUMNS_AT_ONCE, "RANKS": 16}

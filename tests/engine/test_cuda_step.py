@@ -15,15 +15,15 @@ from engine_data import LORA, job, train
 from plain_kernels import PlainKernels
 from small_models import write_model
 
-from mint.engine.attention import CHUNK
-from mint.engine.cuda_step import SPLIT_CELLS, LoraPart, StepGraphs
-from mint.engine.decode_step import EagerStep
-from mint.engine.decoder import Decoder
-from mint.engine.decoder_config import read_decoder_config
-from mint.engine.kv_cells import KvCells
+from mint.engine.cuda.step import SPLIT_CELLS, LoraPart, StepGraphs
 from mint.engine.lora import LoraRows, LoraWeights
-from mint.engine.prefill import PromptPart, run_prompts
+from mint.engine.model.attention import CHUNK
+from mint.engine.model.config import read_decoder_config
+from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec
+from mint.engine.sampling.decode_step import EagerStep
+from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.prefill import PromptPart, run_prompts
 from mint.engine.torch_engine import TorchEngine
 from mint.models.folder import ModelFolder
 
@@ -49,7 +49,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def _graphs(decoder: Decoder, cells: KvCells, *buckets: int) -> StepGraphs:
     if decoder.device.type == "cpu":
         return StepGraphs(decoder, cells, PlainKernels(), capture=False, buckets=buckets)
-    from mint.engine.cuda_kernels import TritonKernels  # needs Triton
+    from mint.engine.cuda.kernels import TritonKernels  # needs Triton
 
     return StepGraphs(decoder, cells, TritonKernels(), buckets=buckets)
 

@@ -11,7 +11,7 @@ import pytest
 from small_models import write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mint.engine.decoder_config import RopeScaling, read_decoder_config
+from mint.engine.model.config import RopeScaling, read_decoder_config
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.tensor_files import read_tensors, write_tensors

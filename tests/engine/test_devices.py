@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mint.engine import activation_memory
-from mint.engine.cuda_attention import FlexPackedAttention
-from mint.engine.decoder import Decoder
-from mint.engine.decoder_config import read_decoder_config
+from mint.engine.cuda.attention import FlexPackedAttention
 from mint.engine.lora import LoraWeights
+from mint.engine.model.config import read_decoder_config
+from mint.engine.model.decoder import Decoder
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.packing import AttentionBlock, pack
 from mint.engine.protocol import LoraSpec
-from mint.engine.training import run_pass
+from mint.engine.training_pass import run_pass
 from mint.models.folder import ModelFolder
 
 META = torch.device("meta")

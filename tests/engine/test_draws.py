@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mint.engine.draws import Draws
-from mint.engine.random_stream import streams, uniform_of
-from mint.native.build import COMPILERS
-from mint.native.kernels import NativeKernels
+from mint.engine.cpu.build import COMPILERS
+from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.sampling.draws import Draws
+from mint.engine.sampling.random_stream import streams, uniform_of
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 

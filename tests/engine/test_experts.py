@@ -14,14 +14,14 @@ from engine_data import CROSS_ENTROPY, LORA, datum
 from small_models import write_model
 from torch import Tensor
 
-from mint.engine.decoder import Decoder
-from mint.engine.decoder_config import read_decoder_config
+from mint.engine.cpu.build import COMPILERS
+from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.lora import LoraRows, LoraWeights, SiteWeights, rows_of
+from mint.engine.model.config import read_decoder_config
+from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec, SampleJob, StopRule
 from mint.engine.torch_engine import TorchEngine
 from mint.models.folder import ModelFolder
-from mint.native.build import COMPILERS
-from mint.native.kernels import NativeKernels
 
 WIDE: dict[str, Any] = {
     "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 997,

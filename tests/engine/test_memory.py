@@ -14,11 +14,11 @@ from engine_data import CROSS_ENTROPY, LORA, datum, random_data, train
 from small_models import write_model
 from transformers import Qwen3ForCausalLM
 
-from mint.engine import training
+from mint.engine import training_pass as training
 from mint.engine.activation_memory import ACTIVATION_BYTES, MAX_ROWS, MIN_ROWS, bytes_per_row, ran_out, rows_at_once
-from mint.engine.blocks import Mlp
-from mint.engine.decoder import Decoder
-from mint.engine.decoder_config import read_decoder_config
+from mint.engine.model.blocks import Mlp
+from mint.engine.model.config import read_decoder_config
+from mint.engine.model.decoder import Decoder
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import RequestFailedError
 

@@ -14,13 +14,13 @@ from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, train
 from small_models import write_model
 from torch import Tensor
 
-from mint.engine.attention import CHUNK
-from mint.engine.native_attention import NativePackedAttention
+from mint.engine.cpu.attention import NativePackedAttention
+from mint.engine.cpu.build import COMPILERS
+from mint.engine.cpu.kernels import HEAD_DIMS, DecodedRows, NativeKernels, PackedRows
+from mint.engine.model.attention import CHUNK
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.protocol import SampleResult
 from mint.engine.torch_engine import TorchEngine
-from mint.native.build import COMPILERS
-from mint.native.kernels import HEAD_DIMS, DecodedRows, NativeKernels, PackedRows
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 

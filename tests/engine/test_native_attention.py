@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mint.engine.attention import CHUNK
-from mint.native.build import COMPILERS
-from mint.native.kernels import DecodedRows, NativeKernels, PackedRows
+from mint.engine.cpu.build import COMPILERS
+from mint.engine.cpu.kernels import DecodedRows, NativeKernels, PackedRows
+from mint.engine.model.attention import CHUNK
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 

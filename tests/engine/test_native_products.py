@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mint.native.build import COMPILERS
-from mint.native.kernels import NativeKernels
-from mint.native.products import NativeProducts, PackedMatrix
+from mint.engine.cpu.build import COMPILERS
+from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.linear import NativeProducts, PackedMatrix
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 

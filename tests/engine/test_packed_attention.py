@@ -7,8 +7,8 @@ import pytest
 import torch
 from packed_layouts import LAYOUTS, attend_by_definition, lay_out
 
-from mint.engine import packed_attention
-from mint.engine.packed_attention import PackedAttention
+from mint.engine.model import packed_attention
+from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.packing import attention_blocks
 
 QUERY_HEADS, KV_HEADS, SIZE = 4, 2, 8

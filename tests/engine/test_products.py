@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mint.engine import choice
-from mint.engine.choice import choose, draw, exponentials
-from mint.engine.products import PACKED_ENTRIES, FrozenMatrix, Unembedding, min_rows
+from mint.engine.model.linear import PACKED_ENTRIES, FrozenMatrix, Unembedding, min_rows
+from mint.engine.sampling import choice
+from mint.engine.sampling.choice import choose, draw, exponentials
 
 SHAPES = [(96, 60), (192, 512), (640, 512), (512, 3072)]  # outputs, inputs: the last two in oneDNN's layout
 PRECISION = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}

@@ -11,9 +11,9 @@ import torch
 from engine_data import LORA, job, train
 from transformers import Qwen3ForCausalLM
 
-from mint.engine import unembedding
-from mint.engine.choice import choose, draw_many
+from mint.engine.model import unembedding
 from mint.engine.protocol import SampleResult
+from mint.engine.sampling.choice import choose, draw_many
 from mint.engine.torch_engine import TorchEngine
 
 Model = tuple[Path, Qwen3ForCausalLM]

@@ -13,19 +13,19 @@ import torch
 from engine_data import job, train
 from small_models import write_model
 
-from mint.engine import sampler as sampler_module
-from mint.engine.attention import CHUNK
-from mint.engine.decode_step import DecodeStep, EagerStep, open_step
-from mint.engine.decoder import Decoder
-from mint.engine.decoder_config import read_decoder_config
-from mint.engine.kv_cells import KvCells
+from mint.engine.cpu.build import COMPILERS
+from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.recorded_step import RECORDED_BYTES, SPARE_CELLS, RecordedStep
 from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.model.attention import CHUNK
+from mint.engine.model.config import read_decoder_config
+from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec, SampleJob, SampleResult, StopRule
-from mint.engine.recorded_step import RECORDED_BYTES, SPARE_CELLS, RecordedStep
+from mint.engine.sampling import sampler as sampler_module
+from mint.engine.sampling.decode_step import DecodeStep, EagerStep, open_step
+from mint.engine.sampling.kv_cache import KvCells
 from mint.engine.torch_engine import TorchEngine
 from mint.models.folder import ModelFolder
-from mint.native.build import COMPILERS
-from mint.native.kernels import NativeKernels
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 

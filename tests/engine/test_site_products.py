@@ -10,11 +10,12 @@ import torch
 from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, train
 from transformers import Qwen3ForCausalLM
 
-from mint.engine import blocks, site_products
 from mint.engine.lora import SiteWeights
-from mint.engine.products import FrozenMatrix
+from mint.engine.model import blocks
+from mint.engine.model import lora_linear as site_products
+from mint.engine.model.linear import FrozenMatrix
+from mint.engine.model.lora_linear import SiteProduct
 from mint.engine.protocol import LoraSpec
-from mint.engine.site_products import SiteProduct
 from mint.engine.torch_engine import TorchEngine
 
 Model = tuple[Path, Qwen3ForCausalLM]

@@ -12,7 +12,9 @@ from engine_data import CROSS_ENTROPY, LORA, datum, random_data, train
 from torch.func import functional_call
 from transformers import Qwen3ForCausalLM
 
-from mint.engine import packing, training, unembedding
+from mint.engine import packing
+from mint.engine import training_pass as training
+from mint.engine.model import unembedding
 from mint.engine.packing import pack
 from mint.engine.protocol import LORA_ALPHA, LoraSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine

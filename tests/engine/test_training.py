@@ -10,7 +10,9 @@ import pytest
 import torch
 from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, job, random_data, train
 
-from mint.engine import packing, training, unembedding
+from mint.engine import packing
+from mint.engine import training_pass as training
+from mint.engine.model import unembedding
 from mint.engine.protocol import LOSSES, ModelState, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError

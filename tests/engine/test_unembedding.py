@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mint.engine import choice, unembedding
-from mint.engine.choice import exponentials
 from mint.engine.lora import LoraRows
-from mint.engine.products import Unembedding
+from mint.engine.model import unembedding
+from mint.engine.model.linear import Unembedding
+from mint.engine.model.unembedding import TargetLogprobs, row_slices
+from mint.engine.sampling import choice
+from mint.engine.sampling.choice import exponentials
 from mint.engine.torch_engine import TorchEngine
-from mint.engine.unembedding import TargetLogprobs, row_slices
 
 DType = Literal["float32", "bfloat16"]
 BOUNDS: dict[DType, float] = {"float32": 2e-5, "bfloat16": 1e-2}

@@ -10,11 +10,11 @@ import pytest
 import torch
 from engine_data import LORA, job, train
 
-from mint.engine import sampler as sampler_module
-from mint.engine.attention import CHUNK
-from mint.engine.batch import Batch
-from mint.engine.decoder import Decoder
+from mint.engine.model.attention import CHUNK
+from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, LoraSpec, SampleBatch, SampleJob, SampleResult, StopRule
+from mint.engine.sampling import sampler as sampler_module
+from mint.engine.sampling.batch import Batch
 from mint.engine.torch_engine import TorchEngine
 
 WEIGHTS = (None, "w", "v")

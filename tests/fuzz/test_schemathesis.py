@@ -50,7 +50,7 @@ def fuzzer() -> Path:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The real server, on a free port, with a key."""
     folder = tmp_path_factory.mktemp("served")
-    mint = [sys.executable, "-c", "from mint.cli import app; app()"]
+    mint = [sys.executable, "-c", "from mint.cli.main import app; app()"]
     made = [*mint, "keys", "create", "--owner", "fuzzer", "--data-dir", str(folder), "--json"]
     key = json.loads(subprocess.run(made, capture_output=True, check=True, text=True).stdout)["key"]
     with socket.socket() as free:

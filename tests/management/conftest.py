@@ -10,9 +10,9 @@ import pytest
 from http_server import http_app
 from owners import Place, owner_is_key
 
-from mint.embedded import open_embedded
+from mint.compose.embedded import open_embedded
 from mint.engine.fake_engine import FakeEngine
-from mint.server.app import create_app
+from mint.server.http.app import create_app
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import mint
 from mint.client.rest_client import RestClient
 from mint.errors import MintError
 from mint.server.callers import LOCAL, Caller
-from mint.server.service import Service
+from mint.server.service.service import Service
 
 BASE = "mint/tiny"
 

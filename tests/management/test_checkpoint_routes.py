@@ -10,9 +10,9 @@ from owners import Place, refusal
 
 import mint
 from mint.errors import InvalidRequestError, NotFoundError
-from mint.records import CopyWeightsRequest
-from mint.server.catalog import EXPIRY_GRACE_S, Catalog
-from mint.server.sampling import KEPT_IN_ENGINE
+from mint.server.store.catalog import EXPIRY_GRACE_S, Catalog
+from mint.server.worker.samplers import KEPT_IN_ENGINE
+from mint.types.records import CopyWeightsRequest
 
 PROMPT = mint.types.ModelInput.from_ints([1, 2, 3])
 PARAMS = mint.types.SamplingParams(max_tokens=3, seed=5)

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import mint
-from mint.embedded import open_embedded
+from mint.compose.embedded import open_embedded
 from mint.engine.fake_engine import FakeEngine
 
 

@@ -13,7 +13,7 @@ from owners import Place
 from typer.testing import CliRunner, Result
 
 import mint
-from mint.cli import app
+from mint.cli.main import app
 from mint.engine.fake_engine import FakeEngine
 
 Mint = Callable[..., Result]

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer
 
 from mint.models.folder import ModelFolder
-from mint.rl.chat_format import ChatFormat, check_template
+from mint.rl.tasks.chat_format import ChatFormat, check_template
 from mint.tokenizer import load_tokenizer, token_bytes, tokenizer_files
 
 QWEN_25 = """

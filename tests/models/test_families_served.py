@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import mint
 from mint import types
+from mint.cli.export import export_checkpoint
 from mint.errors import InvalidRequestError
-from mint.export import export_checkpoint
 
 TOKENS = np.random.default_rng(1).integers(2, 97, 24).tolist()
 DATUM = types.Datum(

@@ -11,10 +11,10 @@ import openai
 from http_server import http_app
 
 import mint
-from mint.embedded import EmbeddedService, open_embedded
-from mint.server.app import create_app
-from mint.server.auth import by_key
-from mint.server.keys import Keys
+from mint.compose.embedded import EmbeddedService, open_embedded
+from mint.server.http.app import create_app
+from mint.server.http.auth import by_key
+from mint.server.store.keys import Keys
 
 MODEL = "mint/tiny"
 

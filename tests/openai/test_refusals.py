@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai_server import MODEL, Server
 
-from mint.server.openai_types import ChatRequest, CompletionRequest
+from mint.server.openai.messages import ChatRequest, CompletionRequest
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "One", "max_tokens": 1}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}

@@ -14,7 +14,7 @@ import pytest
 from openai_server import MODEL, Server
 from waiting import HANG_S, wait_until
 
-from mint.server.running_samples import RunningSamples
+from mint.server.worker.sampling_batch import RunningSamples
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "One", "temperature": 50.0, "max_tokens": 900}
 """Hot enough that nearly every token is as likely as any other, so that most samples go on to the end."""

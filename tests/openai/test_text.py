@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mint.models.registry import BUNDLED
-from mint.server.openai_text import CallReader, TextStream, Vocabulary, read_vocabulary
+from mint.server.openai.text import CallReader, TextStream, Vocabulary, read_vocabulary
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mint.errors import InvalidRequestError
-from mint.rl.bisect import find_regression
+from mint.rl.analysis.bisect import find_regression
 from mint.rl.evaluation import Estimate
 
 NAMES = [f"step-{step:03d}" for step in range(64)]

@@ -12,11 +12,11 @@ import pytest
 import mint
 from mint.errors import InvalidRequestError
 from mint.recipes.chat import DEMO, ChatAdapter
-from mint.recipes.things import PAIRS, RUBRIC, THINGS, Question, is_heldout_pair, questions
+from mint.recipes.data.things import PAIRS, RUBRIC, THINGS, Question, is_heldout_pair, questions
 from mint.rl import run_grpo
-from mint.rl.judges import PairwiseJudge, Verdict
-from mint.rl.penalties import verbosity
 from mint.rl.reward import Reward
+from mint.rl.tasks.judges import PairwiseJudge, Verdict
+from mint.rl.tasks.penalties import verbosity
 from mint.runs.log import RunLog
 from scripts.tiny.chat_skill import TRAINED_PAIRS, chat_document, chat_tasks, good_reply, message_prompt
 

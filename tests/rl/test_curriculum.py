@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from mint.rl.curriculum import Curriculum
+from mint.rl.rollouts.curriculum import Curriculum
 
 GROUP = 8
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mint
-from mint.recipes.arithmetic import draw_problems
-from mint.recipes.demonstrations import Demonstration
+from mint.recipes.data.arithmetic import draw_problems
+from mint.recipes.data.demonstrations import Demonstration
 from mint.recipes.distill import DistillConfig, mark, run_distill
 from mint.recipes.sft import SFTConfig, run_sft
 from mint.runs.log import RunLog

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mint
-from mint.recipes.arithmetic import Problem, draw_problems
-from mint.recipes.demonstrations import completion_datum
+from mint.recipes.data.arithmetic import Problem, draw_problems
+from mint.recipes.data.demonstrations import completion_datum
 from mint.recipes.dpo import DPOConfig, Preference, preference_loss, run_dpo
 from mint.runs.log import RunLog
 

@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerFast
 import mint
 from mint.errors import InvalidRequestError, PromptTooLongError, RequestFailedError
 from mint.rl.adapter import MessageEnvAdapter
-from mint.rl.chat_format import ChatFormat, check_template
 from mint.rl.config import mix_seed
 from mint.rl.datums import rollout_datums
-from mint.rl.episodes import EpisodeLimits
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import UnsupportedError
-from mint.rl.rollouts import Rollout
+from mint.rl.rollouts.episodes import EpisodeLimits
+from mint.rl.rollouts.rollout import Rollout
+from mint.rl.tasks.chat_format import ChatFormat, check_template
 from mint.types import SamplingParams
 
 ASK = [{"role": "user", "content": "Go on."}]
@@ -354,7 +354,7 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def later() -> None:
         clock.now = now() + 0.04
 
-    monkeypatch.setattr("mint.rl.calls.time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr("mint.rl.rollouts.calls.time", SimpleNamespace(monotonic=now))
     return later
 
 

@@ -12,9 +12,9 @@ from scripted_policy import ScriptedPolicy, tiny_tokenizer
 
 from mint.errors import RequestFailedError
 from mint.rl import Group, RLAdapter, RLConfig, Rollout, Turn
-from mint.rl.calls import CallPool
-from mint.rl.completions import as_adapter
 from mint.rl.evaluation import estimate, evaluate, interval, pass_at_k, wilson, without_heldout
+from mint.rl.rollouts.calls import CallPool
+from mint.rl.rollouts.completions import as_adapter
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 1), (0, 64), (1, 7), (32, 64), (64, 64), (487, 512), (1, 100_000)])

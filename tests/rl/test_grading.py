@@ -10,8 +10,8 @@ import pytest
 
 from mint.errors import InvalidRequestError
 from mint.rl import Reward, RLAdapter, UnsupportedError
-from mint.rl.calls import CallPool
-from mint.rl.grading import RewardError, accept, grade_completions
+from mint.rl.rollouts.calls import CallPool
+from mint.rl.rollouts.grading import RewardError, accept, grade_completions
 
 
 class Graded(RLAdapter):

@@ -10,7 +10,7 @@ import pytest
 
 import mint
 from mint.recipes import grpo_from_scratch
-from mint.recipes.arithmetic import draw_problems
+from mint.recipes.data.arithmetic import draw_problems
 from mint.recipes.grpo_from_scratch import Config, train
 
 pytestmark = pytest.mark.learns
@@ -37,4 +37,4 @@ def test_it_uses_nothing_of_the_library() -> None:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("mint")
         for name in node.names
     }
-    assert taken == {"mint.types", "mint.recipes.arithmetic.Problem", "mint.recipes.arithmetic.draw_problems"}
+    assert taken == {"mint.types", "mint.recipes.data.arithmetic.Problem", "mint.recipes.data.arithmetic.draw_problems"}

@@ -15,9 +15,9 @@ import pytest
 
 import mint
 from mint.errors import InvalidRequestError
-from mint.rl.judges import QUESTION, Compare, JudgeError, PairwiseJudge, SamplingComparison, Verdict
-from mint.rl.openai_judge import OpenAIComparison, read_verdict
 from mint.rl.reward import Reward
+from mint.rl.tasks.judges import QUESTION, Compare, JudgeError, PairwiseJudge, SamplingComparison, Verdict
+from mint.rl.tasks.openai_judge import OpenAIComparison, read_verdict
 from mint.types import ModelInput
 
 REPLIES = ["a", "bb", "ccc", "dddd"]

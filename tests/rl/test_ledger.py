@@ -6,13 +6,13 @@ import io
 
 from rich.console import Console
 
-from mint.rl.collecting import StepRollouts
 from mint.rl.config import RLConfig
-from mint.rl.ledger import Ledger, ledger_by_item, ledger_of_steps, ledger_table, step_ledger
-from mint.rl.rollouts import Group, Rollout, Turn
-from mint.rl.signal import judge
-from mint.rl.step_log import rollout_rows
-from mint.rl.updating import Update
+from mint.rl.policy_update import Update
+from mint.rl.rollouts.rollout import Group, Rollout, Turn
+from mint.rl.rollouts.rollout_worker import StepRollouts
+from mint.rl.tracking.step_log import rollout_rows
+from mint.rl.tracking.token_ledger import Ledger, ledger_by_item, ledger_of_steps, ledger_table, step_ledger
+from mint.rl.training_signal import judge
 
 
 class Words:

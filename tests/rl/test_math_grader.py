@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from waiting import HANG_S, wait_until
 
-from mint.rl.math_grader import MathGrader, exact_match
+from mint.rl.tasks.math_grader import MathGrader, exact_match
 
 TIMEOUT_S = 1.0
 

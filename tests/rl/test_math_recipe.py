@@ -6,7 +6,7 @@ import pytest
 
 from mint.errors import InvalidRequestError
 from mint.recipes.math import MathAdapter
-from mint.rl.math_grader import exact_match
+from mint.rl.tasks.math_grader import exact_match
 
 
 @pytest.mark.parametrize("response", ["92", " 92", " 92 \n"])

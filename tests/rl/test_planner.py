@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from mint.errors import InvalidRequestError
-from mint.rl.planner import GROUP_SIZES, Counts, informative_probability, plan, plan_for_rate
+from mint.rl.analysis.planner import GROUP_SIZES, Counts, informative_probability, plan, plan_for_rate
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import FAULTS, HEALTHY, Fault, findings, is_right
-from mint.rl.diagnosis import CODES
-from mint.rl.finding import Finding
+from mint.rl.analysis.diagnosis import CODES
+from mint.rl.analysis.finding import Finding
 
 pytestmark = pytest.mark.learns
 

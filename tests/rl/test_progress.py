@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from mint.rl import LiveProgress
-from mint.visible import head, one_line, paragraph, sparkline, tail
+from mint.rl.tracking.terminal_text import head, one_line, paragraph, sparkline, tail
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202eabc\u200b\r\x00\n\tend"
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mint.errors import InvalidRequestError
-from mint.rl.penalties import PenaltyError, forbidden, penalized, repetition, tool_spam, verbosity, with_penalties
 from mint.rl.reward import Reward, UnsupportedError
-from mint.rl.rubric import Rubric, RubricError
+from mint.rl.tasks.penalties import PenaltyError, forbidden, penalized, repetition, tool_spam, verbosity, with_penalties
+from mint.rl.tasks.rubric import Rubric, RubricError
 
 
 def short(response: str, _: Any) -> bool:

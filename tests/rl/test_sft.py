@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mint
-from mint.recipes.arithmetic import Problem, draw_problems
-from mint.recipes.demonstrations import Demonstration, batch_places, completion_datum, reply_ids
+from mint.recipes.data.arithmetic import Problem, draw_problems
+from mint.recipes.data.demonstrations import Demonstration, batch_places, completion_datum, reply_ids
 from mint.recipes.math import MathAdapter
 from mint.recipes.sft import SFTConfig, run_sft
 from mint.rl import RLConfig, run_grpo

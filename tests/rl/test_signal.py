@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mint.rl import Group, RLConfig, Rollout
-from mint.rl.rollouts import StopReason, Turn
-from mint.rl.signal import apply_truncation, is_informative, judge, loss_weights
+from mint.rl.rollouts.rollout import StopReason, Turn
+from mint.rl.training_signal import apply_truncation, is_informative, judge, loss_weights
 
 
 def rollout(reward: float | None, length: int = 2, stop_reason: StopReason = "stop") -> Rollout:

@@ -8,12 +8,12 @@ import pytest
 from scripted_policy import roll_out, says, tiny_tokenizer
 
 import mint
-from mint.recipes.arithmetic import is_heldout
+from mint.recipes.data.arithmetic import is_heldout
+from mint.recipes.data.word_problems import SHORT_SYSTEM, TOOLS_SYSTEM
 from mint.recipes.tools import DEMO, FACTS, Question, SearchAdapter, ToolsAdapter
-from mint.recipes.word_problems import SHORT_SYSTEM, TOOLS_SYSTEM
 from mint.rl import run_grpo
-from mint.rl.rollouts import Rollout
-from mint.rl.tool_env import Costs
+from mint.rl.rollouts.rollout import Rollout
+from mint.rl.tasks.tool_env import Costs
 
 
 def play(adapter: ToolsAdapter | SearchAdapter, sample: object, *replies: str) -> Rollout:

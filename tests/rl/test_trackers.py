@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mint.errors import InvalidRequestError
-from mint.recipes.tasks import load_task
+from mint.recipes.registry import load_task
 from mint.rl import RLConfig, RunResult, run_grpo
-from mint.rl.finding import Finding
-from mint.rl.trackers import TRACKERS, Trackers
+from mint.rl.analysis.finding import Finding
+from mint.rl.tracking.trackers import TRACKERS, Trackers
 from mint.runs.log import RunLog
 
 STEPS = 3

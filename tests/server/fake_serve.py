@@ -6,11 +6,11 @@ import json
 import sys
 import time
 
+from mint.compose.serving import serve
 from mint.config import read_serve_settings
 from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import AdamSpec, SampleResult
-from mint.server import retrieval
-from mint.serving import serve
+from mint.server.service import results as retrieval
 
 
 class SlowEngine(FakeEngine):

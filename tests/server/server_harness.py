@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 from waiting import HANG_S
 
+from mint.compose.serving import Server
 from mint.config import read_serve_settings
 from mint.engine.fake_engine import FakeEngine
-from mint.server.checkpoints import JOURNAL_FILE
-from mint.server.database import Database
-from mint.server.keys import Keys
-from mint.serving import Server
+from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.database import Database
+from mint.server.store.keys import Keys
 
 API = "/api/v1"
 BASE = "mint/tiny"

@@ -20,9 +20,9 @@ import zstandard
 from starlette.requests import Request
 from waiting import HANG_S
 
+from mint.compose.serving import Server
 from mint.errors import BodyTooLargeError, InvalidRequestError, MintError, OverloadedError, UnsupportedBodyError
-from mint.server.bodies import MIB, Bodies, BodyLimits
-from mint.serving import Server
+from mint.server.http.bodies import MIB, Bodies, BodyLimits
 from tests.server.server_harness import API, Person, running
 
 LIMITS = BodyLimits(body_bytes=MIB, owner_bytes=2 * MIB, total_bytes=3 * MIB, patience_s=60.0, slowest_bytes_s=MIB)

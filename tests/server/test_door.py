@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mint.cli import app
+from mint.cli.main import app
 from mint.errors import InvalidRequestError
-from mint.server.auth import is_loopback
-from mint.server.preflight import KeyCount, count_keys, decide_door
+from mint.server.http.auth import is_loopback
+from mint.server.ops.preflight import KeyCount, count_keys, decide_door
 from tests.server.server_harness import API, Person, make_key, running
 
 NONE, REVOKED, ONE = KeyCount(), KeyCount(1, 0), KeyCount(2, 1)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mint.cli import app
+from mint.cli.main import app
 from mint.errors import ConflictError, InvalidRequestError, NotFoundError
 from mint.server.callers import Quotas
-from mint.server.checkpoints import JOURNAL_FILE
-from mint.server.database import Database
-from mint.server.keys import FRESH_S, Keys
+from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.database import Database
+from mint.server.store.keys import FRESH_S, Keys
 from tests.server.server_harness import API, Person, make_key, running
 
 

@@ -18,7 +18,7 @@ from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import SampleResult
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import JournalError
-from mint.server.logs import configure_logs
+from mint.server.ops.logs import configure_logs
 from tests.server.server_harness import API, Person, make_key, pass_input, running, sample_body
 
 

@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import pytest
 
-from mint.server.app import ROUTES
-from mint.server.calls import RouteRow
+from mint.server.http.app import ROUTES
+from mint.server.http.route_table import RouteRow
 from tests.server.server_harness import API, BASE, Person, make_key, pass_input, running, sample_body
 
 Row = tuple[str, str]

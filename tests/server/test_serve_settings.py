@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mint import config, embedded
-from mint.cli import app
+from mint import config
+from mint.cli.main import app
+from mint.compose import embedded
+from mint.compose.serving import Server, check
 from mint.config import ServeSettings, read_serve_settings
 from mint.engine.fake_engine import FakeEngine
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, MintError
-from mint.server.checkpoints import JOURNAL_FILE
-from mint.serving import Server, check
+from mint.server.store.checkpoints import JOURNAL_FILE
 from tests.server.server_harness import API, BASE, Person, make_key, running
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "server.md"

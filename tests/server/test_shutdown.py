@@ -18,7 +18,7 @@ from ports import free_port
 from waiting import HANG_S, wait_until
 
 import mint
-from mint.server import retrieval
+from mint.server.service import results as retrieval
 from mint.types import AdamParams, Datum, ModelInput, SamplingParams
 from tests.server.server_harness import API, Person, running
 

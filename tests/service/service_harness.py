@@ -13,7 +13,7 @@ from mint import wire
 from mint.engine.fake_engine import POISON_TOKEN, FakeEngine
 from mint.errors import MintError, from_wire
 from mint.server.callers import LOCAL
-from mint.server.service import Service
+from mint.server.service.service import Service
 from mint.types import ForwardBackwardOutput, SampleResponse
 
 BASE = "mint/tiny"

@@ -11,7 +11,7 @@ from service_harness import BASE, GOOD_PASS, STEP, Harness, datum, failure, open
 
 from mint.errors import InvalidRequestError, MintError, NotFoundError, PromptTooLongError, UnknownBaseModelError
 from mint.server.callers import LOCAL
-from mint.server.service import Service
+from mint.server.service.service import Service
 
 NAN, INF = float("nan"), float("inf")
 BAD, LONG = InvalidRequestError, PromptTooLongError

@@ -11,7 +11,7 @@ from service_harness import GOOD_PASS, STEP, Harness, datum, failure, open_servi
 
 from mint.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError
 from mint.server.callers import LOCAL
-from mint.server.checkpoints import open_checkpoint
+from mint.server.store.checkpoints import open_checkpoint
 
 
 def step(harness: Harness, model_id: str, seq_id: int) -> str:

@@ -30,7 +30,7 @@ from mint.errors import (
     StepRefusedError,
 )
 from mint.server.callers import LOCAL
-from mint.server.training_desk import MAX_AHEAD
+from mint.server.service.training_requests import MAX_AHEAD
 
 
 @pytest.mark.parametrize("seed", range(6))

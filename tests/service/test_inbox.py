@@ -7,9 +7,9 @@ from itertools import count
 
 import pytest
 
-from mint.server.inbox import MOMENT_S, MOST_MOMENTS, Inbox
-from mint.server.sampling import SampleWork
-from mint.server.training import TrainingJob
+from mint.server.queue.queue import MOMENT_S, MOST_MOMENTS, Inbox
+from mint.server.worker.samplers import SampleWork
+from mint.server.worker.trainer import TrainingJob
 from mint.types import ModelInput, SamplingParams
 from mint.wire.requests import OptimStepRequest, SampleRequest
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from service_harness import Harness, Op, clean_results, open_service, run_script, script, send_op
 
-from mint.server import training
 from mint.server.callers import LOCAL
-from mint.server.checkpoints import JOURNAL_FILE
-from mint.server.journal import Journal
-from mint.server.recovery import require_live
-from mint.server.training import Trainer
+from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.journal import Journal
+from mint.server.worker import trainer as training
+from mint.server.worker.recovery import require_live
+from mint.server.worker.trainer import Trainer
 
 FORK = multiprocessing.get_context("fork")
 STEPS = 8

@@ -16,7 +16,7 @@ from service_harness import Harness, datum, pass_body
 
 import mint
 from mint.engine.protocol import PassResult, TrainDatum, resolve_loss
-from mint.server import lint as rules
+from mint.server.worker import lint as rules
 
 END = 999
 

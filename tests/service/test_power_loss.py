@@ -18,9 +18,10 @@ from waiting import wait_until
 
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import JournalError
-from mint.server import database, training
-from mint.server.checkpoints import JOURNAL_FILE
-from mint.server.journal import Journal
+from mint.server.store import database
+from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.journal import Journal
+from mint.server.worker import trainer as training
 
 
 class Disk:

@@ -23,8 +23,8 @@ from mint.errors import (
     RequestCancelledError,
     SessionEndedError,
 )
-from mint.server import retrieval
 from mint.server.callers import LOCAL, Caller, Quotas
+from mint.server.service import results as retrieval
 from mint.types import ForwardBackwardOutput
 from mint.wire import tinker_public_pb2 as pb
 from mint.wire.codec import Encoding

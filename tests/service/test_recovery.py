@@ -14,10 +14,10 @@ from waiting import wait_until
 from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import AdamSpec, LossSpec, PassResult, TrainDatum
 from mint.errors import CheckpointError, JournalError, NotFoundError, RecoveryDivergedError, RequestFailedError
-from mint.server import training
-from mint.server.checkpoints import JOURNAL_FILE
-from mint.server.journal import Finish, Journal
-from mint.server.service import Service
+from mint.server.service.service import Service
+from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.journal import Finish, Journal
+from mint.server.worker import trainer as training
 
 
 def train(harness: Harness, model_id: str, steps: int, *, first_seq: int = 1) -> list[str]:
@@ -210,8 +210,8 @@ def test_a_server_finds_its_sessions_again_though_a_script_used_the_folder_meanw
 
 
 def test_a_full_disk_delays_a_result_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mint.server.worker.JOURNAL_RETRY_S", 0.05)
-    monkeypatch.setattr("mint.server.service.Journal", Fragile)
+    monkeypatch.setattr("mint.server.worker.worker.JOURNAL_RETRY_S", 0.05)
+    monkeypatch.setattr("mint.server.service.service.Journal", Fragile)
     harness = Harness(open_service(tmp_path / "one"))
     model_id = harness.create_model()
     train(harness, model_id, 2)

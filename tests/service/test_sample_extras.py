@@ -17,13 +17,13 @@ from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import SampleBatch, SampleResult
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, RequestFailedError, from_wire
-from mint.server import validation
 from mint.server.callers import LOCAL
-from mint.server.futures import Answer
-from mint.server.running_samples import RunningSamples
-from mint.server.sampling import SampleWork
-from mint.tensors import TensorData
+from mint.server.queue.futures import Answer
+from mint.server.worker import validation
+from mint.server.worker.samplers import SampleWork
+from mint.server.worker.sampling_batch import RunningSamples
 from mint.types import EncodedTextChunk, ModelInput, SampleResponse, SamplingParams
+from mint.types.tensors import TensorData
 from mint.wire.requests import SampleRequest
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -14,8 +14,8 @@ from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_servic
 from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import SampleResult
 from mint.errors import ConflictError, JournalError, NotFoundError, RequestFailedError
-from mint.server import sampling
 from mint.server.callers import LOCAL
+from mint.server.worker import samplers as sampling
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mint.server.scheduler import (
+from mint.server.queue.fairness import Shares, Turns
+from mint.server.queue.scheduler import (
     MAX_BATCH_SEQUENCES,
     SLICE_S,
     GiveUp,
@@ -18,7 +19,6 @@ from mint.server.scheduler import (
     Wait,
     plan,
 )
-from mint.server.shares import Shares, Turns
 
 
 def train(model: str, seq_id: int, at: float, owner: str = "") -> TrainingItem:

@@ -85,7 +85,7 @@ class TracedBatch(FakeBatch):
 @pytest.fixture
 def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Harness, Traced]]:
     engine = Traced()
-    monkeypatch.setattr("mint.server.worker.time", SimpleNamespace(monotonic=lambda: engine.now_s))
+    monkeypatch.setattr("mint.server.worker.worker.time", SimpleNamespace(monotonic=lambda: engine.now_s))
     service = open_service(tmp_path, engine=engine)
     yield Harness(service), engine
     engine.may_do(math.inf)

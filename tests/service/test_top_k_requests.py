@@ -13,8 +13,8 @@ from service_harness import GOOD_PASS, Harness, failure, pass_body
 
 from mint import wire
 from mint.errors import InvalidRequestError, from_wire
-from mint.tensors import TensorData
 from mint.types import ForwardBackwardOutput
+from mint.types.tensors import TensorData
 
 TOKENS = list(range(20, 50))
 

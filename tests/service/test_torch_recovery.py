@@ -9,7 +9,7 @@ import pytest
 from service_harness import Harness, datum, open_service, pass_body
 
 from mint.engine.torch_engine import TorchEngine
-from mint.server import training
+from mint.server.worker import trainer as training
 
 STEP: dict[str, Any] = {"adam_params": {"learning_rate": 0.003, "weight_decay": 0.01, "grad_clip_norm": 1.0}}
 

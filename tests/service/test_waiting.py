@@ -13,13 +13,13 @@ from waiting import HANG_S, run_without_clock, wait_until
 
 from mint.errors import OverloadedError
 from mint.server.callers import LOCAL
-from mint.server.futures import Answer, FutureBook
-from mint.server.identities import RequestName
-from mint.server.inbox import Bounds, Inbox
-from mint.server.pace import SAMPLE, Pace
-from mint.server.scheduler import Pending, SampleItem, TrainingItem
-from mint.server.training import TrainingJob
-from mint.server.waiting import QueueFacts, QueueView
+from mint.server.ids import RequestName
+from mint.server.queue.eta import SAMPLE, Pace
+from mint.server.queue.futures import Answer, FutureBook
+from mint.server.queue.queue import Bounds, Inbox
+from mint.server.queue.queue_position import QueueFacts, QueueView
+from mint.server.queue.scheduler import Pending, SampleItem, TrainingItem
+from mint.server.worker.trainer import TrainingJob
 from mint.wire.requests import OptimStepRequest
 
 
@@ -95,7 +95,7 @@ def test_the_body_and_the_headers_say_the_same() -> None:
 
 def test_the_pace_follows_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("mint.server.pace.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("mint.server.queue.eta.time", SimpleNamespace(monotonic=lambda: now[0]))
     seen = Pace()
     assert seen.typical_s("optim_step") == 0.0
     seen.began(["a:1"], "optim_step")
@@ -136,7 +136,7 @@ def test_what_waits_is_bounded_for_each_owner_and_freed_when_it_leaves() -> None
 def test_everybody_who_waits_is_let_go_at_once_when_the_service_is_told_to(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mint.server.retrieval.LONG_POLL_S", 3600.0)
+    monkeypatch.setattr("mint.server.service.results.LONG_POLL_S", 3600.0)
     model_id = harness.create_model()
     name = harness.send("optim_step", model_id, 2, STEP)  # number 1 never comes
 

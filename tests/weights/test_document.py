@@ -24,7 +24,7 @@ SOURCE = Path(mint.__file__).parents[1]
 def test_the_commands_of_the_document_run(tmp_path: Path) -> None:
     command = tmp_path / "bin" / "mint"
     command.parent.mkdir()
-    command.write_text(f"#!{sys.executable}\nfrom mint.cli import app\napp()\n")
+    command.write_text(f"#!{sys.executable}\nfrom mint.cli.main import app\napp()\n")
     command.chmod(0o755)
     blocks = re.findall(r"^```bash\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) == 5

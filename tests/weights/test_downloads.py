@@ -24,12 +24,12 @@ from http_server import http_app
 from policies import TOKENS, by_mint, by_torch, load, step
 
 import mint
-from mint.embedded import open_embedded
+from mint.cli.export import export_checkpoint
+from mint.compose.embedded import open_embedded
 from mint.errors import AuthenticationError, MintError
-from mint.export import export_checkpoint
-from mint.server.app import create_app
 from mint.server.callers import Caller, Quotas
-from mint.server.signed_urls import Signer
+from mint.server.http.app import create_app
+from mint.server.http.signed_urls import Signer
 
 
 @dataclass
@@ -250,7 +250,7 @@ def test_a_full_disk_is_said_in_words(world: World, trained: tuple[str, str], mo
     def full(*_arguments: object, **_options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mint.server.checkpoints.write_weights", full)
+    monkeypatch.setattr("mint.server.store.checkpoints.write_weights", full)
     before = set((world.data_dir / "checkpoints").iterdir())
     answer = world.upload(archive)
     assert answer.status_code == 503 and "Free disk space" in answer.json()["error"]

@@ -38,8 +38,8 @@ from http_server import http_server
 
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import MintError
-from mint.server.journal import Journal
-from mint.server.uploads import import_checkpoint
+from mint.server.service.uploads import import_checkpoint
+from mint.server.store.journal import Journal
 
 MAX_S, MAX_RSS_BYTES = 2.0, 200 * 2**20
 GIB = 2**30

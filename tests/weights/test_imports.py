@@ -19,9 +19,9 @@ from policies import TINY, by_mint, by_torch, load, step
 import mint
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
-from mint.server.checkpoints import CheckpointPath
-from mint.server.journal import CheckpointRow, Journal
-from mint.server.uploads import import_checkpoint
+from mint.server.service.uploads import import_checkpoint
+from mint.server.store.checkpoints import CheckpointPath
+from mint.server.store.journal import CheckpointRow, Journal
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 KINDS: dict[str, dict[str, Any]] = {

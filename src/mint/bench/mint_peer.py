@@ -69,7 +69,7 @@ def server(home: Path, base_model: str) -> Generator[tuple[str, int]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", "from mint.cli import app; app()", "serve", "--port", str(port)]
+    command = [sys.executable, "-c", "from mint.cli.main import app; app()", "serve", "--port", str(port)]
     offer = ["--model", f"{BENCH_BASE}={base_model}", "--data-dir", str(home / "served")]
     process = subprocess.Popen([*command, *offer], stdout=subprocess.DEVNULL)
     try:

@@ -31,7 +31,7 @@ from mint.bench.mint_peer import CpuClock, server
 
 NEW_KEYS = """\
 import sys
-from mint.cli import app
+from mint.cli.main import app
 for number in range(int(sys.argv[2])):
     app(["keys", "create", "--data-dir", sys.argv[1], "--owner", f"tenant-{number}"], standalone_mode=False)
 """

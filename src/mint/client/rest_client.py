@@ -12,12 +12,13 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote, urlencode
 
 import mint.wire as wire
-from mint.client import transfers
+from mint.client import file_transfers as transfers
 from mint.client.futures import APIFuture
-from mint.client.http import Address, EmbeddedServer, Session
+from mint.client.session import Address, EmbeddedServer, Session
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
-from mint.records import (
+from mint.types import GetServerCapabilitiesResponse, SamplerInfo, WeightsInfoResponse
+from mint.types.records import (
     AccessScope,
     AssignSessionProjectRequest,
     Checkpoint,
@@ -36,7 +37,6 @@ from mint.records import (
     TrainingRunsResponse,
     UploadCheckpointResponse,
 )
-from mint.types import GetServerCapabilitiesResponse, SamplerInfo, WeightsInfoResponse
 from mint.wire.requests import WeightsInfoRequest
 
 T = TypeVar("T")
@@ -407,6 +407,6 @@ def _with(path: str, query: dict[str, Any]) -> str:
 
 
 def _open_embedded() -> EmbeddedServer:
-    from mint.embedded import open_embedded  # deferred: the one door to the service in this process
+    from mint.compose.embedded import open_embedded  # deferred: the one door to the service in this process
 
     return open_embedded()

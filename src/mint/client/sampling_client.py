@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
-from mint.client.http import Address, Outgoing, Session
+from mint.client.session import Address, Outgoing, Session
 from mint.client.tokenizers import tokenizer_of
 from mint.config import read_settings
 from mint.errors import InvalidRequestError

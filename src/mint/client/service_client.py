@@ -12,9 +12,9 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mint.client.futures import ClientFuture, wait, wait_async
-from mint.client.http import Address, EmbeddedServer, Outcome, Session
 from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClient
+from mint.client.session import Address, EmbeddedServer, Outcome, Session
 from mint.client.training_client import TrainingClient, create_sampler
 from mint.config import read_settings
 from mint.errors import InvalidRequestError, NotFoundError
@@ -335,6 +335,6 @@ def _made(client: C) -> C:
 
 
 def _open_embedded(data_dir: Path | None) -> EmbeddedServer:
-    from mint.embedded import open_embedded  # deferred: the one door to the service in this process
+    from mint.compose.embedded import open_embedded  # deferred: the one door to the service in this process
 
     return open_embedded(data_dir=data_dir)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from mint.client.futures import wait
-from mint.client.http import Session
+from mint.client.session import Session
 from mint.config import read_settings
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.tokenizer import TOKENIZER_FILES, load_tokenizer

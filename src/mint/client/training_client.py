@@ -13,15 +13,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from mint.client import chunks
+from mint.client import chunking as chunks
 from mint.client.custom_loss import CustomLoss, gradient, reweighted, without_loss
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
-from mint.client.http import Outgoing, Session
 from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClient
+from mint.client.session import Outgoing, Session
 from mint.client.tokenizers import tokenizer_of
 from mint.errors import InvalidRequestError
-from mint.records import Checkpoint
 from mint.types import (
     AdamParams,
     CreateSamplingSessionResponse,
@@ -35,6 +34,7 @@ from mint.types import (
     SaveWeightsResponse,
     invalid_request,
 )
+from mint.types.records import Checkpoint
 from mint.wire.requests import (
     CreateSamplingSessionRequest,
     ForwardBackwardInput,

@@ -18,7 +18,7 @@ from mint.dashboard.dashboard import Dashboard
 from mint.dashboard.events import Cursor, cursor_of
 from mint.dashboard.evidence import EVIDENCE, NO_EVIDENCE, evidence_of
 from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
-from mint.rl.afterwards import METRICS
+from mint.rl.analysis.run_analysis import METRICS
 from mint.runs.reader import RolloutQuery, RunReader
 
 MAX_ROWS = 500

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mint.dashboard import api, exports, pages
 from mint.dashboard.dashboard import Dashboard
-from mint.dashboard.encoding import json_bytes
+from mint.dashboard.json_values import json_bytes
 from mint.dashboard.login import Door, Visitor, require_own_page, set_cookie
 from mint.errors import AuthenticationError, MintError, NotFoundError, RequestFailedError
 

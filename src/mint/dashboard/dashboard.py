@@ -12,12 +12,12 @@ from typing import Any
 import anyio
 from starlette.staticfiles import StaticFiles
 
-from mint.dashboard.bisecting import Bisections, Search
-from mint.dashboard.diagnosing import Diagnoses
+from mint.dashboard.bisect_jobs import Bisections, Search
+from mint.dashboard.diagnosis_view import Diagnoses
 from mint.dashboard.events import Streams
 from mint.dashboard.folders import RunFolders
 from mint.dashboard.login import Door
-from mint.dashboard.readers import Readers
+from mint.dashboard.run_readers import Readers
 
 READING_THREADS = 4
 """How many requests may read files at once; the others wait their turn."""

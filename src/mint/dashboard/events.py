@@ -16,8 +16,8 @@ from typing import Any
 import anyio.to_thread
 from starlette.responses import StreamingResponse
 
-from mint.dashboard.encoding import json_bytes
-from mint.dashboard.readers import Readers
+from mint.dashboard.json_values import json_bytes
+from mint.dashboard.run_readers import Readers
 from mint.errors import MintError, OverloadedError
 from mint.runs.reader import RunReader
 

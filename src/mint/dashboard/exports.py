@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mint.dashboard import api
 from mint.dashboard.dashboard import Dashboard
-from mint.dashboard.encoding import json_bytes
+from mint.dashboard.json_values import json_bytes
 from mint.runs.reader import RolloutQuery, RunReader
 
 PAGE_ROWS = 500

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mint.errors import AuthenticationError, ForeignPageError
-from mint.server.auth import address_of, key_of
+from mint.server.http.auth import address_of, key_of
 
 IDLE_S = 12 * 3600.0
 """A session that is not used for this long ends; so does every one with the process, and with its key."""

@@ -19,7 +19,7 @@ from mint.dashboard import api
 from mint.dashboard.dashboard import Dashboard
 from mint.dashboard.evidence import CHECKED, EVIDENCE, evidence_of
 from mint.errors import MintError, NotFoundError
-from mint.rl.afterwards import METRICS
+from mint.rl.analysis.run_analysis import METRICS
 from mint.version import VERSION
 
 MAX_COMPARED = 8

@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from mint.engine.decoder_config import DecoderConfig
+from mint.engine.model.config import DecoderConfig
 
 MAX_ROWS, GPU_MAX_ROWS = 4096, 16384
 """Rows of a micro-batch where memory sets no bound; more are no faster on a CPU. On a GPU more share the time that it

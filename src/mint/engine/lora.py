@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.decoder_config import DecoderConfig
+from mint.engine.model.config import DecoderConfig
 from mint.engine.protocol import LORA_ALPHA, LoraSpec
 from mint.errors import CheckpointError
 

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from mint.engine.activation_memory import rows_at_once
-from mint.engine.batch import Batch
-from mint.engine.cuda_step import StepGraphs
-from mint.engine.decoder import Decoder
-from mint.engine.decoder_config import read_decoder_config
-from mint.engine.kv_cells import KvCells
+from mint.engine.cpu.build import NativeBuild
+from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cuda.step import StepGraphs
 from mint.engine.lora import LoraWeights
+from mint.engine.model.config import read_decoder_config
+from mint.engine.model.decoder import Decoder
 from mint.engine.optimizer import AdamState, step_adam
-from mint.engine.prefix_cache import PrefixCache
 from mint.engine.protocol import (
     LORA_ALPHA,
     AdamSpec,
@@ -40,12 +39,13 @@ from mint.engine.protocol import (
     TrainDatum,
     sample_together,
 )
-from mint.engine.sampler import Memory
-from mint.engine.training import run_pass
+from mint.engine.sampling.batch import Batch
+from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.prefix_cache import PrefixCache
+from mint.engine.sampling.sampler import Memory
+from mint.engine.training_pass import run_pass
 from mint.errors import CheckpointError, MissingExtraError, NotFoundError
 from mint.models.folder import ModelFolder
-from mint.native.build import NativeBuild
-from mint.native.kernels import NativeKernels
 
 log = logging.getLogger(__name__)
 
@@ -337,7 +337,7 @@ def _step_graphs(decoder: Decoder, cells: KvCells) -> StepGraphs | None:
         return None
     try:
         # Imports Triton, which only CUDA builds of torch bring with them.
-        from mint.engine.cuda_kernels import TritonKernels
+        from mint.engine.cuda.kernels import TritonKernels
     except ModuleNotFoundError as error:
         log.warning("decoding without CUDA graphs, which is several times slower: %s. Install triton", error)
         return None

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from mint.errors import InvalidRequestError
-from mint.recipes.things import RUBRIC, Question, questions
+from mint.recipes.data.things import RUBRIC, Question, questions
 from mint.rl import PairwiseJudge, Reward, RLAdapter, RLConfig
 from mint.rl.adapter import Answered
-from mint.rl.penalties import Penalty, penalized
+from mint.rl.tasks.penalties import Penalty, penalized
 
 DEMO = RLConfig(
     base_model="mint/tiny",

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mint.recipes.tasks import load_task
+from mint.recipes.registry import load_task
 from mint.recipes.train import report, run_watched
 from mint.rl import RLConfig, RunResult
 

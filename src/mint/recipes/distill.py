@@ -15,7 +15,7 @@ import numpy as np
 
 import mint
 from mint import types
-from mint.recipes.demonstrations import batch_places
+from mint.recipes.data.demonstrations import batch_places
 from mint.rl.config import mix_seed
 from mint.rl.datums import policy_datum
 from mint.rl.evaluation import interval

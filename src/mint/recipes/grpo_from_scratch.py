@@ -15,7 +15,7 @@ import numpy as np
 
 import mint
 from mint import types
-from mint.recipes.arithmetic import Problem, draw_problems
+from mint.recipes.data.arithmetic import Problem, draw_problems
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from mint.errors import InvalidRequestError
-from mint.recipes.arithmetic import Problem, draw_problems
+from mint.recipes.data.arithmetic import Problem, draw_problems
 from mint.recipes.questions import Prompt, PromptStyle, Question, encode_prompt, one_side
 from mint.rl import Reward, RLAdapter, RLConfig
-from mint.rl.math_grader import MathGrader, exact_match
+from mint.rl.tasks.math_grader import MathGrader, exact_match
 
 DEMO = RLConfig(
     base_model="mint/tiny",

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mint.recipes.arithmetic import Problem, is_heldout
-from mint.recipes.word_problems import SHORT_SYSTEM, draw_message, draw_tool_problem
+from mint.recipes.data.arithmetic import Problem, is_heldout
+from mint.recipes.data.word_problems import SHORT_SYSTEM, draw_message, draw_tool_problem
 from mint.rl import MessageEnvAdapter, RLConfig
 from mint.rl.message_env import Message, MessageEnv
-from mint.rl.tool_env import Costs, ToolEnv
-from mint.rl.tools import Search, calculator, tool
+from mint.rl.tasks.tool_env import Costs, ToolEnv
+from mint.rl.tasks.tools import Search, calculator, tool
 
 DEMO = RLConfig(
     base_model="mint/tiny",

@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 
 from mint.errors import InvalidRequestError
-from mint.recipes.levers import LEVERS
-from mint.recipes.tasks import TaskChoice, load_task
+from mint.recipes.registry import TaskChoice, load_task
+from mint.recipes.supervised_cli import LEVERS
 from mint.rl import Estimate, LiveProgress, RLConfig, RunResult, Task, run_grpo
-from mint.rl.afterwards import read_config
-from mint.rl.plot import plot_run
-from mint.rl.readings import GREEDY, SAMPLED
-from mint.rl.report import print_run
+from mint.rl.analysis.run_analysis import read_config
+from mint.rl.heldout_evaluation import GREEDY, SAMPLED
+from mint.rl.tracking.plot import plot_run
+from mint.rl.tracking.report import print_run
 from mint.runs.log import RunLog
 
 ALIASES = {"lr": "learning_rate", "groups_per_batch": "batch_size", "model": "base_model"}

@@ -1,20 +1,20 @@
 """Reinforcement learning over the public SDK: what a task is, the shared GRPO loop, and why a run does not learn."""
 
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task
+from mint.rl.analysis.diagnosis import RunRecord, diagnose
+from mint.rl.analysis.doctor import Examination, examine
+from mint.rl.analysis.finding import Finding
 from mint.rl.config import RLConfig
-from mint.rl.diagnosis import RunRecord, diagnose
-from mint.rl.doctor import Examination, examine
 from mint.rl.evaluation import Estimate
-from mint.rl.finding import Finding
-from mint.rl.judges import PairwiseJudge
 from mint.rl.loop import RunResult, run_grpo
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
-from mint.rl.progress import LiveProgress
 from mint.rl.reward import Reward, UnsupportedError
-from mint.rl.rollouts import Group, Rollout, Turn
-from mint.rl.rubric import Rubric
-from mint.rl.tool_env import Costs, ToolEnv
-from mint.rl.tools import Search, Tool, calculator, tool
+from mint.rl.rollouts.rollout import Group, Rollout, Turn
+from mint.rl.tasks.judges import PairwiseJudge
+from mint.rl.tasks.rubric import Rubric
+from mint.rl.tasks.tool_env import Costs, ToolEnv
+from mint.rl.tasks.tools import Search, Tool, calculator, tool
+from mint.rl.tracking.progress import LiveProgress
 from mint.runs.frames import LoadedRun, load_run
 
 __all__ = [

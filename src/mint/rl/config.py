@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from mint.config import rl_variables
 from mint.errors import InvalidRequestError
-from mint.rl.trackers import TrackerName
+from mint.rl.tracking.trackers import TrackerName
 from mint.types import AdamParams, LossName, SamplingParams, invalid_request
 
 AdvantageName = Literal["center", "rloo", "std", "std_batch"]

@@ -16,10 +16,10 @@ import numpy as np
 from mint.client.sampling_client import SamplingClient
 from mint.errors import RequestFailedError
 from mint.rl.adapter import Task
-from mint.rl.calls import CallPool
-from mint.rl.completions import collect_groups
 from mint.rl.config import RLConfig, mix_seed
-from mint.rl.rollouts import Group, Rollout
+from mint.rl.rollouts.calls import CallPool
+from mint.rl.rollouts.completions import collect_groups
+from mint.rl.rollouts.rollout import Group, Rollout
 
 Z95 = 1.959963984540054
 EVALUATION_STREAM = 0x45564C

@@ -20,20 +20,20 @@ from mint.client.training_client import TrainingClient
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import MessageEnvAdapter, Task
-from mint.rl.calls import CallPool
-from mint.rl.chat_format import check_template
-from mint.rl.collecting import Collector, Items, StepRollouts
-from mint.rl.completions import as_adapter, task_name
+from mint.rl.analysis.diagnosis import RunRecord, diagnose
+from mint.rl.analysis.finding import SEVERITIES, Finding
 from mint.rl.config import RLConfig
-from mint.rl.diagnosis import RunRecord, diagnose
 from mint.rl.evaluation import Estimate, without_heldout
-from mint.rl.finding import SEVERITIES, Finding
-from mint.rl.readings import GREEDY, SAMPLED, Readings
-from mint.rl.reference import Reference
-from mint.rl.rollouts import Rollout
-from mint.rl.step_log import rollout_rows, step_metrics, success_rate
-from mint.rl.trackers import Trackers
-from mint.rl.updating import Update, Updater
+from mint.rl.heldout_evaluation import GREEDY, SAMPLED, Readings
+from mint.rl.kl_reference import Reference
+from mint.rl.policy_update import Update, Updater
+from mint.rl.rollouts.calls import CallPool
+from mint.rl.rollouts.completions import as_adapter, task_name
+from mint.rl.rollouts.rollout import Rollout
+from mint.rl.rollouts.rollout_worker import Collector, Items, StepRollouts
+from mint.rl.tasks.chat_format import check_template
+from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate
+from mint.rl.tracking.trackers import Trackers
 from mint.runs.log import ResumePoint, RunLog
 from mint.runs.process import recorded_process
 from mint.runs.reader import RunReader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mint.server.database import LOCAL_OWNER
+from mint.server.store.database import LOCAL_OWNER
 
 
 @dataclass(frozen=True)

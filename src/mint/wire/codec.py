@@ -16,8 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 from mint.errors import InvalidRequestError, MintError
 from mint.types import ForwardBackwardOutput, SampleResponse, invalid_request
-from mint.wire import proto_codec
-from mint.wire.proto_fields import read_place
+from mint.wire import protobuf as proto_codec
+from mint.wire.protobuf_fields import read_place
 from mint.wire.requests import ForwardBackwardRequest
 
 T = TypeVar("T", bound=BaseModel)

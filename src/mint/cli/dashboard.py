@@ -1,0 +1,41 @@
+"""`mint dashboard`: arguments in, one call. Registered by `cli`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mint.cli.terminal import fail
+from mint.errors import InvalidRequestError, MintError
+
+
+def dashboard(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="further run folders, or folders with runs in them")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="whose runs are shown; MINT_HOME if not given")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8501,
+    host: Annotated[str, typer.Option(help="for others, keys of the data directory are asked for")] = "127.0.0.1",
+    open_browser: Annotated[bool, typer.Option("--open", help="show it in a browser")] = False,
+) -> None:
+    """Shows runs in a browser, live and afterwards; `mint serve` shows those of its own at the same address."""
+    from mint.compose.dashboard import serve_dashboard
+    from mint.config import read_settings  # deferred: `mint --help` answers at once
+
+    try:
+        extra = [folder.expanduser() for folder in folders or []]
+        for folder in extra:
+            if not folder.is_dir():
+                raise InvalidRequestError("is not a folder", field="FOLDERS", value=folder, remedy="Name a run folder")
+        serve_dashboard(
+            data_dir or read_settings().home_dir,
+            extra,
+            host=host,
+            port=port,
+            open_browser=open_browser,
+            announce=typer.echo,
+        )
+    except MintError as error:
+        fail(error)

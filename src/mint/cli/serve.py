@@ -1,0 +1,186 @@
+"""`mint serve` and `mint keys`: arguments in, one call, something printed. Registered by `cli`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mint.cli.terminal import fail
+from mint.errors import InvalidRequestError, MintError
+
+keys_app = typer.Typer(no_args_is_help=True, help="API keys of a data directory, also while a server runs there.")
+
+DataDir = Annotated[Path | None, typer.Option(help="where the server's data lies; MINT_HOME if not given")]
+Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
+Quota = typer.Option(min=0, help="a bound of this key's owner; none if not given")
+
+
+def serve(
+    host: Annotated[str | None, typer.Option(help="the address to listen on; 127.0.0.1 if not given")] = None,
+    port: Annotated[int | None, typer.Option(help="8500 if not given; 0 takes a free one")] = None,
+    data_dir: DataDir = None,
+    model: Annotated[list[str] | None, typer.Option(help="NAME[=PATH] on offer; may be repeated")] = None,
+    api_keys: Annotated[bool | None, typer.Option("--api-keys/--no-api-keys", help="if any was made")] = None,
+    insecure: Annotated[bool | None, typer.Option("--insecure", help="listen beyond this machine without keys")] = None,
+    operator: Annotated[list[str] | None, typer.Option(help="an owner whose keys open the dashboard; repeat")] = None,
+    config: Annotated[Path | None, typer.Option(help="a TOML file; flags and environment come first")] = None,
+    log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
+    max_body_mb: Annotated[int | None, typer.Option(help="the largest request, in MiB; 64 if not given")] = None,
+    check: Annotated[bool, typer.Option("--check", help="only say whether it would start; exit code 0 or 1")] = False,
+) -> None:
+    """Serves the API over HTTP: set MINT_BASE_URL to its address, and loops run there unchanged."""
+    from mint.compose import serving
+    from mint.config import read_serve_settings
+
+    given = {
+        "host": host,
+        "port": port,
+        "data_dir": data_dir,
+        "models": tuple(model or ()) or None,
+        "api_keys": api_keys,
+        "insecure": insecure,
+        "operators": tuple(operator or ()) or None,
+        "log_format": log_format,
+        "log_level": log_level,
+        "max_body_mb": max_body_mb,
+    }
+    try:
+        settings = read_serve_settings({name: value for name, value in given.items() if value is not None}, config)
+        if check:
+            _print_findings(serving.check(settings))
+        else:
+            serving.serve(settings, announce=typer.echo)
+    except MintError as error:
+        fail(error)
+
+
+def _print_findings(findings: list[Any]) -> None:
+    table = Table("", "check", "", box=None)
+    for finding in findings:
+        table.add_row("[green]ok[/green]" if finding.ok else "[red]no[/red]", finding.check, escape(finding.text))
+    Console().print(table)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+@keys_app.command()
+def create(
+    owner: Annotated[str, typer.Option(help="whom the key stands for; several keys may have one owner")],
+    data_dir: DataDir = None,
+    max_sessions: Annotated[int | None, Quota] = None,
+    max_models: Annotated[int | None, Quota] = None,
+    max_waiting_requests: Annotated[int | None, Quota] = None,
+    max_checkpoint_bytes: Annotated[int | None, Quota] = None,
+    key_stdin: Annotated[bool, typer.Option("--key-stdin", help="register the key on standard input")] = False,
+    key_file: Annotated[Path | None, typer.Option(help="register the key in this file")] = None,
+    as_json: Json = False,
+) -> None:
+    """Makes a key and shows it, this once: only its hash is kept."""
+    from mint.server.callers import Quotas  # deferred: loads the database
+    from mint.server.store.keys import Keys
+
+    try:
+        own = _own_key(from_stdin=key_stdin, file=key_file)
+        quotas = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
+        with closing(_database(data_dir, make=True)) as database:
+            key, row = Keys(database).create(owner, quotas, key=own)
+    except MintError as error:
+        fail(error)
+    if as_json:
+        shown = None if own is not None else key
+        typer.echo(json.dumps({"key": shown, "owner": row.owner, "key_id": row.key_id, "quotas": asdict(row.quotas)}))
+        return
+    people = Console(stderr=True)
+    if own is None:
+        typer.echo(key)
+        people.print("Keep it: it is not shown again. Clients: MINT_API_KEY or TINKER_API_KEY.")
+    people.print(
+        f"Key {row.key_id} stands for {escape(row.owner)}. A server that runs without keys asks from its next start on."
+    )
+
+
+@keys_app.command(name="list")
+def list_keys(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """All keys ever made, by how they begin."""
+    from mint.server.store.keys import Keys  # deferred: loads the database
+
+    try:
+        with closing(_database(data_dir)) as database:
+            rows = Keys(database).list()
+    except MintError as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps([asdict(row) for row in rows]))
+        return
+    table = Table("owner", "quotas", box=None)
+    for name in ("id", "key", "made", "last used", "revoked"):
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        bounds = ", ".join(f"{name} {value}" for name, value in asdict(row.quotas).items() if value is not None)
+        times = (_day(row.created_at), _day(row.last_used_at), _day(row.revoked_at))
+        table.add_row(escape(row.owner), bounds, row.key_id, escape(row.hint), *times)
+    Console().print(table)
+
+
+@keys_app.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(help="as `mint keys list` shows it")],
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Ends a key within a second, also on a server that runs. Its owner's work stays."""
+    from mint.server.store.keys import Keys  # deferred: loads the database
+
+    try:
+        with closing(_database(data_dir)) as database:
+            row = Keys(database).revoke(key_id)
+    except MintError as error:
+        fail(error)
+    typer.echo(json.dumps(asdict(row)) if as_json else f"Key {row.key_id} of {row.owner} is revoked.")
+
+
+def _own_key(*, from_stdin: bool, file: Path | None) -> str | None:
+    """A key that the operator has made; never from the command line, where every user of the machine can read it."""
+    if from_stdin and file is not None:
+        raise InvalidRequestError("cannot be given both", field="--key-stdin", value="--key-file", remedy="Give one")
+    if from_stdin:
+        return sys.stdin.readline().strip()
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"cannot be read: {error}", field="--key-file", value=file) from error
+
+
+def _database(data_dir: Path | None, *, make: bool = False) -> Any:
+    from mint.config import read_settings  # deferred: loads the database
+    from mint.server.store.checkpoints import JOURNAL_FILE
+    from mint.server.store.database import Database
+
+    folder = (data_dir or read_settings().home).expanduser().resolve()
+    if make:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequestError(f"cannot be made: {error}", field="--data-dir", value=folder) from error
+    elif not (folder / JOURNAL_FILE).is_file():
+        raise InvalidRequestError(
+            "holds no server's data", field="--data-dir", value=folder, remedy="Give the directory that mint serve uses"
+        )
+    return Database(folder / JOURNAL_FILE)
+
+
+def _day(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d", time.localtime(seconds))

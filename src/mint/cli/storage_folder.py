@@ -1,0 +1,162 @@
+"""What is kept in a data directory, read and changed as its operator; no engine, no session, no server.
+
+Needs the `local` extra. Knows the catalogs and the formats of files; nothing of how answers are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mint.config import Settings
+from mint.errors import InvalidRequestError, MintError, NotFoundError
+from mint.models import registry
+from mint.server.http.file_routes import ARCHIVE, open_file
+from mint.server.service import uploads
+from mint.server.store.catalog import Catalog
+from mint.server.store.checkpoints import JOURNAL_FILE, CheckpointPath, find_checkpoint
+from mint.server.store.database import LOCAL_OWNER
+from mint.server.store.journal import Journal
+from mint.server.store.session_catalog import SessionCatalog
+from mint.types import SupportedModel
+from mint.types.records import (
+    Checkpoint,
+    CheckpointsListResponse,
+    CopyWeightsRequest,
+    GetSessionResponse,
+    PageQuery,
+    SessionSearchRequest,
+    SessionSummary,
+    TrainingRun,
+    TrainingRunsResponse,
+)
+
+OPERATOR = None
+"""As an owner: everything is there."""
+
+
+class Folder:
+    """A data directory; opened at the first question that needs it."""
+
+    def __init__(self, data_dir: Path, settings: Settings) -> None:
+        """`data_dir` holds what a server, or embedded runs, have written."""
+        self._data_dir = data_dir
+        self._aliases = settings.model_aliases
+        self._opened: Journal | None = None
+
+    def close(self) -> None:
+        """Lets go of the database."""
+        if self._opened is not None:
+            self._opened.close()
+
+    @property
+    def _journal(self) -> Journal:
+        if self._opened is None:
+            file = self._data_dir / JOURNAL_FILE
+            if not file.is_file():
+                remedy = "Set MINT_HOME or pass --data-dir; or set MINT_BASE_URL to ask a server"
+                raise NotFoundError("holds no journal", field="data_dir", value=str(self._data_dir), remedy=remedy)
+            self._opened = Journal(file)
+        return self._opened
+
+    @property
+    def _catalog(self) -> Catalog:
+        return Catalog(self._journal, self._data_dir)
+
+    @property
+    def _sessions(self) -> SessionCatalog:
+        return SessionCatalog(self._journal)
+
+    def runs(self, page: PageQuery) -> TrainingRunsResponse:
+        """A page of everybody's training runs."""
+        return self._catalog.runs(OPERATOR, page)
+
+    def run(self, run_id: str) -> TrainingRun:
+        """One training run."""
+        return self._catalog.run(OPERATOR, run_id)
+
+    def checkpoints(self, page: PageQuery) -> CheckpointsListResponse:
+        """A page of everybody's checkpoints."""
+        return self._catalog.checkpoints(OPERATOR, page)
+
+    def checkpoints_of(self, run_id: str) -> CheckpointsListResponse:
+        """All checkpoints of a run."""
+        return self._catalog.checkpoints_of(OPERATOR, run_id)
+
+    def checkpoint(self, path: str) -> Checkpoint:
+        """One checkpoint, by path or `ckpt_…` id."""
+        return self._catalog.checkpoint(OPERATOR, path)
+
+    def delete(self, path: str) -> None:
+        """Deletes a checkpoint for good."""
+        self._catalog.delete(OPERATOR, path)
+
+    def publish(self, path: str, *, public: bool) -> None:
+        """Makes a checkpoint readable by all who know its path, or by its owner alone."""
+        self._catalog.publish(OPERATOR, path, public=public)
+
+    def set_ttl(self, path: str, seconds: int | None) -> None:
+        """How long a checkpoint is kept from now on; None is for good."""
+        self._catalog.set_ttl(OPERATOR, path, seconds)
+
+    def copy(self, request: CopyWeightsRequest) -> str:
+        """Copies a checkpoint for its own owner."""
+        return self._catalog.copy(OPERATOR, request)
+
+    def download(self, path: str, output: Path) -> Path:
+        """Writes a checkpoint's .tar.gz: all of it or nothing."""
+        row = find_checkpoint(self._journal, path, reader=OPERATOR)
+        target = output / f"{row.kind}-{row.name}.tar.gz" if output.is_dir() else output
+        _, content = open_file(self._data_dir / row.folder, ARCHIVE)
+        _write_whole(target, content)
+        return target
+
+    def upload(self, file: Path, base_model: str | None, name: str | None) -> str:
+        """Makes a checkpoint of an archive or a PEFT folder; it is owned by nobody's key but by this machine."""
+        row = uploads.import_checkpoint(
+            self._journal, self._data_dir, file, owner=LOCAL_OWNER, base_model=base_model, name=name
+        )
+        return CheckpointPath(row.model_id, row.kind, row.name).uri
+
+    def sessions(self, limit: int) -> Sequence[SessionSummary]:
+        """Everybody's newest sessions."""
+        return self._sessions.search_sessions(OPERATOR, SessionSearchRequest(limit=limit)).sessions
+
+    def session(self, session_id: str) -> GetSessionResponse:
+        """What belongs to a session."""
+        return self._sessions.session(OPERATOR, session_id)
+
+    def models(self) -> Sequence[SupportedModel]:
+        """The bundled base models and those of `MINT_MODELS`."""
+        return [
+            SupportedModel(model_name=name, max_context_length=self._context_length(name))
+            for name in registry.available(self._aliases)
+        ]
+
+    def _context_length(self, name: str) -> int | None:
+        try:
+            config = json.loads((registry.resolve(name, self._aliases) / "config.json").read_text())
+        except (MintError, OSError, ValueError):  # it is on offer, and that it cannot be used is said at its use
+            return None
+        length = config.get("max_position_embeddings")
+        return length if isinstance(length, int) else None
+
+
+def _write_whole(path: Path, content: Iterator[bytes]) -> None:
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as part:
+            staging = Path(part.name)
+            try:
+                for chunk in content:
+                    part.write(chunk)
+                part.flush()
+                staging.chmod(0o644)
+                staging.replace(path)
+            finally:
+                staging.unlink(missing_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"cannot be written: {error.strerror}", field="output", value=str(path), remedy="Name another file"
+        ) from error

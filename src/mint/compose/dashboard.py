@@ -1,0 +1,244 @@
+"""The composition root of the dashboard: over the service of `mint serve`, or by itself over run folders.
+
+By itself it serves the pages, and OpenAI's routes for the chat box; the engine is loaded when somebody first chats.
+Runs belong to who runs the server: where keys are asked for, operators see them, and other owners do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import webbrowser
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from mint.client.service_client import ServiceClient
+from mint.compose.embedded import EmbeddedService, open_embedded
+from mint.compose.http_server import HttpServer, http_config, url_of
+from mint.dashboard.app import create_app
+from mint.dashboard.bisect_jobs import Search
+from mint.dashboard.dashboard import Dashboard
+from mint.dashboard.login import Door, Login, Visitor
+from mint.errors import InvalidRequestError
+from mint.recipes.registry import RECIPES, SOURCES
+from mint.recipes.train import chosen_of_run
+from mint.rl.analysis.bisect import Regression
+from mint.rl.analysis.run_analysis import bisect_run, read_checkpoint, read_config
+from mint.server.callers import LOCAL, Caller
+from mint.server.http import auth
+from mint.server.http.app import create_app as create_service_app
+from mint.server.ops import preflight
+from mint.server.ops.metrics import Metrics
+from mint.server.ops.overview import Overview
+from mint.server.service.service import Service
+from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.database import Database
+from mint.server.store.keys import Keys
+
+log = logging.getLogger("mint.dashboard")
+
+DRAIN_S = 3.0
+
+
+def over_service(
+    service: Service, metrics: Metrics, *, door: preflight.Door, keys: Keys, operators: Collection[str]
+) -> Dashboard:
+    """The dashboard of a server: the runs in its data directory, and its service's numbers.
+
+    `operators` are the owners whose keys open it; none named, it is the owner of all keys, if all are of one.
+    """
+    login = Login(keys, admits=lambda visitor: is_operator(visitor.owner, keys, operators))
+
+    def open_client(visitor: Visitor | None) -> ServiceClient:
+        caller = cast("Caller", visitor) if visitor is not None else LOCAL
+        return ServiceClient(open_embedded=lambda: _AsCaller(service, caller))
+
+    return Dashboard(
+        [service.data_dir],
+        door=Door(screen_of(door), login if door.asks_keys else None),
+        service=Overview(service, metrics),
+        search=_search(open_client),
+    )
+
+
+def screen_of(door: preflight.Door) -> auth.Screen:
+    """What is refused, whoever sends it: where no keys are asked for, all that comes from foreign pages."""
+    return auth.everything_passes if door.asks_keys else auth.no_foreign_pages(any_host=not door.is_local)
+
+
+def key_or_session(keys: Keys, dashboard: Dashboard) -> auth.Authenticate:
+    """Asks for a key as `auth.by_key` does; for sampling, a browser's session stands for the key it was opened with."""
+    by_key, login = auth.by_key(keys), dashboard.door.login
+
+    def authenticate(request: Request) -> Caller:
+        shows_key = "x-api-key" in request.headers or "authorization" in request.headers
+        if login is None or shows_key or not request.url.path.startswith("/v1/"):
+            return by_key(request)
+        visitor = login.session_of(request)
+        return by_key(request) if visitor is None else cast("Caller", visitor)
+
+    return authenticate
+
+
+def is_operator(owner: str, keys: Keys, operators: Collection[str]) -> bool:
+    """Whether the runs of a server's data directory are this owner's to see."""
+    return owner in operators if operators else keys.active_owners() == {owner}
+
+
+class _AsCaller:
+    """A service in this process as one caller finds it, for a `ServiceClient`; it is not the client's to stop."""
+
+    def __init__(self, service: Service, caller: Caller) -> None:
+        self.app = create_service_app(service, authenticate=lambda _request: caller)
+
+    def release(self) -> None:
+        """Does nothing."""
+
+
+# --- by itself -------------------------------------------------------------------------------------------------------
+
+
+def serve_dashboard(
+    data_dir: Path,
+    extra: Sequence[Path] = (),
+    *,
+    host: str,
+    port: int,
+    open_browser: bool = False,
+    announce: Callable[[str], None],
+) -> None:
+    """Serves the pages over the runs of a data directory and further folders, until a signal.
+
+    On this machine it asks for no key. Elsewhere for those of the data directory, and it does not start without any.
+
+    Raises:
+        InvalidRequestError: others could reach it and no key would keep them out; or the address cannot be used.
+    """
+    server = DashboardServer(data_dir, extra, host=host, port=port)
+
+    def started() -> None:
+        announce(server.line)
+        if open_browser:
+            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+
+    server.run(started)
+
+
+class DashboardServer:
+    """The pages behind a socket."""
+
+    def __init__(self, data_dir: Path, extra: Sequence[Path] = (), *, host: str = "127.0.0.1", port: int = 0) -> None:
+        """As `serve_dashboard`."""
+        folder = data_dir.expanduser().resolve()
+        is_local = auth.is_loopback(host)
+        door = preflight.decide_door(
+            host, api_keys=False if is_local else None, insecure=False, keys=preflight.count_keys(folder)
+        )
+        self._socket: socket.socket = preflight.open_socket(host, port)
+        self._database = Database(folder / JOURNAL_FILE) if door.asks_keys else None
+        login = None if self._database is None else _operators_login(Keys(self._database))
+        self._embedded = LazyEmbedded(folder)
+        self.dashboard = Dashboard(
+            [folder, *extra],
+            door=Door(screen_of(door), login),
+            search=_search(lambda _visitor: ServiceClient(data_dir=folder)),
+        )
+        app = create_app(self.dashboard, sampling=self._embedded)
+        self._http = HttpServer(http_config(app, drain_s=DRAIN_S), self.dashboard.close)
+        self.url = url_of(host, self._socket)
+        places = " · ".join(str(place) for place in (folder, *extra))
+        self.line = f"mint shows {self.url}/ · {'keys' if door.asks_keys else 'no keys'} asked for · runs in: {places}"
+
+    def run(self, started: Callable[[], None] = lambda: None) -> None:
+        """Answers until a signal, or `stop`; `started` is called as soon as it does."""
+        self._http.on_started = started
+        try:
+            self._http.run(sockets=[self._socket])
+        finally:
+            self._embedded.close()
+            if self._database is not None:
+                self._database.close()
+
+    def stop(self) -> None:
+        """Makes `run` return, as a signal would."""
+        self._http.should_exit = True
+
+
+def _operators_login(keys: Keys) -> Login:
+    return Login(keys, admits=lambda visitor: is_operator(visitor.owner, keys, ()))
+
+
+class LazyEmbedded:
+    """The service over a data directory as an ASGI application, opened by the first request that comes to it.
+
+    Another process may work in the same directory: what is saved there is found, whoever has saved it.
+    """
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._opening = threading.Lock()
+        self._opened: EmbeddedService | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Passes a request on."""
+        app: ASGIApp = (await asyncio.to_thread(self._open)).app
+        await app(scope, receive, send)
+
+    def close(self) -> None:
+        """Stops the service, if it was opened."""
+        with self._opening:
+            if self._opened is not None:
+                self._opened.release()
+                self._opened = None
+
+    def _open(self) -> EmbeddedService:
+        with self._opening:
+            if self._opened is None:
+                self._opened = open_embedded(data_dir=self._data_dir)
+            return self._opened
+
+
+# --- searching -------------------------------------------------------------------------------------------------------
+
+
+def _search(open_client: Callable[[Visitor | None], ServiceClient]) -> Search:
+    """The bisection of a run, which samples as whoever asks for it."""
+
+    def search(folder: Path, metric: str, visitor: Visitor | None, tell: Callable[[str], None]) -> Regression:
+        _require_own_task(folder, metric)
+        with chosen_of_run(folder, None) as choice, closing(open_client(visitor)) as client:
+
+            def read(path: str) -> Any:
+                tell(path)
+                return read_checkpoint(path, choice.adapter, config=choice.config, service=client)
+
+            return bisect_run(folder, metric, read)
+
+    return search
+
+
+def _require_own_task(folder: Path, metric: str) -> None:
+    """That grading runs nothing but what is part of mint: a run's folder may come from anywhere, and a click must not
+    start what it names.
+
+    Raises:
+        InvalidRequestError: it names a task of somebody's own, or asks to run code without the sandbox.
+    """
+    spec = read_config(folder).get("task_spec") or {}
+    task = str(spec.get("task", ""))
+    source, _, rest = task.partition(":")
+    is_known = task in RECIPES or (source in SOURCES and bool(rest))
+    if not is_known or spec.get("options", {}).get("unsafe_sandbox"):
+        raise InvalidRequestError(
+            "is not graded from a page, for it runs code of its own",
+            field="task",
+            value=task or "(not named)",
+            remedy=f"Run it yourself: mint bisect {folder} --metric {metric}",
+        )

@@ -1,0 +1,112 @@
+"""The composition root: settings → engine + service + app, running inside the caller's process.
+
+One service per data directory and process: several `ServiceClient`s share it, and its base models. The last one to
+close stops it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+from mint.config import Settings, allocator_is_set, let_waiting_threads_sleep, read_settings
+from mint.engine.cpu.build import TESTED_HERE, NativeBuild
+from mint.engine.cpu.malloc import keep_freed_memory
+from mint.engine.protocol import Engine
+from mint.errors import MissingExtraError
+
+_lock = threading.Lock()
+_running: dict[Hashable, EmbeddedService] = {}
+
+
+class EmbeddedService:
+    """A running service and its ASGI application."""
+
+    def __init__(self, data_dir: Path, engine: Engine, settings: Settings, **options: Any) -> None:
+        """Opens `data_dir` and begins to work; `options` are those of `Service`."""
+        try:
+            from mint.server.http.app import create_app  # deferred: sqlalchemy and starlette, which remote users lack
+            from mint.server.service.service import Service
+        except ImportError as error:
+            raise _missing(error) from error
+        self.data_dir = data_dir
+        self.service = Service(engine, data_dir, aliases=settings.model_aliases, **options)
+        self.service.start()
+        self.app = create_app(self.service)
+        self.users = 1
+
+    def release(self) -> None:
+        """One user fewer; the last one stops the service."""
+        with _lock:
+            self.users -= 1
+            if self.users > 0:
+                return
+            for key in [key for key, service in _running.items() if service is self]:
+                del _running[key]
+        self.service.stop()
+
+
+def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None, **options: Any) -> EmbeddedService:
+    """The service of a data directory (None: `MINT_HOME`), started if need be.
+
+    `engine` None is torch's, shared by everyone in this process with the same settings; an engine or options of one's
+    own make a service of one's own.
+
+    Raises:
+        MissingExtraError: the `local` extra is not installed.
+        JournalError: the directory cannot be used.
+    """
+    settings = read_settings()
+    folder = (data_dir or settings.home_dir).expanduser().resolve()
+    with _lock:
+        if engine is not None or options:
+            return EmbeddedService(folder, engine or torch_engine(settings), settings, **options)
+        key = (folder, settings.models, settings.native, *_engine_settings(settings).items())
+        if key in _running:
+            _running[key].users += 1
+        else:
+            _running[key] = EmbeddedService(folder, torch_engine(settings), settings)
+        return _running[key]
+
+
+def torch_engine(settings: Settings) -> Engine:
+    """The engine that computes on this machine.
+
+    Raises:
+        MissingExtraError: the `local` extra is not installed.
+    """
+    let_waiting_threads_sleep()
+    if not allocator_is_set():
+        keep_freed_memory()
+    native = _start_native_build(settings)  # before torch, beside whose loading the compiler runs
+    try:
+        from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
+    except ImportError as error:
+        raise _missing(error) from error
+    return TorchEngine(native=native, gpu_kernels=settings.native is not False, **_engine_settings(settings))
+
+
+def _start_native_build(settings: Settings) -> NativeBuild | None:
+    """The kernels in C, where they are wanted; insisted on only where they are asked for."""
+    wanted = TESTED_HERE if settings.native is None else settings.native
+    return NativeBuild(settings.kernels_dir, required=settings.native is True) if wanted else None
+
+
+def _engine_settings(settings: Settings) -> dict[str, Any]:
+    """The arguments of `TorchEngine` that were set; it knows the defaults of the others."""
+    given = {
+        "dtype": settings.dtype,
+        "threads": settings.threads,
+        "kv_cache_bytes": None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20,
+        "recompute": settings.recompute,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _missing(error: ImportError) -> MissingExtraError:
+    return MissingExtraError(
+        f"running models on this machine needs an optional part of mint ({error})",
+        remedy="pip install 'mint[local]', or set MINT_BASE_URL to a server",
+    )

@@ -1,0 +1,162 @@
+"""The composition root of the server process: settings → engine + service + app, behind a socket, until a signal.
+
+A shutdown stops listening, lets waiting clients go (they ask again, and find the next process), finishes the request
+that is running and leaves the rest to the journal. What does not end in time is cut off: the journal has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mint.compose.dashboard import key_or_session, over_service, screen_of
+from mint.compose.embedded import torch_engine
+from mint.compose.http_server import HttpServer, http_config, url_of
+from mint.config import ServeSettings, read_settings
+from mint.dashboard.app import routes
+from mint.dashboard.dashboard import Dashboard
+from mint.engine.protocol import Engine
+from mint.errors import InvalidRequestError
+from mint.models.registry import available
+from mint.server.http import auth
+from mint.server.http.app import create_app
+from mint.server.http.bodies import MIB, Bodies, BodyLimits
+from mint.server.ops import preflight
+from mint.server.ops.logs import configure_logs, log_exchange
+from mint.server.ops.metrics import Metrics
+from mint.server.ops.preflight import Door, Finding
+from mint.server.ops.readiness import Readiness
+from mint.server.service.service import Service
+from mint.server.store.keys import Keys
+
+log = logging.getLogger("mint.serving")
+
+DRAIN_SHARE = 0.4
+"""How much of the time for a shutdown the answers under way may take; the rest is for the running request."""
+
+
+def check(settings: ServeSettings) -> list[Finding]:
+    """Whether a server with these settings would start. Changes nothing."""
+    return preflight.examine(
+        data_dir=settings.folder,
+        host=settings.host,
+        port=settings.port,
+        api_keys=settings.api_keys,
+        insecure=settings.insecure,
+        offered=settings.offered,
+        aliases=read_settings().model_aliases,
+    )
+
+
+def serve(settings: ServeSettings, *, announce: Callable[[str], None], engine: Engine | None = None) -> None:
+    """Serves until a signal ends it; `announce` is told where, once it answers. `engine` None is torch's.
+
+    Raises:
+        InvalidRequestError: the settings cannot be used together, or the address not at all.
+        JournalError: the data directory cannot be used.
+    """
+    configure_logs(format=settings.log_format, level=settings.log_level)
+    server = Server(settings, engine=engine)
+    server.run(announce)
+
+
+class Server:
+    """A service behind a socket. It takes requests from the start; they are answered once `run` is called."""
+
+    def __init__(self, settings: ServeSettings, *, engine: Engine | None = None) -> None:
+        """Opens everything, as `serve` says."""
+        self._settings = settings
+        folder = settings.folder
+        door = preflight.decide_door(
+            settings.host,
+            api_keys=settings.api_keys,
+            insecure=settings.insecure,
+            keys=preflight.count_keys(folder),
+        )
+        if not door.is_local and not door.asks_keys:
+            log.warning("--insecure: WHOEVER reaches %s can use this server, and read all it has", settings.host)
+        self._socket = preflight.open_socket(settings.host, settings.port)
+        try:
+            self.service = _open_service(settings, metrics := Metrics(), engine)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.keys = Keys(self.service.journal.database)
+        self._dashboard = over_service(self.service, metrics, door=door, keys=self.keys, operators=settings.operators)
+        app = _app(settings, self.service, door, self.keys, metrics, self._dashboard)
+        self._uvicorn = HttpServer(http_config(app, drain_s=settings.stop_within_s * DRAIN_SHARE), self._let_go)
+        self.url = url_of(settings.host, self._socket)
+        self.line = (
+            f"mint serves {self.url} · {'keys' if door.asks_keys else 'no keys'} asked for · "
+            f"models: {', '.join(self.service.bases.names)} · data: {folder} · dashboard: {self.url}/ · "
+            f"about the API: {self.url}/docs"
+        )
+
+    def run(self, announce: Callable[[str], None] = log.info) -> None:
+        """Answers until a signal, or `stop`; `announce` is told as soon as it does."""
+        self._uvicorn.on_started = lambda: announce(self.line)
+        try:
+            self._uvicorn.run(sockets=[self._socket])
+        finally:
+            _stop(self.service, self._settings.stop_within_s * (1 - DRAIN_SHARE))
+
+    def stop(self) -> None:
+        """Makes `run` return, as a signal would."""
+        self._uvicorn.should_exit = True
+
+    def _let_go(self) -> None:
+        self.service.release_waiters()
+        self._dashboard.close()
+
+
+def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | None) -> Service:
+    folder, base, offered = settings.folder, read_settings(), settings.offered
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(f"cannot be made: {error}", field="--data-dir", value=folder) from error
+    service = Service(
+        metrics.metered(engine or torch_engine(base)),
+        folder,
+        aliases={**base.model_aliases, **{name: target for name, target in offered.items() if target != name}},
+        offered=offered or available(base.model_aliases),
+        is_server=True,
+    )
+    for name in service.bases.names:
+        service.bases.folder(name)
+    metrics.watch(service)
+    service.start()
+    return service
+
+
+def _app(
+    settings: ServeSettings, service: Service, door: Door, keys: Keys, metrics: Metrics, dashboard: Dashboard
+) -> Any:
+    limits = BodyLimits(body_bytes=settings.max_body_mb * MIB, patience_s=settings.body_timeout_s)
+    return create_app(
+        service,
+        authenticate=key_or_session(keys, dashboard) if door.asks_keys else auth.everyone_is_local,
+        screen=screen_of(door),
+        pages=routes(dashboard),
+        bodies=Bodies(limits),
+        observers=(metrics.observe, log_exchange),
+        metrics=metrics,
+        readiness=Readiness(service, stuck_after_s=settings.stuck_after_s),
+    )
+
+
+def _stop(service: Service, within_s: float) -> None:
+    """Stops the service; a request that goes on for longer is left to the next process, which runs it again."""
+    stopping = threading.Thread(target=service.stop, name="mint-stop", daemon=True)
+    started_at = time.monotonic()
+    stopping.start()
+    stopping.join(within_s)
+    if stopping.is_alive():
+        log.warning("the running request goes on after %.0f s; the next start runs it again", within_s)
+        logging.shutdown()
+        os._exit(0)  # the engine's thread cannot be interrupted, and nothing that was promised is lost by this
+    log.info("stopped within %.1f s", time.monotonic() - started_at)

@@ -1,0 +1,99 @@
+"""Looks for the checkpoint where a metric fell: one search at a time, in a thread of its own, with its progress.
+
+What a checkpoint reads is asked of the callable that the composition root passes in.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mint.dashboard.login import Visitor
+from mint.dashboard.run_readers import Readers
+from mint.errors import MintError, OverloadedError, RequestFailedError
+from mint.rl.analysis.bisect import Regression
+
+log = logging.getLogger("mint.dashboard")
+
+KEPT = 64
+
+Search = Callable[[Path, str, Visitor | None, Callable[[str], None]], Regression]
+"""Folder, metric, who asks, and whom to tell of each checkpoint that is about to be read → what was found."""
+
+
+@dataclass
+class _State:
+    metric: str
+    status: str = "running"
+    reading: list[str] = field(default_factory=list)
+    result: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+
+
+class Bisections:
+    """The searches of this process, by run. Any thread may call."""
+
+    def __init__(self, readers: Readers, search: Search | None) -> None:
+        """`search` None: nothing can be sampled here."""
+        self._readers = readers
+        self._search = search
+        self._lock = threading.Lock()
+        self._states: OrderedDict[str, _State] = OrderedDict()
+        self._is_busy = False
+
+    @property
+    def can_search(self) -> bool:
+        """Whether anything can be sampled here."""
+        return self._search is not None
+
+    def begin(self, run: str, metric: str, visitor: Visitor | None) -> dict[str, Any]:
+        """Begins to search, and says so.
+
+        Raises:
+            NotFoundError: there is no such run.
+            OverloadedError: another search is under way.
+            RequestFailedError: nothing can be sampled here.
+        """
+        folder = self._readers.folders.folder(run)
+        search = self._search
+        if search is None:
+            raise RequestFailedError("nothing can be sampled here", remedy=f"Run: mint bisect RUN --metric {metric}")
+        with self._lock:
+            if self._is_busy:
+                raise OverloadedError("another search is under way", remedy="Wait for it, then ask again")
+            self._is_busy = True
+            state = self._states[run] = _State(metric)
+            self._states.move_to_end(run)
+            while len(self._states) > KEPT:
+                self._states.popitem(last=False)
+        work = threading.Thread(
+            target=self._run, args=(search, folder, state, visitor), name="mint-dashboard-bisect", daemon=True
+        )
+        work.start()
+        return self.state(run)
+
+    def state(self, run: str) -> dict[str, Any]:
+        """`status` is none, running, done or failed; `reading` names the checkpoints that were read, the last of them
+        now; `result` is what was found."""
+        with self._lock:
+            state = self._states.get(run)
+            return {"status": "none"} if state is None else {**asdict(state), "reading": list(state.reading)}
+
+    def _run(self, search: Search, folder: Path, state: _State, visitor: Visitor | None) -> None:
+        try:
+            regression = search(folder, state.metric, visitor, state.reading.append)
+            state.result, state.status = asdict(regression), "done"
+        except MintError as error:
+            state.error, state.status = error.to_wire(), "failed"
+        except Exception as error:  # the boundary: who asked must learn of it, and the log must know why
+            log.exception("a search in %s failed", folder)
+            state.error = RequestFailedError(f"{type(error).__name__}: {error}").to_wire()
+            state.status = "failed"
+        finally:
+            with self._lock:
+                self._is_busy = False

@@ -1,0 +1,1 @@
+"""The engine on a GPU: attention, Triton kernels and captured decoding steps."""

@@ -1,0 +1,323 @@
+"""The operations of a decoding step between its products, as Triton kernels: `StepKernels` on a GPU.
+
+Needs Triton, which CUDA builds of torch bring with them; nothing else here imports it, so this module is imported where
+a GPU is used and nowhere else. Every kernel treats rows apart and adds in an order that follows from the row alone: the
+number of rows, of padding rows and of splits changes no bit. Tested without a GPU: against float64 by Triton's
+interpreter, which has no products of bfloat16 and was given float16 instead, and by compiling for an H100. Knows
+nothing of layers' order, graphs or jobs.
+
+Letters: T rows · E hidden size · H all heads · Q query heads · K kv heads · G query heads per kv head · J kv heads side
+by side · D head dimension · I inner width · O outputs · r rank · C cells of a row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mint.engine.cuda.step import SPLIT_CELLS, LoraPart, StepRows
+from mint.engine.model.attention import CHUNK
+from mint.engine.model.weights import LayerWeights
+
+ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 64
+"""Of a product's entries, what one program finishes; products within kernels need at least 16 rows."""
+
+
+class TritonKernels:
+    """`StepKernels` by Triton. Tensors are contiguous, rows first; `product` is in the base's dtype."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`x / rms(x) · weight` [T, E] in float32 and in `dtype`."""
+        wide, narrow = _pair(x.shape, x.device, dtype)
+        width = x.shape[1]
+        _norm[(len(x),)](x, weight, wide, narrow, eps, width, triton.next_power_of_2(width))
+        return wide, narrow
+
+    def heads(
+        self, product: Tensor, lora: LoraPart | None, layer: LayerWeights, rows: StepRows, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Queries [T, Q, D] of product [T, H·D]; keys and values go into their cells."""
+        count, dim = len(product), rows.head_dim
+        queries = product.new_empty(count, rows.query_heads, dim)
+        down, bs, scale, rank = _parts(lora, product)
+        absent = product
+        grid = (triton.cdiv(count, ROWS_AT_ONCE), rows.query_heads + 2 * rows.kv_heads)
+        _heads[grid](
+            *(product, down, bs, absent if layer.qkv_bias is None else layer.qkv_bias),
+            *(absent if layer.head_norms is None else layer.head_norms, rows.cos, rows.sin, rows.inputs),
+            *(queries, keys, values, rows.eps, scale, count, rows.inputs.stride(0), keys.stride(0)),
+            QUERY_HEADS=rows.query_heads, KV_HEADS=rows.kv_heads, DIM=dim, SIDE=rows.side_by_side, CHUNK=CHUNK,
+            RANK=rank, BIASED=layer.qkv_bias is not None, NORMED=layer.head_norms is not None,
+            ROWS=ROWS_AT_ONCE, HALF=max(16, triton.next_power_of_2(dim // 2)), RANKS=_padded(rank),
+        )  # fmt: skip
+        return queries
+
+    def attend(self, queries: Tensor, rows: StepRows, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Attended values [T, Q·D] of queries [T, Q, D], in float32 and in their dtype."""
+        count, heads, dim = queries.shape
+        wide, narrow = _pair((count, heads * dim), queries.device, queries.dtype)
+        groups, splits = heads // rows.kv_heads, rows.splits
+        parts = wide
+        if splits > 1:
+            parts = torch.empty(count * rows.kv_heads * splits * groups * (dim + 2), device=queries.device)
+        sizes = {"GROUPS": groups, "DIM": dim, "CHUNK": CHUNK, "SPLIT_CELLS": SPLIT_CELLS,
+                 "WIDTH": triton.next_power_of_2(dim)}  # fmt: skip
+        _attend[(count, rows.kv_heads, splits)](
+            *(queries, keys, values, rows.inputs, parts, wide, narrow, 1 / math.sqrt(dim)),
+            *(rows.inputs.stride(0), keys.stride(0), splits),
+            **sizes, SIDE=rows.side_by_side, SINGLE=splits == 1, QUERIES=_padded(groups),
+        )  # fmt: skip
+        if splits > 1:
+            _merge[(count, rows.kv_heads)](
+                *(parts, rows.inputs, wide, narrow, rows.inputs.stride(0), splits),
+                **sizes, QUERIES=triton.next_power_of_2(groups),
+            )  # fmt: skip
+        return wide, narrow
+
+    def swiglu(self, product: Tensor, lora: LoraPart | None) -> tuple[Tensor, Tensor]:
+        """`silu(gate) · up` [T, I] of product [T, 2·I], in float32 and in its dtype."""
+        count, inner = len(product), product.shape[1] // 2
+        wide, narrow = _pair((count, inner), product.device, product.dtype)
+        down, bs, scale, rank = _parts(lora, product)
+        _swiglu[_tiles(count, inner)](
+            *(product, down, bs, wide, narrow, scale, count, inner),
+            RANK=rank, ROWS=ROWS_AT_ONCE, COLUMNS=COLUMNS_AT_ONCE, RANKS=_padded(rank),
+        )  # fmt: skip
+        return wide, narrow
+
+    def add(self, product: Tensor, residual: Tensor, lora: LoraPart | None) -> Tensor:
+        """`residual` [T, O] plus `product` [T, O] and the lora's part, in float32."""
+        count, outputs = product.shape
+        out = torch.empty_like(residual)
+        down, bs, scale, rank = _parts(lora, product)
+        _add[_tiles(count, outputs)](
+            *(product, residual, down, bs, out, scale, count, outputs),
+            RANK=rank, ROWS=ROWS_AT_ONCE, COLUMNS=COLUMNS_AT_ONCE, RANKS=_padded(rank),
+        )  # fmt: skip
+        return out
+
+
+def _pair(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for a result in float32 and in `dtype`: one tensor where these are the same."""
+    wide = torch.empty(shape, device=device)
+    return wide, wide if dtype == torch.float32 else torch.empty(shape, dtype=dtype, device=device)
+
+
+def _parts(lora: LoraPart | None, absent: Tensor) -> tuple[Tensor, Tensor, float, int]:
+    """`down`, `bs`, scale and rank; rank 0, and something to point to, where there is no lora."""
+    return (absent, absent, 0.0, 0) if lora is None else (lora.down, lora.bs, lora.scale, lora.bs.shape[1])
+
+
+def _padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def _tiles(rows: int, columns: int) -> tuple[int, int]:
+    return triton.cdiv(rows, ROWS_AT_ONCE), triton.cdiv(columns, COLUMNS_AT_ONCE)
+
+
+@triton.jit
+def _lora_tile(down, bs, rows, real, width, columns, within, part, scale, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """scale · down · bs.T for a tile: rows of `down` [T, width], of which part `part`, and rows `columns` of `bs`."""
+    ranks = tl.arange(0, RANKS)
+    known = ranks < RANK
+    left = tl.load(
+        down + rows[:, None] * width + part * RANK + ranks[None, :], mask=real[:, None] & known[None, :], other=0.0
+    )
+    right = tl.load(bs + columns[None, :] * RANK + ranks[:, None], mask=known[:, None] & within[None, :], other=0.0)
+    return scale * tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def _norm(x, weight, wide, narrow, eps, width, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * width
+    columns = tl.arange(0, WIDTH)
+    real = columns < width
+    own = tl.load(x + row + columns, mask=real, other=0.0)
+    own = own * tl.rsqrt(tl.sum(own * own) / width + eps) * tl.load(weight + columns, mask=real, other=0.0)
+    tl.store(wide + row + columns, own, mask=real)
+    tl.store(narrow + row + columns, own.to(narrow.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _heads(
+    product, down, bs, bias, norms, cos, sin, inputs, queries, keys, values, eps, scale, count, stride, cell_size,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr,
+    RANK: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    half = tl.arange(0, HALF)
+    real, within = rows < count, half < DIM // 2
+    mask = real[:, None] & within[None, :]
+    column = head * DIM + half
+    place = rows[:, None] * ((QUERY_HEADS + 2 * KV_HEADS) * DIM) + column[None, :]
+    first = tl.load(product + place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(product + place + DIM // 2, mask=mask, other=0.0).to(tl.float32)
+    if RANK > 0:
+        part = (head >= QUERY_HEADS).to(tl.int32) + (head >= QUERY_HEADS + KV_HEADS).to(tl.int32)
+        first += _lora_tile(down, bs, rows, real, 3 * RANK, column, within, part, scale, RANK, RANKS)
+        second += _lora_tile(down, bs, rows, real, 3 * RANK, column + DIM // 2, within, part, scale, RANK, RANKS)
+    if BIASED:
+        first += tl.load(bias + column, mask=within, other=0.0)[None, :]
+        second += tl.load(bias + column + DIM // 2, mask=within, other=0.0)[None, :]
+    position = tl.load(inputs + stride + rows, mask=real, other=-1)
+    used = position >= 0  # others are padding
+    if head < QUERY_HEADS + KV_HEADS:
+        if NORMED:
+            inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
+            first = first * inverse * tl.load(norms + column, mask=within, other=0.0)[None, :]
+            second = second * inverse * tl.load(norms + column + DIM // 2, mask=within, other=0.0)[None, :]
+        angle = position[:, None].to(tl.int64) * (DIM // 2) + half[None, :]
+        turned = used[:, None] & within[None, :]
+        cosine = tl.load(cos + angle, mask=turned, other=0.0)
+        sine = tl.load(sin + angle, mask=turned, other=0.0)
+        before = first
+        first = before * cosine - second * sine
+        second = second * cosine + before * sine
+    kind = queries.dtype.element_ty
+    if head < QUERY_HEADS:
+        own = rows[:, None] * (QUERY_HEADS * DIM) + column[None, :]
+        tl.store(queries + own, first.to(kind), mask=mask)
+        tl.store(queries + own + DIM // 2, second.to(kind), mask=mask)
+    else:
+        kv = (head - QUERY_HEADS) % KV_HEADS
+        used = used & real
+        cell = tl.load(inputs + (2 + position // CHUNK) * stride + rows, mask=used, other=0).to(tl.int64)
+        start = cell * cell_size + ((kv // SIDE) * CHUNK + position % CHUNK) * (SIDE * DIM) + (kv % SIDE) * DIM
+        inside = start[:, None] + half[None, :]
+        stored = used[:, None] & within[None, :]
+        if head < QUERY_HEADS + KV_HEADS:
+            tl.store(keys + inside, first.to(kind), mask=stored)
+            tl.store(keys + inside + DIM // 2, second.to(kind), mask=stored)
+        else:
+            tl.store(values + inside, first.to(kind), mask=stored)
+            tl.store(values + inside + DIM // 2, second.to(kind), mask=stored)
+
+
+@triton.jit
+def _attend(
+    queries, keys, values, inputs, parts, wide, narrow, scale, stride, cell_size, splits,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr,
+    SPLIT_CELLS: tl.constexpr, SINGLE: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One row's queries of one kv head over `SPLIT_CELLS` of its cells, each for the largest score up to there."""
+    row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads = tl.num_programs(1)
+    length = tl.load(inputs + stride + row) + 1
+    group, dims, keys_of_cell = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, CHUNK)
+    known = (group < GROUPS) & (SINGLE | (split * (SPLIT_CELLS * CHUNK) < length))
+    mask = known[:, None] & (dims < DIM)[None, :]
+    place = ((row * kv_heads + kv) * GROUPS + group)[:, None] * DIM + dims[None, :]
+    query = tl.load(queries + place, mask=mask, other=0.0)
+    largest = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
+    offset = (kv // SIDE) * (CHUNK * SIDE * DIM) + (kv % SIDE) * DIM
+    inside = keys_of_cell[:, None] * (SIDE * DIM) + dims[None, :]
+    for index in range(SPLIT_CELLS):  # of constant length, so that loads run ahead
+        column = split * SPLIT_CELLS + index
+        cell = tl.load(inputs + (2 + column) * stride + row, mask=column * CHUNK < length, other=0)
+        start = cell.to(tl.int64) * cell_size + offset
+        seen = column * CHUNK + keys_of_cell < length
+        loaded = seen[:, None] & (dims < DIM)[None, :]
+        key = tl.load(keys + start + inside, mask=loaded, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        higher = tl.maximum(largest, tl.max(scores, 1))
+        peak = tl.where(higher == -float("inf"), 0.0, higher)  # padding has no key at all
+        shares = tl.exp(scores - peak[:, None])
+        shrunk = tl.exp(largest - peak)
+        value = tl.load(values + start + inside, mask=loaded, other=0.0)
+        mixed = mixed * shrunk[:, None] + tl.dot(shares.to(value.dtype), value, input_precision="ieee")
+        total = total * shrunk + tl.sum(shares, 1)
+        largest = higher
+    if SINGLE:
+        _store(wide, narrow, place, mixed / tl.where(total > 0, total, 1.0)[:, None], mask)
+    else:
+        own = ((row * kv_heads + kv).to(tl.int64) * splits + split) * GROUPS + group
+        tl.store(parts + own[:, None] * (DIM + 2) + dims[None, :], mixed, mask=mask)
+        tl.store(parts + own * (DIM + 2) + DIM, total, mask=known)
+        tl.store(parts + own * (DIM + 2) + DIM + 1, largest, mask=known)
+
+
+@triton.jit
+def _merge(
+    parts, inputs, wide, narrow, stride, splits,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
+    SPLIT_CELLS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Adds a row's splits in order; of so many as its own length has."""
+    row, kv = tl.program_id(0), tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    length = tl.load(inputs + stride + row) + 1
+    group, dims = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
+    known = group < GROUPS
+    mask = known[:, None] & (dims < DIM)[None, :]
+    largest = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
+    split = 0
+    while split * (SPLIT_CELLS * CHUNK) < length:
+        own = ((row * kv_heads + kv).to(tl.int64) * splits + split) * GROUPS + group
+        found = tl.load(parts + own * (DIM + 2) + DIM + 1, mask=known, other=0.0)
+        higher = tl.maximum(largest, found)
+        shrunk, share = tl.exp(largest - higher), tl.exp(found - higher)
+        part = tl.load(parts + own[:, None] * (DIM + 2) + dims[None, :], mask=mask, other=0.0)
+        mixed = mixed * shrunk[:, None] + part * share[:, None]
+        total = total * shrunk + tl.load(parts + own * (DIM + 2) + DIM, mask=known, other=0.0) * share
+        largest = higher
+        split += 1
+    place = ((row * kv_heads + kv) * GROUPS + group)[:, None] * DIM + dims[None, :]
+    _store(wide, narrow, place, mixed / tl.where(total > 0, total, 1.0)[:, None], mask)
+
+
+@triton.jit
+def _store(wide, narrow, place, result, mask):
+    """As the next product takes it, and the same number in float32."""
+    result = result.to(narrow.dtype.element_ty)
+    tl.store(narrow + place, result, mask=mask)
+    tl.store(wide + place, result.to(tl.float32), mask=mask)
+
+
+@triton.jit
+def _swiglu(
+    product, down, bs, wide, narrow, scale, count, inner,
+    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real, within = rows < count, columns < inner
+    mask = real[:, None] & within[None, :]
+    place = rows[:, None] * (2 * inner) + columns[None, :]
+    gate = tl.load(product + place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(product + place + inner, mask=mask, other=0.0).to(tl.float32)
+    if RANK > 0:
+        gate += _lora_tile(down, bs, rows, real, 2 * RANK, columns, within, 0, scale, RANK, RANKS)
+        up += _lora_tile(down, bs, rows, real, 2 * RANK, columns + inner, within, 1, scale, RANK, RANKS)
+    mixed = gate / (1.0 + tl.exp(-gate)) * up
+    place = rows[:, None] * inner + columns[None, :]
+    tl.store(wide + place, mixed, mask=mask)
+    tl.store(narrow + place, mixed.to(narrow.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add(
+    product, residual, down, bs, out, scale, count, outputs,
+    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real, within = rows < count, columns < outputs
+    mask = real[:, None] & within[None, :]
+    place = rows[:, None] * outputs + columns[None, :]
+    total = tl.load(residual + place, mask=mask, other=0.0)
+    total += tl.load(product + place, mask=mask, other=0.0).to(tl.float32)
+    if RANK > 0:
+        total += _lora_tile(down, bs, rows, real, RANK, columns, within, 0, scale, RANK, RANKS)
+    tl.store(out + place, total, mask=mask)

@@ -1,0 +1,278 @@
+"""A decoding step whose work on the device never changes its shape, so that a GPU replays it as one CUDA graph.
+
+The rows of one lora (the usual case: a GRPO batch) are one replay, filled up with padding to the size of a bucket; a
+batch of several loras is as many replays. What differs from step to step lies in buffers that keep their place: tokens,
+positions, the cells of each row, the lora's weights. Graphs and buffers outlive batches. The logits follow outside of
+the graph, while it runs: their memory would be kept for every graph.
+
+What holds for a row's bits. Between products every row is treated alone (`cuda_kernels`): no other row, no padding and
+no longer neighbour changes a bit. The products are cuBLAS's, which chooses how to add by the shape. Their shape is the
+bucket's, so as long as the rows of one lora fit into one tile of a product, as those of the first bucket do, none of
+them depends on its company. In larger buckets a row may have other last bits, and so it may in prefill and training;
+on a CPU it has not.
+
+Tested on CPUs, without capture: against `EagerStep`, with torch's operations and with interpreted kernels, and with
+tensors of torch's `meta` device, which refuse whatever waits for a result. Capture itself needs a GPU and has not been
+run on one. Knows nothing of jobs or drawing.
+
+Letters: R rows · T rows of a bucket · C cells of a row · E hidden size · H all heads · Q query heads · D head dimension
+· I inner width · O outputs · S lora parts of one product · r rank · V vocabulary · N cells in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mint.engine.device_arrays import upload
+from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.model.attention import CHUNK
+from mint.engine.model.decoder import Decoder
+from mint.engine.model.weights import LayerWeights
+from mint.engine.protocol import LoraSpec
+from mint.engine.sampling.kv_cache import KvCells
+
+BUCKETS = (64, 128, 256, 512)
+"""Rows of a graph. Below the first, reading the weights takes all of the time, however few the rows."""
+
+SPLIT_CELLS = 4
+"""Attention adds up so many cells of a row after one another; those of a longer row in as many parts at once."""
+
+MAX_GRAPHS = 48
+"""Graphs are thrown away, with their buffers for loras, rather than kept in larger numbers."""
+
+
+@dataclass(frozen=True)
+class LoraPart:
+    """What is left to do of a lora's product at a site: `scale · down · bs.T`, part by part."""
+
+    down: Tensor  # [T, S·r], float32
+    bs: Tensor  # [O, r], float32
+    scale: float
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What all layers of a step share.
+
+    `inputs` int32 [2 + C, T] are tokens, positions (-1: padding) and cells in order; cos and sin [positions, D / 2];
+    attention runs over `splits` of `SPLIT_CELLS` cells.
+    """
+
+    inputs: Tensor
+    cos: Tensor
+    sin: Tensor
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    side_by_side: int
+    eps: float
+    splits: int
+
+
+class StepKernels(Protocol):
+    """What lies between a step's products: `cuda_kernels.TritonKernels`, which also says the shapes."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """RMS norm, in float32 and in `dtype`."""
+        ...
+
+    def heads(
+        self, product: Tensor, lora: LoraPart | None, layer: LayerWeights, rows: StepRows, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Queries, normed and rotated; keys and values go into their cells, those of padding nowhere."""
+        ...
+
+    def attend(self, queries: Tensor, rows: StepRows, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Attended values, in float32 and in the queries' dtype; of padding anything."""
+        ...
+
+    def swiglu(self, product: Tensor, lora: LoraPart | None) -> tuple[Tensor, Tensor]:
+        """`silu(gate) · up`, in float32 and in the product's dtype."""
+        ...
+
+    def add(self, product: Tensor, residual: Tensor, lora: LoraPart | None) -> Tensor:
+        """Their sum in float32."""
+        ...
+
+
+def run_layers(
+    decoder: Decoder, kernels: StepKernels, cells: KvCells, rows: StepRows, lora: LoraWeights | None
+) -> Tensor:
+    """Final hidden states (normed) [T, E] of a decoder without experts: what is captured."""
+    weights, dtype, eps = decoder.weights, decoder.dtype, rows.eps
+    x = weights.embedding.index_select(0, rows.inputs[0]).float()
+    for index, layer in enumerate(weights.layers):
+        if layer.gate_up is None or layer.down is None:
+            raise AssertionError("a decoder with experts is not captured")
+        keys, values = cells.planes(index)
+        wide, narrow = kernels.norm(x, layer.input_norm, eps, dtype)
+        product = F.linear(narrow, layer.qkv.dense())
+        queries = kernels.heads(product, _part(lora, f"{index}.qkv", wide), layer, rows, keys, values)
+        wide, narrow = kernels.attend(queries, rows, keys, values)
+        x = kernels.add(F.linear(narrow, layer.o.dense()), x, _part(lora, f"{index}.o", wide))
+        wide, narrow = kernels.norm(x, layer.post_norm, eps, dtype)
+        product = F.linear(narrow, layer.gate_up.dense())
+        wide, narrow = kernels.swiglu(product, _part(lora, f"{index}.gate_up", wide))
+        x = kernels.add(F.linear(narrow, layer.down.dense()), x, _part(lora, f"{index}.down", wide))
+    return kernels.norm(x, weights.final_norm, eps, torch.float32)[0]
+
+
+def _part(lora: LoraWeights | None, name: str, x: Tensor) -> LoraPart | None:
+    site = None if lora is None else lora.sites.get(name)
+    if lora is None or site is None:
+        return None
+    # The b matrices of a site lie one after the other.
+    bs = site.bs[0].as_strided((sum(len(b) for b in site.bs), site.bs[0].shape[1]), site.bs[0].stride())
+    return LoraPart(x @ site.a.t(), bs, lora.scale)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a graph is captured for; the lora's weights may change, its spec may not."""
+
+    rows: int
+    splits: int
+    lora: LoraSpec | None
+
+
+class StepGraphs:
+    """The graphs of one base model over its cells."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cells: KvCells,
+        kernels: StepKernels,
+        *,
+        capture: bool = True,
+        buckets: tuple[int, ...] = BUCKETS,
+    ) -> None:
+        """Nothing captured yet. Without `capture` every step runs its layers anew, on any device."""
+        self.decoder, self.cells, self.buckets = decoder, cells, buckets
+        self._kernels, self._capture = kernels, capture
+        self.columns = -(-decoder.config.max_position_embeddings // CHUNK)
+        self._inputs = torch.zeros((2 + self.columns, buckets[-1]), dtype=torch.int32, device=decoder.device)
+        self._pool = torch.cuda.graph_pool_handle() if capture else None
+        self._captured: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # By spec: what graphs read, and whose weights are there now.
+        self._adapters: dict[LoraSpec, LoraWeights] = {}
+        self._loaded: dict[LoraSpec, LoraWeights] = {}
+
+    def open(self, table: np.ndarray, positions: np.ndarray, loras: Sequence[LoraRows]) -> GraphStep:
+        """As `open_step`."""
+        self._loaded.clear()  # weights may have changed in place since
+        return GraphStep(self, table, positions, loras)
+
+    def hidden(self, inputs: Tensor, splits: int, lora: LoraWeights | None) -> Tensor:
+        """Final hidden states [T, E] after `inputs` [2 + C, T] of a bucket's size, C of them filled; valid until the
+        next call."""
+        width, count = inputs.shape
+        self._inputs[:width, :count].copy_(inputs)
+        shape = _Shape(count, splits, None if lora is None else replace(lora.spec, seed=0))
+        if shape not in self._captured and len(self._captured) >= MAX_GRAPHS:
+            for kept in (self._captured, self._adapters, self._loaded):
+                kept.clear()
+        adapter = None if lora is None or shape.lora is None else self._adapter(shape.lora, lora)
+        if not self._capture:
+            return self._run(shape, adapter)
+        if shape not in self._captured:
+            self._captured[shape] = self._record(shape, adapter)
+        graph, hidden = self._captured[shape]
+        graph.replay()
+        return hidden
+
+    def _adapter(self, spec: LoraSpec, lora: LoraWeights) -> LoraWeights:
+        """The buffers of such loras, with these weights in them."""
+        if spec not in self._adapters:
+            # In inference mode they would be a tensor that nobody may write to outside of it.
+            with torch.inference_mode(mode=False):
+                self._adapters[spec] = LoraWeights(self.decoder.config, spec, self.decoder.device)
+        if self._loaded.get(spec) is not lora:
+            self._adapters[spec].flat.copy_(lora.flat.detach())
+            self._loaded[spec] = lora
+        return self._adapters[spec]
+
+    def _run(self, shape: _Shape, lora: LoraWeights | None) -> Tensor:
+        decoder, cells = self.decoder, self.cells
+        config = decoder.config
+        rows = StepRows(
+            self._inputs[:, : shape.rows], *decoder.rope, cells.query_heads, cells.kv_heads, config.head_dim,
+            cells.side_by_side, config.rms_norm_eps, shape.splits,
+        )  # fmt: skip
+        return run_layers(decoder, self._kernels, cells, rows, lora)
+
+    def _record(self, shape: _Shape, lora: LoraWeights | None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Runs once aside, for what libraries set up at a first call must not be captured; the step that follows writes
+        the same keys and values again."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            self._run(shape, lora)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # One pool for all: what a graph computes is read before another is replayed.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden = self._run(shape, lora)
+        return graph, hidden
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows `start:stop` of the batch, in `columns` of the step's inputs."""
+
+    start: int
+    stop: int
+    columns: slice
+    splits: int
+    lora: LoraWeights | None
+
+
+class GraphStep:
+    """`DecodeStep` by graphs: one replay for each lora, and for each of the largest bucket's rows."""
+
+    def __init__(self, graphs: StepGraphs, table: np.ndarray, positions: np.ndarray, loras: Sequence[LoraRows]) -> None:
+        """As `open_step`."""
+        self._graphs = graphs
+        self._columns = positions // CHUNK
+        self._parts: list[_Part] = []
+        width = 0
+        for run in loras:
+            for start in range(run.start, run.stop, graphs.buckets[-1]):
+                stop = min(run.stop, start + graphs.buckets[-1])
+                size = next(bucket for bucket in graphs.buckets if bucket >= stop - start)
+                splits = -(-(int(self._columns[start:stop].max()) + 1) // SPLIT_CELLS)
+                columns = slice(width, width + size)
+                self._parts.append(_Part(start, stop, columns, 1 << (splits - 1).bit_length(), run.weights))
+                width += size
+        self._places = np.concatenate(
+            [np.arange(p.columns.start, p.columns.start + p.stop - p.start) for p in self._parts]
+        )
+        used = min(table.shape[1], graphs.columns)
+        inputs = np.zeros((2 + used, width), np.int32)
+        inputs[2:, self._places] = table[:, :used].T
+        self._inputs = upload(graphs.decoder.device, inputs)[0]
+
+    def fits(self, positions: np.ndarray) -> bool:
+        """Whether rows at these positions are still within their cells."""
+        return bool((positions // CHUNK == self._columns).all())
+
+    def run(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Logits [R, V]; one transfer to the device, and none back."""
+        decoder = self._graphs.decoder
+        own = np.full((2, self._inputs.shape[1]), -1, np.int32)
+        own[0] = 0
+        own[:, self._places] = tokens, positions
+        self._inputs[:2].copy_(upload(decoder.device, own)[0])
+        logits = []
+        for part in self._parts:
+            hidden = self._graphs.hidden(self._inputs[:, part.columns], part.splits, part.lora)
+            found = decoder.logits(hidden, [LoraRows(0, len(hidden), part.lora)])
+            logits.append(found[: part.stop - part.start])
+        return logits[0] if len(logits) == 1 else torch.cat(logits)

@@ -1,0 +1,177 @@
+"""Logprobs of targets and their gradient, in chunks of rows: one chunk of logits exists at a time.
+
+Where a row has one target and the unembedding is frozen, the gradient of the logprob is made together with it, and only
+multiplied by its slope later; for other rows the logits are computed again. Knows nothing of losses, examples or
+sampling.
+
+Letters: T rows (hidden states) · U pairs (a row and one of its targets) · E hidden size · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mint.engine.device_arrays import upload
+from mint.engine.lora import UNEMBED, LoraRows
+from mint.engine.model.decoder import Decoder
+from mint.engine.sampling.choice import cached_rows, exponentials, row_blocks
+
+CHUNK_ENTRIES, MIN_CHUNK_ROWS = 1 << 20, 192
+"""Logits computed at once: 4 MB in float32; but never fewer than so many rows, for each chunk reads the whole
+unembedding, and from there on products are no faster."""
+
+GPU_CHUNK_ENTRIES = 1 << 28
+"""On a GPU: 1 GB, for there a product of few rows takes no longer than to start it."""
+
+
+class TargetLogprobs:
+    """Logprob of each target, float32 [U], and entropy of each row's distribution, float32 [T]; and, if asked, the
+    gradient of the logprobs."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        hidden: Tensor,
+        rows: np.ndarray,
+        targets: np.ndarray,
+        loras: list[LoraRows],
+        *,
+        temperature: float = 1.0,
+        trained: np.ndarray | None = None,
+    ) -> None:
+        """Hidden states [T, E]; target `targets[u]` is predicted from row `rows[u]`: distinct pairs, rows ascending,
+        both int64 [U]. All logits are divided by `temperature`. `trained` [U] are the pairs that may have a gradient
+        (None: none has); one lora covers all rows then."""
+        self._decoder, self._hidden, self._loras = decoder, hidden, loras
+        self._rows, (self._targets,) = rows, upload(hidden.device, targets)
+        # On the device and not a Python number: by those, a GPU multiplies with the rounded reciprocal.
+        self._heat = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
+        self._temperature = np.float32(temperature)
+        self.logprobs, self.entropies = (torch.empty(len(x), device=hidden.device) for x in (rows, hidden))
+        # Pairs whose gradient is made at once: those that are the only ones trained in their rows.
+        self._single = np.zeros(len(rows), bool)
+        if trained is not None and all(own.site(UNEMBED) is None for own in loras):
+            self._single = trained & (np.bincount(rows[trained], minlength=len(hidden)) == 1)[rows]
+        self._unit = torch.zeros_like(hidden) if self._single.any() else None
+        with torch.no_grad():
+            for chunk in _chunks(rows, len(hidden), decoder.config.vocab_size, hidden.device):
+                self._run(chunk)
+
+    @torch.no_grad()
+    def hidden_gradient(self, slopes: np.ndarray) -> Tensor:
+        """The gradient for hidden of Σ slopes · logprobs, slopes float32 [U], 0 where not trained; that of an
+        unembedding lora is added to its `.grad`."""
+        slopes = slopes / self._temperature
+        device = self._hidden.device
+        # Summed here, for a GPU would add in another order each time.
+        totals = np.bincount(self._rows, weights=slopes, minlength=len(self._hidden)).astype(np.float32)
+        gradient = torch.zeros_like(self._hidden)
+        if self._unit is not None:
+            gradient = self._unit * upload(device, totals)[0][:, None]
+        used = np.flatnonzero((slopes != 0) & ~self._single)
+        if not len(used):
+            return gradient
+        trained, places = np.unique(self._rows[used], return_inverse=True)
+        used_pairs, trained_rows = upload(device, used, trained)
+        targets = self._targets[used_pairs]
+        pair_slopes, row_slopes = upload(device, slopes[used], totals[trained])
+        for chunk in _chunks(places, len(trained), self._decoder.config.vocab_size, device):
+            own = trained_rows[chunk.rows]
+            hidden = self._hidden[own]
+            weights, _ = exponentials(self._logits(hidden))
+            # d logprob / d logits = onehot - softmax
+            pull = weights.mul_((-row_slopes[chunk.rows] / weights.sum(1))[:, None])
+            pull[chunk.places, targets[chunk.pairs]] += pair_slopes[chunk.pairs]
+            gradient[own] = self._decoder.logits_gradient(pull, hidden, self._loras)
+        return gradient
+
+    def _run(self, chunk: _Chunk) -> None:
+        hidden = self._hidden[chunk.rows]
+        logits = self._logits(hidden)
+        at_targets = logits[chunk.places, self._targets[chunk.pairs]]
+        single = np.zeros(len(hidden), bool)
+        single[self._rows[chunk.pairs][self._single[chunk.pairs]] - chunk.rows.start] = True
+        normaliser, self.entropies[chunk.rows], pulls = self._weigh(logits, single)
+        self.logprobs[chunk.pairs] = at_targets - normaliser[chunk.places]
+        if self._unit is not None and len(pulls):
+            # d logprob / d logits = onehot - softmax; its slope will only multiply it.
+            (pairs,) = upload(hidden.device, np.flatnonzero(self._single[chunk.pairs]))
+            order = torch.arange(len(pulls), device=hidden.device)
+            rest = torch.expm1(self.logprobs[chunk.pairs][pairs]).neg_()
+            pulls[order, self._targets[chunk.pairs][pairs]] = rest.to(pulls.dtype)
+            own = chunk.places[pairs]
+            gradient = self._decoder.logits_gradient(pulls, hidden[own], self._loras)
+            self._unit[own + chunk.rows.start] = gradient
+
+    def _weigh(self, logits: Tensor, single: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """logsumexp and entropy of each row, and the negative softmax of those that are `single`, in the place of the
+        logits and in the dtype in which it will be multiplied."""
+        pulls, kernels = logits.view(self._decoder.dtype)[:, : logits.shape[1]], self._decoder.kernels
+        if kernels is not None:
+            pulled = torch.from_numpy(single.astype(np.int64))
+            normaliser, entropies = kernels.weigh_rows(logits, pulled, self._decoder.dtype)
+            return normaliser, entropies, pulls if single.all() else pulls[pulled.bool()]
+        normaliser, entropies = (torch.empty(len(logits), device=logits.device) for _ in range(2))
+        filled, size = 0, len(logits) if logits.is_cuda else cached_rows(logits)
+        room = torch.empty_like(logits[: 2 * size])
+        for rows in row_blocks(len(logits), size):
+            own, mask = logits[rows], single[rows]
+            weights, normaliser[rows] = exponentials(own, room[: len(own)])
+            total = weights.sum(1)
+            # H = log Z - Σ p·z
+            spread = torch.linalg.vecdot(weights, own).div_(total)
+            entropies[rows] = normaliser[rows] - spread
+            if mask.any():
+                weights.div_(-total[:, None])
+                trained = weights if mask.all() else weights[upload(logits.device, np.flatnonzero(mask))[0]]
+                pulls[filled : filled + len(trained)] = trained
+                filled += len(trained)
+        return normaliser, entropies, pulls[:filled]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self._decoder.logits(hidden, self._loras)
+        return logits if self._temperature == 1 else logits.div_(self._heat)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Consecutive `rows`, their `pairs`, and the row of each pair within the chunk, int64."""
+
+    rows: slice
+    pairs: slice
+    places: Tensor
+
+
+def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraRows]) -> list[list[tuple[int, float]]]:
+    """The `count` most probable tokens after each of hidden [T, E], best first."""
+    found: list[list[tuple[int, float]]] = []
+    for rows in row_slices(len(hidden), decoder.config.vocab_size):
+        logits = decoder.logits(hidden[rows], loras)
+        best = logits.topk(min(count, logits.shape[1]), dim=1)
+        logprobs = (best.values - logits.logsumexp(1, keepdim=True)).tolist()
+        found += [list(zip(*pair, strict=True)) for pair in zip(best.indices.tolist(), logprobs, strict=True)]
+    return found
+
+
+def _chunks(rows: np.ndarray, count: int, vocab_size: int, device: torch.device) -> Iterator[_Chunk]:
+    """`count` rows in order, with the pairs whose ascending `rows` fall into each chunk."""
+    slices = list(row_slices(count, vocab_size, CHUNK_ENTRIES if device.type == "cpu" else GPU_CHUNK_ENTRIES))
+    ends = np.searchsorted(rows, [0, *(own.stop for own in slices)])
+    firsts = np.repeat(np.array([own.start for own in slices], np.int64), np.diff(ends))
+    (places,) = upload(device, rows - firsts)
+    for own, (first, last) in zip(slices, pairwise(ends.tolist()), strict=True):
+        yield _Chunk(own, slice(first, last), places[first:last])
+
+
+def row_slices(count: int, vocab_size: int, entries: int | None = None) -> Iterator[slice]:
+    """Runs of rows whose logits, `entries` or `CHUNK_ENTRIES` of them, may exist at once, of about one size."""
+    size = max(MIN_CHUNK_ROWS, (entries or CHUNK_ENTRIES) // vocab_size)
+    size = -(-count // max(1, -(-count // size)))
+    for start in range(0, count, max(1, size)):
+        yield slice(start, min(start + size, count))

@@ -1,0 +1,188 @@
+"""Attention of one new token per sequence, over keys and values in cells.
+
+Sequences that share cells (the samples of one prompt) are multiplied with them in one product. A row attends to its own
+length rounded up to a block and masked inside, with products cut where training cuts them, so its bits are those of
+training and do not depend on the other rows. Knows nothing of tokens, loras or jobs.
+
+Letters: R rows · C cells of a row · K kv heads · J kv heads side by side · G query heads per kv head · D head
+dimension · M query rows of one sequence · W keys · N cells in all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mint.engine.model.attention import BLOCK, CHUNK, MIN_QUERIES, add_parts, cuts
+from mint.engine.sampling.kv_cache import KvCells
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows `start:stop` of a run, `each` of them after one another reading one cell; of a cell, the positions `within`.
+
+    The cells are those from `cell` on, one after the other, or `ids`.
+    """
+
+    start: int
+    stop: int
+    each: int
+    within: slice
+    cell: int
+    ids: Tensor | None
+
+    def product(self, rows: Tensor, plane: Tensor, *, transposed: bool) -> Tensor:
+        """rows [n, K/J, M, ·] times the cells in plane [N, K/J, CHUNK, J·D]."""
+        if len(rows) != self.stop - self.start:
+            rows = rows[self.start : self.stop]
+        count, parts, queries, _ = rows.shape
+        groups = count // self.each
+        if self.ids is None:
+            own = plane[self.cell : self.cell + groups, :, self.within].flatten(0, 1)
+        else:
+            own = plane[:, :, self.within].index_select(0, self.ids).flatten(0, 1)
+        if self.each == 1 or parts == 1:
+            found = _multiply(rows.reshape(groups * parts, self.each * queries, -1), own, transposed=transposed)
+            return found.view(count, parts, queries, -1)
+        stacked = rows.unflatten(0, (groups, self.each)).transpose(1, 2).reshape(groups * parts, -1, rows.shape[-1])
+        found = _multiply(stacked, own, transposed=transposed)
+        return found.view(groups, parts, self.each, queries, -1).transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows `start:stop`, which attend to the first `keys` keys: for each of their parts, the pieces of its rows."""
+
+    start: int
+    stop: int
+    keys: int
+    parts: tuple[tuple[_Piece, ...], ...]
+
+
+class DecodeAttention:
+    """The decoder's `Attention` for rows that stay the same, and within their blocks; `begin_step` before each step."""
+
+    def __init__(self, cells: KvCells, table: np.ndarray, fronts: np.ndarray, positions: np.ndarray) -> None:
+        """`table` [R, C] has the cells of each row in order; the first block is read in the cells `fronts` [R] instead.
+
+        Rows that share cells should be neighbours.
+        """
+        self._cells, self._table = cells, table
+        blocks = positions // BLOCK + 1
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+        stops = np.append(starts[1:], len(blocks))
+        self._runs = [
+            _plan(np.column_stack([fronts[a:b], table[a:b]]), a, b, int(blocks[a]) * BLOCK, cells.device)
+            for a, b in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
+        self._blocks = blocks
+        self._rows = np.arange(len(blocks))
+        self._query: Tensor | None = None
+        self._places = self._mask = torch.zeros(0, device=cells.device)
+
+    def fits(self, positions: np.ndarray) -> bool:
+        """Whether rows at these positions are still within their blocks."""
+        return bool((positions // BLOCK + 1 == self._blocks).all())
+
+    def begin_step(self, positions: np.ndarray) -> None:
+        """The next token of each row is at `positions` [R]."""
+        own = self._table[self._rows, positions // CHUNK]
+        self._places = self._cells.places(own, positions)
+        hidden = np.arange(BLOCK) > positions[:, None] % BLOCK
+        mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
+        self._mask = torch.from_numpy(mask).to(self._cells.device)[:, None, None]
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """Attended values [R, query heads · D] of `heads` [R, all heads, D], whose keys and values are stored."""
+        self._cells.write(layer, heads, self._places)
+        keys, values = self._cells.planes(layer)
+        query = self._spread(heads)
+        mixed = [self._attend(run, query[run.start : run.stop], keys, values) for run in self._runs]
+        return self._collect(mixed[0] if len(mixed) == 1 else torch.cat(mixed), heads.shape[-1])
+
+    def _attend(self, run: _Run, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[rows, K/J, M, J·D] of query of the same shape."""
+        found = [_over(pieces, query, keys, transposed=True) for pieces in run.parts]
+        scores = (found[0] if len(found) == 1 else torch.cat(found, dim=-1)).float()
+        scores[..., run.keys - BLOCK :].add_(self._mask[run.start : run.stop])
+        shares = torch.softmax(scores, dim=-1).to(values.dtype)
+        return add_parts(
+            _over(pieces, shares[..., start:stop], values, transposed=False)
+            for pieces, (start, stop) in zip(run.parts, cuts(run.keys), strict=True)
+        )
+
+    def _spread(self, heads: Tensor) -> Tensor:
+        """Scaled queries [R, K/J, M, J·D]: each in the columns of its own kv head, zeros in the others'."""
+        cells, dim = self._cells, heads.shape[-1]
+        side, groups = cells.side_by_side, cells.query_heads // cells.kv_heads
+        copies = -(-MIN_QUERIES // (side * groups))
+        shape = (len(heads), cells.kv_heads // side, copies, side, groups, side, dim)
+        if self._query is None:
+            self._query = torch.zeros(shape, dtype=heads.dtype, device=heads.device)
+        own = heads[:, : cells.query_heads].reshape(len(heads), shape[1], 1, side, groups, dim)
+        torch.mul(
+            own.permute(0, 1, 2, 4, 5, 3).expand(-1, -1, copies, -1, -1, -1),
+            1 / math.sqrt(dim),
+            out=self._query.diagonal(dim1=3, dim2=5),
+        )
+        return self._query.view(len(heads), shape[1], copies * side * groups, side * dim)
+
+    def _collect(self, mixed: Tensor, dim: int) -> Tensor:
+        """[R, query heads · D] from the columns that belong to each query's own kv head."""
+        cells = self._cells
+        side, groups = cells.side_by_side, cells.query_heads // cells.kv_heads
+        first = mixed[:, :, : side * groups].unflatten(2, (side, groups)).unflatten(-1, (side, dim))
+        return first.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).reshape(len(mixed), -1)
+
+
+def _over(pieces: tuple[_Piece, ...], rows: Tensor, plane: Tensor, *, transposed: bool) -> Tensor:
+    found = [piece.product(rows, plane, transposed=transposed) for piece in pieces]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _multiply(rows: Tensor, own: Tensor, *, transposed: bool) -> Tensor:
+    """Batched product of rows [n, M, ·] with own [n, w, ·], or its transpose."""
+    other = own.transpose(1, 2) if transposed else own
+    if len(rows) == 1:  # a lone product is split over threads, and then summed in another order
+        return torch.bmm(rows.expand(2, -1, -1), other.expand(2, -1, -1))[:1]
+    return torch.bmm(rows, other)
+
+
+def _plan(table: np.ndarray, start: int, stop: int, keys: int, device: torch.device) -> _Run:
+    """`table` [rows, 1 + C]: the cell of the first block, and then all cells."""
+    parts = []
+    for first, last in cuts(keys):
+        column = 0 if first == 0 else first // CHUNK + 1
+        within = slice(first % CHUNK, first % CHUNK + last - first)
+        parts.append(_pieces(table[:, column], within, device))
+    return _Run(start, stop, keys, tuple(parts))
+
+
+def _pieces(cells: np.ndarray, within: slice, device: torch.device) -> tuple[_Piece, ...]:
+    """How the rows read their cells [n]: stretches of rows of which equally many share a cell each."""
+    first = np.flatnonzero(np.diff(cells, prepend=-1))
+    each = np.diff(first, append=len(cells))
+    distinct = cells[first]
+    # Cells that follow one another are read where they lie; that is worth a product of its own if it has some rows.
+    apart = np.diff(distinct, prepend=distinct[:1]) != 1
+    changes = np.diff(each, prepend=each[:1]) != 0
+    for breaks in (changes | (apart & (each == 1)), changes):
+        edges = np.unique(np.concatenate([[0], np.flatnonzero(breaks), [len(first)]]))
+        if len(edges) - 1 <= max(2, len(cells) // 4):
+            bounds = [*first[edges[:-1]].tolist(), len(cells)]
+            return tuple(
+                _piece(distinct[a:b], bounds[place], bounds[place + 1], within, device)
+                for place, (a, b) in enumerate(pairwise(edges.tolist()))
+            )
+    return (_piece(cells, 0, len(cells), within, device),)
+
+
+def _piece(cells: np.ndarray, start: int, stop: int, within: slice, device: torch.device) -> _Piece:
+    neighbours = bool((np.diff(cells) == 1).all())
+    ids = None if neighbours else torch.from_numpy(cells).to(device)
+    return _Piece(start, stop, (stop - start) // len(cells), within, int(cells[0]), ids)

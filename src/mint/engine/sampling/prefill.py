@@ -1,0 +1,77 @@
+"""Runs prompts, or parts of them, and stores their keys and values in cells.
+
+What comes before a part is read from its cells, which gives the bits that computing it again would. Knows nothing of
+jobs, sampling or who shares cells.
+
+Letters: T tokens computed · X tokens read · H all heads · D head dimension · E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from mint.engine.device_arrays import upload
+from mint.engine.lora import LoraRows, LoraWeights, rows_of
+from mint.engine.model.attention import CHUNK
+from mint.engine.model.decoder import Decoder
+from mint.engine.packing import Span, attention_blocks
+from mint.engine.sampling.kv_cache import KvCells
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """`tokens` from the prompt's beginning, of which the first `start` are in the `cells` already."""
+
+    tokens: np.ndarray
+    start: int
+    cells: np.ndarray
+    lora: LoraWeights | None
+
+
+def run_prompts(decoder: Decoder, cells: KvCells, parts: Sequence[PromptPart]) -> Tensor:
+    """Hidden states [T, E] of all tokens from each part's `start` on, one part after the other."""
+    positions = [np.arange(part.start, len(part.tokens)) for part in parts]
+    before = [np.arange(part.start) for part in parts]
+    known = sum(part.start for part in parts)
+    packed = decoder.packed_attention(attention_blocks(_spans(parts, known)))
+    places = [
+        cells.list_places(
+            np.concatenate([part.cells[own // CHUNK] for part, own in zip(parts, rows, strict=True)]),
+            np.concatenate(rows),
+        )
+        for rows in (positions, before)
+    ]
+    computed = np.concatenate([part.tokens[part.start :] for part in parts])
+    tokens, place, written, read = upload(decoder.device, computed, np.concatenate(positions), *places)
+
+    def attention(layer: int, heads: Tensor) -> Tensor:
+        cells.write(layer, heads, written)
+        if not known:
+            return packed(layer, heads)
+        extended = heads.new_zeros(known + len(heads), *heads.shape[1:])
+        extended[:known, cells.query_heads :] = cells.read(layer, read)
+        extended[known:] = heads
+        return packed(layer, extended)
+
+    return decoder.forward(tokens, place, attention, _spread(parts))
+
+
+def _spans(parts: Sequence[PromptPart], known: int) -> list[Span]:
+    """The parts' rows, those that were read coming before all that are computed."""
+    spans, start, first = [], known, 0
+    for part in parts:
+        stop = start + len(part.tokens) - part.start
+        spans.append(Span(start, stop, (first, first + part.start) if part.start else (0, 0)))
+        start, first = stop, first + part.start
+    return spans
+
+
+def _spread(parts: Sequence[PromptPart]) -> list[LoraRows]:
+    """The parts' loras as runs over their tokens."""
+    ends = np.cumsum([len(part.tokens) - part.start for part in parts]).tolist()
+    runs = rows_of([part.lora for part in parts])
+    return [LoraRows(ends[run.start - 1] if run.start else 0, ends[run.stop - 1], run.weights) for run in runs]

@@ -1,0 +1,468 @@
+"""Samples jobs that come and go over one base model: admit → prompts → one token for every sequence, step by step.
+
+A job's prompt is computed once for all its samples, and not even that as far as its keys and values are still known.
+Rows of one lora stay together, and within it rows of like length. What a job gets is a function of that job alone: rows
+are computed alike in any company, and each draw comes from the counter (seed, sample, position), so a job that had to
+make room starts again and draws the same. Knows nothing of requests, tenants or text.
+
+Letters: R rows (sequences in the batch) · S samples of a job · V vocabulary · P prompt tokens · X known tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mint.engine.cuda.step import StepGraphs
+from mint.engine.lora import LoraRows, LoraWeights, rows_of
+from mint.engine.model.attention import BLOCK, CHUNK
+from mint.engine.model.decoder import Decoder
+from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener
+from mint.engine.sampling.decode_step import DecodeStep, open_step
+from mint.engine.sampling.draws import Draws, processed
+from mint.engine.sampling.kv_cache import KvCells, Lease
+from mint.engine.sampling.prefill import PromptPart, run_prompts
+from mint.engine.sampling.prefix_cache import Match, PrefixCache
+from mint.engine.sampling.prompt_scoring import PromptScores, asks, score_prompt, unasked_tokens
+from mint.engine.sampling.sequences import Sequences
+
+MAX_ROWS = 512
+"""Sequences decoded together; further jobs wait until rows are free. A single job with more runs alone."""
+
+PREFILL_TOKENS, PREFILL_TOKENS_BESIDE = 2048, 512
+"""Prompt tokens per step, and where sequences are being decoded that would wait for them."""
+
+DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
+NO_ROOM = (
+    "The samples of this request do not fit into memory at once. Ask for fewer samples or tokens per request, or give "
+    "the engine a larger kv_cache_bytes"
+)
+
+
+@dataclass
+class Memory:
+    """What the batches of one base model share; `counters` are totals since the start."""
+
+    cells: KvCells
+    prefixes: PrefixCache
+    graphs: StepGraphs | None = None
+    counters: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("prefilled", "reused", "sampled", "steps", "restarts"), 0)
+    )
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A job. Its prompt is in `cells` (whole ones) and `own` (one per sample; the first has the rest of it)."""
+
+    key: str
+    job: SampleJob
+    lora: LoraWeights | None
+    listener: TokenListener | None
+    arrival: int
+    told: np.ndarray
+    cells: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    own: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    done: int = 0
+    beginning: bytes = b""
+    hidden: list[Tensor] = field(default_factory=list)
+    scores: PromptScores = field(default_factory=PromptScores)
+    samples: dict[int, Sample] = field(default_factory=dict)
+    left: int = 0
+    rows: int = 0
+    closed: bool = False
+    sound: bool = True
+
+    @property
+    def prompt_cells(self) -> np.ndarray:
+        """The cells that the prompt lies in."""
+        return np.append(self.cells, self.own[:1]) if len(self.job.prompt) % CHUNK else self.cells
+
+    @property
+    def count(self) -> int:
+        """S, or 0 where only the prompt is asked about."""
+        return self.job.num_samples if self.job.max_tokens else 0
+
+
+class _OutOfCells(MemoryError):
+    """No cell is left for the next token of a sequence."""
+
+
+class Sampler:
+    """The jobs of one batch over one base model."""
+
+    def __init__(self, decoder: Decoder, memory: Memory) -> None:
+        """No jobs yet."""
+        self._decoder, self._memory = decoder, memory
+        self._draws = Draws(decoder.kernels)
+        self._lease = Lease(memory.cells)
+        self._sequences = Sequences()
+        self._entries: dict[int, _Entry] = {}
+        self._keys: dict[str, _Entry] = {}
+        self._waiting: deque[_Entry] = deque()
+        self._prefilling: list[_Entry] = []
+        self._arrivals = 0
+        self._cancelled: list[_Entry] = []
+        self._row_limit = MAX_ROWS
+        # Slots in the order of the batch's rows; ended ones stay until it is worth moving the others.
+        self._order = np.zeros(0, np.int64)
+        self._ended = False  # whether there are such
+        self._step: DecodeStep | None = None
+        self._loras: list[LoraRows] = []
+        self._results: dict[str, SampleResult] = {}
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The jobs whose results are still to come."""
+        return self._keys.keys()
+
+    def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
+        """A job, from the next step on."""
+        entry = _Entry(key, job, lora, listener, self._arrivals, np.zeros(job.num_samples, np.int64))
+        self._arrivals += 1
+        self._keys[key] = self._entries[entry.arrival] = entry
+        self._waiting.append(entry)
+
+    def cancel(self, key: str) -> None:
+        """The job leaves at the next step; unknown keys are fine."""
+        if key in self._keys:
+            self._cancelled.append(self._keys[key])
+
+    @torch.inference_mode()
+    def step(self) -> dict[str, SampleResult]:
+        """A little further; the jobs that ended by it."""
+        self._drop_cancelled()
+        try:
+            self._advance()
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._give_way()
+        results, self._results = self._results, {}
+        return results
+
+    def _advance(self) -> None:
+        self._memory.counters["steps"] += 1
+        self._tidy()
+        self._admit()
+        decoding = len(self._order) > 0
+        if self._prefilling:
+            self._prefill(PREFILL_TOKENS_BESIDE if decoding else PREFILL_TOKENS)
+        if decoding:
+            self._decode()
+        if self._ended and self._sequences.of["ended"][self._order].all():
+            self._tidy(now=True)
+
+    # --- who is in ---
+
+    def _admit(self) -> None:
+        """Takes in the jobs that fit now, in the order of their arrival."""
+        if not self._waiting:
+            return
+        later: list[_Entry] = []
+        rows = len(self._order) + sum(entry.count for entry in self._prefilling)
+        while self._waiting:
+            entry = self._waiting[0]
+            if rows and rows + entry.count > self._row_limit:
+                break
+            known = self._memory.prefixes.find(entry.lora, entry.job.prompt[: unasked_tokens(entry.job)])
+            ahead = entry.job.prompt[known.length : known.length + BLOCK]
+            entry.beginning = ahead.tobytes() if len(ahead) == BLOCK else b""
+            if any(
+                entry.lora is other.lora and entry.beginning == other.beginning != b"" for other in self._prefilling
+            ):
+                # A job ahead is computing the same tokens: at the next step they are known.
+                later.append(self._waiting.popleft())
+                continue
+            fits = self._begin(entry, known, spare=rows)
+            if not fits and (rows or self._prefilling):
+                break
+            self._waiting.popleft()
+            if fits:
+                self._prefilling.append(entry)
+                rows += entry.count
+            else:
+                self._close(entry, SampleResult([], error=NO_ROOM))
+        self._waiting.extendleft(reversed(later))
+
+    def _begin(self, entry: _Entry, known: Match, spare: int) -> bool:
+        """Takes cells for what is not `known` of a job's prompt; whether there were enough, and `spare` ones."""
+        memory, job = self._memory, entry.job
+        held = np.append(known.cells, known.partial) if known.rest else known.cells
+        self._lease.hold(held)
+        whole, rest = divmod(len(job.prompt), CHUNK)
+        new = whole - len(known.cells)
+        needed = new + (entry.count if job.max_tokens > 1 else int(rest > 0))
+        taken = self._lease.take(needed) if memory.prefixes.make_room(needed + spare) else None
+        if taken is None:
+            self._lease.release(held)
+            return False
+        entry.cells, entry.own = np.concatenate([known.cells, taken[:new]]), taken[new:]
+        if known.rest:
+            memory.cells.copy(known.partial, taken[:1], known.rest)
+            self._lease.release(held[-1:])
+        entry.done = known.length
+        memory.counters["reused"] += known.length
+        return True
+
+    def _drop_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, []
+        for entry in cancelled:
+            if not entry.closed:
+                self._close(entry, SampleResult([], error=CANCELLED))
+        if cancelled:
+            self._tidy(now=True)
+
+    def _close(self, entry: _Entry, result: SampleResult) -> None:
+        """A job's result; whatever of it is still here goes as soon as it can."""
+        entry.closed = True
+        self._results[entry.key] = result
+        del self._keys[entry.key]
+        self._row_limit = MAX_ROWS
+        self._leave(entry)
+        if not entry.rows:
+            del self._entries[entry.arrival]
+
+    def _leave(self, entry: _Entry) -> None:
+        """Takes a job out of every queue and ends its sequences."""
+        if entry in self._waiting:
+            self._waiting.remove(entry)
+        if entry in self._prefilling:
+            self._prefilling.remove(entry)
+            self._release_prompt(entry)
+        if entry.rows:
+            own = self._order[self._sequences.of["entry"][self._order] == entry.arrival]
+            self._sequences.of["ended"][own] = self._ended = True
+
+    def _release_prompt(self, entry: _Entry) -> None:
+        self._lease.release(np.concatenate([entry.cells, entry.own]), sound=entry.sound)
+        entry.cells = entry.own = entry.cells[:0]
+        entry.hidden, entry.done = [], 0
+
+    def _give_way(self) -> None:
+        """Memory has run out: the latest job starts again when there is room; one that is alone fails."""
+        of = self._sequences.of[self._order]
+        inside = {entry.arrival for entry in self._prefilling} | set(of["entry"].tolist())
+        inside = {number for number in inside if not self._entries[number].closed}
+        if not inside:
+            raise MemoryError(NO_ROOM)
+        latest = self._entries[max(inside)]
+        if len(inside) == 1:
+            self._close(latest, SampleResult([], error=NO_ROOM))
+            self._tidy(now=True)
+            return
+        # Those that were interrupted between their prompt and the first token start again, too.
+        between = {entry.arrival for entry in self._prefilling if entry.done == len(entry.job.prompt)}
+        again = {max(inside)} | between | (set(of["entry"][of["emitted"] == 0].tolist()) & inside)
+        for number in again:
+            self._leave(self._entries[number])
+        self._tidy(now=True)
+        for number in sorted(again, reverse=True):
+            entry = self._entries[number]
+            entry.samples, entry.scores = {}, PromptScores()
+            self._waiting.appendleft(entry)
+            self._memory.counters["restarts"] += 1
+        self._row_limit = max(1, len(self._order) + sum(other.count for other in self._prefilling))
+
+    def _tidy(self, *, now: bool = False) -> None:
+        """Drops ended rows where that pays."""
+        if not self._ended:
+            return
+        ended = self._sequences.of["ended"][self._order]
+        gone = int(ended.sum())
+        if gone and (now or self._waiting or gone >= 0.25 * len(ended)):
+            self._remove(self._order[ended])
+            self._set_order(self._order[~ended])
+            self._ended = False
+
+    def _remove(self, slots: np.ndarray) -> None:
+        """Frees ended sequences; what they have computed may serve later prompts."""
+        sequences = self._sequences
+        cells = [sequences.cells_of(slots[row : row + 1]) for row in range(len(slots))]
+        for slot, own, number in zip(slots.tolist(), cells, sequences.of["entry"][slots].tolist(), strict=True):
+            entry = self._entries[number]
+            if entry.sound:
+                known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
+                self._memory.prefixes.insert(entry.lora, known, own)
+            if not entry.closed:
+                entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
+            entry.rows -= 1
+            if not entry.rows and entry.closed:
+                del self._entries[number]
+            self._lease.release(np.append(own, sequences.fronts_of(np.array([slot]))), sound=entry.sound)
+        sequences.remove(slots)
+
+    def _set_order(self, slots: np.ndarray) -> None:
+        """The batch's rows: by lora, so that each has one run, and then by length."""
+        of = self._sequences.of[slots]
+        ranks: dict[int, int] = {}
+        entries = [self._entries[number] for number in of["entry"].tolist()]
+        loras = np.array([ranks.setdefault(id(entry.lora), len(ranks)) for entry in entries], np.int64)
+        order = np.lexsort((of["sample"], of["entry"], of["prompt"] + of["emitted"], loras))
+        self._order = slots[order]
+        self._loras = rows_of([entries[row].lora for row in order.tolist()])
+        self._step = None
+
+    # --- forward ---
+
+    def _prefill(self, budget: int) -> None:
+        """Computes up to `budget` tokens of the prompts, the earliest first; those that are complete get their rows."""
+        batch: list[tuple[_Entry, int]] = []
+        for entry in self._prefilling:
+            size = min(len(entry.job.prompt) - entry.done, budget)
+            if size:
+                batch.append((entry, size))
+                budget -= size
+        batch.sort(key=lambda pair: id(pair[0].lora))  # one run for each lora
+        parts = [
+            PromptPart(entry.job.prompt[: entry.done + size], entry.done, entry.prompt_cells, entry.lora)
+            for entry, size in batch
+        ]
+        hidden = run_prompts(self._decoder, self._memory.cells, parts)
+        finite = hidden.isfinite().all(1).cpu().numpy()
+        end, complete, last = 0, [], []
+        for entry, size in batch:
+            end += size
+            entry.done += size
+            entry.sound &= bool(finite[end - size : end].all())
+            if asks(entry.job):
+                entry.hidden.append(hidden[end - size : end])
+            if entry.done == len(entry.job.prompt):
+                complete.append(entry)
+                last.append(end - 1)
+        self._memory.counters["prefilled"] += end
+        if complete:
+            self._start(complete, hidden[torch.tensor(last, device=hidden.device)])
+
+    def _start(self, entries: list[_Entry], hidden: Tensor) -> None:
+        """Rows for the samples of jobs whose prompts are computed, and their first tokens; hidden [jobs, E]."""
+        logits = self._decoder.logits(hidden, rows_of([entry.lora for entry in entries]))
+        finite = logits.isfinite().all(1).cpu().numpy()
+        started, rows = [], []
+        for index, entry in enumerate(entries):
+            entry.sound &= bool(finite[index])
+            if not entry.sound:
+                self._close(entry, SampleResult([], error=DIVERGED))
+                continue
+            self._memory.prefixes.insert(entry.lora, entry.job.prompt, entry.prompt_cells)
+            if asks(entry.job):
+                unknown = [part for part in entry.hidden if len(part)]
+                front = hidden.new_zeros(len(entry.job.prompt) - sum(map(len, unknown)), hidden.shape[1])
+                entry.scores = score_prompt(self._decoder, entry.job, torch.cat([front, *unknown]), entry.lora)
+            if not entry.count:
+                self._close(entry, SampleResult([], **vars(entry.scores)))
+                continue
+            started.append(self._open_rows(entry))
+            rows += [index] * entry.count
+        if started:
+            slots = np.concatenate(started)
+            self._set_order(np.concatenate([self._order, slots]))
+            self._collect(slots, logits[torch.tensor(rows, device=logits.device)])
+
+    def _open_rows(self, entry: _Entry) -> np.ndarray:
+        """Slots for a job's samples: the whole cells of the prompt are shared, its rest is copied."""
+        count, own = entry.count, entry.own
+        self._prefilling.remove(entry)
+        self._lease.hold(np.tile(entry.cells, count - 1))
+        if entry.job.max_tokens > 1:
+            self._memory.cells.copy(int(own[0]), own[1:], len(entry.job.prompt) % CHUNK)
+            table = np.column_stack([np.tile(entry.cells, (count, 1)), own])
+        else:
+            self._lease.release(own)
+            table = np.tile(entry.cells, (count, 1))
+        entry.rows = entry.left = count
+        entry.cells = entry.own = entry.cells[:0]
+        entry.hidden, entry.done = [], 0
+        slots = self._sequences.add(entry.arrival, entry.job, table)
+        self._lease.hold(self._sequences.fronts_of(slots))
+        return slots
+
+    def _decode(self) -> None:
+        """One token further in every row."""
+        sequences, slots = self._sequences, self._order
+        own = sequences.of[slots]
+        positions = own["prompt"] + own["emitted"] - 1
+        if self._step is None or not self._step.fits(positions):
+            missing = slots[positions // CHUNK >= own["cells"]]
+            if len(missing):
+                taken = self._lease.take(len(missing)) if self._memory.prefixes.make_room(len(missing)) else None
+                if taken is None:
+                    raise _OutOfCells(NO_ROOM)
+                sequences.extend(missing, taken)
+            table, fronts = sequences.cells[slots], own["front"]
+            fronts = np.where(fronts < 0, table[:, 0], fronts)
+            self._step = open_step(
+                *(self._decoder, self._memory.cells, table, fronts, positions, self._loras),
+                earlier=self._step,
+                graphs=self._memory.graphs,
+            )
+        self._collect(slots, self._step.run(own["last"].copy(), positions))
+
+    # --- collect ---
+
+    def _collect(self, slots: np.ndarray, logits: Tensor) -> None:
+        """Chooses each live sequence's next token and notes it, its logprob, and whether it ends the sequence."""
+        sequences = self._sequences
+        rows = np.flatnonzero(~sequences.of["ended"][slots])
+        if not len(rows):
+            return
+        slots = slots[rows]
+        own = sequences.of[slots]
+        tokens, logprobs = self._draws.draw(logits, rows, sequences.of, slots)
+        finite = np.isfinite(logprobs)
+        if own["processed"].any():
+            asked = np.flatnonzero(own["processed"])
+            logprobs[asked] = processed(logits, rows[asked], own[asked], tokens[asked])
+        if own["width"].any():
+            self._note_best(slots, own["width"], logits[torch.from_numpy(rows).to(logits.device)])
+        ended = sequences.note(slots, tokens, logprobs)
+        self._memory.counters["sampled"] += len(slots)
+        for number in [] if finite.all() else np.unique(own["entry"][~finite]).tolist():
+            self._entries[number].sound = False
+            self._close(self._entries[number], SampleResult([], error=DIVERGED))
+        self._tell(own, tokens, logprobs)
+        if ended.any():
+            self._ended = True
+            numbers, counts = np.unique(own["entry"][ended], return_counts=True)
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                self._entries[number].left -= count
+                if not self._entries[number].left and not self._entries[number].closed:
+                    self._finish(self._entries[number])
+
+    def _note_best(self, slots: np.ndarray, widths: np.ndarray, logits: Tensor) -> None:
+        """The most probable tokens of this step, for the jobs that asked for them; logits [R, V]."""
+        for width in np.unique(widths[widths > 0]).tolist():
+            rows = np.flatnonzero(widths == width)
+            own = logits[torch.from_numpy(rows).to(logits.device)]
+            best = own.topk(min(width, own.shape[1]), dim=1)
+            logprobs = (best.values - own.logsumexp(1, keepdim=True)).cpu().numpy()
+            self._sequences.note_best(slots[rows], best.indices.cpu().numpy(), logprobs)
+
+    def _tell(self, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """The new tokens, to those who listen; of a job that started again, only what they have not heard."""
+        listening = [number for number, entry in self._entries.items() if entry.listener is not None]
+        if not listening:
+            return
+        for row in np.flatnonzero(np.isin(own["entry"], listening)).tolist():
+            entry, sample = self._entries[int(own["entry"][row])], int(own["sample"][row])
+            if entry.listener is not None and not entry.closed and own["emitted"][row] >= entry.told[sample]:
+                entry.told[sample] += 1
+                entry.listener(sample, int(tokens[row]), float(logprobs[row]))
+
+    def _finish(self, entry: _Entry) -> None:
+        """The result of a job whose sequences have all ended."""
+        sequences = self._sequences
+        for slot in self._order[sequences.of["entry"][self._order] == entry.arrival].tolist():
+            entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
+        samples = [entry.samples[index] for index in range(entry.count)]
+        self._close(entry, SampleResult(samples, **vars(entry.scores)))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """A GPU says so by its own exception, torch's CPU allocator only in words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,156 @@
+"""The sequences being sampled, as columns: what each has drawn so far, how it draws, and when it ends.
+
+Knows nothing of logits, caches or requests. Letters: S slots (a sequence keeps its own while it is here) · R sequences
+of one step · T tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mint.engine.model.attention import BLOCK
+from mint.engine.protocol import Sample, SampleJob, TokenTable
+from mint.engine.sampling.random_stream import streams
+from mint.engine.sampling.stopping import StopWatch
+
+_COLUMNS = np.dtype(
+    [
+        ("entry", np.int64),
+        ("sample", np.int64),
+        ("prompt", np.int64),
+        ("emitted", np.int64),
+        ("cells", np.int64),
+        ("front", np.int64),
+        ("limit", np.int64),
+        ("last", np.int64),
+        ("stream", np.uint64),
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("processed", np.bool_),
+        ("width", np.int64),
+        ("stopped", np.bool_),
+        ("ended", np.bool_),
+    ],
+    align=True,
+)
+"""`prompt` is its length, `cells` how many it has, `front` where its first block is read, `stream` what its draws come
+from, `width` that of the top-k table asked for; `ended` also where it was given up."""
+
+
+_FEWEST = 64
+"""Slots that are made at once, at least."""
+
+
+class Sequences:
+    """A table of sequences by slot."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self.of: np.ndarray = np.zeros(0, _COLUMNS)
+        """Structured [S]: to be read, and `ended` to be set."""
+        self.cells = np.zeros((0, 0), np.int64)
+        """[S, C]: the cells of each, in order."""
+        self._tokens = np.zeros((0, 0), np.int64)
+        self._logprobs = np.zeros((0, 0), np.float32)
+        self._free: list[int] = []
+        self._stops = StopWatch()
+        self._best: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def add(self, entry: int, job: SampleJob, cells: np.ndarray) -> np.ndarray:
+        """Slots for all samples of a job; cells [samples, C]."""
+        count = job.num_samples
+        slots = self._take(count)
+        self.cells = _wide(self.cells, cells.shape[1])
+        self.cells[slots, : cells.shape[1]] = cells
+        own: np.ndarray = np.zeros(count, _COLUMNS)
+        own["entry"], own["sample"], own["prompt"] = entry, np.arange(count), len(job.prompt)
+        own["limit"], own["temperature"] = job.max_tokens, job.temperature
+        own["stream"] = streams(np.full(count, job.seed % (1 << 64), np.uint64), np.arange(count))
+        own["top_k"], own["top_p"], own["width"] = job.top_k, job.top_p, job.topk_sample_logprobs
+        own["cells"] = cells.shape[1]
+        own["front"] = -1
+        if cells.shape[1]:
+            own["front"] = cells[0, 0] if len(job.prompt) >= BLOCK else cells[:, 0]
+        own["processed"] = job.logprobs_mode == "processed"
+        self.of[slots] = own
+        self._stops.add(slots, job.stop)
+        return slots
+
+    def extend(self, slots: np.ndarray, cells: np.ndarray) -> None:
+        """One more cell for each, both [R]."""
+        places = self.of["cells"][slots]
+        self.cells = _wide(self.cells, int(places.max()) + 1)
+        self.cells[slots, places] = cells
+        self.of["cells"][slots] = places + 1
+
+    def cells_of(self, slots: np.ndarray) -> np.ndarray:
+        """The cells that these hold, in order of the rows; a shared one occurs once for each."""
+        own = self.cells[slots]
+        return own[np.arange(own.shape[1]) < self.of["cells"][slots, None]]
+
+    def fronts_of(self, slots: np.ndarray) -> np.ndarray:
+        """The cells that these hold to read their first blocks in; none for those that began without cells."""
+        fronts = self.of["front"][slots]
+        return fronts[fronts >= 0]
+
+    def remove(self, slots: np.ndarray) -> None:
+        """Their slots are free."""
+        self._free += sorted(slots.tolist(), reverse=True)
+        self._stops.remove(slots)
+        for slot in slots.tolist():
+            self._best.pop(slot, None)
+
+    def note(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """One token more for each, [R]; bool [R], whether it was the last."""
+        own = self.of[slots]  # read and written as a whole: each column of a table costs as much
+        emitted = own["emitted"].copy()
+        width = int(emitted.max()) + 1
+        if width > self._tokens.shape[1]:
+            self._tokens, self._logprobs = (_wide(rows, 2 * width) for rows in (self._tokens, self._logprobs))
+        self._tokens[slots, emitted], self._logprobs[slots, emitted] = tokens, logprobs
+        stopped = self._stops.stopped(slots, tokens)
+        emitted += 1
+        ended = stopped | (emitted >= own["limit"])
+        own["emitted"], own["last"], own["stopped"], own["ended"] = emitted, tokens, stopped, ended
+        self.of[slots] = own
+        return ended
+
+    def note_best(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """The most probable tokens of this step, best first, [R, K]."""
+        for slot, *pair in zip(slots.tolist(), tokens, logprobs, strict=True):
+            self._best.setdefault(slot, []).append((pair[0], pair[1]))
+
+    def tokens(self, slot: int) -> np.ndarray:
+        """What a sequence has drawn, int64 [T]."""
+        return self._tokens[slot, : self.of["emitted"][slot]].copy()
+
+    def sample(self, slot: int) -> Sample:
+        """A sequence that has ended."""
+        steps = self._best.get(slot)
+        table = None
+        if steps is not None:
+            ids, logprobs = (np.stack(part) for part in zip(*steps, strict=True))
+            table = TokenTable(ids, logprobs)
+        logprobs = self._logprobs[slot, : self.of["emitted"][slot]].copy()
+        return Sample(self.tokens(slot), logprobs, bool(self.of["stopped"][slot]), table)
+
+    def _take(self, count: int) -> np.ndarray:
+        missing = count - len(self._free)
+        if missing > 0:
+            size = len(self.of)
+            grown = max(missing, size // 2, _FEWEST)
+            self.of = np.concatenate([self.of, np.zeros(grown, _COLUMNS)])
+            self._tokens, self._logprobs, self.cells = (
+                np.concatenate([rows, np.zeros((grown, rows.shape[1]), rows.dtype)])
+                for rows in (self._tokens, self._logprobs, self.cells)
+            )
+            self._free = [*reversed(range(size, size + grown)), *self._free]
+        taken, self._free = self._free[len(self._free) - count :], self._free[: len(self._free) - count]
+        return np.array(taken[::-1], np.int64)
+
+
+def _wide(rows: np.ndarray, width: int) -> np.ndarray:
+    """At least `width` columns; the new ones are zero."""
+    missing = width - rows.shape[1]
+    return rows if missing <= 0 else np.pad(rows, ((0, 0), (0, missing)))

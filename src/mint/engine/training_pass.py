@@ -1,0 +1,187 @@
+"""One pass over examples: pack, run, weigh, and (if asked) add the gradient to the lora's.
+
+Knows nothing of models' names, optimizers or requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mint.engine.activation_memory import ran_out, rows_at_once
+from mint.engine.device_arrays import upload
+from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.losses import loss_and_slope, measure
+from mint.engine.model.decoder import Decoder
+from mint.engine.model.functions import backward
+from mint.engine.model.unembedding import TargetLogprobs
+from mint.engine.packing import MicroBatch, pack
+from mint.engine.protocol import LossSpec, PassResult, TrainDatum
+from mint.errors import RequestFailedError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Micro-batches of `rows` rows; `recompute` None: where one is larger than that."""
+
+    rows: int
+    recompute: bool | None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Of one example."""
+
+    logprobs: np.ndarray
+    entropies: np.ndarray
+    loss: np.ndarray
+
+
+def run_pass(
+    decoder: Decoder,
+    lora: LoraWeights,
+    data: Sequence[TrainDatum],
+    loss: LossSpec,
+    *,
+    gradient: Tensor | None,
+    recompute: bool | None = None,
+) -> PassResult:
+    """Logprobs and metrics of `data`; that of the summed loss is added to `gradient`, the lora's own, where given.
+
+    `recompute` trades time for memory and changes no bit: a layer's activations are computed again in the backward.
+    None does so for sequences that are too long otherwise. A pass for which memory does not suffice is run again,
+    with `recompute`, then in ever smaller micro-batches, and counts that as `memory_retries:sum`.
+
+    Raises:
+        RequestFailedError: memory does not suffice for one sequence alone; nothing is added to `gradient`.
+    """
+    before = None if gradient is None else gradient.clone()
+    attempt = _Attempt(rows_at_once(decoder.config, decoder.dtype, decoder.device), recompute)
+    retries = 0
+    while (result := _try(decoder, lora, data, loss, attempt, with_gradient=gradient is not None)) is None:
+        # Out of the except clause, whose error would keep the activations alive.
+        if gradient is not None and before is not None:
+            gradient.copy_(before)
+        if decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+        retries += 1
+        smaller = _smaller(attempt, data, with_gradient=gradient is not None)
+        if smaller is None:
+            raise RequestFailedError(
+                "memory does not suffice for a training pass over one sequence",
+                field="tokens of the longest sequence",
+                value=max(len(datum.tokens) for datum in data),
+                remedy="Shorten the sequences, or give the server more memory",
+            )
+        log.warning("memory ran out with %d rows at once; trying %s", attempt.rows, smaller)
+        attempt = smaller
+    if retries:
+        result.metrics["memory_retries:sum"] = float(retries)
+    return result
+
+
+def _smaller(attempt: _Attempt, data: Sequence[TrainDatum], *, with_gradient: bool) -> _Attempt | None:
+    """What needs less memory than `attempt`; None if nothing does."""
+    if with_gradient and attempt.recompute is not True:
+        return _Attempt(attempt.rows, recompute=True)
+    lengths = [len(datum.tokens) for datum in data]
+    if len(data) == 1 or attempt.rows < max(lengths):  # the longest was alone
+        return None
+    return _Attempt(min(attempt.rows, sum(lengths)) // 2, attempt.recompute)
+
+
+def _try(
+    decoder: Decoder,
+    lora: LoraWeights,
+    data: Sequence[TrainDatum],
+    loss: LossSpec,
+    attempt: _Attempt,
+    *,
+    with_gradient: bool,
+) -> PassResult | None:
+    """The pass; None if memory ran out, with the gradient half-added."""
+    found: dict[int, _Found] = {}
+    try:
+        for batch in pack(data, attempt.rows):
+            recompute = len(batch.tokens) > attempt.rows if attempt.recompute is None else attempt.recompute
+            found |= _run(decoder, lora, data, batch, loss, gradient=with_gradient, recompute=recompute)
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        return None
+    ordered = [found[index] for index in range(len(data))]
+    logprobs, entropies = [own.logprobs for own in ordered], [own.entropies for own in ordered]
+    trained = [row[datum.trained] for row, datum in zip(entropies, data, strict=True)]
+    metrics = measure(loss, list(data), logprobs, trained, [own.loss for own in ordered])
+    return PassResult(logprobs, metrics, entropies)
+
+
+def _run(
+    decoder: Decoder,
+    lora: LoraWeights,
+    data: Sequence[TrainDatum],
+    batch: MicroBatch,
+    loss: LossSpec,
+    *,
+    gradient: bool,
+    recompute: bool,
+) -> dict[int, _Found]:
+    """What is found of the examples of one micro-batch, by their numbers."""
+    device = decoder.device
+    attention = decoder.packed_attention(batch.blocks)
+    tokens, positions = upload(device, batch.tokens, batch.positions)
+    with torch.set_grad_enabled(gradient):
+        rows = [LoraRows(0, len(tokens), lora)]
+        hidden = decoder.forward(tokens, positions, attention, rows, recompute=recompute)
+    pairs = TargetLogprobs(
+        decoder,
+        hidden.detach(),
+        batch.pair_rows,
+        batch.pair_targets,
+        rows,
+        temperature=loss.config.get("temperature", 1.0),
+        trained=_trained_pairs(data, batch) if gradient else None,
+    )
+    own = [data[index] for index in batch.datum_ids]
+    # Where a GPU's work is waited for: once in a micro-batch.
+    found = torch.cat([pairs.logprobs, pairs.entropies]).cpu().numpy()
+    of_pairs, of_rows = np.split(found, [len(pairs.logprobs)])
+    logprobs = _split(of_pairs[batch.pair_of_cell], [datum.targets.shape for datum in own])
+    entropies = _split(of_rows[batch.row_of_position], [datum.tokens.shape for datum in own])
+    losses, slopes = zip(*(loss_and_slope(loss, *pair) for pair in zip(own, logprobs, strict=True)), strict=True)
+    if gradient:
+        # Cells that share a pair (a common prefix) add up.
+        weights = np.concatenate([slope.reshape(-1) for slope in slopes])
+        pair_slopes = np.bincount(batch.pair_of_cell, weights=weights, minlength=len(batch.pair_rows))
+        _backward(hidden, pairs, pair_slopes.astype(np.float32))
+    results = (_Found(*parts) for parts in zip(logprobs, entropies, losses, strict=True))
+    return dict(zip(batch.datum_ids, results, strict=True))
+
+
+def _trained_pairs(data: Sequence[TrainDatum], batch: MicroBatch) -> np.ndarray:
+    """Bool [U]: the pairs that have a weight in any example."""
+    weighty = np.concatenate([data[index].weights.reshape(-1) for index in batch.datum_ids]) != 0
+    return np.bincount(batch.pair_of_cell, weights=weighty, minlength=len(batch.pair_rows)) > 0
+
+
+def _split(values: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Consecutive runs of `values`, one per shape."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+    return [run.reshape(shape) for run, shape in zip(np.split(values, ends), shapes, strict=True)]
+
+
+def _backward(hidden: Tensor, pairs: TargetLogprobs, slopes: np.ndarray) -> None:
+    """From d loss / d logprob per pair to the lora's gradient."""
+    if not slopes.any():
+        return
+    part = pairs.hidden_gradient(slopes)
+    if hidden.requires_grad:  # not so where the unembedding alone is trained
+        backward(hidden, part)

@@ -1,1 +1,0 @@
-"""The kernels in C: compiled, called and run. Knows pointers and widths, not layers, loras or caches."""

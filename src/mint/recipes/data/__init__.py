@@ -1,0 +1,1 @@
+"""Data sets that recipes generate or carry."""

@@ -1,0 +1,191 @@
+"""A file of prompts and answers as a task: JSONL, or whatever the `datasets` library opens.
+
+Which rows are held out is decided by a hash of their prompts. Knows the graders by name only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mint.errors import InvalidRequestError, MissingExtraError
+from mint.recipes.questions import Prompt, PromptStyle, Question, QuestionAdapter, one_side
+from mint.rl.tasks.math_grader import MathGrader
+
+PROMPT_KEYS = ("prompt", "question", "messages")
+ANSWER_KEYS = ("answer", "gold", "solution")
+
+GRADERS: dict[str, Callable[[str, str], bool]] = {
+    "exact": lambda response, answer: response.strip() == answer.strip(),
+    "contains": lambda response, answer: answer.strip() in response,
+    "regex": lambda response, answer: re.search(answer, response) is not None,
+}
+"""Name → (response, answer) → right or wrong. `regex` reads the answer as a pattern."""
+
+MATH = "math"
+"""The grader that finds equal expressions, however written, in a process pool."""
+
+FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".arrow": "arrow"}
+
+
+class FileAdapter(QuestionAdapter):
+    """Rows with a prompt (text or messages) and an answer; reward 1 for a right completion, 0 otherwise."""
+
+    reward_range = (0.0, 1.0)
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        seed: int = 0,
+        grader: str = "exact",
+        prompt_key: str | None = None,
+        answer_key: str | None = None,
+        heldout: float = 0.1,
+        prompt_style: PromptStyle = "chat",
+    ) -> None:
+        """`heldout` is the share of prompts that is never trained on. The rows are in the file's order; `seed` is
+        not used (the run shuffles them). The keys None are found among `PROMPT_KEYS` and `ANSWER_KEYS`.
+
+        Raises:
+            InvalidRequestError: no such file or grader, or a row without a usable prompt or answer: names its line.
+            MissingExtraError: the format needs the `datasets` library, which is not installed.
+        """
+        super().__init__(prompt_style=prompt_style)
+        if grader not in {*GRADERS, MATH}:
+            raise InvalidRequestError(
+                "is no grader", field="grader", value=grader, remedy=f"Choose one of {', '.join([*GRADERS, MATH])}"
+            )
+        if not 0 <= heldout < 1:
+            raise InvalidRequestError("is no share", field="heldout", value=heldout, remedy="Try 0.1")
+        self.path, self.share = Path(path), heldout
+        self._math = MathGrader() if grader == MATH else None
+        self._grade = self._math.equal_answers if self._math else GRADERS[grader]
+        self.heldout_name = f"{self.path.name}, {heldout:.0%} held out by hash"
+        self._questions = [
+            _question(row, where, prompt_key, answer_key, grader) for where, row in _read_rows(self.path)
+        ]
+
+    def build_dataset(self) -> Sequence[Question]:
+        """The rows to train on, without repetitions."""
+        return one_side(self._questions, heldout=False, share=self.share)
+
+    def build_heldout(self) -> Sequence[Question]:
+        """The other rows."""
+        return one_side(self._questions, heldout=True, share=self.share)
+
+    def compute_reward(self, response: str, sample: Question) -> float:
+        """1 or 0, by the grader."""
+        return float(self._grade(response, sample.answer))
+
+    def close(self) -> None:
+        """Ends the math grader's processes."""
+        if self._math is not None:
+            self._math.close()
+
+
+def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where it stands (`file:line`) and what it holds, for every row."""
+    if not path.exists():
+        raise InvalidRequestError(
+            "does not exist", field="path", value=str(path), remedy="Give a .jsonl, .parquet or .csv file, or a folder"
+        )
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+        return
+    for number, row in enumerate(_open_dataset(path), start=1):
+        yield f"{path}: row {number}", row
+
+
+def _parse(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"is not JSON ({error})", field=where, value=line.strip(), remedy="Write one JSON object per line"
+        ) from error
+
+
+def _open_dataset(path: Path) -> Any:
+    try:
+        import datasets  # deferred: an optional extra, seconds to import
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{path.name} needs the datasets library", remedy="pip install 'mint[tasks]', or convert it to .jsonl"
+        ) from error
+    try:
+        if path.is_dir():
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            kind = FORMATS.get(path.suffix, path.suffix.removeprefix("."))
+            loaded = datasets.load_dataset(kind, data_files=str(path), split="train")
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(
+            f"cannot be opened by the datasets library ({error})",
+            field="path",
+            value=str(path),
+            remedy=f"Give .jsonl, {', '.join(FORMATS)}, or a folder written by save_to_disk",
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if "train" not in loaded:
+            raise InvalidRequestError("has no split `train`", field="path", value=str(path), remedy="Save one split")
+        return loaded["train"]
+    return loaded
+
+
+def _question(row: Any, where: str, prompt_key: str | None, answer_key: str | None, grader: str) -> Question:
+    if not isinstance(row, Mapping):
+        raise InvalidRequestError("is not an object", field=where, value=row, remedy='Write {"prompt": …, "answer": …}')
+    prompt = row[_key(row, prompt_key, PROMPT_KEYS, where, "prompt_key")]
+    answer = row[_key(row, answer_key, ANSWER_KEYS, where, "answer_key")]
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise InvalidRequestError(
+            "is no text or number", field=f"{where}: answer", value=answer, remedy="Give the right answer as text"
+        )
+    if grader == "regex":
+        _check_pattern(str(answer), where)
+    return Question(_checked_prompt(prompt, where), str(answer), source=row)
+
+
+def _key(row: Mapping[str, Any], wanted: str | None, known: Sequence[str], where: str, option: str) -> str:
+    found = [key for key in (known if wanted is None else [wanted]) if key in row]
+    if not found:
+        raise InvalidRequestError(
+            f"has no field {wanted or ' or '.join(known)}",
+            field=where,
+            value=f"fields {', '.join(map(str, row))}",
+            remedy=f"Name the field with {option}=…",
+        )
+    return found[0]
+
+
+def _checked_prompt(prompt: Any, where: str) -> Prompt:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
+        return tuple(prompt)
+    raise InvalidRequestError(
+        "is neither a text nor a list of messages",
+        field=f"{where}: prompt",
+        value=prompt,
+        remedy='Write a text, or [{"role": "user", "content": "…"}]',
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidRequestError(
+            f"is no regular expression ({error})", field=f"{where}: answer", value=pattern, remedy="Correct the pattern"
+        ) from error

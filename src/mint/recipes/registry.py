@@ -1,0 +1,146 @@
+"""From a task's name, as written on the command line, to its adapter and settings.
+
+    math · chat · code · tools            the recipes of this package
+    reasoning_gym:NAME                    a generator of the reasoning-gym package
+    file:PATH                             prompts and answers: .jsonl, .parquet, .csv, a folder of `datasets`
+    verifiers:NAME                        a single-turn taskset of the verifiers package
+    module:Class · path/to/file.py:Class  an adapter of your own
+
+Each is imported when it is asked for. Knows no task's contents.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mint.errors import InvalidRequestError, MissingExtraError
+from mint.recipes.questions import DEMO
+from mint.rl import RLConfig
+from mint.rl.adapter import Task
+
+RECIPES = {
+    "math": "MathAdapter",
+    "chat": "ChatAdapter",
+    "code": "CodeAdapter",
+    "tools": "ToolsAdapter",
+}
+"""Module of `mint.recipes` → its adapter."""
+
+SOURCES = {
+    "reasoning_gym": ("mint.recipes.external.reasoning_gym", "ReasoningGymAdapter"),
+    "file": ("mint.recipes.external.files", "FileAdapter"),
+    "verifiers": ("mint.recipes.external.verifiers", "VerifiersAdapter"),
+}
+"""Prefix → where its adapter is; the rest of the name is the adapter's first argument."""
+
+CHOICES = "math, chat, code, tools, reasoning_gym:NAME, file:PATH, verifiers:NAME, module:Class or path.py:Class"
+
+
+@dataclass(frozen=True)
+class TaskChoice:
+    """A task, ready to train, and the settings that suit it on the bundled model."""
+
+    adapter: Task
+    config: RLConfig
+
+
+def load_task(name: str, *, seed: int = 0, **options: Any) -> TaskChoice:
+    """The task called `name`; `options` go to its adapter. The settings carry `seed`.
+
+    Raises:
+        InvalidRequestError: no such task, or an option that it does not take; names the choices.
+        MissingExtraError: the task needs a package that is not installed; names it.
+    """
+    choice = _find(name, seed, options)
+    choice.adapter.spec = {"task": name, "seed": seed, "options": options}
+    return choice
+
+
+def _find(name: str, seed: int, options: dict[str, Any]) -> TaskChoice:
+    source, _, rest = name.partition(":")
+    if name in RECIPES:
+        module = importlib.import_module(f"mint.recipes.{name}")
+        adapter = _construct(getattr(module, RECIPES[name]), name, (), {"seed": seed, **options})
+        return _choice(adapter, module.DEMO, seed)
+    if source in SOURCES and rest:
+        home, cls = SOURCES[source]
+        adapter = _construct(getattr(importlib.import_module(home), cls), name, (rest,), {"seed": seed, **options})
+        return _choice(adapter, DEMO, seed)
+    if rest:
+        module = _user_module(source, name)
+        make = _user_class(module, rest, name)
+        wants_seed = "seed" in inspect.signature(make).parameters
+        adapter = _construct(make, name, (), {"seed": seed, **options} if wants_seed else options)
+        own = getattr(module, "DEMO", None)
+        return _choice(adapter, own if isinstance(own, RLConfig) else RLConfig.from_env(), seed)
+    raise _unknown(name)
+
+
+def _choice(adapter: Task, config: RLConfig, seed: int) -> TaskChoice:
+    return TaskChoice(adapter, config.model_copy(update={"seed": seed}))
+
+
+def _construct(make: Callable[..., Any], name: str, place: tuple[str, ...], options: dict[str, Any]) -> Any:
+    signature = inspect.signature(make)
+    try:
+        signature.bind(*place, **options)
+    except TypeError as error:
+        known = list(signature.parameters)[len(place) :]
+        raise InvalidRequestError(
+            f"does not take these options ({error})",
+            field=f"task {name}",
+            value=options,
+            remedy=f"Its options are {', '.join(known) or 'none'}",
+        ) from error
+    return make(*place, **options)
+
+
+def _user_module(source: str, name: str) -> ModuleType:
+    if source.endswith(".py"):
+        return _module_from_file(Path(source), name)
+    try:
+        found = importlib.util.find_spec(source)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise _unknown(name)
+    try:
+        return importlib.import_module(source)
+    except MissingExtraError:
+        raise
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"cannot be imported ({error})", field="task", value=name, remedy="Install what the module imports"
+        ) from error
+
+
+def _module_from_file(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"mint_task_{path.stem}", path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise InvalidRequestError("is no file", field="task", value=name, remedy=f"Choose {CHOICES}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def _user_class(module: ModuleType, cls: str, name: str) -> Callable[..., Any]:
+    make = getattr(module, cls, None)
+    if not callable(make):
+        classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
+        raise InvalidRequestError(
+            f"has no class {cls}", field="task", value=name, remedy=f"It has {', '.join(classes) or 'no classes'}"
+        )
+    return make
+
+
+def _unknown(name: str) -> InvalidRequestError:
+    return InvalidRequestError("is no task", field="task", value=name, remedy=f"Choose {CHOICES}")

@@ -1,0 +1,312 @@
+"""Which lever fits a task: samples it with the untrained model and says whether RL can learn from that, and why.
+
+Acts: samples, grades, probes the grader. What follows from what was seen is decided in `verdict`. Knows no task's
+contents.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mint.client.sampling_client import SamplingClient
+from mint.client.service_client import ServiceClient
+from mint.errors import InvalidRequestError, RequestFailedError
+from mint.rl.adapter import RLAdapter, Task
+from mint.rl.analysis.planner import GROUP_SIZES, plan
+from mint.rl.analysis.verdict import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, Evidence, Verdict, decide
+from mint.rl.config import RLConfig, mix_seed
+from mint.rl.evaluation import interval
+from mint.rl.rollouts.calls import CallPool
+from mint.rl.rollouts.completions import as_adapter, collect_groups
+from mint.rl.rollouts.grading import Grade, grade_single
+from mint.rl.rollouts.rollout import Group, Rollout
+from mint.sandbox import sandbox_level
+
+DOCTOR_STREAM = 0x444F43
+PROBES = ("", "?!")
+PROBED_ITEMS = 8
+FIXED_REPLIES, FIXED_ITEMS = 16, 16
+"""The best-paid replies are put to this many other prompts each, to see whether one of them pays everywhere."""
+
+HISTOGRAM_BINS = 11
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The verdict, the reason with its numbers, what to do, and the evidence; `notes` are worth knowing besides.
+
+    `sandbox` says what code that a model writes would run in on this machine.
+    """
+
+    verdict: Verdict
+    reason: str
+    remedy: str
+    evidence: Evidence
+    sandbox: str
+    notes: tuple[str, ...] = ()
+    examples: tuple[Mapping[str, Any], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        fields = asdict(self)
+        fields["evidence"]["informative"] = {str(size): share for size, share in self.evidence.informative.items()}
+        return fields
+
+    def lines(self) -> list[str]:
+        """For people: the verdict first, then what it rests on."""
+        seen = self.evidence
+        shares = "  ".join(f"{size}: {share:.0%}" for size, share in seen.informative.items())
+        return [
+            f"{self.verdict}: {self.reason}",
+            f"do: {self.remedy}",
+            f"success       {_with_interval(seen.success)} of {seen.prompts} prompts × {seen.samples} samples",
+            f"mean reward   {_with_interval(seen.mean)}, from {seen.lowest:g} to {seen.highest:g}",
+            f"pass rates    {' '.join(map(str, seen.pass_histogram))}  (prompts solved 0 %, 10 %, … 100 % of the time)",
+            f"informative   {shares}  (expected share of groups with a signal, by group size)",
+            f"cut off       {seen.truncated:.0%} at max_tokens {seen.max_tokens}, mean length {seen.mean_tokens:.1f}",
+            f"ungraded      {seen.ungraded:.0%}, unsupported {seen.unsupported:.0%}, {seen.timeouts} time-outs",
+            f"verdict time  {seen.reward_seconds * 1e3:.2f} ms median, {seen.reward_seconds_max * 1e3:.1f} ms at most",
+            f"sandbox       {self.sandbox}",
+            *(f"note          {note}" for note in self.notes),
+        ]
+
+
+def examine(
+    adapter: Any,
+    config: RLConfig,
+    *,
+    service_client: ServiceClient | None = None,
+    prompts: int = 64,
+    samples: int = 8,
+    seed: int = 0,
+) -> Examination:
+    """Samples `samples` completions of `prompts` training prompts with the run's starting weights, and judges.
+
+    Raises:
+        InvalidRequestError: the dataset is empty.
+        RequestFailedError: no prompt could be sampled.
+    """
+    if service_client is None:
+        with ServiceClient() as owned:
+            return examine(adapter, config, service_client=owned, prompts=prompts, samples=samples, seed=seed)
+    task = adapter if isinstance(adapter, Task) else as_adapter(adapter)
+    dataset = list(task.build_dataset())
+    if not dataset:
+        raise InvalidRequestError("is empty", field="build_dataset()", value=[], remedy="Return at least one sample")
+    items = np.random.default_rng([seed, DOCTOR_STREAM]).permutation(len(dataset))[:prompts].tolist()
+    sampler = _starting_weights(service_client, config)
+    calls = CallPool(timeout_s=config.grader_timeout_s)
+    try:
+        ask = _Asker(sampler, task, dataset, config, calls, seed)
+        groups = ask.groups(items, samples)
+        evidence = _evidence(ask, groups, samples)
+    finally:
+        calls.close()
+    verdict, reason, remedy = decide(evidence)
+    return Examination(
+        verdict, reason, remedy, evidence, _sandbox(), _notes(task, dataset, evidence), _examples(groups)
+    )
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """Everything that asking the model and the grader takes."""
+
+    sampler: SamplingClient
+    task: Task
+    dataset: Sequence[Any]
+    config: RLConfig
+    calls: CallPool
+    seed: int
+
+    def groups(self, items: Sequence[int], samples: int, *, max_tokens: int | None = None) -> list[Group]:
+        """Graded groups of these items; at least one could be sampled."""
+        config = self.config if max_tokens is None else self.config.model_copy(update={"max_tokens": max_tokens})
+        groups = collect_groups(
+            self.sampler,
+            self.task,
+            [self.dataset[item] for item in items],
+            items,
+            config=config,
+            tokenizer=self.sampler.get_tokenizer(),
+            calls=self.calls,
+            num_samples=samples,
+            seeds=[mix_seed(self.seed, DOCTOR_STREAM, item) for item in items],
+            temperature=config.temperature,
+        )
+        if max_tokens is None and all(group.error for group in groups):
+            raise RequestFailedError(f"no prompt could be sampled; the first said: {groups[0].error}")
+        return groups
+
+    def is_success(self, reward: float | None) -> bool:
+        """Whether the reward counts as a success."""
+        return reward is not None and self.task.is_success(reward)
+
+
+def _starting_weights(service: ServiceClient, config: RLConfig) -> SamplingClient:
+    if config.init_from is not None:
+        return service.create_training_client_from_state(config.init_from).save_weights_and_get_sampling_client()
+    return service.create_sampling_client(base_model=config.base_model)
+
+
+def _evidence(ask: _Asker, groups: Sequence[Group], samples: int) -> Evidence:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    graded = [group for group in groups if group.graded]
+    rewards = [reward for group in graded for reward in group.rewards]
+    counts = [(sum(map(ask.is_success, group.rewards)), len(group.rewards)) for group in graded]
+    rates = [solved / count for solved, count in counts]
+    cut = _share(rollout.truncated for rollout in rollouts)
+    seconds, noisy = _grade_again(ask, graded)
+    fixed_reply, fixed_reward = _best_fixed_reply(ask, graded)
+    return Evidence(
+        prompts=len(groups),
+        samples=samples,
+        success=interval(rates),
+        mean=interval([float(np.mean(group.rewards)) for group in graded]),
+        lowest=min(rewards, default=0.0),
+        highest=max(rewards, default=0.0),
+        floor=ask.task.reward_range[0] if ask.task.reward_range else 0.0,
+        full=ask.task.success_reward,
+        pass_histogram=tuple(np.bincount([round(10 * rate) for rate in rates], minlength=HISTOGRAM_BINS).tolist()),
+        informative=_informative(graded, counts, ask.config),
+        group_size=ask.config.group_size,
+        truncated=cut,
+        cured=cut > TRUNCATED_LIMIT and _share_cut_off_with_more(ask, groups) <= cut / 2,
+        ungraded=_share(rollout.reward is None for rollout in rollouts),
+        unsupported=_share(rollout.unsupported for rollout in rollouts),
+        timeouts=sum(rollout.timed_out for rollout in rollouts),
+        first_error=next((rollout.error for rollout in rollouts if rollout.error is not None), None),
+        junk_accepted=_junk_accepted(ask, graded),
+        noisy=noisy,
+        fixed_reply=fixed_reply,
+        fixed_reward=fixed_reward,
+        relative=_is_relative(ask.task),
+        reward_seconds=statistics.median(seconds) if seconds else 0.0,
+        reward_seconds_max=max(seconds, default=0.0),
+        mean_tokens=float(np.mean([len(rollout.tokens) for rollout in rollouts])),
+        max_tokens=ask.config.max_tokens,
+    )
+
+
+def _informative(graded: Sequence[Group], counts: Sequence[tuple[int, int]], config: RLConfig) -> dict[int, float]:
+    """By group size; rewards with more than two values inform more often than successes alone (unbiased up to n)."""
+    if not counts:
+        return dict.fromkeys(GROUP_SIZES, 0.0)
+    planned = plan(counts, mean_tokens=1.0, batch_size=config.batch_size).options
+    shares = {option.group_size: option.informative for option in planned}
+    if len({reward for group in graded for reward in group.rewards}) > 2:
+        best = 0.0
+        for size in shares:
+            seen = [_unequal(group.rewards, size) for group in graded if len(group.rewards) >= size]
+            best = max(best, float(np.mean(seen)) if seen else 0.0)
+            shares[size] = max(shares[size], best)
+    return shares
+
+
+def _unequal(rewards: Sequence[float], size: int) -> float:
+    """P(`size` of these rewards, drawn without replacement, are not all equal)."""
+    return 1.0 - sum(math.comb(many, size) for many in Counter(rewards).values()) / math.comb(len(rewards), size)
+
+
+def _share_cut_off_with_more(ask: _Asker, groups: Sequence[Group]) -> float:
+    """The share of completions that a longer limit cuts off, too; 1 where the model's context has no room for more."""
+    items = [group.item for group in groups if any(rollout.truncated for rollout in group.rollouts)][:PROBED_ITEMS]
+    longer = ask.groups(items, 2, max_tokens=LONGER * ask.config.max_tokens)
+    rollouts = [rollout for group in longer for rollout in group.rollouts]
+    return _share(rollout.truncated for rollout in rollouts) if rollouts else 1.0
+
+
+def _grade_again(ask: _Asker, groups: Sequence[Group]) -> tuple[list[float], float]:
+    """Seconds per verdict, and the share of verdicts that differ from the first; nothing for episodes and judges."""
+    task = ask.task
+    if not isinstance(task, RLAdapter) or _is_relative(task):
+        return [], 0.0
+    firsts: list[tuple[Group, Rollout]] = [(group, group.graded[0]) for group in groups]
+    answers = ask.calls.run([_call(task, rollout.text, group.sample) for group, rollout in firsts])
+    again = grade_single(ask.calls, task, [each.text for _, each in firsts], [group.sample for group, _ in firsts])
+    changed = _share(grade.reward != rollout.reward for grade, (_, rollout) in zip(again, firsts, strict=True))
+    return [answer.seconds for answer in answers], changed
+
+
+def _junk_accepted(ask: _Asker, groups: Sequence[Group]) -> float:
+    task = ask.task
+    if not isinstance(task, RLAdapter) or _is_relative(task):
+        return 0.0
+    pairs = [(probe, group.sample) for group in groups[:PROBED_ITEMS] for probe in PROBES]
+    grades: list[Grade] = grade_single(ask.calls, task, [text for text, _ in pairs], [sample for _, sample in pairs])
+    return _share(ask.is_success(grade.reward) for grade in grades)
+
+
+def _best_fixed_reply(ask: _Asker, groups: Sequence[Group]) -> tuple[str, float]:
+    """Of the best-paid replies, the one that would earn most if it were said to every prompt, and how much."""
+    task = ask.task
+    if not isinstance(task, RLAdapter) or _is_relative(task):
+        return "", 0.0
+    paid = sorted(((each.reward or 0.0, each.text) for group in groups for each in group.graded), reverse=True)
+    replies = list(dict.fromkeys(text for _, text in paid))[:FIXED_REPLIES]
+    samples = [group.sample for group in groups[:FIXED_ITEMS]]
+    earned = {
+        reply: float(
+            np.mean([each.reward or 0.0 for each in grade_single(ask.calls, task, [reply] * len(samples), samples)])
+        )
+        for reply in replies
+    }
+    return max(earned.items(), key=lambda one: one[1], default=("", 0.0))
+
+
+def _call(task: RLAdapter, text: str, sample: Any) -> Any:
+    return lambda: task.compute_reward(text, sample)
+
+
+def _is_relative(task: Task) -> bool:
+    return isinstance(task, RLAdapter) and type(task).compute_group_rewards is not RLAdapter.compute_group_rewards
+
+
+def _sandbox() -> str:
+    level = sandbox_level()
+    missing = [f"no {engine} ({reason})" for engine, reason in level.missing.items()]
+    return ", ".join([*level.engines, *missing])
+
+
+def _notes(task: Task, dataset: Sequence[Any], seen: Evidence) -> tuple[str, ...]:
+    chosen = seen.informative.get(seen.group_size)
+    notes = {
+        "there is no held-out set: nothing would be measured": not task.build_heldout(),
+        f"only {len(dataset)} training samples": len(dataset) < seen.group_size * 4,
+        f"group_size {seen.group_size} is expected to give a signal in {chosen or 0:.0%} of the groups only; "
+        "a larger one or dynamic_sampling gives more": chosen is not None and chosen < 0.5,
+        f"{seen.truncated:.0%} of the completions are cut off": seen.truncated > 0.05,
+        f"{seen.ungraded:.0%} of the completions got no verdict ({seen.first_error})": seen.ungraded > 0,
+        f"{seen.noisy:.0%} of the verdicts changed when asked again": seen.noisy > 0,
+        f"{seen.junk_accepted:.0%} of empty and senseless replies got full marks": seen.junk_accepted > 0,
+        f"{seen.fixed_reply!r}, said to every prompt, earns {seen.fixed_reward:.2f}": (
+            seen.fixed_share > 0.1 and seen.success[0] < SATURATED_FROM
+        ),
+        f"a verdict takes {seen.reward_seconds:.1f} s: the grader will set the pace": seen.reward_seconds > 1,
+    }
+    return tuple(note for note, holds in notes.items() if holds)
+
+
+def _examples(groups: Sequence[Group]) -> tuple[Mapping[str, Any], ...]:
+    pairs = [(group, rollout) for group in groups[:3] for rollout in group.rollouts[:1]]
+    return tuple(
+        {"sample": str(group.sample), "text": each.text, "reward": each.reward, "error": each.error}
+        for group, each in pairs
+    )
+
+
+def _share(flags: Any) -> float:
+    values = list(flags)
+    return sum(map(bool, values)) / len(values) if values else 0.0
+
+
+def _with_interval(reading: tuple[float, float, float]) -> str:
+    mean, low, high = reading
+    return f"{mean:.3f} ({low:.3f} to {high:.3f})"

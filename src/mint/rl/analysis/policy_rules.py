@@ -1,0 +1,278 @@
+"""Rules about the policy: entropy, length, truncation, how far and how soundly it moves. Pure.
+
+Each rule takes a run up to one step and says what that step shows, or None.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mint.rl.analysis.finding import Finding
+from mint.rl.analysis.run_record import Numbers, View, get, graded, mean, reward_window, total, used_share, wilson_low
+from mint.rl.analysis.signal_rules import CHANGE_WINDOW, reward_collapse
+
+ENTROPY_SHARE = 0.1
+"""Of the entropy at the start, what is left in a collapse (the collapse guard of the practice: 10 %)."""
+
+NEAR_CEILING = 0.8
+"""Of the reward's range: a policy that wins nearly always is certain for a good reason (arXiv 2505.22617 trades entropy
+for reward)."""
+
+ROSE_Z = 3.0
+"""Standard errors by which a mean has surely risen or fallen (one-sided chance 0.1 %)."""
+
+LENGTH_TIMES, LENGTH_TOKENS = 2.0, 4.0
+"""Growth over the start that is a runaway: factor (the practice's alarm) and tokens."""
+
+TRUNCATED_SHARE = 0.05
+"""Above it cut-off samples begin to mislead (the practice's alarm), tested at its lower 95 % bound."""
+
+ALL_TRUNCATED, HARDLY_SUCCESSFUL = 0.9, 0.15
+"""Nearly everything is cut off and hardly anything ever succeeded: the limit, not the policy, is graded."""
+
+KL_DRIFT = 0.05
+"""k2 between sampler and policy on trained tokens; training is stable below 0.01, and five times that is drift."""
+
+ESS_SHARE = 0.3
+"""Effective share of the sample under the importance weights; low values precede collapse (VCPO, arXiv 2602.17616)."""
+
+CLIPPED_SHARE = 0.3
+"""Tokens beyond the clip range: so many lose their say."""
+
+MISMATCH_LOGPROB = 0.02
+"""Mean |Δ logprob| of sampler and trainer on the same weights: bf16 stays below, wrong temperatures do not."""
+
+TOO_LARGE_STEP = 3.0
+"""Promised gain of one step, in standard deviations of the reward (see `step_promise`), beyond which the first-order
+argument for taking the step is void. Measured on mint/tiny: 0.4 to 2 at a learning rate that learns (3e-3), 2 to 4 at
+one that barely does (1e-2), 9 to 30 at one that destroys (3e-2)."""
+
+TOO_SMALL_RUN = 0.1
+"""The same, summed over the whole planned run, below which not even perfect steps could be seen."""
+
+SETTLED_STEPS = 8
+"""Steps with a signal before a learning rate is called too low."""
+
+
+def entropy_collapse(view: View) -> Finding | None:
+    """The policy has become certain without having become right."""
+    if len(view.metrics) < 2 * CHANGE_WINDOW:
+        return None
+    first, last = view.metrics[:CHANGE_WINDOW], view.last(CHANGE_WINDOW)
+    before, now = mean(first, "rollouts/entropy_estimate"), mean(last, "rollouts/entropy_estimate")
+    reward, start = reward_window(last), reward_window(first)
+    floor, span = view.reward_floor, view.reward_ceiling - view.reward_floor
+    near_ceiling = reward.mean - floor >= NEAR_CEILING * span or mean(last, "success/rate") >= NEAR_CEILING
+    if now > ENTROPY_SHARE * before or near_ceiling or used_share(last) > 0.5:
+        return None
+    gained = reward.above(start) >= ROSE_Z
+    return Finding(
+        "entropy_collapse",
+        "warning" if gained or view.only_compares else "error",
+        view.step,
+        f"−log p of a sampled token fell from {before:.3g} to {now:.3g}, with a mean reward of {reward.mean:.3f} (at "
+        f"the start {start.mean:.3f}); {used_share(last):.0%} of the groups still carry a signal",
+        "Lower learning_rate, set kl_penalty_coef=0.01 or loss_fn_config clip_high_threshold=1.28 with loss_fn='ppo', "
+        "raise temperature; go back to an earlier checkpoint",
+        {"entropy_start": before, "entropy": now, "reward": reward.mean, "reward_start": start.mean},
+    )
+
+
+def length_runaway(view: View) -> Finding | None:
+    """Completions grow and the reward does not grow with them."""
+    if len(view.metrics) < 2 * CHANGE_WINDOW:
+        return None
+    first, last = view.metrics[:CHANGE_WINDOW], view.last(CHANGE_WINDOW)
+    before, now = mean(first, "rollouts/mean_length"), mean(last, "rollouts/mean_length")
+    longest = max(get(step, "rollouts/mean_length") for step in first)
+    steady = all(get(step, "rollouts/mean_length") > longest for step in last)
+    if not steady or now < LENGTH_TIMES * before or now < before + LENGTH_TOKENS:
+        return None
+    if reward_window(last).above(reward_window(first)) >= ROSE_Z:
+        return None
+    return Finding(
+        "length_runaway",
+        "warning",
+        view.step,
+        f"the mean length grew from {before:.1f} to {now:.1f} tokens ({mean(last, 'rollouts/truncated_share'):.0%} "
+        "cut off) and the reward did not rise",
+        "Add a penalty on length to the reward, give a stop, set truncation='penalize'; with "
+        "loss_normalization='sequence', change to 'sum' (it favours long wrong answers)",
+        {"length_start": before, "length": now},
+    )
+
+
+def truncation(view: View) -> Finding | None:
+    """Samples end at a limit."""
+    last = view.last(CHANGE_WINDOW)
+    count = total(last, "rollouts/count")
+    cut = sum(get(step, "rollouts/truncated_share") * get(step, "rollouts/count") for step in last)
+    if wilson_low(cut, count) <= TRUNCATED_SHARE:
+        return None
+    share = cut / count
+    hopeless = (
+        len(last) == CHANGE_WINDOW
+        and share >= ALL_TRUNCATED
+        and used_share(last) <= HARDLY_SUCCESSFUL
+        and max(get(step, "success/rate") for step in view.metrics) <= HARDLY_SUCCESSFUL
+    )
+    return Finding(
+        "truncation",
+        "error" if hopeless else "warning",
+        view.step,
+        f"{share:.0%} of {count:.0f} completions were cut off by a limit"
+        + (f"; {mean(last, 'success/rate'):.0%} succeed" if hopeless else ""),
+        "Raise max_tokens (or max_turns, max_episode_tokens), or give a stop that the model produces; else say what a "
+        "cut-off sample counts: truncation='mask' or 'penalize'",
+        {"truncated_share": share, "rollouts": count},
+    )
+
+
+def off_policy_drift(view: View) -> Finding | None:
+    """The policy that is trained is no longer the one that sampled."""
+    now = view.now
+    kl, ess = get(now, "train/kl_k2"), get(now, "train/ess", 1.0)
+    clipped = get(now, "train/clip_low_fraction") + get(now, "train/clip_high_fraction")
+    reasons = [
+        f"KL (k2) is {kl:.3g} nats a token" if kl > KL_DRIFT else "",
+        f"the effective sample is {ess:.0%}" if ess < ESS_SHARE else "",
+        f"{clipped:.0%} of the tokens are beyond the clip range" if clipped > CLIPPED_SHARE else "",
+    ]
+    if not any(reasons) or _mismatched(now):
+        return None
+    staleness = get(now, "staleness/mean")
+    return Finding(
+        "off_policy_drift",
+        "warning",
+        view.step,
+        "; ".join(filter(None, reasons))
+        + f" (largest ratio {get(now, 'train/ratio_max', 1.0):.3g}, weights {staleness:.1f} steps old on average)",
+        "Lower max_staleness, optim_steps_per_batch or learning_rate; or use loss_fn='ppo' or 'cispo', or "
+        "loss_fn_config={'tis_cap': 2}",
+        {"kl_k2": kl, "ess": ess, "clipped": clipped, "staleness": staleness},
+    )
+
+
+def sampler_trainer_mismatch(view: View) -> Finding | None:
+    """On the very weights that sampled, the trainer computes other logprobs."""
+    if not _mismatched(view.now):
+        return None
+    difference = get(view.now, "mismatch/mean_abs_logprob_diff")
+    return Finding(
+        "sampler_trainer_mismatch",
+        "error",
+        view.step,
+        f"mean |Δ logprob| of sampler and trainer is {difference:.3g} on the same weights (largest "
+        f"{get(view.now, 'mismatch/max_abs_logprob_diff'):.3g}); it should be 0, in bf16 at most {MISMATCH_LOGPROB}",
+        "Are the logprobs those of temperature 1, not of the sampling temperature? Of these weights, not of older "
+        "ones? Of the same tokens? loss_fn_config={'tis_cap': 2} softens what cannot be repaired",
+        {"mean_abs_logprob_diff": difference},
+    )
+
+
+def _mismatched(now: Numbers) -> bool:
+    return get(now, "mismatch/mean_abs_logprob_diff") > MISMATCH_LOGPROB
+
+
+def nonfinite_or_skipped_steps(view: View) -> Finding | None:
+    """A loss or gradient was not a number, and the step was not taken."""
+    skipped = get(view.now, "optim/skipped_nonfinite")
+    broken = sorted(
+        name
+        for name, value in view.now.items()
+        if name.startswith(("train/", "optim/", "reward/")) and not math.isfinite(value)
+    )
+    if not skipped and not broken:
+        return None
+    return Finding(
+        "nonfinite_or_skipped_steps",
+        "error",
+        view.step,
+        f"{skipped:.0f} optimizer steps were skipped for gradients that are not finite"
+        + (f"; not finite: {', '.join(broken)}" if broken else ""),
+        "Lower learning_rate, set grad_clip_norm=1; are rewards, advantages and logprobs of this step finite numbers?",
+        {"skipped": skipped},
+    )
+
+
+def step_promise(metrics: Numbers, config: Mapping[str, Any]) -> float | None:
+    """The most that one step can raise the mean reward, to first order, in standard deviations of the reward.
+
+    ∇E[R] · Δθ ≤ |∇E[R]| · |Δθ| (Cauchy and Schwarz), with the gradient of the summed loss divided by the rollouts as
+    the estimate of ∇E[R]. Its noise makes the bound generous. None for a step that trained nothing.
+    """
+    spread, rollouts = get(metrics, "reward/std"), graded([metrics])
+    product = get(metrics, "optim/grad_norm") * get(metrics, "optim/update_norm")
+    if not (get(metrics, "datums") > 0 and spread > 0 and rollouts > 0 and math.isfinite(product)):
+        return None
+    scale = spread if str(config.get("advantage")).startswith("std") else 1.0
+    length = get(metrics, "rollouts/mean_length", 1.0)
+    divisors = {"constant": rollouts * float(config.get("max_tokens", 1)), "token": rollouts * length}
+    divisors["sequence"] = divisors["token"]
+    scale *= divisors.get(str(config.get("loss_normalization")), 1.0)
+    # Each of several steps per batch sees a share of the rollouts, and moves by one update.
+    steps = max(1.0, get(metrics, "optim/steps", 1.0))
+    return product * scale * steps**2 / rollouts / spread
+
+
+def _promises(steps: Sequence[Numbers], config: Mapping[str, Any]) -> list[float]:
+    return [promise for step in steps if (promise := step_promise(step, config)) is not None]
+
+
+def learning_rate_too_high(view: View) -> Finding | None:
+    """The reward collapsed after steps that were too large for their own argument."""
+    collapse = reward_collapse(view)
+    if collapse is None or "z" not in collapse.numbers:
+        return None
+    best_step = collapse.numbers["best_step"]
+    promises = _promises([step for step in view.metrics if get(step, "step") >= best_step], view.config)
+    if not promises or statistics.median(promises) < TOO_LARGE_STEP:
+        return None
+    promise, rate = statistics.median(promises), get(view.now, "learning_rate")
+    return Finding(
+        "learning_rate_too_high",
+        "error",
+        view.step,
+        f"{collapse.evidence}, after steps that promised, to first order, up to {promise:.1f} standard deviations of "
+        f"reward each (a sound step promises about 1 or less; learning_rate {rate:.3g})",
+        f"Divide learning_rate by {max(3, round(promise)):d}, or set grad_clip_norm and lr_warmup_steps; go back to a "
+        "checkpoint before the fall",
+        {**collapse.numbers, "step_promise": promise, "learning_rate": rate},
+    )
+
+
+def learning_rate_too_low(view: View) -> Finding | None:
+    """There is a signal, but all the steps of the run together cannot move the reward visibly."""
+    config = view.config
+    warmup = int(config.get("lr_warmup_steps") or 0)
+    promises: list[float] = []
+    so_far = 0.0
+    for step in view.metrics:
+        promise = step_promise(step, config) if get(step, "step") > warmup else None
+        if promise is None:
+            continue
+        promises.append(promise)
+        so_far += promise
+        # A sound run is known after its first steps, so that a long one is not added up again at each of its steps.
+        if len(promises) >= SETTLED_STEPS and so_far >= TOO_SMALL_RUN:
+            return None
+    if len(promises) < SETTLED_STEPS:
+        return None
+    left = max(0, int(config.get("steps") or 0) - view.step)
+    whole = so_far + left * statistics.fmean(promises[-SETTLED_STEPS:])
+    if whole >= TOO_SMALL_RUN:
+        return None
+    rate = get(view.now, "learning_rate")
+    return Finding(
+        "learning_rate_too_low",
+        "error",
+        view.step,
+        f"{len(promises)} steps had a signal, but even if every step pointed straight uphill, the whole run could "
+        f"raise the mean reward by {whole:.2g} of its standard deviation only (learning_rate {rate:.3g})",
+        f"Multiply learning_rate by {10 ** max(1, round(math.log10(1.0 / max(whole, 1e-9)))):g} or so, or train more "
+        "steps",
+        {"run_promise": whole, "learning_rate": rate, "steps_with_signal": float(len(promises))},
+    )

@@ -1,0 +1,299 @@
+"""Rules about the reward and those who give it: does it fail, does it deserve trust, what did the server remark. Pure.
+
+Each rule takes a run up to one step and says what that step shows, or None. Nothing here can prove that a reward is
+hacked; the evidence says where to look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from mint.rl.analysis.finding import Finding, Severity
+from mint.rl.analysis.policy_rules import ROSE_Z
+from mint.rl.analysis.run_record import Row, View, get, mean, reward_window, total, wilson_low
+from mint.rl.analysis.signal_rules import CHANGE_WINDOW, heldout_falls
+
+FAILED_STEPS = 3
+"""Steps over which grader failures are counted."""
+
+MANY_FAILED, FEWEST_FAILED = 0.5, 8
+"""Share of the rollouts of those steps, and their number, from which on the grader, not the policy, decides the run."""
+
+HACK_STEPS = 5
+"""Steps whose rollouts are searched for what wins."""
+
+SAME_TEXT_ITEMS = 8
+"""Different prompts on which one and the same text must have won."""
+
+SAME_TEXT_SHARE = 0.5
+"""Of all winners, and at the lower 95 % bound of its own wins: a text that always wins, whatever was asked."""
+
+LENGTH_VARIANCE = 0.5
+"""Of the variance of reward within groups, what length alone explains (r²)."""
+
+LENGTH_ROLLOUTS = 64
+LENGTH_GROWTH = 1.5
+
+PART_Z = 4.0
+"""Standard errors by which a part of the reward must have fallen; several parts are looked at in every step."""
+
+
+def suspected_reward_hacking(view: View) -> Finding | None:
+    """The reward rises, and something says that it is not for what was wanted."""
+    return _heldout_falls(view) or _one_text_wins(view) or _length_wins(view) or _parts_fall(view)
+
+
+def _hacking(view: View, severity: Severity, evidence: str, numbers: dict[str, float]) -> Finding:
+    return Finding(
+        "suspected_reward_hacking",
+        severity,
+        view.step,
+        evidence,
+        "Read the winning samples of this step. Close the gap in the grader (hidden inputs, exact answers, a penalty, "
+        "a second grader), hold the policy near the base with kl_penalty_coef, and stop at the best held-out "
+        "checkpoint",
+        numbers,
+    )
+
+
+def _heldout_falls(view: View) -> Finding | None:
+    """Held-out reward surely down from its best, training reward not down, and the two surely apart in this."""
+    falls = list(heldout_falls(view))
+    if not falls or len(view.metrics) < 2 * CHANGE_WINDOW:
+        return None
+    before, now = reward_window(view.metrics[:CHANGE_WINDOW]), reward_window(view.last(CHANGE_WINDOW))
+    gain, noise = now.mean - before.mean, now.mean_error**2 + before.mean_error**2
+    best, last = max(falls, key=lambda fall: fall[0]["mean"] - fall[1]["mean"])
+    loss = best["mean"] - last["mean"]
+    noise += sum(((row["high"] - row["low"]) / 3.92) ** 2 for row in (best, last))
+    if gain < 0 or gain + loss < ROSE_Z * math.sqrt(noise):
+        return None
+    return _hacking(
+        view,
+        "error",
+        f"training reward went from {before.mean:.3f} to {now.mean:.3f} while held-out ({last['set']}, temperature "
+        f"{last['temperature']:g}) fell from {best['mean']:.3f} to {last['mean']:.3f}, intervals apart",
+        {"train_start": before.mean, "train": now.mean, "heldout_best": best["mean"], "heldout": last["mean"]},
+    )
+
+
+def _one_text_wins(view: View) -> Finding | None:
+    """The same words win on all prompts: the reward does not depend on what was asked."""
+    winners = [row for row in view.rows(1) if _wins(row, view)]
+    texts = Counter(_normal(row["text"]) for row in winners).most_common(1)
+    if not texts or texts[0][1] < SAME_TEXT_SHARE * len(winners):
+        return None
+    text = texts[0][0]
+    rows = [row for row in view.rows(HACK_STEPS) if row.get("reward") is not None]
+    winners = [row for row in rows if _wins(row, view)]
+    won = [row for row in winners if _normal(row["text"]) == text]
+    tried = [row for row in rows if _normal(row["text"]) == text]
+    prompts = {row["prompt"] for row in won}
+    share = len(won) / len(winners)
+    reliable = wilson_low(len(prompts), len({row["prompt"] for row in tried}))
+    if len(prompts) < SAME_TEXT_ITEMS or share < SAME_TEXT_SHARE or reliable < SAME_TEXT_SHARE:
+        return None
+    return _hacking(
+        view,
+        "warning",
+        f"{text[:60]!r} is {share:.0%} of the winning samples and won on {len(prompts)} different prompts of "
+        f"{len({row['prompt'] for row in tried})} where it was said",
+        {"share_of_winners": share, "prompts": float(len(prompts))},
+    )
+
+
+def _wins(row: Row, view: View) -> bool:
+    """Whether the reward lies in the upper half of what can be had."""
+    return row.get("reward") is not None and row["reward"] - view.reward_floor > 0.5 * (
+        view.reward_ceiling - view.reward_floor
+    )
+
+
+def _normal(text: str) -> str:
+    """Without case and runs of white space, so that near-duplicates are one."""
+    return " ".join(text.casefold().split())
+
+
+def _length_wins(view: View) -> Finding | None:
+    """Within groups, length explains the reward, and the policy has understood."""
+    start = mean(view.metrics[:CHANGE_WINDOW], "rollouts/mean_length")
+    now = mean(view.last(CHANGE_WINDOW), "rollouts/mean_length")
+    if len(view.metrics) < 2 * CHANGE_WINDOW or start / LENGTH_GROWTH < now < start * LENGTH_GROWTH:
+        return None
+    groups: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    for row in view.rows(HACK_STEPS):
+        if row.get("reward") is not None:
+            groups[row["step"], row["group"]].append(row)
+    lengths = np.concatenate(
+        [_centred(len(row["tokens"]) for row in group) for group in groups.values()] or [np.zeros(0)]
+    )
+    rewards = np.concatenate([_centred(row["reward"] for row in group) for group in groups.values()] or [np.zeros(0)])
+    used = (rewards != 0) | (lengths != 0)
+    if used.sum() < LENGTH_ROLLOUTS or not lengths.any() or not rewards.any():
+        return None
+    correlation = float(lengths @ rewards / math.sqrt(float(lengths @ lengths) * float(rewards @ rewards)))
+    growth = now / max(start, 1e-9) if correlation > 0 else start / max(now, 1e-9)
+    if correlation**2 < LENGTH_VARIANCE or growth < LENGTH_GROWTH:
+        return None
+    return _hacking(
+        view,
+        "warning",
+        f"length explains {correlation**2:.0%} of the reward's variance within groups (correlation "
+        f"{correlation:+.2f}), and the mean length went from {start:.1f} to {now:.1f} tokens",
+        {"correlation": correlation, "length_start": start, "length": now},
+    )
+
+
+def _centred(values: Iterable[float]) -> np.ndarray:
+    array = np.asarray(list(values), dtype=np.float64)
+    return array - array.mean()
+
+
+def _parts_fall(view: View) -> Finding | None:
+    """The reward rises by one part, at the cost of another."""
+    if len(view.metrics) < 2 * CHANGE_WINDOW:
+        return None
+    first, last = view.metrics[:CHANGE_WINDOW], view.last(CHANGE_WINDOW)
+    if reward_window(last).above(reward_window(first)) < ROSE_Z:
+        return None
+    for name in sorted(key for key in view.now if key.startswith("reward/part/")):
+        # A part varies no more than about the whole does, so the whole's variance stands for the part's.
+        before, now = reward_window(first, name), reward_window(last, name)
+        if before.above(now) >= PART_Z:
+            return _hacking(
+                view,
+                "warning",
+                f"the reward rose from {mean(first, 'reward/mean'):.3f} to {mean(last, 'reward/mean'):.3f} while its "
+                f"part {name.removeprefix('reward/part/')!r} fell from {before.mean:.3f} to {now.mean:.3f}",
+                {"part_start": before.mean, "part": now.mean},
+            )
+    return None
+
+
+def grader_failures(view: View) -> Finding | None:
+    """The grader raised, or gave no number."""
+    kinds = ("ungraded", "unsupported", "timeouts")
+    of_now = {kind: get(view.now, f"rollouts/{kind}") for kind in kinds}
+    if not of_now["ungraded"]:
+        return None
+    out_of_range = sum(_out_of_range(row) for row in view.rows(1))
+    if of_now["ungraded"] - of_now["unsupported"] - of_now["timeouts"] - out_of_range <= 0:
+        return None
+    errors = Counter(
+        row["error"]
+        for row in view.rows(FAILED_STEPS)
+        if row.get("error") and "reward" in row and not (row["unsupported"] or row["timed_out"] or _out_of_range(row))
+    )
+    last = view.last(FAILED_STEPS)
+    failed = total(last, "rollouts/ungraded") - total(last, "rollouts/unsupported") - total(last, "rollouts/timeouts")
+    first = f"; most often {errors.most_common(1)[0][0]!r}" if errors else ""
+    return _grading(
+        view, "grader_failures", failed, f"got no reward{first}", "See `error` in rollouts.jsonl; fix compute_reward"
+    )
+
+
+def grader_timeouts(view: View) -> Finding | None:
+    """The grader did not answer in time."""
+    if not get(view.now, "rollouts/timeouts"):
+        return None
+    failed = total(view.last(FAILED_STEPS), "rollouts/timeouts")
+    limit = view.config.get("grader_timeout_s", 30.0)
+    return _grading(
+        view,
+        "grader_timeouts",
+        failed,
+        f"were not graded within {limit:g} s",
+        "Raise grader_timeout_s, or make compute_reward give up by itself on hostile answers",
+    )
+
+
+def unsupported_rewards(view: View) -> Finding | None:
+    """The grader said that it cannot judge here."""
+    if not get(view.now, "rollouts/unsupported"):
+        return None
+    reasons = Counter(row["error"] for row in view.rows(FAILED_STEPS) if row.get("unsupported"))
+    first = f": {reasons.most_common(1)[0][0]}" if reasons else ""
+    return _grading(
+        view,
+        "unsupported_rewards",
+        total(view.last(FAILED_STEPS), "rollouts/unsupported"),
+        f"could not be judged on this machine{first}",
+        "They are left out of their groups. Use a machine or a grader that supports them, or leave such samples out",
+    )
+
+
+def judge_unreliable(view: View) -> Finding | None:
+    """A pairwise judge prefers a place, or fails; whatever it says about it is in the rollouts' `info`."""
+    judged = [row["info"] for row in view.rows(FAILED_STEPS) if "judge_pairs" in row.get("info", {})]
+    pairs = sum(info["judge_pairs"] for info in judged)
+    failed = sum(info["judge_failed_pairs"] for info in judged)
+    alarm = next((info["judge_alarm"] for info in reversed(judged) if "judge_alarm" in info), None)
+    if alarm is None and not failed:
+        return None
+    last_error = next((info["judge_last_error"] for info in reversed(judged) if "judge_last_error" in info), None)
+    said = [f"{failed} of {pairs} comparisons failed, the last with: {last_error}"] if failed else []
+    return Finding(
+        "judge_unreliable",
+        "warning",
+        view.step,
+        "; ".join([*said, *([] if alarm is None else [str(alarm)])]),
+        "Both orders are asked, so a preferred place costs signal and not fairness: sharpen the question, or take a "
+        "better judge. Failed comparisons are left out: look at the judge's endpoint",
+        {"pairs": float(pairs), "failed": float(failed)},
+    )
+
+
+def reward_out_of_range(view: View) -> Finding | None:
+    """A reward left the range that its task declares."""
+    wrong = [row for row in view.rows(1) if _out_of_range(row)] if get(view.now, "rollouts/ungraded") else []
+    if not wrong:
+        return None
+    return Finding(
+        "reward_out_of_range",
+        "error",
+        view.step,
+        f"{len(wrong)} rewards of this step were refused; {wrong[0]['error']}",
+        "Correct the grader, or declare the range that it keeps in reward_range",
+        {"rollouts": float(len(wrong))},
+    )
+
+
+def _out_of_range(row: Row) -> bool:
+    return "outside its declared range" in (row.get("error") or "")
+
+
+def _grading(view: View, code: str, failed: float, what: str, remedy: str) -> Finding:
+    count = total(view.last(FAILED_STEPS), "rollouts/count")
+    decisive = failed >= FEWEST_FAILED and failed >= MANY_FAILED * count
+    return Finding(
+        code,
+        "error" if decisive else "warning",
+        view.step,
+        f"{failed:.0f} of {count:.0f} rollouts of the last {len(view.last(FAILED_STEPS))} steps {what}",
+        remedy,
+        {"failed": failed, "rollouts": count},
+    )
+
+
+def server_warnings(view: View) -> Finding | None:
+    """The server found something odd in the batch."""
+    if not view.warnings:
+        return None
+    return Finding(
+        "server_warnings",
+        "warning",
+        view.step,
+        _joined(view.warnings),
+        "The batch was trained as it is; the warning says what it should look like",
+        {"warnings": float(len(view.warnings))},
+    )
+
+
+def _joined(warnings: Sequence[str]) -> str:
+    different = list(dict.fromkeys(warnings))
+    more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
+    return "; ".join(different[:3]) + more

@@ -1,0 +1,174 @@
+"""Questions about a run that is over, or about a checkpoint: read it, diagnose it, find where it went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from mint.client.sampling_client import SamplingClient
+from mint.client.service_client import ServiceClient
+from mint.errors import InvalidRequestError
+from mint.rl.adapter import Task
+from mint.rl.analysis.bisect import Regression, find_regression
+from mint.rl.analysis.diagnosis import RunRecord, diagnose
+from mint.rl.analysis.finding import Finding
+from mint.rl.analysis.run_record import Row
+from mint.rl.config import RLConfig
+from mint.rl.evaluation import Estimate, evaluate, wilson
+from mint.rl.heldout_evaluation import EVALUATION_TEMPERATURES, GREEDY, SAMPLED
+from mint.rl.rollouts.calls import CallPool
+from mint.rl.tracking.token_ledger import Ledger, ledger_by_item, ledger_of_steps
+from mint.runs.log import RunLog
+from mint.runs.reader import RunReader, read_config
+
+METRICS = ("heldout", "heldout_sampled", "success")
+"""What `mint bisect --metric` knows: mean reward greedy and at temperature 1, and the share of greedy successes."""
+
+KEPT_STEPS = 10
+"""Steps whose rollouts are held at a time: more than any rule of the diagnosis looks back."""
+
+Reader = Callable[[str], Mapping[float, Estimate]]
+"""A checkpoint's readings by temperature."""
+
+
+class _StepRows(Mapping[int, list[Row]]):
+    """The rollouts of each step of a run, read when they are asked for; no more steps are kept than a rule looks at."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._read = lru_cache(KEPT_STEPS)(lambda step: reader.rows(step, light=True))
+        self._steps = reader.steps()
+
+    def __getitem__(self, step: int) -> list[Row]:
+        rows = self._read(step)
+        if not rows:
+            raise KeyError(step)
+        return [*rows]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+
+def diagnose_run(folder: Path) -> list[Finding]:
+    """What the whole log of a run shows, and what was noted while it ran and cannot be seen from the log alone.
+
+    Raises:
+        NotFoundError: the folder holds no run.
+    """
+    reader = RunReader(folder)
+    noted = [Finding(**row) for row in reader.findings()]
+    record = RunRecord(
+        config=reader.config,
+        metrics=reader.metrics(),
+        evaluations=reader.evaluations(),
+        rollouts=_StepRows(reader),
+        warnings=[(row["step"], row["warning"]) for row in reader.warnings()],
+    )
+    found = diagnose(record)
+    codes = {finding.code for finding in found}
+    return sorted([*found, *(finding for finding in noted if finding.code not in codes)], key=lambda one: one.step)
+
+
+def read_checkpoint(checkpoint: str, task: Task, *, config: RLConfig, service: ServiceClient) -> dict[float, Estimate]:
+    """The held-out set of `task` under a checkpoint (`mint://…`) or a base model, greedily and at temperature 1.
+
+    Raises:
+        InvalidRequestError: the task has no held-out set.
+    """
+    heldout = list(task.build_heldout())[: config.heldout_size]
+    if not heldout:
+        raise InvalidRequestError(
+            "has no held-out set", field="task", value=type(task).__name__, remedy="Give it a build_heldout()"
+        )
+    sampler = _sampler(checkpoint, service)
+    calls = CallPool(timeout_s=config.grader_timeout_s)
+    try:
+        return {
+            temperature: evaluate(
+                sampler,
+                task,
+                heldout,
+                config=config,
+                temperature=temperature,
+                calls=calls,
+                tokenizer=sampler.get_tokenizer(),
+                num_samples=config.heldout_samples,
+            )[0]
+            for temperature in EVALUATION_TEMPERATURES
+        }
+    finally:
+        calls.close()
+
+
+def bisect_run(folder: Path, metric: str, read: Reader) -> Regression:
+    """Between which two checkpoints of a run `metric` fell; readings that the log has are not made again.
+
+    Raises:
+        InvalidRequestError: unknown metric, or fewer than two checkpoints.
+    """
+    log = RunLog(folder)
+    read_config(folder)
+    checkpoints = {row["step"]: row["checkpoint"] for row in log.read("checkpoints.jsonl")}
+    if len(checkpoints) < 2:
+        raise InvalidRequestError(
+            "has fewer than two checkpoints",
+            field="run",
+            value=str(folder),
+            remedy="Run again with a smaller save_every",
+        )
+    known: dict[str, dict[float, Estimate]] = {}
+    for row in log.read("evaluations.jsonl"):
+        if row["step"] in checkpoints:
+            known.setdefault(checkpoints[row["step"]], {})[row["temperature"]] = Estimate.from_dict(row)
+
+    return find_regression(
+        [path for _, path in sorted(checkpoints.items())],
+        lambda checkpoint: select_metric(read(checkpoint), metric),
+        known={checkpoint: select_metric(readings, metric) for checkpoint, readings in known.items()},
+    )
+
+
+def signal_ledgers(folder: Path) -> tuple[Ledger, dict[int, Ledger]]:
+    """Where the tokens of a run went: over the whole run, and by item, most generated tokens first.
+
+    Raises:
+        NotFoundError: the folder holds no run.
+    """
+    reader = RunReader(folder)
+    items: dict[int, Ledger] = {}
+    for step in reader.steps():
+        for item, ledger in ledger_by_item(reader.rows(step, light=True)).items():
+            items[item] = items.get(item, Ledger()) + ledger
+    by_tokens = sorted(items.items(), key=lambda entry: -entry[1].generated)
+    return ledger_of_steps(reader.metrics()), dict(by_tokens)
+
+
+def select_metric(readings: Mapping[float, Estimate], metric: str) -> Estimate:
+    """The reading that `metric` names.
+
+    Raises:
+        InvalidRequestError: unknown metric.
+    """
+    if metric == "heldout":
+        return readings[GREEDY]
+    if metric == "heldout_sampled":
+        return readings[SAMPLED]
+    if metric == "success":
+        greedy = readings[GREEDY]
+        low, high = wilson(greedy.success * greedy.n, greedy.n)
+        return replace(greedy, mean=greedy.success, low=low, high=high)
+    raise InvalidRequestError(
+        "is not a metric", field="metric", value=metric, remedy=f"Choose one of {', '.join(METRICS)}"
+    )
+
+
+def _sampler(checkpoint: str, service: ServiceClient) -> SamplingClient:
+    if not checkpoint.startswith("mint://") and not checkpoint.startswith("tinker://"):
+        return service.create_sampling_client(base_model=checkpoint)
+    if "/sampler_weights/" in checkpoint:
+        return service.create_sampling_client(model_path=checkpoint)
+    return service.create_training_client_from_state(checkpoint).save_weights_and_get_sampling_client(name="reading")

@@ -1,0 +1,1 @@
+"""Rollouts: completions and episodes, sampled and graded."""

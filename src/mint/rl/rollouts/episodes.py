@@ -1,0 +1,357 @@
+"""Rolls out episodes of many turns: all episodes of a batch go forward together, one wave of sampling per turn.
+
+The first turn of a group is one request, so that its prompt is computed once; later turns are one request per living
+episode, all in flight at once. Whatever an environment raises, or how long it hangs, costs its own episode and no
+other. Sampled ids are kept as they are (`chat_format`). Knows nothing of training.
+
+Letters: P prompt tokens · T sampled tokens · G episodes of one sample.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mint.client.sampling_client import SamplingClient
+from mint.errors import InvalidRequestError, MintError, PromptTooLongError
+from mint.rl.adapter import MessageEnvAdapter
+from mint.rl.config import mix_seed
+from mint.rl.message_env import Message, MessageEnv, MessageStepResult
+from mint.rl.reward import Reward, UnsupportedError
+from mint.rl.rollouts.calls import Answer, Call, CallPool
+from mint.rl.rollouts.grading import accept
+from mint.rl.rollouts.rollout import Group, Rollout, StopReason, Turn
+from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
+from mint.rl.tasks.tools import parse_tool_calls
+from mint.types import ModelInput, SampledSequence, SamplingParams
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """When an episode is cut off: turns, sampled tokens (None: only the context), seconds of its environment.
+
+    `wall_time_s` counts the episode's own calls (its tools included), not the wait for its neighbours or the sampler:
+    an episode ends no sooner in a large batch than in a small one. It is read between turns.
+    """
+
+    max_turns: int = 8
+    max_tokens: int | None = None
+    wall_time_s: float = 60.0
+
+
+def roll_out_episodes(
+    sampler: SamplingClient,
+    adapter: MessageEnvAdapter,
+    samples: Sequence[Any],
+    items: Sequence[int],
+    *,
+    tokenizer: Any,
+    calls: CallPool,
+    num_samples: int,
+    params: Sequence[SamplingParams],
+    limits: EpisodeLimits,
+    policy_step: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Group]:
+    """`num_samples` graded episodes of each sample; `params[i]` (and its seed) and `items[i]` belong to `samples[i]`.
+
+    The first turn of a group draws from `params[i].seed`, turn t of its episode g from `mix_seed(seed, g, t)`. A group
+    whose first turn cannot be sampled has an `error` and no rollouts. `clock` times the sampler for the trace.
+
+    Raises:
+        InvalidRequestError: the tokenizer has no chat template.
+    """
+    batch = _Batch(sampler, calls, limits, clock, _Formats(tokenizer))
+    groups = [[_Episode(place, index, params[place]) for index in range(num_samples)] for place in range(len(samples))]
+    batch.open([episode for group in groups for episode in group], adapter, samples)
+    while living := [episode for group in groups for episode in group if episode.stop_reason is None]:
+        batch.sample(living)
+        batch.step([episode for episode in living if episode.stop_reason is None])
+    finished = []
+    for place, group in enumerate(groups):
+        error = batch.sampling_errors.get(place)
+        rollouts = [] if error is not None else [episode.to_rollout(adapter, policy_step) for episode in group]
+        prompt = next((episode.turns[0].prompt for episode in group if episode.turns), [])
+        finished.append(Group(samples[place], items[place], prompt, rollouts, error=error))
+    return finished
+
+
+@dataclass(eq=False)
+class _Episode:
+    """One episode under way: `group` and `index` are its place, `conversation` what the template has rendered."""
+
+    group: int
+    index: int
+    params: SamplingParams
+    env: MessageEnv = field(init=False)
+    chat: ChatFormat = field(init=False)
+    conversation: list[Message] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    trace: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    tool_calls: int = 0
+    retokenized_turns: int = 0
+    cut: StopReason | None = None
+    stop_reason: StopReason | None = None
+    error: str | None = None
+    unsupported: bool = False
+    timed_out: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    def fail(self, answer: Answer) -> None:
+        """The episode ends here, without a reward."""
+        self.stop_reason, self.error, self.timed_out = "error", answer.failure, answer.timed_out
+        self.unsupported = isinstance(answer.error, UnsupportedError)
+        self.note([{"role": "error", "content": answer.failure}], answer.seconds)
+
+    def note(self, messages: Sequence[Message], seconds: float) -> None:
+        """Appends to the trace; a message's own facts (a tool's time) win over the time of the whole step."""
+        for message in messages:
+            shown = {key: value for key, value in message.items() if key != NOT_RENDERED}
+            row = {"turn": len(self.turns), "ms": round(seconds * 1000, 3), **shown, **message.get(NOT_RENDERED, {})}
+            self.trace.append(json.loads(json.dumps(row, default=str)))
+
+    def hear(self, sequence: SampledSequence, seconds: float, limits: EpisodeLimits) -> None:
+        """What the policy said."""
+        self.turns.append(Turn(self.prompt, sequence.tokens, sequence.logprobs))
+        self.texts.append(self.chat.reply(sequence.tokens))
+        self.note([self.said], seconds)
+        if sequence.stop_reason == "length":
+            spent = limits.max_tokens is not None and self.tokens >= limits.max_tokens
+            self.cut = "max_episode_tokens" if spent else "length"
+
+    @property
+    def said(self) -> Message:
+        """The policy's last message."""
+        message: Message = {"role": "assistant", "content": self.texts[-1]}
+        calls = [call.to_message() for call in parse_tool_calls(self.texts[-1]) if call.error is None]
+        return {**message, "tool_calls": calls} if calls else message
+
+    def take(self, result: MessageStepResult) -> None:
+        """Adds up what the environment made of it; a reward without parts is the part "reward"."""
+        reward = Reward(result.reward, result.parts)
+        parts = reward.parts or ({"reward": reward.value} if reward.value else {})
+        self.reward += reward.value
+        for name, value in parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
+        for name, value in result.metrics.items():
+            counted = isinstance(value, int | float) and isinstance(self.info.get(name), int | float)
+            self.info[name] = self.info[name] + value if counted else value
+        self.tool_calls += result.tool_calls
+
+    def go_on(self, following: Sequence[Message]) -> None:
+        """Makes the next prompt."""
+        turn = self.turns[-1]
+        self.prompt, kept = self.chat.extend(self.conversation, following, prompt_P=turn.prompt, tokens_T=turn.tokens)
+        self.retokenized_turns += not kept
+        self.conversation += [{"role": "assistant", "content": self.texts[-1]}, *following]
+
+    def to_rollout(self, adapter: MessageEnvAdapter, policy_step: int) -> Rollout:
+        """The episode, its reward checked against what the task declares."""
+        reward: Reward | None = None
+        if self.error is None:
+            parts = {} if self.parts.keys() <= {"reward"} else self.parts
+            try:
+                reward = accept(adapter, Reward(self.reward, parts, self.info))
+            except MintError as error:
+                self.error = str(error)
+        return Rollout(
+            turns=self.turns,
+            text="\n".join(self.texts),
+            stop_reason=self.stop_reason or "error",
+            reward=None if reward is None else reward.value,
+            parts={} if reward is None else reward.parts,
+            info=self.info,
+            error=self.error,
+            unsupported=self.unsupported,
+            timed_out=self.timed_out,
+            trace=self.trace,
+            tool_calls=self.tool_calls,
+            retokenized_turns=self.retokenized_turns,
+            policy_step=policy_step,
+        )
+
+
+class _Formats:
+    """The chat formats by their tools, and the ids of conversations that several episodes open with."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._formats: dict[str, ChatFormat] = {}
+        self._prompts: dict[str, list[int]] = {}
+        self.format(())  # a tokenizer without a template fails here, once, and not in each episode
+
+    def format(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
+        key = json.dumps(list(tools), default=str)
+        if key not in self._formats:
+            self._formats[key] = ChatFormat(self._tokenizer, tools)
+        return self._formats[key]
+
+    def prompt(self, chat: ChatFormat, conversation: Sequence[Message]) -> list[int]:
+        key = json.dumps([id(chat), conversation], default=str)
+        if key not in self._prompts:
+            self._prompts[key] = chat.prompt(conversation)
+        return self._prompts[key]
+
+
+class _Batch:
+    """Moves episodes forward, all at once."""
+
+    def __init__(
+        self,
+        sampler: SamplingClient,
+        calls: CallPool,
+        limits: EpisodeLimits,
+        clock: Callable[[], float],
+        formats: _Formats,
+    ) -> None:
+        self._sampler, self._calls, self._limits = sampler, calls, limits
+        self._clock, self._formats = clock, formats
+        self.sampling_errors: dict[int, str] = {}
+
+    def open(self, episodes: Sequence[_Episode], adapter: MessageEnvAdapter, samples: Sequence[Any]) -> None:
+        """Makes the environments and their first prompts."""
+        opened = []
+        for episode, made in self._ask(episodes, lambda one: lambda: adapter.make_env(samples[one.group])):
+            episode.env = made.value
+            opened.append(episode)
+        for episode, observed in self._ask(opened, lambda one: one.env.initial_observation):
+            with _Charged(episode):
+                episode.conversation = _messages(observed.value)
+                episode.note(episode.conversation, observed.seconds)
+                episode.chat = self._formats.format(episode.env.tools)
+                episode.prompt = self._formats.prompt(episode.chat, episode.conversation)
+
+    def sample(self, episodes: Sequence[_Episode]) -> None:
+        """Each episode hears the policy; a full context cuts it off, a failed request ends it."""
+        began = self._clock()
+        requests: dict[tuple[Any, ...], list[_Episode]] = {}
+        for episode in episodes:
+            first = not episode.turns
+            requests.setdefault((episode.group, tuple(episode.prompt) if first else episode.index), []).append(episode)
+        sent = [
+            (group, self._sampler.sample(ModelInput.from_ints(group[0].prompt), len(group), self._params(group[0])))
+            for group in requests.values()
+        ]
+        for group, future in sent:
+            try:
+                sequences = future.result().sequences
+            except MintError as error:
+                self._unsampled(group, error)
+                continue
+            for episode, sequence in zip(group, sequences, strict=True):
+                with _Charged(episode):
+                    episode.hear(sequence, self._clock() - began, self._limits)
+
+    def _unsampled(self, episodes: Sequence[_Episode], error: MintError) -> None:
+        for episode in episodes:
+            if not episode.turns:
+                self.sampling_errors[episode.group] = str(error)
+            if episode.turns and isinstance(error, PromptTooLongError):
+                episode.cut = "max_episode_tokens"
+            else:
+                episode.fail(Answer(error=error))
+
+    def _params(self, episode: _Episode) -> SamplingParams:
+        params, changes = episode.params, dict[str, Any]()
+        if episode.turns and params.seed is not None:
+            changes["seed"] = mix_seed(params.seed, episode.index, len(episode.turns))
+        if self._limits.max_tokens is not None:
+            left = self._limits.max_tokens - episode.tokens
+            changes["max_tokens"] = left if params.max_tokens is None else min(left, params.max_tokens)
+        return params.model_copy(update=changes) if changes else params
+
+    def step(self, episodes: Sequence[_Episode]) -> None:
+        """The environments answer; an episode that they do not end goes on, unless a limit cuts it off."""
+        for episode, answer in self._ask([one for one in episodes if one.cut is None], _step):
+            with _Charged(episode):
+                result = self._take(episode, answer)
+                if result.episode_done:
+                    episode.stop_reason = "env"
+                    continue
+                episode.cut = self._limit_reached(episode)
+                if episode.cut is None:
+                    episode.go_on(_messages(result.next_messages))
+        for episode, answer in self._ask([one for one in episodes if one.cut and one.stop_reason is None], _cut_off):
+            with _Charged(episode):
+                self._take(episode, answer)
+                episode.stop_reason = episode.cut
+
+    def _take(self, episode: _Episode, answer: Answer) -> MessageStepResult:
+        result = answer.value
+        if not isinstance(result, MessageStepResult):
+            raise InvalidRequestError(
+                f"is a {type(result).__name__}",
+                field=f"{type(episode.env).__name__}.step()",
+                value=result,
+                remedy="Return a MessageStepResult",
+            )
+        episode.take(result)
+        episode.note(_messages(result.next_messages), answer.seconds)
+        return result
+
+    def _limit_reached(self, episode: _Episode) -> StopReason | None:
+        limits = self._limits
+        if len(episode.turns) >= limits.max_turns:
+            return "max_turns"
+        if limits.max_tokens is not None and episode.tokens >= limits.max_tokens:
+            return "max_episode_tokens"
+        return "wall_time" if episode.seconds >= limits.wall_time_s else None
+
+    def _ask(self, episodes: Sequence[_Episode], call_of: Callable[[_Episode], Call]) -> list[tuple[_Episode, Answer]]:
+        """One call per episode, all together; those that failed or hung end here and are left out."""
+        answered = []
+        for episode, answer in zip(episodes, self._calls.run([call_of(one) for one in episodes]), strict=True):
+            episode.seconds += answer.seconds
+            if answer.error is not None:
+                episode.fail(answer)
+            else:
+                answered.append((episode, answer))
+        return answered
+
+
+class _Charged:
+    """Charges what handling an answer raises to its episode: policies and environments may say anything."""
+
+    def __init__(self, episode: _Episode) -> None:
+        self._episode = episode
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self._episode.fail(Answer(error=error))
+            return True
+        return False
+
+
+def _messages(answered: Any) -> list[Message]:
+    messages = list(answered)
+    for message in messages:
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise InvalidRequestError(
+                "is no message", field="messages", value=message, remedy='Give {"role": …, "content": …}'
+            )
+    return messages
+
+
+def _step(episode: _Episode) -> Call:
+    env, said = episode.env, episode.said
+    return lambda: env.step(said)
+
+
+def _cut_off(episode: _Episode) -> Call:
+    env, reason = episode.env, str(episode.cut)
+    return lambda: env.cut_off(reason)

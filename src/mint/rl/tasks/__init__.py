@@ -1,0 +1,1 @@
+"""Parts of RL tasks: tools, judges, rubrics, graders and chat formats."""

@@ -1,0 +1,133 @@
+"""A pairwise judge behind any OpenAI-compatible endpoint (`POST {base_url}/chat/completions`).
+
+Retries what may pass (429, 5xx, lost connections) with growing pauses; everything else is an error of that comparison.
+Does not know rewards or groups: `judges.PairwiseJudge` does.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from typing import Any
+
+import httpx
+
+from mint.config import read_settings
+from mint.rl.tasks.judges import QUESTION, JudgeError, Verdict, check_template
+
+RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+LONGEST_PAUSE_S = 20.0
+SHOWN_CHARACTERS = 200
+VERDICT = re.compile(r"\b(A|B|[Tt]ie|TIE)\b")
+"""The last one in a reply counts: some models think aloud first. A small a is an article."""
+
+_VERDICTS: dict[str, Verdict] = {"a": "a", "b": "b", "tie": "tie"}
+
+
+class OpenAIComparison:
+    """`compare` for `PairwiseJudge`; safe to call from several threads."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str | None = None,
+        template: str = QUESTION,
+        concurrency: int = 8,
+        timeout_s: float = 20.0,
+        retries: int = 3,
+        first_pause_s: float = 0.5,
+        max_tokens: int = 16,
+    ) -> None:
+        """`base_url` ends before `/chat/completions`, often in `/v1`; `api_key` None is read from the environment
+        (`MINT_JUDGE_API_KEY` or `OPENAI_API_KEY`), and without any none is sent.
+
+        `timeout_s` is for one attempt; the pause doubles from `first_pause_s`, or is what `Retry-After` asks for.
+        `max_tokens` must leave room for the thinking of models that think aloud.
+
+        Raises:
+            InvalidRequestError: the template lacks one of its fields.
+        """
+        check_template(template)
+        key = api_key or read_settings().judge_api_key
+        self._url, self._model, self._template = f"{base_url.rstrip('/')}/chat/completions", model, template
+        self._retries, self._first_pause_s, self._max_tokens = retries, first_pause_s, max_tokens
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._timeout_s = timeout_s
+        self._http: httpx.Client | None = None
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(concurrency)
+
+    def __call__(self, prompt: str, a: str, b: str) -> Verdict:
+        """The endpoint's verdict at temperature 0.
+
+        Raises:
+            JudgeError: it refused, cannot be reached, or its reply has no verdict.
+        """
+        content = self._template.format(prompt=prompt, a=a, b=b)
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_tokens": self._max_tokens,
+        }
+        with self._slots:
+            return read_verdict(self._post(body))
+
+    def close(self) -> None:
+        """Closes the connections; the next question opens them again."""
+        with self._lock:
+            http, self._http = self._http, None
+        if http is not None:
+            http.close()
+
+    def _open(self) -> httpx.Client:
+        with self._lock:
+            if self._http is None:
+                self._http = httpx.Client(timeout=self._timeout_s, headers=self._headers)
+            return self._http
+
+    def _post(self, body: dict[str, Any]) -> httpx.Response:
+        problem = ""
+        for attempt in range(self._retries + 1):
+            pause_s = self._first_pause_s * 2**attempt
+            try:
+                response = self._open().post(self._url, json=body)
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                if response.status_code == httpx.codes.OK:
+                    return response
+                problem = f"status {response.status_code}: {response.text[:SHOWN_CHARACTERS]}"
+                if response.status_code not in RETRIED:
+                    break
+                pause_s = _asked_pause(response, pause_s)
+            if attempt < self._retries:
+                time.sleep(min(pause_s, LONGEST_PAUSE_S))
+        raise JudgeError(f"the judge at {self._url} gave no answer ({problem})", remedy="Check its address and key")
+
+
+def read_verdict(response: httpx.Response) -> Verdict:
+    """The last "A", "B" or "tie" of the reply.
+
+    Raises:
+        JudgeError: the body is no chat completion, or names none of them.
+    """
+    try:
+        content = response.json()["choices"][0]["message"]["content"]
+        found = VERDICT.findall(content)
+    except (ValueError, LookupError, TypeError) as error:
+        text = response.text[:SHOWN_CHARACTERS]
+        raise JudgeError(f"the judge's reply is no chat completion: {text}") from error
+    if not found:
+        raise JudgeError(f"the judge's reply has no verdict: {content[:SHOWN_CHARACTERS]!r}")
+    return _VERDICTS[found[-1].lower()]
+
+
+def _asked_pause(response: httpx.Response, otherwise_s: float) -> float:
+    try:
+        return max(0.0, float(response.headers["retry-after"]))
+    except (KeyError, ValueError):
+        return otherwise_s

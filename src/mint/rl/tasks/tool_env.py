@@ -1,0 +1,177 @@
+"""An environment with tools: it answers the policy's calls, grades its final text, and charges for the way there.
+
+Knows nothing of tokens or training.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mint.errors import InvalidRequestError
+from mint.rl.adapter import Answered
+from mint.rl.message_env import Message, MessageEnv, MessageStepResult
+from mint.rl.reward import Reward, RewardRange
+from mint.rl.rollouts.calls import CallPool
+from mint.rl.tasks.chat_format import NOT_RENDERED
+from mint.rl.tasks.tools import Tool, ToolCall, ToolError, as_text, parse_tool_calls, without_reasoning
+
+Grader = Callable[[str, Sequence[Message]], Answered | Awaitable[Answered]]
+"""(the final text, the tool results so far) → the outcome. A result's `trace` holds tool, arguments, ok and ms."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the way to the outcome costs: per tool call, per message of the policy, per violation of the rules.
+
+    An episode is never charged more than `at_most`, so that its reward stays within `range_of` the outcome.
+    """
+
+    per_call: float = 0.0
+    per_step: float = 0.0
+    per_violation: float = 0.0
+    at_most: float = 1.0
+
+    def range_of(self, outcome: RewardRange) -> RewardRange:
+        """The range of outcome minus costs, for `reward_range`."""
+        return outcome[0] - self.at_most, outcome[1]
+
+
+class ToolEnv(MessageEnv):
+    """Messages, tools, a grade for the final text. A message without a tool call is the final one.
+
+    What the policy does wrong (unknown tool, bad arguments, malformed call, forbidden pattern) is a violation: counted
+    in the metrics, charged, and told to the policy as the result of its call. A tool that raises or hangs is no
+    violation; the policy reads the error.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        grade: Grader,
+        *,
+        costs: Costs | None = None,
+        forbidden: Sequence[str] = (),
+        tool_timeout_s: float = 5.0,
+        describe_tools: bool = True,
+    ) -> None:
+        """`forbidden` are regular expressions that no message of the policy may contain. Without `describe_tools` the
+        chat template is not given the tools, and the messages say what there is."""
+        self._messages, self._grade, self._timeout_s = list(messages), grade, tool_timeout_s
+        self._tools = {each.name: each for each in tools}
+        if len(self._tools) < len(tools):
+            names = [each.name for each in tools]
+            raise InvalidRequestError("are not distinct", field="tools", value=names, remedy="Rename one of them")
+        self._costs, self._charged = costs or Costs(), 0.0
+        self._forbidden = [re.compile(pattern) for pattern in forbidden]
+        self._results: list[Message] = []
+        self.tools = [each.schema for each in tools] if describe_tools else ()
+
+    def initial_observation(self) -> Sequence[Message]:
+        """The messages given."""
+        return self._messages
+
+    def step(self, message: Message) -> MessageStepResult | Awaitable[MessageStepResult]:
+        """Answers the calls in the message, or grades it."""
+        content = message["content"]
+        violations = Counter(forbidden=sum(1 for pattern in self._forbidden if pattern.search(content)))
+        calls = parse_tool_calls(content)
+        if calls:
+            results = self._answer(calls, violations)
+            self._results += results
+            return self._result(violations, calls=len(calls), following=results)
+        graded = self._grade(without_reasoning(content), tuple(self._results))
+        if inspect.isawaitable(graded):
+            return self._finish_later(graded, violations)
+        return self._result(violations, outcome=_outcome(graded))
+
+    async def _finish_later(self, graded: Awaitable[Answered], violations: Counter[str]) -> MessageStepResult:
+        return self._result(violations, outcome=_outcome(await graded))
+
+    def _answer(self, calls: Sequence[ToolCall], violations: Counter[str]) -> list[Message]:
+        pool = CallPool(timeout_s=self._timeout_s, threads=1)  # one thread: calls of a message run in order
+        try:
+            return [self._answer_one(call, pool, violations) for call in calls]
+        finally:
+            pool.close()
+
+    def _answer_one(self, call: ToolCall, pool: CallPool, violations: Counter[str]) -> Message:
+        began, problem, value = time.monotonic(), call.error, None
+        if problem is not None:
+            violations["malformed_call"] += 1
+        elif call.name not in self._tools:
+            violations["unknown_tool"] += 1
+            problem = f"there is no tool {call.name!r}; there is {', '.join(self._tools)}"
+        else:
+            (answer,) = pool.run([lambda: self._tools[call.name].call(call.arguments or {})])
+            value, problem = answer.value, answer.failure
+            if isinstance(answer.error, ToolError):
+                violations["bad_arguments"] += 1
+                problem = str(answer.error)
+            elif answer.error is not None:
+                violations["tool_failures"] += 1
+        facts = {
+            "tool": call.name,
+            "arguments": dict(call.arguments or {}),
+            "ok": problem is None,
+            "ms": round((time.monotonic() - began) * 1000, 3),
+        }
+        content = as_text(value) if problem is None else f"error: {problem}"
+        return {"role": "tool", "name": call.name or "unknown", "content": content, NOT_RENDERED: facts}
+
+    def _result(
+        self,
+        counted: Counter[str],
+        *,
+        calls: int = 0,
+        following: Sequence[Message] = (),
+        outcome: Reward | None = None,
+    ) -> MessageStepResult:
+        """The reward of one message: the outcome, if it was the final one, minus what the message cost."""
+        failures = counted.pop("tool_failures", 0)
+        violations = counted.total()
+        costs = self._costs
+        parts = {
+            "call_cost": self._charge(costs.per_call, calls),
+            "step_cost": self._charge(costs.per_step, 1),
+            "violation_cost": self._charge(costs.per_violation, violations),
+        }
+        parts = {name: value for name, value in parts.items() if value}
+        info: dict[str, Any] = {"violations": violations, "tool_failures": failures, **counted}
+        if outcome is not None:
+            parts |= outcome.parts or {"outcome": outcome.value}
+            info |= outcome.info
+        return MessageStepResult(
+            reward=sum(parts.values()),
+            episode_done=outcome is not None,
+            next_messages=following,
+            parts=parts,
+            metrics=info,
+            tool_calls=calls,
+        )
+
+    def _charge(self, price: float, count: int) -> float:
+        """A negative part; charges beyond `at_most` in all are waived."""
+        charge = max(0.0, min(price * count, self._costs.at_most * _JUST_BELOW - self._charged))
+        self._charged += charge
+        return -charge
+
+
+_JUST_BELOW = 1 - 1e-12
+"""Keeps the rounding of a sum of charges within the declared range."""
+
+
+def _outcome(graded: Answered) -> Reward:
+    if isinstance(graded, Reward):
+        return graded
+    if isinstance(graded, int | float):
+        return Reward(float(graded))
+    raise InvalidRequestError(
+        "is no number and no Reward", field="grade()", value=graded, remedy="Return one, or raise an exception"
+    )

@@ -1,0 +1,174 @@
+"""What a run looks like on a terminal: readings, samples, findings. Formats only: numbers come from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mint.rl.analysis.bisect import Regression
+from mint.rl.analysis.doctor import Examination
+from mint.rl.analysis.finding import Finding
+from mint.rl.analysis.planner import Plan
+from mint.rl.evaluation import Estimate
+from mint.rl.heldout_evaluation import GREEDY, SAMPLED
+from mint.rl.loop import RunResult
+from mint.rl.tracking.terminal_text import head, one_line, paragraph, tail
+from mint.rl.tracking.token_ledger import Ledger, ledger_table
+
+EXAMPLES = 3
+EXAMPLE_SIGNS = 600
+LEDGER_ITEMS = 10
+COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
+
+
+def print_run(console: Console, result: RunResult, evaluations: Sequence[Mapping[str, Any]]) -> None:
+    """The whole report of a run; `evaluations` are the rows of its log."""
+    if result.heldout_before:
+        name = next((str(row["set"]) for row in evaluations), "held-out")
+        print_before_after(console, name, result.heldout_before, result.heldout_after)
+        _print_examples(console, evaluations)
+    rate = result.samples / result.seconds if result.seconds else 0.0
+    console.print(
+        f"{result.steps} steps in {result.seconds:.1f} s ({result.seconds_setup:.1f} s of setup before), "
+        f"{result.samples} completions ({rate:.0f}/s), "
+        f"the logprobs of sampler and trainer {_agreement(result.max_abs_logprob_diff)}"
+    )
+    print_findings(console, result.findings)
+    if result.stopped_by is not None:
+        console.print(f"[red]stopped[/red] by {result.stopped_by}")
+    console.print(f"run folder  {result.run_dir}  (curve.png, metrics.jsonl, rollouts.jsonl)", soft_wrap=True)
+    console.print(f"checkpoint  {result.checkpoint}", soft_wrap=True)
+    if result.best_checkpoint is not None:
+        console.print(f"best so far {result.best_checkpoint}", soft_wrap=True)
+    console.print(f"export it   mint export {result.checkpoint} --format peft --output adapter", soft_wrap=True)
+    console.print(f"diagnose it mint diagnose {result.run_dir}", soft_wrap=True)
+    console.print(f"look at it  mint dashboard {result.run_dir}", soft_wrap=True)
+
+
+def print_before_after(
+    console: Console, title: str, before: Mapping[float, Estimate], after: Mapping[float, Estimate]
+) -> None:
+    """Mean reward and success rate, each with what stands behind it."""
+    table = Table(title=escape(title))
+    for heading in ("", "reward before RL", "after RL", "success before", "after", "n"):
+        table.add_column(heading)
+    for temperature, name in ((GREEDY, "greedy"), (SAMPLED, "temperature 1")):
+        old, new = before[temperature], after[temperature]
+        table.add_row(name, _cell(old), _cell(new), f"{old.success:.3f}", f"{new.success:.3f}", str(new.n))
+    console.print(table)
+
+
+def print_reading(console: Console, title: str, readings: Mapping[float, Estimate]) -> None:
+    """One checkpoint on one task: reward with its interval, success, pass@k and the parts of the reward."""
+    table = Table(title=escape(title))
+    for heading in ("", "reward (95 %)", "success", "pass@k", "parts", "n", "ungraded"):
+        table.add_column(heading)
+    for temperature, reading in readings.items():
+        table.add_row(
+            "greedy" if temperature == GREEDY else f"temperature {temperature:g}",
+            _cell(reading),
+            f"{reading.success:.3f}",
+            "  ".join(f"{k}: {value:.3f}" for k, value in reading.pass_at.items()),
+            "  ".join(f"{name} {value:.3f}" for name, value in reading.parts.items()),
+            str(reading.n),
+            str(reading.ungraded),
+        )
+    console.print(table)
+
+
+def print_findings(console: Console, findings: Iterable[Finding]) -> None:
+    """One paragraph per finding: code, step, evidence, remedy; says so when there is none."""
+    found = list(findings)
+    if not found:
+        console.print("[green]no findings[/green]")
+    for finding in found:
+        color = COLORS[finding.severity]
+        console.print(
+            f"[{color}]{finding.severity}: {finding.code}[/{color}] (step {finding.step}): "
+            f"{escape(one_line(finding.evidence))}. {escape(finding.remedy)}."
+        )
+
+
+def print_ledgers(console: Console, run: Ledger, items: Mapping[int, Ledger]) -> None:
+    """From tokens generated to tokens trained on: the run, and the items that cost most."""
+    console.print(ledger_table({"all": run}, title="where the tokens went", first="run"))
+    most = dict(list(items.items())[:LEDGER_ITEMS])
+    console.print(ledger_table(most, title=f"the {len(most)} items that cost most"))
+
+
+def print_regression(console: Console, metric: str, regression: Regression) -> None:
+    """Between which two checkpoints the metric fell, and how many readings that took."""
+    color = {"found": "red", "uncertain": "yellow", "none": "green"}[regression.verdict]
+    console.print(
+        f"[{color}]{regression.verdict}[/{color}]: {metric}, {escape(regression.explanation)}", soft_wrap=True
+    )
+    console.print(f"{regression.evaluations} checkpoints were read for this")
+
+
+def print_examination(console: Console, task: str, examination: Examination) -> None:
+    """The verdict of `mint doctor`, and what it rests on."""
+    first, *rest = examination.lines()
+    console.print(f"[bold]{escape(task)}[/bold]  [bold]{escape(first)}[/bold]", soft_wrap=True)
+    for line in rest:
+        console.print(escape(line), soft_wrap=True)
+
+
+def print_plan(console: Console, planned: Plan) -> None:
+    """A row per group size; the recommended one is marked."""
+    table = Table(title=f"pass rate {planned.pass_rate:.2f}, {planned.batch_size} prompts per step")
+    for heading in ("group size", "informative groups", "tokens per step", "tokens per informative token", ""):
+        table.add_column(heading, justify="right")
+    for option in planned.options:
+        spread = f"  ({option.low:.2f} to {option.high:.2f})" if option.high > option.low else ""
+        table.add_row(
+            str(option.group_size),
+            f"{option.informative:.3f}{spread}",
+            f"{option.tokens_per_step:.0f}",
+            f"{option.tokens_per_informative_token:.2f}",
+            "← enough" if option is planned.recommended else "",
+        )
+    console.print(table)
+
+
+def sample_lines(rows: Sequence[Mapping[str, Any]], count: int) -> list[str]:
+    """`count` rollouts of a step for the terminal: the best and the worst in turn, with reward by part."""
+    graded = sorted((row for row in rows if row.get("reward") is not None), key=lambda row: row["reward"])
+    chosen: list[Mapping[str, Any]] = []
+    while graded and len(chosen) < count:
+        chosen.append(graded.pop(-1 if len(chosen) % 2 == 0 else 0))
+    return [_sample_line(row) for row in chosen]
+
+
+def _sample_line(row: Mapping[str, Any]) -> str:
+    parts = "".join(f" {name} {value:+.2f}" for name, value in row["parts"].items())
+    calls = f", {row['tool_calls']} tool calls" if row["tool_calls"] else ""
+    prompt, text = tail(str(row["prompt"]), 60), head(str(row["text"]), 100)
+    return f"{prompt} → {text}  [reward {row['reward']:.2f}{parts}; {len(row['tokens'])} tokens{calls}]"
+
+
+def _print_examples(console: Console, evaluations: Sequence[Mapping[str, Any]]) -> None:
+    sampled = {row["when"]: row["examples"] for row in evaluations if row["temperature"] == SAMPLED}
+    table = Table(title="held-out completions at temperature 1")
+    for heading in ("prompt", "before RL", "after RL"):
+        table.add_column(heading)
+    for before, after in list(zip(sampled.get("before", []), sampled.get("after", []), strict=False))[:EXAMPLES]:
+        prompt = one_line(str(before["prompt"]).replace("\n", " ")[-80:])
+        table.add_row(escape(prompt), *(escape(_example(row)) for row in (before, after)))
+    console.print(table)
+
+
+def _example(row: Mapping[str, Any]) -> str:
+    reward = "not graded" if row["reward"] is None else f"reward {row['reward']:g}"
+    return f"{paragraph(str(row['text']).strip()[:EXAMPLE_SIGNS])}  ({reward})"
+
+
+def _cell(reading: Estimate) -> str:
+    return f"{reading.mean:.3f}  ({reading.low:.3f} to {reading.high:.3f})"
+
+
+def _agreement(max_abs_diff: float) -> str:
+    return "are equal to the last bit" if max_abs_diff == 0 else f"differ by at most {max_abs_diff:.1e}"

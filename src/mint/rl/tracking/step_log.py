@@ -1,0 +1,165 @@
+"""What a step writes down: its metrics, and one row per rollout. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mint.rl.adapter import Task
+from mint.rl.policy_update import Update
+from mint.rl.rollouts.rollout import Group, Rollout
+from mint.rl.rollouts.rollout_worker import StepRollouts
+from mint.rl.tracking.token_ledger import step_ledger
+
+
+def success_rate(task: Task, group: Group) -> float | None:
+    """How far the group's graded rollouts solve their sample, 0 to 1: the share of successes, partial credit counted
+    as a part of one. None where none is graded."""
+    solved = [min(1.0, max(0.0, reward / task.success_reward)) for reward in group.rewards]
+    return sum(solved) / len(solved) if solved else None
+
+
+def step_metrics(task: Task, batch: StepRollouts, update: Update) -> dict[str, float]:
+    """The metrics of a step by the names of the run folder, those of the optimizer included."""
+    rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
+    return {
+        "step": float(batch.step),
+        "temperature": batch.temperature,
+        **_reward_metrics(task, batch, rollouts),
+        **_group_metrics(task, batch),
+        **_rollout_metrics(rollouts),
+        **_info_metrics(rollouts),
+        **step_ledger(batch, update),
+        "datums": float(update.datums),
+        **update.metrics,
+    }
+
+
+def _reward_metrics(task: Task, batch: StepRollouts, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    rewards = np.asarray([rollout.reward for rollout in rollouts if rollout.reward is not None], dtype=np.float64)
+    names = sorted({name for rollout in rollouts for name in rollout.parts})
+    parts = {
+        f"reward/part/{name}": float(
+            np.mean([rollout.parts.get(name, 0.0) for rollout in rollouts if rollout.reward is not None])
+        )
+        for name in names
+    }
+    empty = not len(rewards)
+    return {
+        "reward/mean": 0.0 if empty else float(rewards.mean()),
+        "reward/std": 0.0 if empty else float(rewards.std()),
+        "reward/min": 0.0 if empty else float(rewards.min()),
+        "reward/max": 0.0 if empty else float(rewards.max()),
+        "success/rate": 0.0 if empty else float(np.mean([task.is_success(reward) for reward in rewards])),
+        **parts,
+    }
+
+
+def _group_metrics(task: Task, batch: StepRollouts) -> dict[str, float]:
+    ends = [(min(group.rewards), max(group.rewards)) for group in batch.all_groups if len(group.rewards) > 1]
+    equal = [low for low, high in ends if low == high]
+    good = sum(map(task.is_success, equal))
+    return {
+        "groups/total": float(len(batch.all_groups)),
+        "groups/used": float(len(ends) - len(equal)),
+        "groups/all_good": float(good),
+        "groups/all_bad": float(len(equal) - good),
+        "groups/failed": float(len(batch.all_groups) - len(ends)),
+        "groups/refilled": float(len(batch.replaced)),
+    }
+
+
+def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    count = len(rollouts)
+    lengths = [len(rollout.tokens) for rollout in rollouts] or [0]
+    texts = Counter(rollout.text for rollout in rollouts)
+    logprobs = [rollout.logprobs for rollout in rollouts if rollout.tokens]
+    return {
+        "rollouts/count": float(count),
+        "rollouts/ungraded": float(sum(rollout.reward is None for rollout in rollouts)),
+        "rollouts/unsupported": float(sum(rollout.unsupported for rollout in rollouts)),
+        "rollouts/timeouts": float(sum(rollout.timed_out for rollout in rollouts)),
+        "rollouts/tokens": float(sum(lengths)),
+        "rollouts/mean_length": float(np.mean(lengths)),
+        "rollouts/max_length": float(max(lengths)),
+        "rollouts/truncated_share": sum(rollout.truncated for rollout in rollouts) / max(1, count),
+        "rollouts/entropy_estimate": float(-np.mean(np.concatenate(logprobs))) if logprobs else 0.0,
+        "rollouts/turns_mean": float(np.mean([len(rollout.turns) for rollout in rollouts])) if rollouts else 0.0,
+        "rollouts/tool_calls_mean": float(np.mean([rollout.tool_calls for rollout in rollouts])) if rollouts else 0.0,
+        "rollouts/duplicate_share": 1.0 - len(texts) / count if count else 0.0,
+        "rollouts/retokenized_turns": float(sum(rollout.retokenized_turns for rollout in rollouts)),
+    }
+
+
+def _info_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The mean of every number that graders and environments have reported, over the rollouts that have it."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.info.items():
+            if isinstance(value, int | float):
+                found.setdefault(f"info/{name}", []).append(float(value))
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+
+
+def rollout_rows(batch: StepRollouts, update: Update, tokenizer: Any) -> list[dict[str, Any]]:
+    """One row per rollout for the log, and one per group that could not be sampled."""
+    judged = {id(one.rollout): one.advantage for one in update.judged}
+    trained = {id(one.rollout) for one in update.chosen}
+    of_tokens = {id(one.rollout): advantages for one, advantages in zip(update.chosen, update.advantages, strict=False)}
+    entropies = {id(one.rollout): values for one, values in zip(update.chosen, update.entropies, strict=False)}
+    rows: list[dict[str, Any]] = []
+    for place, group in enumerate(batch.all_groups):
+        shared = {"step": batch.step, "group": place, "item": group.item, "sample": str(group.sample)}
+        if group.error is not None:
+            rows.append({**shared, "error": group.error})
+            continue
+        shared["prompt"] = tokenizer.decode(group.prompt)
+        rows += [
+            {
+                **shared,
+                **rollout_row(one),
+                "advantage": judged.get(id(one)),
+                "used": id(one) in trained,
+                **_token_advantages(of_tokens.get(id(one)), judged.get(id(one))),
+                **_entropies(entropies.get(id(one))),
+            }
+            for one in group.rollouts
+        ]
+    return rows
+
+
+def _token_advantages(advantages_T: np.ndarray | None, advantage: float | None) -> dict[str, list[float]]:
+    """What the loss was given for each token, where that is not the rollout's own advantage; to six places."""
+    if advantages_T is None or (advantages_T == advantage).all():
+        return {}
+    return {"token_advantages": np.round(advantages_T, 6).tolist()}
+
+
+def _entropies(entropies_T: np.ndarray | None) -> dict[str, list[float]]:
+    """Of the distribution that each token was drawn from, in nats; to four places, which is what eyes can use."""
+    return {} if entropies_T is None else {"entropies": np.round(entropies_T.astype(np.float64), 4).tolist()}
+
+
+def rollout_row(rollout: Rollout) -> dict[str, Any]:
+    """A rollout for JSON."""
+    return {
+        "text": rollout.text,
+        "tokens": rollout.tokens,
+        "logprobs": rollout.logprobs,
+        "stop_reason": rollout.stop_reason,
+        "truncated": rollout.truncated,
+        "reward": rollout.reward,
+        "parts": dict(rollout.parts),
+        "error": rollout.error,
+        "unsupported": rollout.unsupported,
+        "timed_out": rollout.timed_out,
+        "turns": len(rollout.turns),
+        "turn_lengths": [len(turn.tokens) for turn in rollout.turns],
+        "tool_calls": rollout.tool_calls,
+        "trace": [dict(entry) for entry in rollout.trace],
+        "info": dict(rollout.info),
+        "policy_step": rollout.policy_step,
+    }

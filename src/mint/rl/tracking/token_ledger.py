@@ -1,0 +1,99 @@
+"""Signal accounting: how many of the sampled tokens were graded, could inform, were trained on, and gave gradient.
+
+Pure functions over the groups of a step, or over the rows of `rollouts.jsonl`. Knows nothing of how rewards came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+
+from mint.rl.policy_update import Update
+from mint.rl.rollouts.rollout_worker import StepRollouts
+
+CLIP_FRACTIONS = ("train/clip_low_fraction", "train/clip_high_fraction")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Tokens, each stage a part of the one before.
+
+    `generated`: sampled · `graded`: of rollouts with a reward · `informative`: of groups with unequal rewards ·
+    `trained`: went into the loss with an advantage that is not 0.
+    """
+
+    generated: int = 0
+    graded: int = 0
+    informative: int = 0
+    trained: int = 0
+
+    def __add__(self, other: Ledger) -> Ledger:
+        return Ledger(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+def step_ledger(batch: StepRollouts, update: Update) -> dict[str, float]:
+    """The `ledger/*` metrics of one step.
+
+    `ledger/gradient` is `trained` less the tokens beyond the clip range, for losses that report one: an upper bound of
+    what was lost, since a clipped ratio still has a gradient where the advantage pulls it back.
+    """
+    generated = [rollout for group in batch.all_groups for rollout in group.rollouts]
+    informative = [rollout for group in batch.all_groups if len(set(group.rewards)) > 1 for rollout in group.graded]
+    trained = float(sum(len(one.rollout.tokens) for one in update.chosen if one.advantage))
+    clipped = sum(update.metrics.get(name, 0.0) for name in CLIP_FRACTIONS)
+    return {
+        "ledger/generated": float(sum(len(rollout.tokens) for rollout in generated)),
+        "ledger/graded": float(sum(len(rollout.tokens) for rollout in generated if rollout.reward is not None)),
+        "ledger/informative": float(sum(len(rollout.tokens) for rollout in informative)),
+        "ledger/trained": trained,
+        "ledger/gradient": trained * max(0.0, 1.0 - clipped),
+    }
+
+
+def ledger_by_item(rows: Iterable[Mapping[str, Any]]) -> dict[int, Ledger]:
+    """Item (place in the dataset) → its ledger over the rows of `rollouts.jsonl`, most generated tokens first."""
+    sampled = [row for row in rows if row.get("tokens")]
+    key = ("step", "group", "item")
+    ordered = sorted(sampled, key=lambda row: tuple(row[name] for name in key))
+    totals: dict[int, Ledger] = {}
+    for (_, _, item), group in groupby(ordered, key=lambda row: tuple(row[name] for name in key)):
+        totals[item] = totals.get(item, Ledger()) + _group_ledger(list(group))
+    return dict(sorted(totals.items(), key=lambda entry: -entry[1].generated))
+
+
+def ledger_of_steps(metrics: Iterable[Mapping[str, float]]) -> Ledger:
+    """The sum over steps of `metrics.jsonl`."""
+    names = [each.name for each in fields(Ledger)]
+    steps = [Ledger(*(int(step.get(f"ledger/{name}", 0)) for name in names)) for step in metrics]
+    return sum(steps, Ledger())
+
+
+def ledger_table(ledgers: Mapping[Any, Ledger], *, title: str, first: str = "item") -> Table:
+    """A table of ledgers for people, shares of the generated tokens beside the counts."""
+    table = Table(title=title)
+    for column in (first, "generated", "graded", "informative", "trained"):
+        table.add_column(column, justify="right")
+    for name, ledger in ledgers.items():
+        stages = (ledger.graded, ledger.informative, ledger.trained)
+        shares = [f"{stage} ({stage / max(1, ledger.generated):.0%})" for stage in stages]
+        table.add_row(str(name), str(ledger.generated), *shares)
+    return table
+
+
+def _group_ledger(rows: Sequence[Mapping[str, Any]]) -> Ledger:
+    graded = [row for row in rows if row["reward"] is not None]
+    unequal = len({row["reward"] for row in graded}) > 1
+    return Ledger(
+        generated=_tokens(rows),
+        graded=_tokens(graded),
+        informative=_tokens(graded) if unequal else 0,
+        trained=_tokens([row for row in graded if row["used"] and row["advantage"]]),
+    )
+
+
+def _tokens(rows: Sequence[Mapping[str, Any]]) -> int:
+    return sum(len(row["tokens"]) for row in rows)

@@ -1,0 +1,192 @@
+"""Mirrors of a run in TensorBoard, Weights & Biases and trackio. The run folder stays the truth: a tracker that fails
+is dropped, with a finding, and costs the run nothing else.
+
+Knows the three packages, each imported when its name is asked for; does not know what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, get_args
+
+from mint.errors import InvalidRequestError, MissingExtraError
+from mint.rl.analysis.finding import SEVERITIES, Finding
+
+log = logging.getLogger("mint.trackers")
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TRACKERS: tuple[str, ...] = get_args(TrackerName)
+PROJECT = "mint"
+
+Numbers = Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """Takes numbers by name, step after step. A run that is resumed repeats no step that it has told of before, but
+    may fall back to an earlier one."""
+
+    def log(self, step: int, numbers: Numbers) -> None:
+        """The numbers of one step; a step may be told of in several parts."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Writes what is left; `failed`: the run has ended in an error."""
+        ...
+
+
+class Trackers:
+    """All trackers of a run, fed by the hook that `run_grpo` calls."""
+
+    def __init__(
+        self, names: Sequence[str], folder: Path, config: Mapping[str, Any], on_failure: Callable[[Finding], None]
+    ) -> None:
+        """`folder` is the run's; `config` is what its `config.json` says; `on_failure` is told of a tracker that fails.
+
+        Raises:
+            MissingExtraError: the package of a tracker is not installed.
+            InvalidRequestError: a tracker cannot be opened.
+        """
+        self._on_failure = on_failure
+        self._open: dict[str, Tracker] = {}
+        self._step = 0
+        self._findings = dict.fromkeys(SEVERITIES, 0)
+        for name in names:
+            try:
+                self._open[name] = _MAKERS[name](folder, config)
+            except ImportError as error:
+                raise MissingExtraError(
+                    f"tracking with {name} needs the package {name}", remedy="pip install 'mint[trackers]'"
+                ) from error
+            except Exception as error:  # what a tracker raises where it has no account, network or folder is its own
+                raise InvalidRequestError(
+                    f"cannot be opened ({type(error).__name__}: {error})",
+                    field="RLConfig.trackers",
+                    value=name,
+                    remedy="W&B without an account or network: set WANDB_MODE=offline; else leave the tracker out",
+                ) from error
+
+    def __call__(self, event: str, fields: Mapping[str, Any]) -> None:
+        """The hook."""
+        if event == "step":
+            self._log(int(fields["step"]), {name: value for name, value in fields.items() if name != "step"})
+        elif event == "evaluation":
+            self._log(int(fields["step"]), _reading(fields))
+        elif event == "finding":
+            self._findings[fields["severity"]] += 1
+            self._log(int(fields["step"]), {f"findings/{name}": float(n) for name, n in self._findings.items()})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for name in list(self._open):
+            self._guarded(name, lambda tracker: tracker.close(failed=error is not None))
+        self._open.clear()
+
+    def _log(self, step: int, numbers: Numbers) -> None:
+        self._step = step
+        for name in list(self._open):
+            self._guarded(name, lambda tracker: tracker.log(step, numbers))
+
+    def _guarded(self, name: str, act: Callable[[Tracker], None]) -> None:
+        try:
+            act(self._open[name])
+        except Exception as error:  # whatever a tracker raises must not end the run
+            log.warning("the tracker %s failed and is left out from here on", name, exc_info=True)
+            del self._open[name]
+            self._on_failure(
+                Finding(
+                    "tracker_failed",
+                    "warning",
+                    self._step,
+                    f"{name} failed ({type(error).__name__}: {error}); the run goes on without it",
+                    "Everything is in the run folder: see mint dashboard, or correct the tracker and resume",
+                )
+            )
+
+
+def _reading(row: Mapping[str, Any]) -> Numbers:
+    """The numbers of one reading of the held-out set."""
+    how = "greedy" if row["temperature"] == 0 else "sampled"
+    return {f"heldout/{how}/{name}": float(row[name]) for name in ("mean", "low", "high", "success")}
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        from tensorboard.summary import Writer  # deferred: an optional package
+
+        self._writer = Writer(str(folder / "tensorboard"))
+
+    def log(self, step: int, numbers: Numbers) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """Where and how to send is said by W&B's own settings (`WANDB_MODE=offline`, `WANDB_PROJECT`, …)."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb  # deferred: an optional package
+
+        settings = wandb.Settings(silent=True, console="off")
+        project = PROJECT if wandb.setup().settings.project is None else None
+        self._run = wandb.init(
+            project=project, name=folder.name, id=_identity(folder), resume="allow",
+            dir=str(folder), config=dict(config), settings=settings,
+        )  # fmt: skip
+
+    def log(self, step: int, numbers: Numbers) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class _Trackio:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import trackio  # deferred: an optional package
+
+        with contextlib.redirect_stdout(sys.stderr):  # it greets on stdout, which is the user's
+            self._run = trackio.init(
+                project=PROJECT, name=folder.name, config=_plain(config), resume="allow", embed=False,
+                auto_log_cpu=False, auto_log_gpu=False,
+            )  # fmt: skip
+
+    def log(self, step: int, numbers: Numbers) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(dict(config), default=str))
+
+
+def _identity(folder: Path) -> str:
+    """The name by which W&B knows the run again when it is resumed, kept in the run folder."""
+    path = folder / "wandb.id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text()
+
+
+_MAKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "trackio": _Trackio,
+}

@@ -1,0 +1,1 @@
+"""HTTP: routes, authentication, bodies and the access log. The only room that knows Starlette."""

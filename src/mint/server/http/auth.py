@@ -1,0 +1,124 @@
+"""Who sends a request: by their key, or, where none is asked for, only from this machine and from no web page.
+
+A web page that a browser shows can send requests to a server on the same machine: straight away (its `Origin` tells),
+or under a name of its own that leads here (its `Host` tells). Programs send neither. Knows no route.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from mint.errors import AuthenticationError, ForeignPageError
+from mint.server.callers import LOCAL, Caller
+from mint.server.store.keys import Keys
+
+Authenticate = Callable[[Request], Caller]
+"""Says who sends a request, or raises `AuthenticationError`."""
+
+Screen = Callable[[Request], None]
+"""Refuses a request, whoever sends it, by raising a `MintError`."""
+
+
+def everyone_is_local(_request: Request) -> Caller:
+    """Asks for no key."""
+    return LOCAL
+
+
+def everything_passes(_request: Request) -> None:
+    """Refuses nothing."""
+
+
+def by_key(keys: Keys) -> Authenticate:
+    """Asks for a key, in `X-API-Key` or as `Authorization: Bearer`."""
+
+    def authenticate(request: Request) -> Caller:
+        key = key_of(request)
+        if not key:
+            remedy = "Send one as X-API-Key or Authorization: Bearer (clients: MINT_API_KEY or TINKER_API_KEY)"
+            raise AuthenticationError("this server asks for an API key, and none was sent", remedy=remedy)
+        caller = keys.verify(key)
+        if caller is None:
+            remedy = "Ask the operator for one: mint keys create --owner NAME"
+            raise AuthenticationError("the API key is not known here, or was revoked", remedy=remedy)
+        return caller
+
+    return authenticate
+
+
+def key_of(request: Request) -> str:
+    """The key that a request carries, in `X-API-Key` or as `Authorization: Bearer`; empty where there is none."""
+    given = request.headers.get("x-api-key", "").strip()
+    if given:
+        return given
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    return credentials.strip() if scheme.lower() == "bearer" else ""
+
+
+def no_foreign_pages(*, any_host: bool = False) -> Screen:
+    """Refuses what only a browser on a foreign page would send; `any_host` where the server has names of its own."""
+
+    def screen(request: Request) -> None:
+        host = _name_of(request.headers.get("host", ""))
+        if not any_host and not _names_this_machine(host):
+            raise ForeignPageError(
+                "this server asks for no key, and so answers only to names of this machine",
+                field="host",
+                value=host or "(none)",
+                remedy="Use http://127.0.0.1 or http://localhost, or make keys: mint keys create --owner NAME",
+            )
+        origin = request.headers.get("origin")
+        if origin is not None and address_of(origin) != request.headers.get("host", "").lower():
+            raise ForeignPageError(
+                "this server asks for no key, and so takes nothing from web pages of other addresses",
+                field="origin",
+                value=origin,
+                remedy="Call it from a program, or make keys: mint keys create --owner NAME",
+            )
+
+    return screen
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name leads to this machine alone; an empty one stands for every address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    if not host:
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+
+
+def _names_this_machine(name: str) -> bool:
+    """By the name alone, without asking who answers to it: that is what a hostile name server would decide."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _name_of(host: str) -> str:
+    """The name in a `Host` header, without port and brackets."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def address_of(origin: str) -> str:
+    """The `host:port` of an `Origin` header; empty for `null` and for what is none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""

@@ -1,0 +1,350 @@
+"""The routes by which weights leave and enter as files: signed addresses, the downloads behind them, and uploads.
+
+A file is named by checkpoint and by one of a few names, never by a path. Knows HTTP; what is in the files is
+`archives`' and `uploads`' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+from urllib.parse import quote, urlencode
+
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+
+import mint.wire as wire
+from mint.engine.protocol import LORA_ALPHA
+from mint.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError, NotFoundError, OverloadedError
+from mint.models.peft_format import config_json, peft_header
+from mint.server.http.route_table import Call, RouteRow, answer, answer_json
+from mint.server.http.signed_urls import LIFETIME_S, Signer
+from mint.server.service.service import Service
+from mint.server.service.uploads import SCRATCH, archive_manifest, full_disk_named, import_checkpoint
+from mint.server.store import archives, checkpoints
+from mint.server.store.archives import Part
+from mint.server.store.checkpoints import CheckpointPath, Manifest
+from mint.server.store.journal import CheckpointRow
+from mint.types.records import ExternalWeightsUrlsResponse, UploadCheckpointResponse
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks  # not there at run time
+
+ARCHIVE = "checkpoint.tar.gz"
+PEFT_FILES = (archives.PEFT_CONFIG, archives.PEFT_WEIGHTS)
+UPLOADS_AT_ONCE = 8
+PATIENCE_S = 60.0
+MAX_FIELD_BYTES = 4096
+FILE_FIELD, TEXT_FIELDS = "file", ("base_model", "name")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+_uploads = threading.BoundedSemaphore(UPLOADS_AT_ONCE)
+
+
+# --- down --------------------------------------------------------------------------------------------------------
+
+
+async def archive(call: Call) -> Response:
+    """302 to a signed address of the checkpoint as a .tar.gz: a PEFT adapter, with the optimizer where it has one."""
+    row = await _readable(call)
+    expires_at = int(time.time()) + LIFETIME_S
+    expires = format_datetime(datetime.fromtimestamp(expires_at, UTC), usegmt=True)
+    location = _signed_url(call, row, ARCHIVE, expires_at)
+    return answer_json(b"{}", status=302, headers={"location": location, "expires": expires})
+
+
+async def external_weights_urls(call: Call) -> Response:
+    """Signed addresses of the files of a PEFT adapter, for `tinker checkpoint download`."""
+    row = await _readable(call, kind=checkpoints.EXTERNAL)
+    expires_at = int(time.time()) + LIFETIME_S
+    urls = {name: _signed_url(call, row, name, expires_at) for name in PEFT_FILES}
+    return answer(ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires_at, UTC)))
+
+
+async def download(call: Call) -> Response:
+    """The file behind a signed address."""
+    service, query = call.service, call.request.query_params
+    name = call.request.path_params["file"]
+    try:
+        row = checkpoints.find_checkpoint(service.journal, _path(call), reader=None)
+    except (NotFoundError, InvalidRequestError):
+        row = None  # told apart from a wrong signature, this would say what others have
+    signer = await asyncio.to_thread(Signer, service.data_dir)
+    signer.check(
+        "" if row is None else row.folder,
+        name,
+        expires_at=query.get("expires", ""),
+        signature=query.get("signature", ""),
+        now=time.time(),
+    )
+    if row is None or name not in (ARCHIVE, *PEFT_FILES):
+        raise AuthenticationError("the address is not one that this server has signed", remedy="Ask for a new one")
+    size, content = await asyncio.to_thread(open_file, service.data_dir / row.folder, name)
+    headers = {
+        "content-length": str(size),
+        "content-disposition": f'attachment; filename="{name}"',
+        "cache-control": "private, no-store",
+        "x-content-type-options": "nosniff",
+    }
+    media_type = {ARCHIVE: "application/gzip", archives.PEFT_CONFIG: "application/json"}
+    return StreamingResponse(content, media_type=media_type.get(name, "application/octet-stream"), headers=headers)
+
+
+def _path(call: Call, kind: str | None = None) -> str:
+    parts = call.request.path_params
+    return CheckpointPath(parts["run_id"], kind or parts["kind"], parts["name"]).uri
+
+
+async def _readable(call: Call, kind: str | None = None) -> CheckpointRow:
+    """The row of the checkpoint that the caller asks for, its files found undamaged."""
+    row = checkpoints.find_checkpoint(call.service.journal, _path(call, kind), reader=call.caller.owner)
+    folder = call.service.data_dir / row.folder
+    manifest = checkpoints.read_manifest(folder)
+    await asyncio.to_thread(checkpoints.check_files, folder, manifest, manifest.files)
+    return row
+
+
+def _signed_url(call: Call, row: CheckpointRow, file: str, expires_at: int) -> str:
+    """Where a file is, seen from the sender: below the address that they have called."""
+    signature = Signer(call.service.data_dir).sign(row.folder, file, expires_at=expires_at)
+    place = "/".join(quote(part, safe=":") for part in (row.model_id, row.kind, row.name, file))
+    query = urlencode({"expires": expires_at, "signature": signature})
+    return f"{str(call.request.base_url).rstrip('/')}{wire.API_PREFIX}/downloads/{place}?{query}"
+
+
+def open_file(folder: Path, name: str) -> tuple[int, Iterator[bytes]]:
+    """Size and content of a file to be downloaded."""
+    manifest = checkpoints.read_manifest(folder)
+    parts = {part.name: part for part in _parts(folder, manifest)}
+    if name == ARCHIVE:
+        return archives.tar_gz(parts.values())
+    return parts[name].size, parts[name].content()
+
+
+def _parts(folder: Path, manifest: Manifest) -> list[Part]:
+    """A checkpoint as others read it: the weights renamed on the way, their bytes as they lie on the disk."""
+    weights = folder / checkpoints.WEIGHTS_FILE
+    header, start, modules = peft_header(weights)
+    rank = manifest.lora_spec.rank
+    config = config_json(modules, rank=rank, alpha=LORA_ALPHA, base_model=manifest.base_model)
+    size = len(header) + weights.stat().st_size - start
+    parts = [
+        Part.of_bytes(archives.PEFT_CONFIG, config),
+        Part(archives.PEFT_WEIGHTS, size, lambda: _content(weights, header, start)),
+        Part.of_bytes(archives.MANIFEST, archive_manifest(manifest)),
+    ]
+    optimizer = folder / checkpoints.OPTIMIZER_FILE
+    if checkpoints.OPTIMIZER_FILE in manifest.files:
+        parts.append(Part(archives.OPTIMIZER, optimizer.stat().st_size, lambda: _content(optimizer)))
+    # the last one, by which older clients see that nothing is missing
+    return [*parts, Part.of_bytes(archives.COMPLETE, b"")]
+
+
+def _content(path: Path, first: bytes = b"", start: int = 0) -> Iterator[bytes]:
+    yield first
+    with path.open("rb") as file:
+        file.seek(start)
+        while chunk := file.read(archives.CHUNK):
+            yield chunk
+
+
+# --- up ----------------------------------------------------------------------------------------------------------
+
+
+async def upload(call: Call) -> Response:
+    """A PEFT adapter, or an archive of this server, as the multipart part `file` (.tar.gz or .tar) becomes a checkpoint
+    of the caller's. Form fields `base_model` (if the adapter does not name one that is known here) and `name`."""
+    if not _uploads.acquire(blocking=False):
+        raise OverloadedError(f"{UPLOADS_AT_ONCE} uploads are under way already", remedy="Try again in a minute")
+    try:
+        scratch = call.service.data_dir / SCRATCH
+        await asyncio.to_thread(scratch.mkdir, parents=True, exist_ok=True)
+        with full_disk_named(), tempfile.TemporaryFile(dir=scratch) as spool:
+            fields = await _receive(call, spool)
+            row = await asyncio.to_thread(_import, call, spool, fields)
+    finally:
+        _uploads.release()
+    path = CheckpointPath(row.model_id, row.kind, row.name).uri
+    notes = (row.user_metadata or {}).get("notes", [])
+    alias = checkpoints.alias_of(row.folder)
+    return answer(UploadCheckpointResponse(path=path, checkpoint_id=alias, notes=notes))
+
+
+def _import(call: Call, spool: BinaryIO, fields: Mapping[str, str]) -> CheckpointRow:
+    return import_checkpoint(
+        call.service.journal,
+        call.service.data_dir,
+        spool,
+        owner=call.caller.owner,
+        base_model=fields.get("base_model") or None,
+        name=fields.get("name") or None,
+        folder_of=_offered(call.service),
+        max_bytes=call.caller.quotas.max_checkpoint_bytes,
+    )
+
+
+def _offered(service: Service) -> Callable[[str], Path]:
+    """Finds base models by name. What a stranger's file says must not make the server look about on its disk."""
+
+    def find(name: str) -> Path:
+        bases = service.bases
+        if name in bases.names or (_HUB_ID.fullmatch(name) and not Path(name).exists()):
+            return bases.folder(name)
+        for offered in bases.names:
+            if bases.key(offered) == name:
+                return bases.folder(offered)
+        raise NotFoundError("is not offered here", field="base_model", value=name)
+
+    return find
+
+
+async def _receive(call: Call, spool: BinaryIO) -> dict[str, str]:
+    """Writes the part `file` of a multipart body to `spool`; the text fields."""
+    headers = call.request.headers
+    media_type, options = parse_options_header(headers.get("content-type"))
+    boundary = options.get(b"boundary", b"")
+    if media_type != b"multipart/form-data" or not boundary:
+        remedy = "Send multipart/form-data with a part named file: curl -F file=@adapter.tar.gz"
+        raise InvalidRequestError(
+            "is not that of an upload", field="content-type", value=headers.get("content-type", ""), remedy=remedy
+        )
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise InvalidRequestError(
+            "is not taken here", field="content-encoding", value=headers["content-encoding"], remedy="Leave it out"
+        )
+    form = _Form(spool)
+    try:
+        parser = MultipartParser(boundary, form.callbacks())
+        most = min(archives.MAX_UPLOAD_BYTES, call.caller.quotas.max_checkpoint_bytes or archives.MAX_UPLOAD_BYTES)
+        received = 0
+        async for chunk in _chunks(call):
+            received += len(chunk)
+            if received > most:
+                remedy = f"Send at most {most} bytes"
+                raise BodyTooLargeError("is too large", field="body", value=f"{received} bytes", remedy=remedy)
+            await asyncio.to_thread(parser.write, chunk)
+        parser.finalize()
+    except MultipartParseError as error:
+        raise InvalidRequestError(
+            f"is not whole multipart/form-data: {error}", field="body", value="the upload", remedy="Send it again"
+        ) from error
+    return form.fields()
+
+
+async def _chunks(call: Call) -> AsyncGenerator[bytes]:
+    """The body, as it comes in."""
+    stream = call.request.stream().__aiter__()
+    while True:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                chunk = await anext(stream, None)
+        except (ClientDisconnect, TimeoutError):
+            raise InvalidRequestError("broke off", field="body", value="the upload", remedy="Send it again") from None
+        if chunk is None:
+            return
+        yield chunk
+
+
+class _Form:
+    """What a multipart body says, part by part: the file goes to the disk, a few short fields are kept."""
+
+    def __init__(self, spool: BinaryIO) -> None:
+        self._spool = spool
+        self._header, self._value = bytearray(), bytearray()
+        self._disposition = b""
+        self._name = ""
+        self._texts: dict[str, bytearray] = {}
+        self._ended = False
+        self._seen: set[str] = set()
+
+    def callbacks(self) -> MultipartCallbacks:
+        """What the parser is to call."""
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": lambda data, start, end: self._collect(self._header, data[start:end]),
+            "on_header_value": lambda data, start, end: self._collect(self._value, data[start:end]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._name_part,
+            "on_part_data": lambda data, start, end: self._take(data[start:end]),
+            "on_end": self._end,
+        }
+
+    def fields(self) -> dict[str, str]:
+        """The text fields, once the file is there.
+
+        Raises:
+            InvalidRequestError: the body ended early, or had no file.
+        """
+        if not self._ended or FILE_FIELD not in self._seen:
+            problem = "has no part named file" if self._ended else "ends in the middle"
+            raise InvalidRequestError(problem, field="body", value="the upload", remedy="curl -F file=@adapter.tar.gz")
+        return {name: text.decode("utf-8", "replace") for name, text in self._texts.items()}
+
+    def _begin(self) -> None:
+        self._disposition = b""
+
+    def _collect(self, target: bytearray, data: bytes) -> None:
+        if len(target) + len(data) > MAX_FIELD_BYTES:
+            raise InvalidRequestError(
+                f"is longer than {MAX_FIELD_BYTES} bytes", field="body", value="a header or field", remedy="Shorten it"
+            )
+        target += data
+
+    def _end_header(self) -> None:
+        if bytes(self._header).lower() == b"content-disposition":
+            self._disposition = bytes(self._value)
+        self._header.clear()
+        self._value.clear()
+
+    def _name_part(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._name = options.get(b"name", b"").decode("utf-8", "replace")
+        if self._name in self._seen or self._name not in (FILE_FIELD, *TEXT_FIELDS):
+            wanted = ", ".join((FILE_FIELD, *TEXT_FIELDS))
+            raise InvalidRequestError(
+                "is not a part of an upload", field="part", value=self._name, remedy=f"Send {wanted}, once each"
+            )
+        self._seen.add(self._name)
+        if self._name != FILE_FIELD:
+            self._texts[self._name] = bytearray()
+
+    def _take(self, data: bytes) -> None:
+        if self._name == FILE_FIELD:
+            self._spool.write(data)
+        else:
+            self._collect(self._texts[self._name], data)
+
+    def _end(self) -> None:
+        self._ended = True
+
+
+_CHECKPOINTS = f"{wire.API_PREFIX}/training_runs/{{run_id}}/checkpoints"
+
+ROUTES: tuple[RouteRow, ...] = (
+    RouteRow("GET", f"{_CHECKPOINTS}/{{kind}}/{{name}}/archive", archive),
+    RouteRow(
+        "GET",
+        f"{_CHECKPOINTS}/external_weights/{{name}}/external_weights_urls",
+        external_weights_urls,
+        response=ExternalWeightsUrlsResponse,
+    ),
+    RouteRow("GET", f"{wire.API_PREFIX}/downloads/{{run_id}}/{{kind}}/{{name}}/{{file}}", download, is_open=True),
+    RouteRow(
+        "POST",
+        f"{wire.API_PREFIX}/checkpoints/upload",
+        upload,
+        response=UploadCheckpointResponse,
+        streams_body=True,
+    ),
+)

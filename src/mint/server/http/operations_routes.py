@@ -1,0 +1,68 @@
+"""The routes of those who run the server: whether it lives, whether it works, its numbers and its description."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+from starlette.responses import Response
+
+import mint.wire as wire
+from mint.errors import NotFoundError
+from mint.server.http import openapi
+from mint.server.http.route_table import Call, Operation, RouteRow, answer
+
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Health(BaseModel):
+    """`status` is ok, or says that requests are not being worked on; `problems` says why."""
+
+    status: str
+    problems: list[str] | None = None
+
+
+async def healthz(_call: Call) -> Response:
+    """Whether the process lives: it answers."""
+    return answer(Health(status="ok"))
+
+
+async def readyz(call: Call) -> Response:
+    """Whether requests are being worked on: the journal can be written, and the engine is not stuck. 503 if not."""
+    verdict = await call.request.app.state.readiness.look()
+    if verdict.is_ready:
+        return answer(Health(status="ok"))
+    return answer(Health(status="not ready", problems=list(verdict.problems)), status=503)
+
+
+async def metrics(call: Call) -> Response:
+    """Numbers for Prometheus: requests, times, queues, the engine's work. No owners, no keys, no texts."""
+    exposition = call.request.app.state.metrics
+    if exposition is None:
+        raise NotFoundError("no numbers are kept in this process", remedy="Use mint serve")
+    return Response(exposition.render(), media_type=PROMETHEUS_TEXT)
+
+
+async def describe(call: Call) -> Response:
+    """This description, as OpenAPI 3.1."""
+    state = call.request.app.state
+    return Response(openapi.document(state.rows, asks_keys=state.asks_keys), media_type="application/json")
+
+
+async def docs(call: Call) -> Response:
+    """This description, as a page to read."""
+    page = openapi.page(call.request.app.state.rows)
+    return Response(page, media_type="text/html; charset=utf-8", headers=openapi.PAGE_HEADERS)
+
+
+def _get(path: str, operation: Operation, response: type[BaseModel] | None = None, *, is_open: bool) -> RouteRow:
+    return RouteRow("GET", path, operation, response=response, is_open=is_open)
+
+
+ROUTES: tuple[RouteRow, ...] = (
+    _get("/healthz", healthz, Health, is_open=True),
+    _get("/health", healthz, Health, is_open=True),
+    _get(f"{wire.API_PREFIX}/healthz", healthz, Health, is_open=True),
+    _get("/readyz", readyz, Health, is_open=True),
+    _get("/metrics", metrics, is_open=False),
+    _get("/openapi.json", describe, is_open=True),
+    _get("/docs", docs, is_open=True),
+)

@@ -1,0 +1,435 @@
+"""The messages of OpenAI's completions and chat protocol, under OpenAI's names, and the few that vLLM adds.
+
+Fields that neither protocol knows are ignored, as every server of it does; known ones that cannot be honoured are
+refused where they are not at rest. Knows no model, tokenizer or HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+
+from mint.errors import InvalidRequestError
+from mint.server.worker.validation import MAX_SEED
+
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_PROMPTS = 1024
+MAX_TOKEN = 2**31 - 1
+
+_NO_PENALTIES = "Leave it out: tokens are drawn from the policy itself, with temperature, top_p and top_k alone"
+_NO_GRAMMAR = "Leave it out, and check the text afterwards: tokens are not constrained to a format"
+_NO_AUDIO = "Only text goes in and out"
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "suffix": (("",), "Leave it out: only the end of a text can be completed"),
+    "logit_bias": (({},), _NO_PENALTIES),
+    "presence_penalty": ((0,), _NO_PENALTIES),
+    "frequency_penalty": ((0,), _NO_PENALTIES),
+    "repetition_penalty": ((1,), _NO_PENALTIES),
+    "length_penalty": ((1,), _NO_PENALTIES),
+    "min_p": ((0,), _NO_PENALTIES),
+    "min_tokens": ((0,), "Leave it out, or ask again for those that are too short"),
+    "ignore_eos": ((False,), "Leave it out: a text ends where the model ends it"),
+    "use_beam_search": ((False,), "Leave it out: sample with n, and choose"),
+    "include_stop_str_in_output": ((False,), "Leave it out; `return_token_ids` returns every sampled token"),
+    "response_format": (({"type": "text"},), _NO_GRAMMAR),
+    "guided_json": ((), _NO_GRAMMAR),
+    "guided_regex": ((), _NO_GRAMMAR),
+    "guided_choice": ((), _NO_GRAMMAR),
+    "guided_grammar": ((), _NO_GRAMMAR),
+    "structured_outputs": ((), _NO_GRAMMAR),
+    "functions": (([],), "Pass `tools`"),
+    "function_call": (("none",), "Pass `tools` and `tool_choice`"),
+    "parallel_tool_calls": ((True,), "Leave it out: how many calls a reply holds is up to the model"),
+    "modalities": ((["text"],), _NO_AUDIO),
+    "audio": ((), _NO_AUDIO),
+    "web_search_options": ((), "Pass `tools`, and run them on your side"),
+    "prompt_logprobs": ((), "Ask /v1/completions with echo and logprobs"),
+}
+"""Known fields that cannot be honoured: the values at which they say nothing (besides null), and what to do instead."""
+
+
+class _Lenient(BaseModel):
+    """Unknown fields are ignored; types are not bent (`"1"` is no number)."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class StreamOptions(_Lenient):
+    """How a stream ends."""
+
+    include_usage: bool = False
+
+
+class _SamplingRequest(_Lenient):
+    """What both kinds of request say about sampling. `top_k`, `stop_token_ids`, `skip_special_tokens`,
+    `return_token_ids` and `return_tokens_as_token_ids` are vLLM's."""
+
+    model: str
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, fields: Any) -> Any:
+        """A null means that a field was left out; one that cannot be honoured is refused by name."""
+        if not isinstance(fields, dict):
+            return fields
+        given = {key: value for key, value in fields.items() if value is not None}
+        for name in given.keys() & _UNSUPPORTED.keys():
+            at_rest, remedy = _UNSUPPORTED[name]
+            if not any(given[name] == value for value in at_rest):
+                raise InvalidRequestError("is not supported", field=name, value=given[name], remedy=remedy)
+        return given
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The strings to stop at; none is what an empty list means here."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def sampling_seed(self) -> int | None:
+        """The seed in the engine's range: negative ones are seeds, too."""
+        return None if self.seed is None else self.seed % (MAX_SEED + 1)
+
+
+def _one_of_four(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """One complaint instead of four."""
+    try:
+        return read(value)
+    except ValidationError as error:
+        remedy = "Pass a text, a list of texts, token ids, or a list of lists of token ids"
+        raise InvalidRequestError("is no prompt", field="prompt", value=value, remedy=remedy) from error
+
+
+Prompt = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_one_of_four)]
+
+
+class CompletionRequest(_SamplingRequest):
+    """Continues one prompt or several, each given as text or as token ids."""
+
+    prompt: Prompt
+    max_tokens: int = Field(default=16, ge=0)
+    best_of: int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n):
+            remedy = "Leave it out, or pass the same as n: samples are not ranked"
+            raise InvalidRequestError("is not n", field="best_of", value=self.best_of, remedy=remedy)
+        if not 1 <= len(self.prompts) <= MAX_PROMPTS:
+            remedy = f"Pass 1 to {MAX_PROMPTS} prompts at once"
+            raise InvalidRequestError(
+                "is not served", field="prompt", value=f"{len(self.prompts)} prompts", remedy=remedy
+            )
+        for prompt in self.prompts:
+            wrong = next((token for token in prompt if isinstance(token, int) and not 0 <= token <= MAX_TOKEN), None)
+            if wrong is not None:
+                remedy = "Pass ids of the model's own tokenizer"
+                raise InvalidRequestError("is no token id", field="prompt", value=wrong, remedy=remedy)
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Every prompt."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [[token for token in prompt if isinstance(token, int)]]
+        return prompt  # ty: ignore[invalid-explicit-return]
+
+
+class ContentPart(_Lenient):
+    """A part of a message."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(_Lenient):
+    """Which function, and its arguments as JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(_Lenient):
+    """A call that the assistant has asked for."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(_Lenient):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text.
+
+        Raises:
+            InvalidRequestError: a part of it is no text.
+        """
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise InvalidRequestError("is no text", field="messages.content", value=part.type, remedy=_NO_AUDIO)
+        return "".join(part.text or "" for part in self.content)
+
+
+class Function(_Lenient):
+    """What a model is told of a function; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Lenient):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(_SamplingRequest):
+    """Asks for the next message of a conversation. `chat_template_kwargs`, vLLM's, go to the chat template."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[Tool] | None = None
+    tool_choice: Any = "auto"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if self.tool_choice not in ("auto", "none"):
+            remedy = 'Pass "auto" or "none": a call cannot be forced, because tokens are not constrained'
+            raise InvalidRequestError("is not supported", field="tool_choice", value=self.tool_choice, remedy=remedy)
+        if self.top_logprobs and not self.logprobs:
+            remedy = "Pass logprobs=true with it"
+            raise InvalidRequestError("needs logprobs", field="top_logprobs", value=self.top_logprobs, remedy=remedy)
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of a reply; None is what the context holds."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+_OPTIONAL: Any = Field(default=None, exclude_if=_is_none)
+"""A field that is not sent where nothing asked for it, instead of being sent as null."""
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+class Usage(BaseModel):
+    """Tokens read and sampled; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobs(BaseModel):
+    """Every sampled token (that which ended the text, too), after those of the prompt where it is echoed."""
+
+    tokens: list[str] = Field(default_factory=list)
+    token_logprobs: list[float | None] = Field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] | None = None
+    text_offset: list[int] = Field(default_factory=list)
+
+
+class CompletionChoice(BaseModel):
+    """One continuation, or the next piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = _OPTIONAL
+    prompt_token_ids: list[int] | None = _OPTIONAL
+
+
+class Completion(BaseModel):
+    """The answer of `/v1/completions`; in a stream, one event of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = _OPTIONAL
+
+
+class TokenLogprob(BaseModel):
+    """One token of the vocabulary at one place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    """A sampled token with the most probable ones at its place."""
+
+    top_logprobs: list[TokenLogprob] = Field(default_factory=list)
+
+
+class ChatLogprobs(BaseModel):
+    """Every sampled token, that which ended the message, too."""
+
+    content: list[ChatTokenLogprob]
+
+
+class AssistantMessage(BaseModel):
+    """What the model said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    tool_calls: list[ToolCall] | None = _OPTIONAL
+
+
+class ToolCallDelta(ToolCall):
+    """A whole call, as a stream numbers it."""
+
+    index: int
+
+
+class Delta(BaseModel):
+    """What a message grows by."""
+
+    role: Literal["assistant"] | None = _OPTIONAL
+    content: str | None = _OPTIONAL
+    tool_calls: list[ToolCallDelta] | None = _OPTIONAL
+
+
+ChatFinish = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(BaseModel):
+    """One reply."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinish
+    token_ids: list[int] | None = _OPTIONAL
+
+
+class ChatCompletion(BaseModel):
+    """The answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = _OPTIONAL
+
+
+class ChunkChoice(BaseModel):
+    """The next piece of one reply."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinish | None = None
+    token_ids: list[int] | None = _OPTIONAL
+
+
+class ChatChunk(BaseModel):
+    """One event of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = _OPTIONAL
+    prompt_token_ids: list[int] | None = _OPTIONAL
+
+
+class Model(BaseModel):
+    """Something that can be sampled from. `root` is its base model, `max_model_len` the longest text in tokens."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None = _OPTIONAL
+
+
+class ModelList(BaseModel):
+    """Everything that the caller can sample from by name."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong, in OpenAI's shape."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every refusal here."""
+
+    error: ErrorDetails

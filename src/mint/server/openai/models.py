@@ -1,0 +1,112 @@
+"""What a `model` of the OpenAI protocol stands for: a base, a checkpoint, or the newest weights of a training run.
+
+Knows whose things are whose; knows nothing of prompts and of sampling.
+"""
+
+from __future__ import annotations
+
+import pydantic_core
+
+from mint.errors import InvalidRequestError, MintError, NotFoundError
+from mint.server.callers import Caller
+from mint.server.openai.messages import Model
+from mint.server.service.service import Service
+from mint.server.store import checkpoints
+from mint.server.store.checkpoints import CheckpointPath
+from mint.server.store.journal import SamplerRow
+
+OWNED_BY_MINT = "mint"
+
+
+def find_weights(service: Service, caller: Caller, model: str) -> SamplerRow:
+    """What to sample from: a checkpoint (`mint://…`, `tinker://…`, `ckpt_…`), a run's newest weights, or a base.
+
+    Raises:
+        NotFoundError: there is no such model for this caller; what others own does not exist, unless published.
+        CheckpointError: the checkpoint is damaged.
+    """
+    try:
+        if "://" in model or model.startswith("ckpt_"):
+            return _saved(service, caller, model)
+        if service.journal.run(model) is not None:
+            return _newest(service, caller, model)
+        if model not in service.bases.names and _is_path(model):
+            raise NotFoundError("names a folder")  # which of the server's files are models is the operator's to say
+        service.bases.folder(model)
+    except (NotFoundError, InvalidRequestError) as error:
+        why = error.message if isinstance(error, _NoWeightsError) else "is not a model here"
+        raise NotFoundError(why, field="model", value=model, remedy="See GET /v1/models") from error
+    return SamplerRow(f"base:{model}", "", model, None, None, None, None, "")
+
+
+def find_model(service: Service, caller: Caller, name: str) -> Model:
+    """What is said of one model; slow, as `list_models`.
+
+    Raises:
+        NotFoundError, CheckpointError: as `find_weights`.
+    """
+    for listed in list_models(service, caller):
+        if listed.id == name:
+            return listed
+    return _model(service, name, find_weights(service, caller, name).base_model, OWNED_BY_MINT, 0)
+
+
+def list_models(service: Service, caller: Caller) -> list[Model]:
+    """The bases; then of what is the caller's own the newest thousand runs that have weights, and checkpoints.
+
+    Slow: it reads a folder for each.
+    """
+    models = [_model(service, base, base, OWNED_BY_MINT, 0) for base in service.bases.names]
+    bases: dict[str, str] = {}
+    for run in service.catalog.runs(caller.owner).training_runs:
+        bases[run.training_run_id] = run.base_model
+        is_saved = run.last_checkpoint is not None or run.last_sampler_checkpoint is not None
+        if is_saved or service.journal.saves(run.training_run_id, limit=1):
+            created = int(run.last_request_time.timestamp())
+            models.append(_model(service, run.training_run_id, run.base_model, run.model_owner, created))
+    for kept in service.catalog.checkpoints(caller.owner).checkpoints:
+        base = bases.get(CheckpointPath.parse(kept.tinker_path).model_id, "unknown")
+        models.append(_model(service, kept.tinker_path, base, caller.owner, int(kept.time.timestamp())))
+    return models
+
+
+class _NoWeightsError(NotFoundError):
+    """The run is the caller's, but nothing was saved or published of it."""
+
+
+def _newest(service: Service, caller: Caller, run_id: str) -> SamplerRow:
+    """The last that was published or saved and is still there; after the session's end, the last checkpoint."""
+    kept = service.catalog.checkpoints_of(caller.owner, run_id).checkpoints
+    run = service.journal.run(run_id)
+    if run is not None and run.owner == caller.owner:
+        for result in service.journal.saves(run_id):
+            content = pydantic_core.from_json(result)
+            sampler = content.get("sampling_session_id")
+            found = service.journal.sampler(sampler) if sampler else None
+            if found is not None:
+                return found
+            if content.get("path"):
+                break  # a named save: the newest of those is what the catalog says, whatever was deleted since
+    for checkpoint in kept:
+        if checkpoint.checkpoint_type != "external":
+            return _saved(service, caller, checkpoint.tinker_path)
+    raise _NoWeightsError("has no weights yet: save or publish some first")
+
+
+def _saved(service: Service, caller: Caller, path: str) -> SamplerRow:
+    found = checkpoints.find_checkpoint(service.journal, path, reader=caller.owner)
+    manifest = checkpoints.read_manifest(service.data_dir / found.folder)
+    uri = CheckpointPath(found.model_id, found.kind, found.name).uri
+    return SamplerRow(f"saved:{uri}", "", manifest.base_model, uri, found.folder, None, manifest.lora, "")
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or ".." in model.split("/")
+
+
+def _model(service: Service, name: str, base: str, owner: str, created: int) -> Model:
+    try:
+        length = service.bases.context_length(base)
+    except (MintError, OSError, ValueError):  # its folder has gone since; that is not the list's business
+        length = None
+    return Model(id=name, created=created, owned_by=owner, root=base, max_model_len=length)

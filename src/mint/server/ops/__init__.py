@@ -1,0 +1,1 @@
+"""What operators see: logs, metrics, readiness and checks before the start."""

@@ -1,0 +1,115 @@
+"""The server's log: one line per event, as JSON for machines or in colour for people, on standard error.
+
+Everything that is logged through Python's own `logging` comes here too. Keys never do: what looks like one is made
+unreadable in every line, tracebacks included. Prompts, bodies and query strings are given to no logger at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import MutableMapping
+from typing import Any, TextIO
+
+import structlog
+
+from mint.server.http.access_log import Exchange, request_id
+
+access_log = logging.getLogger("mint.access")
+
+_KEY = re.compile(r"\b(tml-|sk-|eyJ)[A-Za-z0-9_.~+/=-]{6,}|(?i:\b(bearer)\s+)[A-Za-z0-9_.~+/=-]{6,}")
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+MAX_CHARS, MAX_TRACEBACK_CHARS = 1_000, 16_000
+
+Event = MutableMapping[str, Any]
+
+
+def configure_logs(*, format: str, level: str, stream: TextIO | None = None) -> None:
+    """Sends every logger's lines to `stream` (None: standard error); `format` is console or json."""
+    stream = stream or sys.stderr
+    before: list[Any] = [
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.ExtraAdder(),
+        _drop_copies,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _add_request_id,
+    ]
+    renderer: list[Any]
+    if format == "json":
+        renderer = [structlog.processors.format_exc_info, _clean, structlog.processors.JSONRenderer(default=str)]
+    else:
+        renderer = [
+            structlog.processors.format_exc_info,
+            _clean,
+            structlog.dev.ConsoleRenderer(colors=stream.isatty()),
+        ]
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=before, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer]
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+def log_exchange(exchange: Exchange) -> None:
+    """One line for a request and its answer; routine ones of probes only where everything is logged."""
+    level = logging.DEBUG if exchange.route in _ROUTINE and exchange.status < 400 else logging.INFO
+    access_log.log(
+        level,
+        "request",
+        extra={
+            "request_id": exchange.request_id,
+            "method": exchange.method,
+            "route": exchange.route,
+            "status": exchange.status,
+            "ms": round(exchange.seconds * 1000, 2),
+            "received_bytes": exchange.received_bytes,
+            "sent_bytes": exchange.sent_bytes,
+            "owner": exchange.owner,
+        },
+    )
+
+
+_ROUTINE = frozenset({"/healthz", "/health", "/api/v1/healthz", "/readyz", "/metrics", "/api/v1/session_heartbeat"})
+
+
+def _add_request_id(_logger: Any, _method: str, event: Event) -> Event:
+    current = request_id.get()
+    if current is not None:
+        event.setdefault("request_id", current)
+    return event
+
+
+def _drop_copies(_logger: Any, _method: str, event: Event) -> Event:
+    """uvicorn adds a coloured copy of its messages."""
+    event.pop("color_message", None)
+    return event
+
+
+def _clean(_logger: Any, _method: str, event: Event) -> Event:
+    """Takes keys out, and what could feign other lines or fill the disk: some of it is what strangers have sent."""
+    for name, value in event.items():
+        if name == "exception":
+            event[name] = "\n".join(_clean_line(line) for line in _cut(value, MAX_TRACEBACK_CHARS).split("\n"))
+        elif isinstance(value, str):
+            event[name] = _clean_line(_cut(value, MAX_CHARS))
+    return event
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+
+
+def _clean_line(text: str) -> str:
+    without_keys = _KEY.sub(lambda found: f"{found[1] or found[2] + ' '}[redacted]", text)
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], without_keys)

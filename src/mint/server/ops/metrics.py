@@ -1,0 +1,234 @@
+"""Numbers for Prometheus: requests by route, the queue, what the engine does. No owners, no keys, no texts.
+
+Watches from outside: exchanges once they are over, the engine through a wrapper, the rest when the numbers are asked
+for. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mint.engine.protocol import Engine, SampleBatch, SampleResult
+from mint.server.http.access_log import NO_ROUTE, Exchange
+from mint.server.service.service import Service
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+TIMED = frozenset(
+    {
+        "load_base",
+        "create_model",
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "read_state",
+        "write_state",
+        "publish",
+        "load_weights",
+    }
+)
+"""The operations of the engine whose time is counted, besides the steps of its batches, which count as `sample`."""
+
+
+class Metrics:
+    """The numbers of one process."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # when each number began to be counted is of no use, and doubles the page
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "mint_requests", "Requests answered.", ("method", "route", "status"), registry=self._registry
+        )
+        self._seconds = Histogram(
+            "mint_request_seconds",
+            "From the head of a request to the end of its answer; those that wait for a result included.",
+            ("route",),
+            buckets=BUCKETS_S,
+            registry=self._registry,
+        )
+        self._busy = Counter("mint_engine_busy_seconds", "Time in the engine.", ("operation",), registry=self._registry)
+        self._tokens = Counter("mint_tokens", "Tokens worked on.", ("kind",), registry=self._registry)
+        for kind in ("trained", "sampled"):
+            self._tokens.labels(kind)
+        self._engine: object = None
+        self._state: _ServiceState | None = None
+
+    def observe(self, exchange: Exchange) -> None:
+        """Counts an exchange."""
+        # the method of a request that no route takes is the sender's invention: not a label
+        method = "-" if exchange.route == NO_ROUTE else exchange.method
+        self._requests.labels(method, exchange.route, exchange.status).inc()
+        self._seconds.labels(exchange.route).observe(exchange.seconds)
+
+    def watch(self, service: Service) -> None:
+        """Shows the state of a service from now on."""
+        self._state = _ServiceState(service)
+        self._registry.register(self._state)
+
+    def metered(self, engine: Engine) -> Engine:
+        """The same engine, whose work is counted."""
+        self._engine = engine
+        self._registry.register(_EngineState(engine))
+        return cast("Engine", _Metered(engine, self._count_work))
+
+    def render(self) -> bytes:
+        """All numbers in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """What the engine has done since the start: `tokens` by kind, `busy_s` by operation, and what it says itself,
+        if it does, of its `sampling` and of its `kv_cells` now."""
+        count = getattr(self._engine, "sampling_counters", None)
+        cells = getattr(self._engine, "kv_cells", None)
+        return {
+            "tokens": _by_label(self._tokens),
+            "busy_s": _by_label(self._busy),
+            "sampling": {} if count is None else dict(count()),
+            "kv_cells": {} if cells is None else dict(cells()),
+        }
+
+    def requests(self) -> list[dict[str, Any]]:
+        """How many requests of each route were `answered`, and how many `refused` (status 400 and above)."""
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
+        samples = (each for metric in self._requests.collect() for each in metric.samples)
+        for sample in samples:
+            if not sample.name.endswith("_total"):
+                continue
+            method, route, status = (sample.labels[name] for name in ("method", "route", "status"))
+            row = rows.setdefault((method, route), {"method": method, "route": route, "answered": 0, "refused": 0})
+            row["refused" if int(status) >= 400 else "answered"] += int(sample.value)
+        return list(rows.values())
+
+    def journal_bytes(self) -> int:
+        """How large the files of the watched service's journal are; 0 without one."""
+        return 0 if self._state is None else self._state.journal_bytes()
+
+    def _count_work(self, operation: str, seconds: float, arguments: tuple[Any, ...], result: Any) -> None:
+        self._busy.labels(operation).inc(seconds)
+        if operation == "forward_backward":
+            self._tokens.labels("trained").inc(sum(len(datum.tokens) for datum in arguments[1]))
+        elif operation == "sample":
+            count = sum(len(sample.tokens) for found in result.values() for sample in found.samples)
+            self._tokens.labels("sampled").inc(count)
+
+
+def _by_label(counter: Counter) -> dict[str, float]:
+    """A counter's values by its only label."""
+    samples = [sample for metric in counter.collect() for sample in metric.samples if sample.name.endswith("_total")]
+    return {next(iter(sample.labels.values())): sample.value for sample in samples}
+
+
+class _Metered:
+    """Stands in front of an engine; hands everything through."""
+
+    def __init__(self, engine: Engine, count: Callable[[str, float, tuple[Any, ...], Any], None]) -> None:
+        self._engine = engine
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._engine, name)
+        if name not in TIMED:
+            return found
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            started_at = time.perf_counter()
+            result = found(*arguments, **named)
+            self._count(name, time.perf_counter() - started_at, arguments, result)
+            return result
+
+        return timed
+
+    def open_batch(self) -> SampleBatch:
+        """The engine's, counted too."""
+        return cast("SampleBatch", _MeteredBatch(self._engine.open_batch(), self._count))
+
+
+class _MeteredBatch:
+    """Stands in front of a batch; hands everything through."""
+
+    def __init__(self, batch: SampleBatch, count: Callable[[str, float, tuple[Any, ...], Any], None]) -> None:
+        self._batch = batch
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)
+
+    def step(self) -> dict[str, SampleResult]:
+        """The batch's; the tokens of a request count once it has ended."""
+        started_at = time.perf_counter()
+        results = self._batch.step()
+        self._count("sample", time.perf_counter() - started_at, (), results)
+        return results
+
+
+class _EngineState(Collector):
+    """What the engine itself counts, at the moment of asking; nothing of an engine that counts nothing."""
+
+    def __init__(self, engine: object) -> None:
+        self._count = getattr(engine, "sampling_counters", None)
+        self._cells = getattr(engine, "kv_cells", None)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the engine is not asked before it works."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Counters of sampling, and gauges of its memory."""
+        if self._count is not None:
+            counts = self._count()
+            prompts = CounterMetricFamily(
+                "mint_prompt_tokens", "Tokens of prompts, by whether their keys were known.", labels=("source",)
+            )
+            for source, name in (("computed", "prefilled"), ("reused", "reused")):
+                prompts.add_metric((source,), counts.get(name, 0))
+            yield prompts
+            steps, restarts = (counts.get(name, 0) for name in ("steps", "restarts"))
+            yield CounterMetricFamily("mint_sampling_steps", "Steps of the batches that are sampled.", value=steps)
+            yield CounterMetricFamily("mint_sampling_restarts", "Jobs that had to make room.", value=restarts)
+        if self._cells is not None:
+            cells = GaugeMetricFamily("mint_kv_cells", "Cells of keys and values.", labels=("state",))
+            for state, value in self._cells().items():
+                cells.add_metric((state,), value)
+            yield cells
+
+
+class _ServiceState(Collector):
+    """What is read from the service at the moment of asking."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the service is not asked before it works."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The gauges."""
+        waiting = self._service.waiting
+        queue = GaugeMetricFamily("mint_waiting_requests", "Accepted and not finished.", labels=("kind",))
+        queue.add_metric(("training",), len(waiting.training))
+        queue.add_metric(("sample",), len(waiting.samples))
+        yield queue
+        rows = self._service.sampled_rows
+        yield GaugeMetricFamily("mint_sampled_rows", "Sequences that are being sampled together.", value=rows)
+        yield GaugeMetricFamily("mint_open_sessions", "Sessions that live.", value=self._service.open_sessions)
+        yield GaugeMetricFamily("mint_journal_bytes", "Size of the journal's files.", value=self.journal_bytes())
+        yield GaugeMetricFamily(
+            "mint_working", "1 while requests are being worked on.", value=float(self._service.is_working)
+        )
+
+    def journal_bytes(self) -> int:
+        """The size of the journal's files together."""
+        sizes = []
+        for path in self._service.data_dir.glob("journal.sqlite3*"):
+            try:
+                sizes.append(path.stat().st_size)
+            except FileNotFoundError:  # SQLite takes its log away between the two
+                continue
+        return sum(sizes)

@@ -1,0 +1,114 @@
+"""The service at a glance, for who runs it: owners, queues, memory, throughput. Reads; changes nothing.
+
+Unlike `metrics` it names owners. Throughput is that of the last seconds in which somebody looked. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mint.server.ops.metrics import Metrics
+from mint.server.service.service import Service
+from mint.version import VERSION
+
+RATE_OVER_S = 10.0
+"""Over how many of the last seconds tokens are counted."""
+
+LEAST_RATE_S = 0.5
+
+
+class Overview:
+    """One service, as it is when asked. Any thread may call."""
+
+    def __init__(self, service: Service, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives monotonic seconds."""
+        self._service = service
+        self._metrics = metrics
+        self._clock = clock
+        self._began_at = time.time()
+        self._lock = threading.Lock()
+        self._seen: deque[tuple[float, Mapping[str, float]]] = deque()
+
+    def __call__(self) -> dict[str, Any]:
+        """The numbers; bytes, seconds, and unix seconds where a name ends in `_at`."""
+        service, work = self._service, self._metrics.totals()
+        waiting = service.waiting
+        return {
+            "available": True,
+            "version": VERSION,
+            "began_at": self._began_at,
+            "now_at": time.time(),
+            "is_working": service.is_working,
+            "base_models": list(service.bases.names),
+            "tenants": self._tenants(),
+            "queue": {
+                "training": len(waiting.training),
+                "samples": len(waiting.samples),
+                "sampled_rows": service.sampled_rows,
+            },
+            "futures": {"open": service.futures.open_count, "waited_for": service.futures.waiter_count},
+            "memory": {"resident_bytes": resident_bytes(), "machine_bytes": machine_bytes()},
+            "journal_bytes": self._metrics.journal_bytes(),
+            "tokens": work["tokens"],
+            "tokens_per_s": self._rates(work["tokens"]),
+            "busy_s": work["busy_s"],
+            "sampling": work["sampling"],
+            "kv_cells": work["kv_cells"],
+            "requests": self._metrics.requests(),
+        }
+
+    def _tenants(self) -> list[dict[str, Any]]:
+        """What each owner has here now, those who wait for most first."""
+        service, waiting = self._service, self._service.waiting
+        owners = service.session_owners
+        sessions = Counter(owners.values())
+        models = Counter(owner for session_id, owner in owners.items() for _ in service.journal.models_of(session_id))
+        training = Counter(item.owner for item in waiting.training)
+        samples = Counter(item.owner for item in waiting.samples)
+        rows = [
+            {
+                "owner": owner,
+                "sessions": sessions[owner],
+                "models": models[owner],
+                "waiting_training": training[owner],
+                "waiting_samples": samples[owner],
+            }
+            for owner in {*sessions, *training, *samples}
+        ]
+        return sorted(rows, key=lambda row: (-row["waiting_training"] - row["waiting_samples"], row["owner"]))
+
+    def _rates(self, tokens: Mapping[str, float]) -> dict[str, float | None]:
+        """Tokens per second by kind; None at the first look."""
+        now = self._clock()
+        with self._lock:
+            while len(self._seen) > 1 and now - self._seen[1][0] >= RATE_OVER_S:
+                self._seen.popleft()
+            since = self._seen[0] if self._seen else None
+            if since is None or now - self._seen[-1][0] >= LEAST_RATE_S:
+                self._seen.append((now, dict(tokens)))
+        if since is None or now - since[0] < LEAST_RATE_S:
+            return dict.fromkeys(tokens)
+        return {kind: (count - since[1].get(kind, 0.0)) / (now - since[0]) for kind, count in tokens.items()}
+
+
+def resident_bytes() -> int:
+    """How much memory this process holds; where the kernel does not say, the most that it ever held."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def machine_bytes() -> int | None:
+    """How much memory the machine has; None where it does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,189 @@
+"""What must hold before a server starts: who may reach it, where its data lies, what it offers. Changes nothing.
+
+Each check is a finding: a sentence, and whether the server may start in spite of it. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from mint.errors import InvalidRequestError, MintError
+from mint.models import registry
+from mint.server.http.auth import is_loopback
+from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.database import SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, whether it is as it must be, and a sentence about it."""
+
+    check: str
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class KeyCount:
+    """How many keys a data directory has: ever made, and of those not revoked."""
+
+    ever: int = 0
+    active: int = 0
+
+
+@dataclass(frozen=True)
+class Door:
+    """Who may come in: `asks_keys`, and `is_local` where nobody else can reach the address."""
+
+    asks_keys: bool
+    is_local: bool
+
+
+def decide_door(host: str, *, api_keys: bool | None, insecure: bool, keys: KeyCount) -> Door:
+    """Whether keys are asked for (None: if any was ever made), and that nobody is let in by mistake.
+
+    Raises:
+        InvalidRequestError: others could reach the server, and no key would keep them out.
+    """
+    asks_keys = keys.ever > 0 if api_keys is None else api_keys
+    is_local = is_loopback(host)
+    if is_local or insecure:
+        return Door(asks_keys, is_local)
+    where = host or "(every address)"
+    if asks_keys and keys.active:
+        return Door(asks_keys, is_local)
+    if api_keys is False:
+        problem, remedy = "others can reach this address, and --no-api-keys would let them all in", "Leave it out"
+    else:
+        problem = "others can reach this address, and no key has been made that would keep them out"
+        remedy = "Make one first: mint keys create --owner NAME"
+    raise InvalidRequestError(problem, field="--host", value=where, remedy=f"{remedy}; or use 127.0.0.1")
+
+
+def count_keys(data_dir: Path) -> KeyCount:
+    """The keys of a data directory, read without changing anything; none where there is no database yet.
+
+    Raises:
+        InvalidRequestError: there is one, and it cannot be read.
+    """
+    file = data_dir / JOURNAL_FILE
+    if not file.is_file():
+        return KeyCount()
+    try:
+        with closing(_read_only(file)) as connection:
+            ever, active = connection.execute("SELECT count(*), count(*) - count(revoked_at) FROM keys").fetchone()
+    except sqlite3.DatabaseError as error:
+        if "no such table" in str(error):  # an older schema
+            return KeyCount()
+        raise InvalidRequestError(f"cannot be read: {error}", field="database", value=file) from error
+    return KeyCount(ever, active)
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A socket that is bound to the address, and not listening yet.
+
+    Raises:
+        InvalidRequestError: the address is none of this machine, or taken, or not allowed.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequestError(f"is no address: {error}", field="--host", value=host) from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        # a second server with the same option could bind as well: only listening tells that the port is free
+        bound.listen(2048)
+    except OSError as error:
+        bound.close()
+        raise InvalidRequestError(
+            f"cannot be listened on: {error.strerror or error}",
+            field="--port",
+            value=f"{host}:{port}",
+            remedy="Choose another one, or 0 for any that is free",
+        ) from error
+    return bound
+
+
+def examine(
+    *,
+    data_dir: Path,
+    host: str,
+    port: int,
+    api_keys: bool | None,
+    insecure: bool,
+    offered: Mapping[str, str],
+    aliases: Mapping[str, str],
+) -> list[Finding]:
+    """Every check, in the order in which a start would meet them; `offered` empty stands for every registered name."""
+
+    def door() -> str:
+        decided = decide_door(host, api_keys=api_keys, insecure=insecure, keys=count_keys(data_dir))
+        reach = "this machine only" if decided.is_local else "other machines too"
+        return f"{host} is reached from {reach}; keys are {'asked for' if decided.asks_keys else 'not asked for'}"
+
+    def free_port() -> str:
+        open_socket(host, port).close()
+        return f"{host}:{port} is free"
+
+    names = {**aliases, **{name: target for name, target in offered.items() if target != name}}
+    return [
+        _finding("data directory", lambda: _data_dir(data_dir)),
+        _finding("schema", lambda: _schema(data_dir / JOURNAL_FILE)),
+        _finding("address", door),
+        _finding("port", free_port),
+        *(
+            _finding("model", lambda name=name: f"{name} is {registry.resolve(name, names)}")
+            for name in offered or registry.available(aliases)
+        ),
+    ]
+
+
+def _finding(check: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(check, True, look())
+    except MintError as error:
+        return Finding(check, False, str(error))
+
+
+def _data_dir(folder: Path) -> str:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise InvalidRequestError("cannot be written", field="--data-dir", value=existing, remedy="Choose another one")
+    return f"{folder} can be written" if existing == folder else f"{folder} will be made"
+
+
+def _schema(file: Path) -> str:
+    if not file.is_file():
+        return "no database yet; it will be made"
+    try:
+        with closing(_read_only(file)) as connection:
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise InvalidRequestError(f"cannot be read: {error}", field="database", value=file) from error
+    if state != "ok":
+        raise InvalidRequestError(f"is damaged: {state}", field="database", value=file, remedy="Restore a backup")
+    if version > SCHEMA_VERSION:
+        raise InvalidRequestError(
+            f"was written by a newer mint (schema {version}, this one reads {SCHEMA_VERSION})",
+            field="database",
+            value=file,
+            remedy="Upgrade mint",
+        )
+    if version < SCHEMA_VERSION:
+        return f"schema {version} will be brought to {SCHEMA_VERSION}; a copy is kept beside it"
+    return f"schema {version}, sound"
+
+
+def _read_only(file: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)

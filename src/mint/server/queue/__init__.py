@@ -1,0 +1,1 @@
+"""What waits for the engine: accepted requests, the order in which they run, and their futures."""

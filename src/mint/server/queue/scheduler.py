@@ -1,0 +1,174 @@
+"""What the engine does next: a pure function of what waits, of what is being sampled, and of how its time was shared.
+
+Samples run together, whatever weights they ask for, and a request joins them between two steps. Training goes first,
+for what it finishes lets more samples run together, until it is `SLICE_S` ahead of them; then they catch up. Among
+training requests owners take turns by the time they have had, then an owner's models; a model's own run strictly in
+`seq_id` order, and one that is missing holds up those behind it for `gap_timeout_s`, after which all of them are given
+up.
+
+Knows nothing of engines, threads or journals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mint.server.queue.fairness import Shares
+
+GAP_TIMEOUT_S = 600.0
+"""Long, because a client's own code may run between two requests (a custom loss reserves its second number early)."""
+
+SLICE_S = 0.1
+"""How far training may get ahead of samples that wait for it. Longer: larger batches; shorter: steadier streams."""
+
+MAX_BATCH_SEQUENCES = 1024
+
+
+@dataclass(frozen=True)
+class TrainingItem:
+    """A training request that waits; times are monotonic seconds."""
+
+    model_id: str
+    seq_id: int
+    arrived_at: float
+    kind: str = ""
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class SampleItem:
+    """A sample request that waits."""
+
+    request_id: str
+    sequences: int
+    arrived_at: float
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """All that waits, samples in order of arrival. `next_seq` is, for each model, the only number that may run now."""
+
+    next_seq: Mapping[str, int] = field(default_factory=dict)
+    training: Sequence[TrainingItem] = ()
+    samples: Sequence[SampleItem] = ()
+
+    @cached_property
+    def heads(self) -> list[TrainingItem]:
+        """The training requests that may run now."""
+        return [item for item in self.training if item.seq_id == self.next_seq[item.model_id]]
+
+    @cached_property
+    def held_up(self) -> dict[str, float]:
+        """For each model whose next number is missing: since when the oldest request waits behind it."""
+        ready = {item.model_id for item in self.heads}
+        oldest: dict[str, float] = {}
+        for item in self.training:
+            if item.model_id not in ready:
+                oldest[item.model_id] = min(item.arrived_at, oldest.get(item.model_id, item.arrived_at))
+        return oldest
+
+
+@dataclass(frozen=True)
+class Running:
+    """What is being sampled: sequences per owner. Nothing may join one that `is_closed`."""
+
+    sequences: Mapping[str, int] = field(default_factory=dict)
+    is_closed: bool = False
+
+
+@dataclass(frozen=True)
+class RunTraining:
+    """Run this one training request."""
+
+    model_id: str
+    seq_id: int
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """Let these sample requests join those that run, and get all of them one step further."""
+
+    joining: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Requests that never arrived, and those that have waited behind them for too long."""
+
+    model_id: str
+    missing: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do until something arrives, or until this time."""
+
+    until: float | None
+
+
+Plan = RunTraining | StepSamples | GiveUp | Wait
+
+
+def plan(
+    pending: Pending,
+    now: float,
+    *,
+    running: Running | None = None,
+    shares: Shares | None = None,
+    gap_timeout_s: float = GAP_TIMEOUT_S,
+) -> Plan:
+    """The next thing to do."""
+    running, shares = running or Running(), shares or Shares()
+    for model_id, since in pending.held_up.items():
+        if since + gap_timeout_s <= now:
+            return _give_up(pending, model_id)
+    has_samples = bool(pending.samples or running.sequences)
+    if pending.heads and not (has_samples and shares.lead_s > SLICE_S):
+        head = _next_in_turn(pending.heads, shares)
+        return RunTraining(head.model_id, head.seq_id)
+    if has_samples:
+        return StepSamples(_joining(pending.samples, running))
+    return Wait(min((since + gap_timeout_s for since in pending.held_up.values()), default=None))
+
+
+def _next_in_turn(heads: Sequence[TrainingItem], shares: Shares) -> TrainingItem:
+    """Of the owner who has had least, the model that has had least; the longest wait decides between equals."""
+    owner = min(heads, key=lambda item: (shares.owners.place(item.owner), item.arrived_at)).owner
+    models = shares.of_models(owner)
+    own = (item for item in heads if item.owner == owner)
+    return min(own, key=lambda item: (models.place(item.model_id), item.arrived_at))
+
+
+def _joining(samples: Sequence[SampleItem], running: Running) -> tuple[str, ...]:
+    """As many as there is room for, those first whose owner has the fewest sequences; one at least where none runs."""
+    if running.is_closed or not samples:
+        return ()
+    has = dict(running.sequences)
+    used = sum(has.values())
+    if used + sum(item.sequences for item in samples) <= MAX_BATCH_SEQUENCES:
+        return tuple(item.request_id for item in samples)
+    chosen: list[str] = []
+    waiting: dict[str, list[SampleItem]] = {}
+    for item in reversed(samples):
+        waiting.setdefault(item.owner, []).append(item)
+    while waiting:
+        owner = min(waiting, key=lambda name: (has.get(name, 0), waiting[name][-1].arrived_at))
+        item = waiting[owner].pop()
+        if used and used + item.sequences > MAX_BATCH_SEQUENCES:
+            break  # no smaller one overtakes it, or it might wait for ever
+        if not waiting[owner]:
+            del waiting[owner]
+        used += item.sequences
+        has[owner] = has.get(owner, 0) + item.sequences
+        chosen.append(item.request_id)
+    return tuple(chosen)
+
+
+def _give_up(pending: Pending, model_id: str) -> GiveUp:
+    waiting = sorted(item.seq_id for item in pending.training if item.model_id == model_id)
+    missing = sorted(set(range(pending.next_seq[model_id], waiting[-1])) - set(waiting))
+    return GiveUp(model_id, tuple(missing), tuple(waiting))

@@ -1,0 +1,1 @@
+"""The operations of the service: check the caller, accept the request durably, look results up."""

@@ -1,0 +1,226 @@
+"""An adapter from outside becomes a checkpoint that trains on: a PEFT folder, or an archive that mint wrote.
+
+Everything is checked against the base model before the first byte is written; what is refused leaves nothing behind.
+Knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mint.config import read_settings
+from mint.engine.protocol import LORA_ALPHA, LoraSpec, ModelState
+from mint.errors import InvalidRequestError, JournalError, MintError
+from mint.models import peft_format, registry
+from mint.models.folder import ModelFolder
+from mint.models.foreign_tensors import ForeignTensors
+from mint.server.ids import model_id, new_session_id
+from mint.server.store import archives, checkpoints
+from mint.server.store.archives import ForeignFiles
+from mint.server.store.catalog import Catalog
+from mint.server.store.checkpoints import CheckpointPath, Manifest
+from mint.server.store.journal import CheckpointRow, Journal, RunRow, SessionRow
+from mint.server.store.snapshot_files import size_bytes
+from mint.server.worker.validation import MAX_RANK, MAX_SEED
+
+SCRATCH = "tmp"
+DEFAULT_NAME = "upload"
+MAX_STEP = 2**53
+ARCHIVE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What an upload holds, checked."""
+
+    base_model: str
+    lora: LoraSpec
+    seed_given: bool
+    state: ModelState
+    notes: tuple[str, ...]
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self.state.exp_avg is not None
+
+
+def import_checkpoint(
+    journal: Journal,
+    data_dir: Path,
+    source: Path | BinaryIO,
+    *,
+    owner: str,
+    base_model: str | None = None,
+    name: str | None = None,
+    folder_of: Callable[[str], Path] | None = None,
+    max_bytes: int | None = None,
+) -> CheckpointRow:
+    """The new checkpoint made of a PEFT folder, or of a .tar.gz or .tar of one; a new run of `owner`'s holds it.
+
+    `base_model` None takes the one that the adapter names. `folder_of` finds a base model's folder (the default: by
+    `MINT_MODELS`). `max_bytes` bounds what the owner's checkpoints may weigh together. What was changed on the way is
+    said in the row's `user_metadata["notes"]`.
+
+    Raises:
+        InvalidRequestError: it is no such thing, hostile, does not fit the base model, or is more than
+            the owner may store.
+        JournalError: the disk is full.
+    """
+    name = checkpoints.check_name(name or DEFAULT_NAME)
+    find = folder_of or _registered
+    with full_disk_named():
+        with ForeignFiles(source, data_dir / SCRATCH) as files:
+            content = _read(files, base_model, find)
+        catalog = Catalog(journal, data_dir)
+        catalog.check_storage(owner, max_bytes, size_bytes(content.state))
+        return _store(catalog, data_dir, content, owner=owner, name=name)
+
+
+@contextmanager
+def full_disk_named() -> Generator[None]:
+    """Says in words that the disk is full.
+
+    Raises:
+        JournalError: it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise JournalError("no room is left for the upload", remedy="Free disk space on the server") from error
+
+
+def archive_manifest(manifest: Manifest) -> bytes:
+    """mint.json: what PEFT's own files do not say, so that an upload of the archive restores the same state."""
+    content = {
+        "format": ARCHIVE_FORMAT,
+        "base_model": manifest.base_model,
+        "lora": manifest.lora,
+        "seed_given": manifest.seed_given,
+        "step": manifest.step,
+        "path": manifest.path,
+    }
+    return json.dumps(content, indent=2).encode()
+
+
+def _registered(name: str) -> Path:
+    return registry.resolve(name, read_settings().model_aliases)
+
+
+def _read(files: ForeignFiles, base_model: str | None, find: Callable[[str], Path]) -> _Content:
+    config = peft_format.read_config(files.read(archives.PEFT_CONFIG) or b"")
+    if config.rank > MAX_RANK:
+        raise InvalidRequestError("is above what mint trains", field="r", value=config.rank, remedy=f"Up to {MAX_RANK}")
+    ours = _read_manifest(files.read(archives.MANIFEST))
+    base_name, folder = _find_base(base_model, ours, config.base_model, find)
+    base = ModelFolder(folder)
+    weights = peft_format.read_weights(files.files[archives.PEFT_WEIGHTS], config, base)
+    layers = peft_format.base_layers(base)
+    notes = []
+    if config.alpha != LORA_ALPHA:
+        weights = peft_format.rescale(weights, config.alpha / LORA_ALPHA)
+        notes.append(f"lora_alpha {config.alpha:g} became {LORA_ALPHA:g}: B was multiplied by the quotient")
+    whole = peft_format.fill(weights, layers, config.rank)
+    if len(whole) > len(weights):
+        count = (len(whole) - len(weights)) // 2
+        notes.append(f"{count} layers had no lora; they have one now that changes nothing until it is trained")
+    parts = {layers[module].part for module in peft_format.module_names(whole)}
+    seed, seed_given = (0, False) if ours is None else (int(ours["lora"]["seed"]), bool(ours["seed_given"]))
+    lora = LoraSpec(config.rank, seed, "attn" in parts, "mlp" in parts, "unembed" in parts)
+    state = ModelState(whole)
+    optimizer = files.files.get(archives.OPTIMIZER)
+    if optimizer is not None:
+        if notes:
+            raise _refused(archives.OPTIMIZER, "belongs to another adapter", "Leave it out, or send an archive of mint")
+        state = _read_optimizer(optimizer, whole)
+    return _Content(base_name, lora, seed_given, state, tuple(notes))
+
+
+def _find_base(
+    given: str | None, ours: Mapping[str, Any] | None, named: str, find: Callable[[str], Path]
+) -> tuple[str, Path]:
+    """The base model that was asked for, else the one that mint.json or adapter_config.json names."""
+    in_file = ["" if ours is None else str(ours["base_model"]), named]
+    candidates = [name for name in ([given] if given is not None else in_file) if name != ""]
+    for name in candidates:
+        try:
+            return name, find(name)
+        except MintError:
+            continue
+    raise InvalidRequestError(
+        "is not a base model here",
+        field="base_model",
+        value=" or ".join(candidates) or "(none)",
+        remedy="Say which it is: --base-model NAME, or a form field base_model; `get_server_capabilities` lists them",
+    )
+
+
+def _read_manifest(text: bytes | None) -> dict[str, Any] | None:
+    """mint.json, if it is there. Rank and parts follow from the weights, never from here."""
+    if text is None:
+        return None
+    try:
+        content = json.loads(text)
+        seed = content["lora"]["seed"]
+        fine = content["format"] == ARCHIVE_FORMAT and type(seed) is int and 0 <= seed <= MAX_SEED
+        if fine and isinstance(content["base_model"], str) and isinstance(content["seed_given"], bool):
+            return content
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _refused(archives.MANIFEST, f"cannot be read: {type(error).__name__}", "Leave it out") from error
+    raise _refused(archives.MANIFEST, "says what it cannot say", "Leave it out, or upgrade mint")
+
+
+def _read_optimizer(file: BinaryIO, weights: Mapping[str, np.ndarray]) -> ModelState:
+    """Weights with their moments and step count, every name and shape checked."""
+    stored = ForeignTensors(file, archives.OPTIMIZER, expected=2 * len(weights))
+    wanted = {f"{part}/{name}": array.shape for part in ("exp_avg", "exp_avg_sq") for name, array in weights.items()}
+    found = {name: entry.shape for name, entry in stored.entries.items() if entry.dtype == "F32"}
+    step = stored.metadata.get("step", "")
+    if found != wanted or len(stored.entries) != len(wanted):
+        raise _refused(archives.OPTIMIZER, "does not fit the weights", "Leave it out, or send an archive of mint")
+    if not (step.isascii() and step.isdigit() and len(step) < 17 and int(step) <= MAX_STEP):
+        raise _refused(archives.OPTIMIZER, "has no step count", "Leave it out, or send an archive of mint")
+    exp_avg = {name: stored.read(f"exp_avg/{name}") for name in weights}
+    exp_avg_sq = {name: stored.read(f"exp_avg_sq/{name}") for name in weights}
+    if any((array < 0).any() for array in exp_avg_sq.values()):
+        raise _refused(archives.OPTIMIZER, "has negative second moments", "Leave it out")
+    return ModelState(weights, int(step), exp_avg, exp_avg_sq)
+
+
+def _store(catalog: Catalog, data_dir: Path, content: _Content, *, owner: str, name: str) -> CheckpointRow:
+    """Writes the checkpoint and its rows; the folder goes again if the rows cannot be written."""
+    session_id = new_session_id()
+    run_id = model_id(session_id, 0)
+    folder = f"checkpoints/{uuid.uuid4()}"
+    now = time.time()
+    path = CheckpointPath(run_id, checkpoints.TRAINING, name)
+    lora = asdict(content.lora)
+    manifest = Manifest(path.uri, content.base_model, lora, content.seed_given, content.state.step, now)
+    try:
+        checkpoints.write_checkpoint(data_dir / folder, content.state, manifest, optimizer=content.has_optimizer)
+        size = checkpoints.folder_size(data_dir / folder)
+        about = {"uploaded": True, "notes": list(content.notes)}
+        row = CheckpointRow(run_id, path.kind, name, folder, now, owner=owner, size_bytes=size, user_metadata=about)
+        run = RunRow(run_id, session_id, owner, now, now, content.base_model, lora, ended_at=now)
+        session = SessionRow(session_id, "", None, now, now, owner, {"display_name": f"upload of {name}"}, now)
+        catalog.add(session, run, row)
+    except BaseException:
+        shutil.rmtree(data_dir / folder, ignore_errors=True)
+        raise
+    return row
+
+
+def _refused(file: str, problem: str, remedy: str) -> InvalidRequestError:
+    return InvalidRequestError(problem, field="file", value=file, remedy=remedy)

@@ -1,0 +1,207 @@
+"""API keys: made, checked, listed and revoked. A key itself is known to its holder alone; here lies its SHA-256.
+
+Works on the database of a data directory, beside a server that runs there. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import sqlalchemy as sa
+
+from mint.errors import ConflictError, InvalidRequestError, JournalError, NotFoundError
+from mint.server.callers import Caller, Quotas
+from mint.server.store.database import LOCAL_OWNER, Database
+from mint.server.store.database import keys as table
+
+log = logging.getLogger("mint.keys")
+
+PREFIX = "tml-mint-"
+"""Public clients refuse, before they ask, keys that do not begin with `tml-`."""
+
+SECRET_BYTES = 32
+HINT_CHARS = len(PREFIX) + 4
+MIN_KEY_CHARS, MAX_KEY_CHARS = 24, 512
+MIN_DISTINCT_CHARS = 12
+"""A key of one's own must be as long, and have as many different characters, that nobody finds it by trying."""
+
+FRESH_S = 0.5
+"""How long a verdict is believed without asking the database; so long may a revoked key still work."""
+
+CACHED_KEYS = 4096
+USE_NOTED_S = 60.0
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """What is known of a key. `hint` is how it begins; times are seconds since the epoch."""
+
+    key_id: str
+    owner: str
+    hint: str
+    created_at: float
+    last_used_at: float | None
+    revoked_at: float | None
+    quotas: Quotas
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    caller: Caller | None
+    read_at: float
+
+
+class Keys:
+    """The keys of one data directory. Any thread may call."""
+
+    def __init__(self, database: Database, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives monotonic seconds."""
+        self._transaction = database.transaction
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
+        self._noted_at: dict[str, float] = {}
+
+    def create(self, owner: str, quotas: Quotas | None = None, *, key: str | None = None) -> tuple[str, KeyRow]:
+        """A new key, which is not kept and cannot be shown again, and its row; `key` registers one of one's own.
+
+        Raises:
+            InvalidRequestError: the owner's name is empty or odd, or the own key is too easy to guess.
+            ConflictError: that key is registered already.
+        """
+        if not (owner.isprintable() and owner.strip() == owner and 0 < len(owner) <= 128) or owner == LOCAL_OWNER:
+            raise InvalidRequestError(
+                f"is not a name for an owner ({LOCAL_OWNER!r} is taken by servers without keys)",
+                field="owner",
+                value=owner,
+                remedy="Give 1 to 128 printable characters",
+            )
+        if key is None:
+            key = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
+        else:
+            _require_strength(key)
+        # of a short key of one's own, even its beginning says too much
+        hint = key[:HINT_CHARS] if key.startswith(PREFIX) else key[:4]
+        row = KeyRow(uuid.uuid4().hex[:12], owner, f"{hint}…", time.time(), None, None, quotas or Quotas())
+        values = {**asdict(row), "sha256": _digest(key)}
+        with self._transaction() as connection:
+            same = sa.select(table.c.key_id).where(table.c.sha256 == values["sha256"])
+            if connection.execute(same).first() is not None:
+                raise ConflictError("this key is registered already", remedy="Choose another one")
+            connection.execute(table.insert().values(values))
+        return key, row
+
+    def verify(self, key: str) -> Caller | None:
+        """Who holds this key; None if it is none, or was revoked.
+
+        Raises:
+            JournalError: the database cannot be read; nothing is known of the key.
+        """
+        digest = _digest(key)
+        return self._known(f"key {digest}", lambda: self._read(table.c.sha256 == digest))
+
+    def holder(self, key_id: str) -> Caller | None:
+        """Whom the key of this id stands for; None if there is none, or it was revoked. For those who have shown the
+        key before.
+
+        Raises:
+            JournalError: as `verify`.
+        """
+        return self._known(f"id {key_id}", lambda: self._read(table.c.key_id == key_id))
+
+    def active_owners(self) -> frozenset[str]:
+        """Those who have a key that was not revoked.
+
+        Raises:
+            JournalError: as `verify`.
+        """
+        wanted = sa.select(table.c.owner).where(table.c.revoked_at.is_(None)).distinct()
+        with self._transaction(write=False) as connection:
+            return frozenset(connection.execute(wanted).scalars())
+
+    def revoke(self, key_id: str) -> KeyRow:
+        """Ends a key; again is fine. Its owner's work and checkpoints stay.
+
+        Raises:
+            NotFoundError: there is no such key.
+        """
+        with self._transaction() as connection:
+            connection.execute(
+                table.update()
+                .where(table.c.key_id == key_id, table.c.revoked_at.is_(None))
+                .values(revoked_at=time.time())
+            )
+        row = next((row for row in self.list() if row.key_id == key_id), None)
+        if row is None:
+            raise NotFoundError("is not a key here", field="key_id", value=key_id, remedy="See mint keys list")
+        with self._lock:
+            self._verdicts.clear()
+        return row
+
+    def list(self) -> Sequence[KeyRow]:
+        """All keys ever made, oldest first."""
+        columns = [column for column in table.c if column.name != "sha256"]
+        with self._transaction(write=False) as connection:
+            rows = connection.execute(sa.select(*columns).order_by(table.c.created_at)).mappings().all()
+        return [replace(KeyRow(**row), quotas=Quotas(**(row["quotas"] or {}))) for row in rows]
+
+    def _known(self, name: str, read: Callable[[], Caller | None]) -> Caller | None:
+        """A verdict, read again once it is not fresh."""
+        now = self._clock()
+        with self._lock:
+            known = self._verdicts.get(name)
+            if known is not None and now - known.read_at < FRESH_S:
+                return known.caller
+        caller = read()
+        with self._lock:
+            self._verdicts[name] = _Verdict(caller, now)
+            self._verdicts.move_to_end(name)
+            if len(self._verdicts) > CACHED_KEYS:
+                self._verdicts.popitem(last=False)
+        if caller is not None:
+            self._note_use(caller.key_id or "", now)
+        return caller
+
+    def _read(self, condition: sa.ColumnElement[bool]) -> Caller | None:
+        with self._transaction(write=False) as connection:
+            row = connection.execute(sa.select(table).where(condition)).mappings().first()
+        if row is None or row["revoked_at"] is not None:
+            return None
+        return Caller(row["owner"], row["key_id"], Quotas(**(row["quotas"] or {})))
+
+    def _note_use(self, key_id: str, now: float) -> None:
+        with self._lock:
+            if now - self._noted_at.get(key_id, float("-inf")) < USE_NOTED_S:
+                return
+            self._noted_at[key_id] = now
+        try:
+            with self._transaction() as connection:
+                connection.execute(table.update().where(table.c.key_id == key_id).values(last_used_at=time.time()))
+        except JournalError as error:
+            log.warning("when a key was last used could not be noted: %s", error)
+
+
+def _require_strength(key: str) -> None:
+    """Refuses a key of one's own that could be guessed, or that no header can carry; never shows it."""
+    problem = None
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        problem = "has characters that a header cannot carry"
+    elif not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS:
+        problem = f"has {len(key)} characters instead of {MIN_KEY_CHARS} to {MAX_KEY_CHARS}"
+    elif len(set(key)) < MIN_DISTINCT_CHARS:
+        problem = f"has only {len(set(key))} different characters"
+    if problem is not None:
+        remedy = "Take the output of: openssl rand -base64 32"
+        raise InvalidRequestError(problem, field="key", value="(not shown)", remedy=remedy)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
