@@ -61,7 +61,7 @@ PROGRAM = """
 import sys
 import httpx
 import mint
-from mint.client import http
+from mint.client import session as http
 from mint.types import AdamParams, Datum, ModelInput
 http.CLOSE_S, http.TIMEOUT = float(sys.argv[2]), httpx.Timeout(3600.0)
 client = mint.ServiceClient(base_url=sys.argv[1])
