@@ -7,7 +7,7 @@ import pytest
 
 from mint.errors import InvalidRequestError
 from mint.rl import RLConfig
-from mint.rl.config import mix_seed
+from mint.rl.seeds import mix_seed
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from mint.rl.config import mix_seed
     [
         ("loss_fn", "reinforce"), ("group_size", 1), ("batch_size", 0), ("max_tokens", 0), ("learning_rate", -1.0),
         ("learning_rate", float("nan")), ("temperature", 0.0), ("kl_penalty_coef", -0.1), ("betas", (0.9, 1.0)),
-        ("rank", 0), ("rank", 10_000), ("steps", -1), ("group_szie", 8),
+        ("rank", 0), ("rank", 10_000), ("steps", -1),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_refused_by_name(field: str, value: object) -> None:
@@ -25,7 +25,13 @@ def test_a_wrong_setting_is_refused_by_name(field: str, value: object) -> None:
 
 def test_the_linear_schedule_starts_at_the_learning_rate_and_falls_towards_zero() -> None:
     config = RLConfig(learning_rate=1e-3, steps=4, lr_schedule="linear")
-    assert [config.learning_rate_at(step) for step in (1, 2, 3, 4)] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert [config.learning_rate_at(step, 4) for step in (1, 2, 3, 4)] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def test_an_unknown_setting_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(InvalidRequestError, match=r"RLConfig\.group_szie") as refused:
+        RLConfig(group_szie=8)
+    assert refused.value.remedy == "Did you mean group_size?"
 
 
 def test_mixed_seeds_differ_and_fit_63_bits() -> None:
@@ -43,7 +49,7 @@ def test_the_temperature_moves_linearly_to_its_end() -> None:
 
 def test_warm_up_rises_to_the_learning_rate_and_the_cosine_falls_from_it() -> None:
     config = RLConfig(learning_rate=1e-3, steps=6, lr_schedule="cosine", lr_warmup_steps=2)
-    rates = [config.learning_rate_at(step) for step in range(1, 7)]
+    rates = [config.learning_rate_at(step, config.steps) for step in range(1, 7)]
     assert rates[:3] == pytest.approx([5e-4, 1e-3, 1e-3])
     assert rates[2:] == pytest.approx([1e-3 * (1 + np.cos(np.pi * done / 4)) / 2 for done in range(4)])
 

@@ -28,8 +28,9 @@ def run_demo(
     """Runs a demo with live progress on `console`; returns the result and the JSON report of the command line."""
     choice = load_task(task, seed=seed)
     steps = choice.config.steps if steps is None else steps
-    settings = {"seed": seed, "run_dir": run_dir, "steps": steps, "trackers": trackers}
-    config = RLConfig(**{**choice.config.model_dump(), **settings})
+    changed = {"seed": seed, "run_dir": run_dir, "steps": steps, "trackers": trackers}
+    settings: dict[str, Any] = {**choice.config.model_dump(), **changed}
+    config = RLConfig(**settings)
     title = f"mint demo {task}: {config.base_model}, LoRA rank {config.rank}, seed {seed}"
     result = run_watched(choice.adapter, config, resume=resume, console=console, title=title)
     return result, report(task, config, result)

@@ -22,7 +22,7 @@ from mint.recipes.questions import Question, encode_prompt, is_heldout
 from mint.recipes.registry import load_task
 from mint.recipes.sft import SFTConfig, run_sft
 from mint.rl.adapter import RLAdapter
-from mint.rl.loop import default_run_dir
+from mint.rl.training_run import default_run_dir
 
 HELDOUT_SHARE = 0.1
 HELDOUT_LIMIT = 256

@@ -16,10 +16,11 @@ import numpy as np
 from mint.client.sampling_client import SamplingClient
 from mint.errors import RequestFailedError
 from mint.rl.adapter import Task
-from mint.rl.config import RLConfig, mix_seed
+from mint.rl.config import RLConfig
 from mint.rl.rollouts.calls import CallPool
 from mint.rl.rollouts.completions import collect_groups
 from mint.rl.rollouts.rollout import Group, Rollout
+from mint.rl.seeds import mix_seed
 
 Z95 = 1.959963984540054
 EVALUATION_STREAM = 0x45564C

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mint.client.training_client import TrainingClient
 from mint.rl.adapter import Task
 from mint.rl.config import RLConfig
 from mint.rl.evaluation import Estimate, evaluate
 from mint.rl.rollouts.calls import CallPool
 from mint.rl.rollouts.rollout import Rollout
 from mint.rl.tracking.step_log import rollout_row
-from mint.runs.log import RunLog
+from mint.rl.training_run import TrainingRun
 
 EVALUATION_TEMPERATURES = (0.0, 1.0)
 GREEDY, SAMPLED = EVALUATION_TEMPERATURES
@@ -23,12 +22,13 @@ class Readings:
     """Reads, logs and remembers. A reading that is in the log already is not made again."""
 
     def __init__(
-        self, task: Task, heldout: Sequence[Any], *, config: RLConfig, log: RunLog, calls: CallPool, tokenizer: Any
+        self, task: Task, heldout: Sequence[Any], *, run: TrainingRun, config: RLConfig, calls: CallPool
     ) -> None:
         """`heldout` empty: nothing is read."""
         self.task, self.heldout, self.config = task, heldout, config
-        self.log, self.calls, self.tokenizer = log, calls, tokenizer
-        self.rows: list[dict[str, Any]] = log.read("evaluations.jsonl")
+        self.run, self.calls = run, calls
+        self.tokenizer = run.trainer.get_tokenizer()
+        self.rows: list[dict[str, Any]] = run.log.read("evaluations.jsonl")
         self.best_mean = -float("inf")
         self.best_checkpoint: str | None = None
 
@@ -40,19 +40,18 @@ class Readings:
         """Goes on from `to_dict`."""
         self.best_mean, self.best_checkpoint = float(state["best_mean"]), state["best_checkpoint"]
 
-    def read(
-        self, when: str, step: int, trainer: TrainingClient
-    ) -> tuple[dict[float, Estimate], list[Rollout], list[dict[str, Any]]]:
-        """Greedily and at temperature 1: the estimates by temperature, sampled examples, and the rows that are new.
+    def read(self, when: str, step: int) -> tuple[dict[float, Estimate], list[Rollout]]:
+        """Greedily and at temperature 1: the estimates by temperature, and sampled examples.
 
         The weights of the best greedy reading are saved as `best`, where readings are scheduled.
         """
         known = {row["temperature"]: row for row in self.rows if row["when"] == when and row["step"] == step}
         if not self.heldout:
-            return {}, [], []
+            return {}, []
         if len(known) == len(EVALUATION_TEMPERATURES):
             estimates = {temperature: Estimate.from_dict(row) for temperature, row in known.items()}
-            return estimates, [_from_row(row) for row in known[SAMPLED]["examples"]], []
+            return estimates, [_from_row(row) for row in known[SAMPLED]["examples"]]
+        trainer = self.run.trainer
         sampler = trainer.save_weights_and_get_sampling_client(name=f"heldout-{when}-{step}")
         estimates, rows, rollouts = {}, [], []
         for temperature in EVALUATION_TEMPERATURES:
@@ -82,8 +81,8 @@ class Readings:
             for row in rows:
                 row["checkpoint"] = self.best_checkpoint
         self.rows += rows
-        self.log.append_all("evaluations.jsonl", rows)
-        return estimates, rollouts[:EXAMPLES], rows
+        self.run.record_evaluations(rows)
+        return estimates, rollouts[:EXAMPLES]
 
     def _example(self, rollout: Rollout) -> dict[str, Any]:
         return {"prompt": self.tokenizer.decode(rollout.turns[0].prompt), **rollout_row(rollout)}

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mint.client.service_client import ServiceClient
-from mint.client.training_client import TrainingClient
-from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import MessageEnvAdapter, Task
 from mint.rl.analysis.diagnosis import RunRecord, diagnose
-from mint.rl.analysis.finding import SEVERITIES, Finding
+from mint.rl.analysis.finding import Finding
 from mint.rl.config import RLConfig
 from mint.rl.evaluation import Estimate, without_heldout
-from mint.rl.heldout_evaluation import GREEDY, SAMPLED, Readings
+from mint.rl.heldout_evaluation import Readings
 from mint.rl.kl_reference import Reference
 from mint.rl.policy_update import Update, Updater
 from mint.rl.rollouts.calls import CallPool
@@ -33,23 +31,15 @@ from mint.rl.rollouts.rollout import Rollout
 from mint.rl.rollouts.rollout_worker import Collector, Items, StepRollouts
 from mint.rl.tasks.chat_format import check_template
 from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate
-from mint.rl.tracking.trackers import Trackers
-from mint.runs.log import ResumePoint, RunLog
-from mint.runs.process import recorded_process
+from mint.rl.training_run import ProgressHook, open_run
 from mint.runs.reader import RunReader
 from mint.runs.tokens import TokenPieces
-
-__all__ = ["GREEDY", "SAMPLED", "ProgressHook", "RunResult", "run_grpo"]
 
 DIAGNOSED_STEPS = 10
 """Steps whose rollouts the live diagnosis looks at."""
 
 COLLAPSES = frozenset({"reward_collapse", "entropy_collapse", "learning_rate_too_high", "nonfinite_or_skipped_steps"})
 """Findings that `on_collapse` acts on, where their severity is `error`."""
-
-ProgressHook = Callable[[str, dict[str, Any]], None]
-"""Told of `("evaluation" | "step" | "samples" | "finding" | "stopped", fields)` as they happen. `samples` has all
-`rows` of the step, and the `count` of them that `print_samples` asks to print."""
 
 
 @dataclass(frozen=True)
@@ -104,30 +94,12 @@ def run_grpo(
     config = config or RLConfig.from_env()
     _check(config)
     try:
-        if service_client is not None:
-            return _Run(task, config, service_client, on_progress).run(resume=resume)
-        with ServiceClient() as owned:
-            return _Run(task, config, owned, on_progress).run(resume=resume)
+        return _RLRun(task, config).run(service_client, resume=resume, on_progress=on_progress)
     finally:
         task.close()
 
 
-def default_run_dir(task: str) -> Path:
-    """A new folder name under `MINT_HOME/runs`, from the task and the time."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    base = read_settings().home_dir / "runs" / f"{task}-{stamp}"
-    candidates = [base, *(base.with_name(f"{base.name}-{number}") for number in range(2, 1000))]
-    return next(candidate for candidate in candidates if not candidate.exists())
-
-
 def _check(config: RLConfig) -> None:
-    if config.init_optimizer and config.init_from is None:
-        raise InvalidRequestError(
-            "needs init_from",
-            field="RLConfig.init_optimizer",
-            value=True,
-            remedy="Name the checkpoint, or leave it out",
-        )
     if config.curriculum and config.max_staleness:
         raise InvalidRequestError(
             "cannot be combined with curriculum: what was solved is not known yet when samples are drawn ahead",
@@ -148,88 +120,88 @@ class _Totals:
     max_abs_logprob_diff: float = 0.0
 
 
-class _Run:
-    """One run in progress."""
+class _RLRun:
+    """One RL run in progress."""
 
-    def __init__(self, task: Task, config: RLConfig, service: ServiceClient, on_progress: ProgressHook | None) -> None:
-        self.task, self.config, self.service = task, config, service
-        self.on_progress = on_progress or (lambda event, fields: None)
+    def __init__(self, task: Task, config: RLConfig) -> None:
+        self.task, self.config = task, config
         self.name = task_name(task)
-        self.log = RunLog(config.run_dir or default_run_dir(self.name.removesuffix("Adapter").lower()))
         self.calls = CallPool(timeout_s=config.grader_timeout_s)
         self.totals = _Totals()
-        self.history: list[dict[str, float]] = []
         self.recent: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=DIAGNOSED_STEPS)
         self.warnings: list[tuple[int, str]] = []
-        self.findings: dict[str, Finding] = {}
         self.state_digest: str | None = None
-        self.stopped_by: str | None = None
 
-    def run(self, *, resume: bool) -> RunResult:
-        try:
-            return self._run(resume=resume)
-        finally:
-            self.calls.close()
-
-    def _run(self, *, resume: bool) -> RunResult:
+    def run(self, service_client: ServiceClient | None, *, resume: bool, on_progress: ProgressHook | None) -> RunResult:
         began = time.monotonic()
-        closed = list(self.task.build_heldout())
-        heldout = closed[: self.config.heldout_size]
-        self.has_heldout = bool(heldout)
-        dataset, left_out = without_heldout(self.task, self.task.build_dataset(), closed)
+        all_heldout = list(self.task.build_heldout())
+        heldout = all_heldout[: self.config.heldout_size]
+        dataset, left_out = without_heldout(self.task, self.task.build_dataset(), all_heldout)
         if not dataset:
             what = f"has nothing but its {left_out} held-out samples" if left_out else "is empty"
             raise InvalidRequestError(
                 what, field=f"{self.name}.build_dataset()", value=[], remedy="Return at least one more sample"
             )
-        point = self.log.start(self._described(), resume=resume)
-        with (
-            recorded_process(self.log.folder) as end,
-            Trackers(self.config.trackers, self.log.folder, self._described(), self._note) as self.trackers,
-        ):
-            self._prepare(dataset, heldout, point)
-            if left_out:
-                self._note(_left_out(left_out, len(closed)))
-            result = self._train(point, began)
-            if self.stopped_by is not None:
-                end.outcome, end.error = "stopped", self.stopped_by
-        return result
+        described = {
+            "task": self.name,
+            "task_spec": self.task.spec,
+            "reward_range": self.task.reward_range,
+            "success_reward": self.task.success_reward,
+            "has_heldout": bool(heldout),
+        }
+        name = self.name.removesuffix("Adapter").lower()
+        try:
+            with open_run(
+                self.config, service_client, name=name, described=described, resume=resume, on_progress=on_progress
+            ) as self.training:
+                self._prepare(dataset, heldout)
+                if left_out:
+                    self.training.note(_left_out(left_out, len(all_heldout)))
+                return self._train(began)
+        finally:
+            self.calls.close()
 
-    def _prepare(self, dataset: Sequence[Any], heldout: Sequence[Any], point: ResumePoint | None) -> None:
-        """Everything that takes part in the run, as it was at `point`."""
-        config = self.config
-        self.trainer = self._make_trainer(point)
+    def _prepare(self, dataset: Sequence[Any], heldout: Sequence[Any]) -> None:
+        """Everything that takes part in the run, as it was when the run was saved."""
+        config, log = self.config, self.training.log
+        self.trainer = self.training.trainer
         self.tokenizer = self.trainer.get_tokenizer()
         self.items = Items(len(dataset), config)
         self.collector = Collector(
             self.task, dataset, self.items, config=config, tokenizer=self.tokenizer, calls=self.calls
         )
-        reference = Reference(self.service, config) if config.kl_penalty_coef else None
+        reference = Reference(self.training.service, config) if config.kl_penalty_coef else None
         self.updater = Updater(self.trainer, reference, config)
-        self.readings = Readings(
-            self.task, heldout, config=config, log=self.log, calls=self.calls, tokenizer=self.tokenizer
-        )
-        self.pieces = TokenPieces(self.tokenizer, (row["id"] for row in self.log.read("tokens.jsonl")))
-        self._restore(point)
+        self.readings = Readings(self.task, heldout, run=self.training, config=config, calls=self.calls)
+        self.pieces = TokenPieces(self.tokenizer, (row["id"] for row in log.read("tokens.jsonl")))
+        point = self.training.point
+        if point is None:
+            return
+        self.totals = _Totals(**point.totals)
+        self.warnings = [(row["step"], row["warning"]) for row in log.read("warnings.jsonl")]
+        self.items.restore(point.state["items"])
+        self.readings.restore(point.state["readings"])
+        reader = RunReader(log.folder)
+        self.recent.extend((step, reader.rows(step)) for step in reader.steps()[-DIAGNOSED_STEPS:])
 
-    def _train(self, point: ResumePoint | None, began: float) -> RunResult:
-        config = self.config
+    def _train(self, began: float) -> RunResult:
+        run = self.training
         if isinstance(self.task, MessageEnvAdapter) and (rewrites := check_template(self.tokenizer)) is not None:
-            self._note(rewrites)
-        before, before_rollouts = self._read("before", 0)
+            run.note(rewrites)
+        before, before_rollouts = self.readings.read("before", 0)
         seconds_setup = time.monotonic() - began
-        last = self._steps((point.step if point else 0) + 1)
-        checkpoint = point.checkpoint if point and point.step >= last else self._save(last)
-        if self.stopped_by is not None and config.on_collapse == "rollback":
+        last = self._steps(run.first_step)
+        checkpoint = self._save(last)
+        if run.stopped_by is not None and self.config.on_collapse == "rollback":
             checkpoint = self._roll_back(checkpoint)
-        sampler_checkpoint = self.trainer.save_weights_for_sampler(name="final").result().path
-        after, after_rollouts = self._read("after", last)
-        if self.history:
+        sampler_checkpoint = run.save_sampler_weights()
+        after, after_rollouts = self.readings.read("after", last)
+        if run.metrics:
             self._diagnose(last, [], over=True)
         return RunResult(
-            run_dir=self.log.folder,
+            run_dir=run.log.folder,
             checkpoint=checkpoint,
-            sampler_checkpoint=sampler_checkpoint or "",
+            sampler_checkpoint=sampler_checkpoint,
             steps=last,
             samples=int(self.totals.samples),
             tokens=int(self.totals.tokens),
@@ -240,64 +212,19 @@ class _Run:
             heldout_before=before,
             heldout_after=after,
             heldout_rollouts={"before": before_rollouts, "after": after_rollouts},
-            findings=list(self.findings.values()),
+            findings=list(run.findings.values()),
             best_checkpoint=self.readings.best_checkpoint,
-            stopped_by=self.stopped_by,
+            stopped_by=run.stopped_by,
         )
-
-    def _described(self) -> dict[str, Any]:
-        """What `config.json` says."""
-        return {
-            **self.config.model_dump(exclude={"run_dir", "trackers"}),
-            "task": self.name,
-            "task_spec": self.task.spec,
-            "reward_range": self.task.reward_range,
-            "success_reward": self.task.success_reward,
-            "has_heldout": self.has_heldout,
-        }
-
-    # --- starting and saving -------------------------------------------------------------------------------------
-
-    def _make_trainer(self, point: ResumePoint | None) -> TrainingClient:
-        config = self.config
-        if point is not None:
-            return self.service.create_training_client_from_state_with_optimizer(point.checkpoint)
-        if config.init_from is not None and config.init_optimizer:
-            return self.service.create_training_client_from_state_with_optimizer(config.init_from)
-        if config.init_from is not None:
-            return self.service.create_training_client_from_state(config.init_from)
-        return self.service.create_lora_training_client(
-            base_model=config.base_model,
-            rank=config.rank,
-            seed=config.seed,
-            train_mlp=config.train_mlp,
-            train_attn=config.train_attn,
-            train_unembed=config.train_unembed,
-        )
-
-    def _restore(self, point: ResumePoint | None) -> None:
-        if point is None:
-            return
-        self.totals = _Totals(**point.totals)
-        self.warnings = [(row["step"], row["warning"]) for row in self.log.read("warnings.jsonl")]
-        self.items.restore(point.state["items"])
-        self.readings.restore(point.state["readings"])
-        self.history = self.log.read("metrics.jsonl")
-        self.findings = {row["code"]: Finding(**row) for row in self.log.read("findings.jsonl")}
-        reader = RunReader(self.log.folder)
-        self.recent.extend((step, reader.rows(step)) for step in reader.steps()[-DIAGNOSED_STEPS:])
 
     def _save(self, step: int) -> str:
-        checkpoint = self.trainer.save_state(name=f"step-{step:06d}", overwrite=True).result().path
         state = {"items": self.items.to_dict(), "readings": self.readings.to_dict()}
-        self.log.save_point(ResumePoint(step, checkpoint, vars(self.totals), state))
-        self.log.append("checkpoints.jsonl", {"step": step, "checkpoint": checkpoint})
-        return checkpoint
+        return self.training.save(step, totals=vars(self.totals), state=state)
 
     def _roll_back(self, last_checkpoint: str) -> str:
-        """Returns to the best reading's weights, or to the last checkpoint before the collapse was seen."""
-        seen = self.findings[self.stopped_by or ""].step
-        earlier = [row["checkpoint"] for row in self.log.read("checkpoints.jsonl") if row["step"] < seen]
+        """Loads the weights of the best evaluation, else of the last checkpoint before the collapse was seen."""
+        seen = self.training.findings[self.training.stopped_by or ""].step
+        earlier = [row["checkpoint"] for row in self.training.log.read("checkpoints.jsonl") if row["step"] < seen]
         target = self.readings.best_checkpoint or (earlier[-1] if earlier else last_checkpoint)
         self.trainer.load_state_with_optimizer(target).result()
         return target
@@ -324,7 +251,7 @@ class _Run:
                     issued = wanted
                 batch = ahead.popleft()
                 self._step(batch.result() if isinstance(batch, Future) else batch, began)
-                if self.stopped_by is not None:
+                if self.training.stopped_by is not None:
                     return step
         return config.steps
 
@@ -340,7 +267,7 @@ class _Run:
         metrics = {
             **step_metrics(self.task, batch, update),
             **self.items.curriculum.metrics(),
-            "learning_rate": config.learning_rate_at(step),
+            "learning_rate": config.learning_rate_at(step, config.steps),
             "staleness/mean": float(lag),
             "staleness/max": float(lag),
             "time/rollouts_s": sampled - began,
@@ -351,8 +278,8 @@ class _Run:
         self._record(batch, metrics, update)
         self.totals.seconds += time.monotonic() - began
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-            self._read("during", step)
-        if step % config.save_every == 0 and step < config.steps:
+            self.readings.read("during", step)
+        if self.training.is_save_due(step, config.steps):
             self._save(step)
         rewards = [reward for group in batch.all_groups for reward in group.rewards]
         self.task.evaluate(step, rewards, update.datums)
@@ -368,52 +295,31 @@ class _Run:
 
     def _record(self, batch: StepRollouts, metrics: dict[str, float], update: Update) -> None:
         step = batch.step
+        log = self.training.log
         rows = rollout_rows(batch, update, self.tokenizer)
-        self.history.append(metrics)
         self.recent.append((step, rows))
         self.warnings += [(step, warning) for warning in update.warnings]
-        self.log.append_all("warnings.jsonl", [{"step": step, "warning": warning} for warning in update.warnings])
-        self.log.append_all("tokens.jsonl", self.pieces.new_rows(step, (row.get("tokens", ()) for row in rows)))
-        self.log.append_rollouts(step, rows)
-        self.log.append("metrics.jsonl", metrics)
-        self._tell("step", metrics)
-        self._tell("samples", {"step": step, "rows": rows, "count": self.config.print_samples})
+        log.append_all("warnings.jsonl", [{"step": step, "warning": warning} for warning in update.warnings])
+        log.append_all("tokens.jsonl", self.pieces.new_rows(step, (row.get("tokens", ()) for row in rows)))
+        log.append_rollouts(step, rows)
+        self.training.record_step(metrics)
+        self.training.tell("samples", {"step": step, "rows": rows, "count": self.config.print_samples})
         self._diagnose(step, update.findings)
 
     def _diagnose(self, step: int, findings: Sequence[Finding], *, over: bool = False) -> None:
         """Notes `findings`, and what the log shows of `step`; a run that is `over` cannot be stopped any more."""
+        run = self.training
         record = RunRecord(
-            config=self._described(),
-            metrics=self.history,
+            config=run.described,
+            metrics=run.metrics,
             evaluations=self.readings.rows,
             rollouts=[row for _, rows_of_step in self.recent for row in rows_of_step],
             warnings=self.warnings,
         )
-        for finding in [*findings, *diagnose(record, since=step - 1, known=self.findings.values())]:
-            self._note(finding, over=over)
-
-    def _note(self, finding: Finding, *, over: bool = False) -> None:
-        known = self.findings.get(finding.code)
-        if known is not None and SEVERITIES.index(known.severity) >= SEVERITIES.index(finding.severity):
-            return
-        self.findings[finding.code] = finding
-        self.log.append("findings.jsonl", finding.to_dict())
-        self._tell("finding", finding.to_dict())
-        stops = finding.severity == "error" and finding.code in COLLAPSES and self.config.on_collapse != "warn"
-        if stops and not over:
-            self.stopped_by = finding.code
-            self._tell("stopped", finding.to_dict())
-
-    def _tell(self, event: str, fields: dict[str, Any]) -> None:
-        self.trackers(event, fields)
-        self.on_progress(event, fields)
-
-    def _read(self, when: str, step: int) -> tuple[dict[float, Estimate], list[Rollout]]:
-        """Reads the held-out set, and keeps the weights if they are the best so far."""
-        estimates, rollouts, rows = self.readings.read(when, step, self.trainer)
-        for row in rows:
-            self._tell("evaluation", row)
-        return estimates, rollouts
+        for finding in [*findings, *diagnose(record, since=step - 1, known=run.findings.values())]:
+            collapsed = finding.severity == "error" and finding.code in COLLAPSES
+            if run.note(finding) and collapsed and self.config.on_collapse != "warn" and not over:
+                run.stop(finding)
 
 
 def _left_out(count: int, heldout: int) -> Finding:

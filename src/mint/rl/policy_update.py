@@ -106,7 +106,7 @@ class Updater:
             (
                 share,
                 self.trainer.forward_backward(share, config.loss_fn, config.loss_fn_config),
-                self.trainer.optim_step(config.adam_params(step)),
+                self.trainer.optim_step(config.adam_params(step, config.steps)),
             )
             for share in shares
         ]

@@ -13,7 +13,7 @@ from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.recipes.questions import PromptStyle, Question, QuestionAdapter, one_side
-from mint.rl.config import mix_seed
+from mint.rl.seeds import mix_seed
 
 HELDOUT_SHARE = 0.25
 HELDOUT_SEED = 1 << 40

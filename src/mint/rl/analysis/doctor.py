@@ -21,12 +21,13 @@ from mint.errors import InvalidRequestError, RequestFailedError
 from mint.rl.adapter import RLAdapter, Task
 from mint.rl.analysis.planner import GROUP_SIZES, plan
 from mint.rl.analysis.verdict import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, Evidence, Verdict, decide
-from mint.rl.config import RLConfig, mix_seed
+from mint.rl.config import RLConfig
 from mint.rl.evaluation import interval
 from mint.rl.rollouts.calls import CallPool
 from mint.rl.rollouts.completions import as_adapter, collect_groups
 from mint.rl.rollouts.grading import Grade, grade_single
 from mint.rl.rollouts.rollout import Group, Rollout
+from mint.rl.seeds import mix_seed
 from mint.sandbox import sandbox_level
 
 DOCTOR_STREAM = 0x444F43

@@ -18,12 +18,12 @@ from typing import Any
 from mint.client.sampling_client import SamplingClient
 from mint.errors import InvalidRequestError, MintError, PromptTooLongError
 from mint.rl.adapter import MessageEnvAdapter
-from mint.rl.config import mix_seed
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, UnsupportedError
 from mint.rl.rollouts.calls import Answer, Call, CallPool
 from mint.rl.rollouts.grading import accept
 from mint.rl.rollouts.rollout import Group, Rollout, StopReason, Turn
+from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
 from mint.rl.tasks.tools import parse_tool_calls
 from mint.types import ModelInput, SampledSequence, SamplingParams

@@ -11,11 +11,12 @@ import numpy as np
 from mint.client.sampling_client import SamplingClient
 from mint.errors import RequestFailedError
 from mint.rl.adapter import Task
-from mint.rl.config import RLConfig, mix_seed
+from mint.rl.config import RLConfig
 from mint.rl.rollouts.calls import CallPool
 from mint.rl.rollouts.completions import collect_groups
 from mint.rl.rollouts.curriculum import Curriculum
 from mint.rl.rollouts.rollout import Group
+from mint.rl.seeds import mix_seed
 from mint.rl.training_signal import apply_truncation, is_informative
 
 

@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Protocol, Self, get_args
 
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.rl.analysis.finding import SEVERITIES, Finding
+from mint.rl.run_config import TrackerName
 
 log = logging.getLogger("mint.trackers")
 
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
 TRACKERS: tuple[str, ...] = get_args(TrackerName)
 PROJECT = "mint"
 
@@ -45,7 +45,7 @@ class Trackers:
     """All trackers of a run, fed by the hook that `run_grpo` calls."""
 
     def __init__(
-        self, names: Sequence[str], folder: Path, config: Mapping[str, Any], on_failure: Callable[[Finding], None]
+        self, names: Sequence[str], folder: Path, config: Mapping[str, Any], on_failure: Callable[[Finding], object]
     ) -> None:
         """`folder` is the run's; `config` is what its `config.json` says; `on_failure` is told of a tracker that fails.
 

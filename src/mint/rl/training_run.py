@@ -1,0 +1,192 @@
+"""A training run in its folder, for every recipe: open or resume it, log, checkpoint, report, and record how it ended.
+
+Knows nothing of what is trained on. A recipe opens a run, loops over its steps, and writes through it:
+
+    with open_run(config, service_client, name="sft", described={...}, resume=resume) as run:
+        for step in range(run.first_step, steps + 1):
+            ...
+            run.record_step({"step": step, "train/loss": loss})
+            if run.is_save_due(step, steps):
+                run.save(step)
+        checkpoint = run.save(steps)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from mint.client.service_client import ServiceClient
+from mint.client.training_client import TrainingClient
+from mint.config import read_settings
+from mint.errors import InvalidRequestError
+from mint.rl.analysis.finding import SEVERITIES, Finding
+from mint.rl.run_config import RunConfig
+from mint.rl.tracking.trackers import Trackers
+from mint.runs.log import ResumePoint, RunLog
+from mint.runs.process import recorded_process
+
+ProgressHook = Callable[[str, dict[str, Any]], None]
+"""Called with an event and its fields, in the thread that trains. The events are `evaluation` (a row of
+`evaluations.jsonl`), `step` (a row of `metrics.jsonl`), `finding` and `stopped` (a row of `findings.jsonl`), and in RL
+runs `samples` (all `rows` of the step, and the `count` of them that `print_samples` asks to print)."""
+
+
+@contextmanager
+def open_run(
+    config: RunConfig,
+    service_client: ServiceClient | None,
+    *,
+    name: str,
+    described: Mapping[str, Any],
+    resume: bool,
+    on_progress: ProgressHook | None = None,
+) -> Generator[TrainingRun]:
+    """Starts the run in `config.run_dir`, or goes on with the one that is there.
+
+    Args:
+        service_client: None opens one as the environment says (embedded by default) and closes it with the run.
+        name: Begins the folder's name where `config.run_dir` is None.
+        described: What `config.json` says besides the settings. A run is only resumed with the same content.
+        resume: Go on from the folder's last checkpoint. A folder without a run is started.
+
+    Raises:
+        InvalidRequestError: the folder holds a run and `resume` is False, or the run there has other settings.
+    """
+    if config.init_optimizer and config.init_from is None:
+        raise InvalidRequestError(
+            "needs init_from",
+            field=f"{type(config).__name__}.init_optimizer",
+            value=True,
+            remedy="Name the checkpoint, or leave it out",
+        )
+    with nullcontext(service_client) if service_client is not None else ServiceClient() as service:
+        log = RunLog(config.run_dir or default_run_dir(name))
+        content = {**config.model_dump(exclude={"run_dir", "trackers"}), **described}
+        point = log.start(content, resume=resume)
+        with recorded_process(log.folder) as end:
+            run = TrainingRun(config, service, log, content, point, on_progress)
+            with Trackers(config.trackers, log.folder, content, run.note) as trackers:
+                run.hooks.insert(0, trackers)
+                run.trainer = make_trainer(service, config, point)
+                yield run
+            if run.stopped_by is not None:
+                end.outcome, end.error = "stopped", run.stopped_by
+
+
+class TrainingRun:
+    """A run in progress; made by `open_run`.
+
+    `trainer` holds the weights to go on with. `point` is where an earlier process left off, None in a new run.
+    `described` is the content of `config.json`, `metrics` are the rows of all steps so far, and `findings` those noted
+    so far, by code.
+    """
+
+    trainer: TrainingClient
+
+    def __init__(
+        self,
+        config: RunConfig,
+        service: ServiceClient,
+        log: RunLog,
+        described: Mapping[str, Any],
+        point: ResumePoint | None,
+        on_progress: ProgressHook | None,
+    ) -> None:
+        self.config = config
+        self.service = service
+        self.log = log
+        self.described = described
+        self.point = point
+        self.hooks: list[Callable[[str, dict[str, Any]], None]] = [] if on_progress is None else [on_progress]
+        self.metrics: list[dict[str, Any]] = log.read("metrics.jsonl")
+        self.findings = {row["code"]: Finding(**row) for row in log.read("findings.jsonl")}
+        self.stopped_by: str | None = None
+
+    @property
+    def first_step(self) -> int:
+        """The step to begin with, counted from 1."""
+        return 1 if self.point is None else self.point.step + 1
+
+    def tell(self, event: str, fields: dict[str, Any]) -> None:
+        """Calls the trackers and the progress hook."""
+        for hook in self.hooks:
+            hook(event, fields)
+
+    def record_step(self, metrics: dict[str, Any]) -> None:
+        """Logs the metrics of one step, which must name it as `step`."""
+        self.metrics.append(metrics)
+        self.log.append("metrics.jsonl", metrics)
+        self.tell("step", metrics)
+
+    def record_evaluations(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Logs evaluations of the held-out set; each row names its `step` and `when` (before, during, after)."""
+        self.log.append_all("evaluations.jsonl", list(rows))
+        for row in rows:
+            self.tell("evaluation", row)
+
+    def note(self, finding: Finding) -> bool:
+        """Logs a finding unless it is known with at least this severity; whether it was new."""
+        known = self.findings.get(finding.code)
+        if known is not None and SEVERITIES.index(known.severity) >= SEVERITIES.index(finding.severity):
+            return False
+        self.findings[finding.code] = finding
+        self.log.append("findings.jsonl", finding.to_dict())
+        self.tell("finding", finding.to_dict())
+        return True
+
+    def stop(self, finding: Finding) -> None:
+        """Marks the run as stopped by a finding; the recipe's loop reads `stopped_by` and ends."""
+        self.stopped_by = finding.code
+        self.tell("stopped", finding.to_dict())
+
+    def is_save_due(self, step: int, steps: int) -> bool:
+        """Whether a checkpoint is due after `step` of `steps`; the last step is saved by the recipe itself."""
+        return step % self.config.save_every == 0 and step < steps
+
+    def save(
+        self, step: int, *, totals: Mapping[str, float] | None = None, state: Mapping[str, Any] | None = None
+    ) -> str:
+        """Saves weights and optimizer as the point to resume from; returns the checkpoint.
+
+        A resumed process finds `totals` and `state` in `point`. A step that is saved already is not saved again.
+        """
+        if self.point is not None and self.point.step >= step:
+            return self.point.checkpoint
+        checkpoint = self.trainer.save_state(name=f"step-{step:06d}", overwrite=True).result().path
+        self.log.save_point(ResumePoint(step, checkpoint, totals or {}, state or {}))
+        self.log.append("checkpoints.jsonl", {"step": step, "checkpoint": checkpoint})
+        return checkpoint
+
+    def save_sampler_weights(self) -> str:
+        """Saves the weights to sample from; returns their path."""
+        return self.trainer.save_weights_for_sampler(name="final").result().path or ""
+
+
+def make_trainer(service: ServiceClient, config: RunConfig, point: ResumePoint | None) -> TrainingClient:
+    """The model to train: from the resume point, else from `config.init_from`, else a new lora."""
+    if point is not None:
+        return service.create_training_client_from_state_with_optimizer(point.checkpoint)
+    if config.init_from is not None and config.init_optimizer:
+        return service.create_training_client_from_state_with_optimizer(config.init_from)
+    if config.init_from is not None:
+        return service.create_training_client_from_state(config.init_from)
+    return service.create_lora_training_client(
+        base_model=config.base_model,
+        rank=config.rank,
+        seed=config.seed,
+        train_mlp=config.train_mlp,
+        train_attn=config.train_attn,
+        train_unembed=config.train_unembed,
+    )
+
+
+def default_run_dir(name: str) -> Path:
+    """A new folder name under `MINT_HOME/runs`, from the name and the time."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    base = read_settings().home_dir / "runs" / f"{name}-{stamp}"
+    candidates = [base, *(base.with_name(f"{base.name}-{number}") for number in range(2, 1000))]
+    return next(candidate for candidate in candidates if not candidate.exists())
