@@ -1,4 +1,4 @@
-"""Advantages and the KL penalty, against closed forms and an enumerated policy."""
+"""Advantages, loss weights and the KL penalty: against plain numpy, closed forms and an enumerated policy."""
 
 from __future__ import annotations
 
@@ -7,24 +7,16 @@ import itertools
 import numpy as np
 import pytest
 
-from mint.rl.advantages import group_advantages, kl_penalty
-
-
-@pytest.mark.parametrize("estimator", ["center", "rloo", "std"])
-def test_advantages_of_a_group_sum_to_zero_and_keep_the_order_of_the_rewards(estimator: str) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        rewards = rng.normal(size=rng.integers(2, 17)).tolist()
-        advantages = group_advantages(rewards, estimator)
-        assert abs(advantages.sum()) < 1e-9
-        assert np.argsort(advantages).tolist() == np.argsort(rewards).tolist()
-
-
-def test_the_named_estimators_give_their_papers_numbers() -> None:
-    rewards = [1.0, 1.0, 1.0, 0.0]
-    assert group_advantages(rewards, "center") == pytest.approx([0.25, 0.25, 0.25, -0.75])
-    assert group_advantages(rewards, "rloo") == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
-    assert group_advantages(rewards, "std") == pytest.approx([0.5, 0.5, 0.5, -1.5], rel=1e-3)
+from mint.rl import Group, RLConfig, Rollout
+from mint.rl.advantages import (
+    apply_truncation_penalty,
+    group_advantages,
+    has_unequal_rewards,
+    kl_penalty,
+    loss_weights,
+    rollout_advantages,
+)
+from mint.rl.rollouts.rollout import StopReason, Turn
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 4, [1.0] * 4, [0.1 + 0.2] * 3, [0.7], []])
@@ -63,3 +55,65 @@ def test_the_kl_penalty_gives_the_exact_gradient_of_the_kl_of_the_whole_completi
             penalty = kl_penalty(policy, steps(base, *pair), coef)
             estimated[place] += float(np.exp(policy.sum()) * (penalty * score).sum())
     np.testing.assert_allclose(estimated, numeric, atol=1e-8)
+
+
+def rollout(reward: float | None, length: int = 2, stop_reason: StopReason = "stop") -> Rollout:
+    return Rollout([Turn([1], [2] * length, [-1.0] * length)], "x", stop_reason, reward=reward)
+
+
+def group(*rollouts: Rollout) -> Group:
+    return Group("sample", 0, [1], list(rollouts))
+
+
+def test_every_estimator_gives_the_textbook_numbers() -> None:
+    one = group(*(rollout(reward) for reward in (1.0, 1.0, 1.0, 0.0)))
+    other = group(*(rollout(reward) for reward in (0.0, 0.5, 0.0, 0.5)))
+    found = {
+        name: [item.advantage for item in rollout_advantages([one, other], RLConfig(advantage=name))]
+        for name in ("center", "rloo", "std", "std_batch")
+    }
+    centred = np.array([0.25, 0.25, 0.25, -0.75, -0.25, 0.25, -0.25, 0.25])
+    batch = np.array([1, 1, 1, 0, 0, 0.5, 0, 0.5])
+    assert found["center"] == pytest.approx(centred)
+    assert found["rloo"] == pytest.approx(centred * 4 / 3)
+    assert found["std"][:4] == pytest.approx(centred[:4] / (np.array([1, 1, 1, 0.0]).std(ddof=1) + 1e-4))
+    assert found["std_batch"] == pytest.approx(centred / (batch.std(ddof=1) + 1e-4))
+
+
+def test_groups_do_not_touch_one_another() -> None:
+    rng = np.random.default_rng(0)
+    groups = [group(*(rollout(float(reward)) for reward in rng.uniform(size=4))) for _ in range(5)]
+    forward = [item.advantage for item in rollout_advantages(groups, RLConfig())]
+    backward = [item.advantage for item in rollout_advantages(groups[::-1], RLConfig())]
+    assert np.reshape(forward, (5, 4)).tolist() == np.reshape(backward, (5, 4))[::-1].tolist()
+    assert np.reshape(forward, (5, 4)).sum(axis=1) == pytest.approx(np.zeros(5), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("keep", [0.5, -0.5]), ("mask", [0.0]), ("penalize", [0.25, -0.25])],
+)
+def test_a_cut_off_sample_is_kept_masked_or_with_penalty(policy: str, expected: list[float]) -> None:
+    config = RLConfig(truncation=policy, truncation_penalty=0.5)
+    (only,) = apply_truncation_penalty([group(rollout(1.0, stop_reason="length"), rollout(0.0))], config)
+    assert [item.advantage for item in rollout_advantages([only], config)] == expected
+    assert has_unequal_rewards(only, config) == any(expected)
+    if policy == "penalize":
+        assert only.rollouts[0].parts == {"reward": 1.0, "truncation": -0.5}
+
+
+def test_an_ungraded_sample_is_left_out_of_the_mean() -> None:
+    found = rollout_advantages([group(rollout(1.0), rollout(None), rollout(0.0))], RLConfig())
+    assert [item.advantage for item in found] == [0.5, -0.5]
+
+
+def test_normalization_weighs_tokens_as_each_paper_says() -> None:
+    chosen = rollout_advantages([group(rollout(1.0, length=2), rollout(0.0, length=6))], RLConfig())
+
+    def weights(name: str) -> list[float]:
+        return loss_weights(chosen, RLConfig(loss_normalization=name, batch_size=3, group_size=2, max_tokens=10))
+
+    assert weights("sum") == [1.0, 1.0]
+    assert weights("constant") == [1 / 60, 1 / 60]
+    assert weights("token") == [1 / 8, 1 / 8]
+    assert weights("sequence") == [1 / (2 * 2), 1 / (6 * 2)]

@@ -6,13 +6,13 @@ import io
 
 from rich.console import Console
 
+from mint.rl.advantages import rollout_advantages
 from mint.rl.config import RLConfig
 from mint.rl.policy_update import Update
 from mint.rl.rollouts.rollout import Group, Rollout, Turn
 from mint.rl.rollouts.rollout_worker import StepRollouts
 from mint.rl.tracking.step_log import rollout_rows
 from mint.rl.tracking.token_ledger import Ledger, ledger_by_item, ledger_of_steps, ledger_table, step_ledger
-from mint.rl.training_signal import judge
 
 
 class Words:
@@ -41,7 +41,7 @@ REPLACED = [group(7, rollout(10, 0.0), rollout(10, 0.0))]
 
 def step() -> tuple[StepRollouts, Update]:
     batch = StepRollouts(1, GROUPS, REPLACED)
-    judged = judge(GROUPS, RLConfig())
+    judged = rollout_advantages(GROUPS, RLConfig())
     chosen = [one for one in judged if one.advantage]
     return batch, Update(judged, chosen, metrics={"train/clip_low_fraction": 0.25, "train/clip_high_fraction": 0.25})
 

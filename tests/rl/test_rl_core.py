@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from mint import rl
+from mint import rl, rl_core
 from mint.errors import InvalidRequestError
-from mint.rl import rl_core
 
 VARIABLES = {
     "MINT_BASE_MODEL": "mint/tiny", "MINT_LORA_RANK": "8", "MINT_RL_STEPS": "2", "MINT_RL_BATCH": "3",

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mint.client.training_client import TrainingClient
+from mint.rl.advantages import RolloutAdvantage, loss_weights, rollout_advantages
 from mint.rl.analysis.diagnosis import check_datums
 from mint.rl.analysis.finding import Finding
 from mint.rl.config import RLConfig
 from mint.rl.datums import rollout_datums
 from mint.rl.kl_reference import Reference
 from mint.rl.rollouts.rollout_worker import StepRollouts
-from mint.rl.training_signal import Judged, judge, loss_weights
 from mint.types import Datum, ForwardBackwardOutput, OptimStepResponse
 
 
@@ -30,8 +30,8 @@ class Update:
     from, as the pass found them; none where the server does not say.
     """
 
-    judged: list[Judged]
-    chosen: list[Judged]
+    judged: list[RolloutAdvantage]
+    chosen: list[RolloutAdvantage]
     advantages: list[np.ndarray] = field(default_factory=list)
     entropies: list[np.ndarray] = field(default_factory=list)
     datums: int = 0
@@ -51,7 +51,7 @@ class Updater:
 
     def update(self, batch: StepRollouts, *, on_policy: bool) -> Update:
         """The optimizer steps of one batch; none at all where no group had a signal."""
-        judged = judge(batch.groups, self.config)
+        judged = rollout_advantages(batch.groups, self.config)
         informative = {id(one.group) for one in judged if one.advantage}
         chosen = [one for one in judged if self.reference is not None or id(one.group) in informative]
         if not chosen:
@@ -83,12 +83,12 @@ class Updater:
             optim_steps=len(steps),
         )
 
-    def _penalties(self, chosen: Sequence[Judged]) -> tuple[list[np.ndarray], dict[str, float]]:
+    def _penalties(self, chosen: Sequence[RolloutAdvantage]) -> tuple[list[np.ndarray], dict[str, float]]:
         if self.reference is None:
             return [np.zeros(len(one.rollout.tokens)) for one in chosen], {}
         return self.reference.penalties([one.rollout for one in chosen])
 
-    def _shares(self, chosen: Sequence[Judged], datums_of: Sequence[list[Datum]]) -> list[list[Datum]]:
+    def _shares(self, chosen: Sequence[RolloutAdvantage], datums_of: Sequence[list[Datum]]) -> list[list[Datum]]:
         """The datums of each optimizer step: whole groups, dealt in turn."""
         count = self.config.optim_steps_per_batch
         order = {id(group): place for place, group in enumerate({id(one.group): one.group for one in chosen}.values())}

@@ -11,13 +11,13 @@ import numpy as np
 from mint.client.sampling_client import SamplingClient
 from mint.errors import RequestFailedError
 from mint.rl.adapter import Task
+from mint.rl.advantages import apply_truncation_penalty, has_unequal_rewards
 from mint.rl.config import RLConfig
 from mint.rl.rollouts.calls import CallPool
 from mint.rl.rollouts.completions import collect_groups
 from mint.rl.rollouts.curriculum import Curriculum
 from mint.rl.rollouts.rollout import Group
 from mint.rl.seeds import mix_seed
-from mint.rl.training_signal import apply_truncation, is_informative
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ class Collector:
             raise RequestFailedError(f"step {step}: no prompt could be sampled; the first said: {groups[0].error}")
         drawn = wanted
         while config.dynamic_sampling:
-            missing = wanted - sum(is_informative(group, config) for group in groups)
+            missing = wanted - sum(has_unequal_rewards(group, config) for group in groups)
             missing = min(missing, wanted + int(config.max_refill * wanted) - drawn)
             if missing <= 0:
                 break
             groups += self._sample(step, sampler, policy_step, first=drawn, count=missing)
             drawn += missing
-        kept = sorted(range(len(groups)), key=lambda place: not is_informative(groups[place], config))[:wanted]
+        kept = sorted(range(len(groups)), key=lambda place: not has_unequal_rewards(groups[place], config))[:wanted]
         chosen = set(kept)
         return StepRollouts(
             step,
@@ -128,4 +128,4 @@ class Collector:
             temperature=self.config.temperature_at(step),
             policy_step=policy_step,
         )
-        return apply_truncation(groups, self.config)
+        return apply_truncation_penalty(groups, self.config)
