@@ -33,7 +33,7 @@ HOMES: dict[str, frozenset[str]] = {
     "safetensors": frozenset({"models"}),
     "transformers": frozenset({"tokenizer.py"}),
     "matplotlib": frozenset({"rl/tracking/plot.py"}),
-    "pandas": frozenset({"runs/frames.py"}),
+    "pandas": frozenset({"runs/data_frames.py"}),
     "tensorboard": frozenset({"rl/tracking/trackers.py"}),
     "wandb": frozenset({"rl/tracking/trackers.py"}),
     "trackio": frozenset({"rl/tracking/trackers.py"}),

@@ -23,8 +23,8 @@ from mint.dashboard.folders import RunFolders
 from mint.dashboard.run_readers import Readers
 from mint.rl.analysis.diagnosis import CODES
 from mint.rl.analysis.run_analysis import diagnose_run
-from mint.runs.index import FLAGS
-from mint.runs.query import SORTS, RolloutQuery
+from mint.runs.rollout_index import FLAGS
+from mint.runs.rollout_query import SORTS, RolloutQuery
 from mint.server.http.access_log import Exchange
 from mint.server.ops.metrics import Metrics
 from tests.browser.browser_harness import CHROMIUM, Tab, lines, started

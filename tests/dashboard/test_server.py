@@ -27,8 +27,8 @@ from mint.dashboard.run_readers import Readers
 from mint.errors import InvalidRequestError, OverloadedError, RequestFailedError
 from mint.rl.analysis.bisect import Regression
 from mint.rl.analysis.diagnosis import CODES
-from mint.runs.query import FLAGS
 from mint.runs.reader import RunReader
+from mint.runs.rollout_query import FLAGS
 from tests.dashboard.dashboard_harness import (
     API,
     GROUPS,

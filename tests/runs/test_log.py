@@ -13,16 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mint
 from mint.errors import InvalidRequestError
-from mint.runs.index import index_line
 from mint.runs.json_lines import encode_line
 from mint.runs.log import ResumePoint, RunLog
 from mint.runs.process import RunProcess, lives, read_process, recorded_process, run_state
+from mint.runs.rollout_index import ENTRY, FLAGS, step_entries
 from mint.runs.tokens import TokenPieces
 from mint.tokenizer import load_tokenizer, token_bytes
 
@@ -77,19 +78,22 @@ def assert_index_is_right(log: RunLog) -> None:
     by_step: dict[int, list[bytes]] = {}
     for line in lines:
         by_step.setdefault(json.loads(line)["step"], []).append(line)
-    expected, start = [], 0
+    expected, start = b"", 0
     for step, of_step in by_step.items():
-        expected.append(index_line(step, list(map(json.loads, of_step)), list(map(len, of_step)), start))
-        start = expected[-1]["end"]
-    assert log.read("rollouts.index.jsonl") == expected
+        sizes = list(map(len, of_step))
+        expected += step_entries(step, list(map(json.loads, of_step)), sizes, start).tobytes()
+        start += sum(sizes)
+    assert (log.folder / "rollouts.index").read_bytes() == expected
 
 
-def test_each_step_of_rollouts_has_its_line_in_the_index(tmp_path: Path) -> None:
+def test_each_rollout_has_its_entry_in_the_index(tmp_path: Path) -> None:
     log = logged(tmp_path, 3)
     assert_index_is_right(log)
-    (line, _, _) = log.read("rollouts.index.jsonl")
-    assert (line["group"], line["item"]) == ([0, 0, 1, 1], [0, 0, 1, 1])
-    assert (line["reward"], line["length"], line["flags"]) == ([0.0, 1.0] * 2, [1] * 4, [16] * 4)
+    entries = np.fromfile(log.folder / "rollouts.index", dtype=ENTRY)
+    assert entries["step"].tolist() == [1] * 4 + [2] * 4 + [3] * 4
+    assert entries["group"].tolist() == entries["item"].tolist() == [0, 0, 1, 1] * 3
+    assert (entries["reward"].tolist(), entries["length"].tolist()) == ([0.0, 1.0] * 6, [1] * 12)
+    assert entries["flags"].tolist() == [FLAGS["used"]] * 12
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,7 +103,7 @@ def test_a_resume_repairs_rollouts_and_index_wherever_a_kill_has_cut_them(
 ) -> None:
     saved = data.draw(st.integers(0, 3), label="saved")
     log = logged(tmp_path_factory.mktemp("run"), 5)
-    rollouts, index = log.folder / "rollouts.jsonl", log.folder / "rollouts.index.jsonl"
+    rollouts, index = log.folder / "rollouts.jsonl", log.folder / "rollouts.index"
     if saved:
         log.save_point(ResumePoint(saved, "mint://m/weights/step", {}))
     kept = sum(len(encode_line(row)) for step in range(1, saved + 1) for row in rows_of(step))

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.recipes.tools import DEMO, ToolsAdapter
 from mint.rl import RLAdapter, RLConfig, UnsupportedError, run_grpo
-from mint.runs.index import FLAGS, TABLE_ROW, RolloutTable, index_line, light_row
 from mint.runs.log import RunLog
 from mint.runs.metric_columns import MetricColumns
 from mint.runs.process import recorded_process
-from mint.runs.query import SORTS, RolloutQuery
 from mint.runs.reader import RunReader
+from mint.runs.rollout_index import ENTRY, FLAGS, RolloutIndex, step_entries
+from mint.runs.rollout_lines import light_row
+from mint.runs.rollout_query import SORTS, RolloutQuery
 
 Row = dict[str, Any]
 
@@ -85,7 +86,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
         shutil.copytree(found["mixed"], found["cut"])
         run_grpo(Mixed(), mixed, resume=True)
     shutil.copytree(found["mixed"], found["old"])
-    for name in ("rollouts.index.jsonl", "tokens.jsonl", "process.json"):
+    for name in ("rollouts.index", "tokens.jsonl", "process.json"):
         (found["old"] / name).unlink()
     yield found
 
@@ -267,14 +268,14 @@ def test_a_reader_keeps_up_with_logs_that_grow_by_any_number_of_bytes(
     source, folder = runs["mixed"], tmp_path_factory.mktemp("live")
     shutil.copy(source / "config.json", folder)
     reader = RunReader(folder)
-    names = ["rollouts.jsonl", "rollouts.index.jsonl", "metrics.jsonl", "evaluations.jsonl", "findings.jsonl",
+    names = ["rollouts.jsonl", "rollouts.index", "metrics.jsonl", "evaluations.jsonl", "findings.jsonl",
              "checkpoints.jsonl", "tokens.jsonl"]  # fmt: skip
     seen = set()
     for share in [*sorted(data.draw(st.lists(st.floats(0, 1), max_size=4))), 1.0]:
         for name in names:
             whole = (source / name).read_bytes()
             # The index comes after its rows, as it is written.
-            part = share * 0.99 if name == "rollouts.index.jsonl" and share < 1 else share
+            part = share * 0.99 if name == "rollouts.index" and share < 1 else share
             (folder / name).write_bytes(whole[: int(part * len(whole))])
         assert_answers_as_a_full_read(reader, folder)
         seen.add(reader.version())
@@ -302,19 +303,18 @@ def test_rows_that_were_cut_off_while_they_are_being_read_are_left_out(tmp_path:
     folder = written(tmp_path, {step: [plain_row(step, place) for place in range(4)] for step in (1, 2)})
     reader = RunReader(folder)
     assert reader.rollouts(RolloutQuery()).total == 8
-    table = RolloutTable(folder)
-    table.refresh()
+    first_step = (folder / "rollouts.jsonl").read_bytes().splitlines(keepends=True)[:4]
     with (folder / "rollouts.jsonl").open("r+b") as file:
-        file.truncate(table.spans[2].start + 5)
+        file.truncate(len(b"".join(first_step)) + 5)
     assert [row["step"] for row in reader.rollouts(RolloutQuery()).rows] == [1] * 4
     assert reader.rows(2) == []
 
 
-@pytest.mark.parametrize("keep", [0, 1, 2])
-def test_an_index_that_lags_behind_its_rows_is_made_up_for(tmp_path: Path, keep: int) -> None:
+@pytest.mark.parametrize("entries", [0, 1, 4, 5, 8])
+def test_rows_that_the_index_lacks_are_read_all_the_same(tmp_path: Path, entries: int) -> None:
     folder = written(tmp_path, {step: [plain_row(step, place) for place in range(4)] for step in (1, 2, 3)})
-    index = folder / "rollouts.index.jsonl"
-    index.write_bytes(b"".join(index.read_bytes().splitlines(keepends=True)[:keep]) + b'{"step": 9, "sta')
+    index = folder / "rollouts.index"
+    index.write_bytes(index.read_bytes()[: entries * ENTRY.itemsize + 7])
     assert_reads_rows(RunReader(folder), folder)
 
 
@@ -328,14 +328,21 @@ def test_an_index_that_points_beyond_its_rows_is_not_believed(tmp_path: Path) ->
     assert reader.rollouts(RolloutQuery()).total == 6
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"size": [1, 1, 1, 1]}, {"start": 7}, {"reward": [0.5]}, {"flags": ["used"] * 4}, {"step": "1"}]
-)
-def test_an_index_line_that_contradicts_itself_is_not_believed(tmp_path: Path, wrong: Row) -> None:
+@pytest.mark.parametrize("field", ["offset", "size", "row", "step_rows"])
+def test_an_index_entry_that_contradicts_its_neighbours_is_not_believed(tmp_path: Path, field: str) -> None:
     folder = written(tmp_path, {step: [plain_row(step, place) for place in range(4)] for step in (1, 2)})
-    index = folder / "rollouts.index.jsonl"
-    first, second = map(json.loads, index.read_text().splitlines())
-    index.write_text(json.dumps(first) + "\n" + json.dumps({**second, **wrong}) + "\n")
+    index = folder / "rollouts.index"
+    entries = np.fromfile(index, dtype=ENTRY)
+    entries[field][5] += 1
+    index.write_bytes(entries.tobytes())
+    assert_reads_rows(RunReader(folder), folder)
+
+
+def test_an_index_of_zeros_is_not_believed(tmp_path: Path) -> None:
+    """A loss of power can leave a file of the right length without its content."""
+    folder = written(tmp_path, {step: [plain_row(step, place) for place in range(4)] for step in (1, 2)})
+    index = folder / "rollouts.index"
+    index.write_bytes(bytes(index.stat().st_size))
     assert_reads_rows(RunReader(folder), folder)
 
 
@@ -345,7 +352,7 @@ def assert_reads_rows(reader: RunReader, folder: Path) -> None:
     assert reader.rollouts(RolloutQuery(limit=1_000)).rows == naive_entries(rows)
 
 
-def test_a_step_that_is_still_being_written_grows_until_its_index_line_comes(tmp_path: Path) -> None:
+def test_a_step_that_is_still_being_written_grows_until_its_index_entries_come(tmp_path: Path) -> None:
     folder = written(tmp_path, {1: [plain_row(1, place) for place in range(4)]})
     reader, rows = RunReader(folder), [plain_row(2, place, text="same") for place in range(4)]
     lines = [json.dumps(row) + "\n" for row in rows]
@@ -357,7 +364,8 @@ def test_a_step_that_is_still_being_written_grows_until_its_index_line_comes(tmp
         with (folder / "rollouts.jsonl").open("a") as file:
             file.write(line[10:])
         assert_reads_rows(reader, folder)
-    RunLog(folder).append("rollouts.index.jsonl", index_line(2, rows, [len(line) for line in lines], start))
+    with (folder / "rollouts.index").open("ab") as file:
+        file.write(step_entries(2, rows, [len(line) for line in lines], start).tobytes())
     assert_reads_rows(reader, folder)
     RunLog(folder).append_rollouts(3, [plain_row(3, 0)])
     assert_reads_rows(reader, folder)
@@ -372,20 +380,15 @@ def test_a_light_row_is_the_row_without_its_ids_and_logprobs(runs: dict[str, Pat
 
 
 def test_no_more_than_64_bytes_are_kept_of_a_rollout(tmp_path: Path) -> None:
-    line = b"".join(json.dumps(plain_row(1, place % 8)).encode() + b"\n" for place in range(64))
-    assert TABLE_ROW.itemsize <= 64
-    for indexed in (True, False):
-        folder = tmp_path / str(indexed)
-        steps = {step: [plain_row(step, place % 8, text="x" * 100) for place in range(64)] for step in range(1, 320)}
-        written(folder, steps)
-        if not indexed:
-            (folder / "rollouts.index.jsonl").unlink()
-        table = RolloutTable(folder)
-        table.refresh()
-        assert table.count == 64 * 319
-        assert table.rows.base is not None
-        assert table.rows.base.nbytes <= 64 * table.count
-        assert len(line) > 64 * 64
+    steps = {step: [plain_row(step, place % 8, text="x" * 100) for place in range(64)] for step in range(1, 320)}
+    folder = written(tmp_path, steps)
+    for is_indexed in (True, False):
+        if not is_indexed:
+            (folder / "rollouts.index").unlink()
+        index = RolloutIndex(folder)
+        index.refresh()
+        assert len(index.entries) == 64 * 319
+        assert (index.entries if index.entries.base is None else index.entries.base).nbytes <= 64 * 64 * 319
 
 
 def test_the_history_of_an_item_has_every_visit_with_its_rewards(runs: dict[str, Path]) -> None:

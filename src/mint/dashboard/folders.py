@@ -30,7 +30,7 @@ WATCHED = (
     "evaluations.jsonl",
     "findings.jsonl",
     "checkpoints.jsonl",
-    "rollouts.index.jsonl",
+    "rollouts.index",
 )
 """The files whose size and time of change say whether a run's summary is still right."""
 

@@ -15,7 +15,7 @@ from mint.rl.tasks.rubric import Rubric
 from mint.rl.tasks.tool_env import Costs, ToolEnv
 from mint.rl.tasks.tools import Search, Tool, calculator, tool
 from mint.rl.tracking.progress import LiveProgress
-from mint.runs.frames import LoadedRun, load_run
+from mint.runs.data_frames import LoadedRun, load_run
 
 __all__ = [
     "Costs",

@@ -1,16 +1,16 @@
-"""A run is a folder. This file writes and reads it; it does not know what the numbers mean.
+"""The folder of a run: what is in it, and how it is written, resumed and read back. Knows no metric by name.
 
-config.json       the settings, and what the run is (task, base model, held-out set)
-metrics.jsonl     one line per step
-rollouts.jsonl    one line per completion of every step
-rollouts.index.jsonl  one line per step: where its rows lie in rollouts.jsonl, and the numbers that one asks for
-tokens.jsonl      one line per token id, in the step that first sampled it: its text
-evaluations.jsonl one line per reading of the held-out set; `step` is that of the weights that were read
-findings.jsonl    one line per finding: what looked wrong, the evidence, a remedy
-warnings.jsonl    one line per warning of the server about the datums of a step
-checkpoints.jsonl one line per saved step
-state.json        the last resumable step and its checkpoint; replaced atomically
-process.json      who runs it, since when, and how it ended; replaced atomically
+config.json        the settings, and what the run is (task, base model, held-out set)
+metrics.jsonl      one line per step
+rollouts.jsonl     one line per completion of every step
+rollouts.index     56 bytes per line of rollouts.jsonl: where it lies, and the numbers to filter by (`rollout_index`)
+tokens.jsonl       one line per token id, in the step that first sampled it: its text
+evaluations.jsonl  one line per evaluation on the held-out set; `step` is the step of the weights
+findings.jsonl     one line per finding: what looks wrong, the evidence, a remedy
+warnings.jsonl     one line per warning of the server about the datums of a step
+checkpoints.jsonl  one line per saved step
+state.json         the last resumable step and its checkpoint; replaced atomically
+process.json       the process that runs it, since when, and how it ended; replaced atomically
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mint.errors import InvalidRequestError
-from mint.runs.index import INDEX, ROLLOUTS, index_line, index_row, scan
 from mint.runs.json_lines import append_lines, encode_line, read_lines, replace_file
+from mint.runs.rollout_index import INDEX, RolloutIndex, step_entries
+from mint.runs.rollout_lines import ROLLOUTS
 
 STEP_LOGS = (
     "metrics.jsonl",
@@ -34,13 +37,13 @@ STEP_LOGS = (
     "warnings.jsonl",
     "checkpoints.jsonl",
 )
-"""The logs whose lines name a step, besides the rollouts and their index."""
+"""The logs whose lines have a `step`; a resume drops the lines after its checkpoint."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run can go on: `step` is done and saved at `checkpoint`; `totals` are the counters up to there, `state`
-    is what the run must remember besides its weights."""
+    """Where a run can be resumed: `step` is done and saved at `checkpoint`. `totals` are the counters up to there,
+    `state` is whatever else the run needs besides its weights."""
 
     step: int
     checkpoint: str
@@ -57,10 +60,11 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, config: Mapping[str, Any], *, resume: bool) -> ResumePoint | None:
-        """Opens the run: writes its config, or finds where to resume and drops what was logged after that point.
+        """Writes the config of a new run and returns None; or drops what a run logged after its last checkpoint, and
+        returns that point (None if it has no checkpoint: the run starts at its first step).
 
         Raises:
-            InvalidRequestError: the folder holds a run and `resume` is False, or a run of another config.
+            InvalidRequestError: the folder holds a run and `resume` is False, or a run with other settings.
         """
         path = self.folder / "config.json"
         if not path.exists():
@@ -68,10 +72,10 @@ class RunLog:
             return None
         if not resume:
             raise InvalidRequestError(
-                "holds a run already",
+                "already holds a run",
                 field="run_dir",
                 value=str(self.folder),
-                remedy="Pass resume=True to go on with it, or another run_dir",
+                remedy="Pass resume=True to continue it, or another run_dir",
             )
         self._check_same(json.loads(path.read_text()), json.loads(json.dumps(config, default=str)))
         point = self._read_state()
@@ -88,19 +92,20 @@ class RunLog:
             append_lines(self.folder / name, map(encode_line, rows))
 
     def append_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """All rows of one step, and then its line of the index: whoever finds that line finds the rows, too."""
+        """All rows of one step, then their index entries: an entry that a reader finds always has its row."""
         if not rows:
             return
         lines = [encode_line(row) for row in rows]
         start = append_lines(self.folder / ROLLOUTS, lines)
-        self.append(INDEX, index_line(step, rows, [len(line) for line in lines], start))
+        entries = step_entries(step, rows, [len(line) for line in lines], start)
+        append_lines(self.folder / INDEX, [entries.tobytes()])
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """All complete lines of `name`."""
         return [json.loads(line) for line in read_lines(self.folder / name)]
 
     def save_point(self, point: ResumePoint) -> None:
-        """Marks a step as resumable; call it once its checkpoint is durable."""
+        """Makes a step the one to resume from. Call it after its checkpoint is durable."""
         state = {**vars(point), "totals": dict(point.totals), "state": dict(point.state)}
         replace_file(self.folder / "state.json", json.dumps(state).encode())
 
@@ -123,27 +128,18 @@ class RunLog:
         for name in STEP_LOGS:
             path = self.folder / name
             if path.exists():
-                kept = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
-                replace_file(path, b"".join(kept))
+                lines = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
+                replace_file(path, b"".join(lines))
 
     def _cut_rollouts(self, step: int) -> None:
-        """Cuts the rollouts after a step, and writes an index of what is left: from the one there is as far as it is
-        right, for a kill may have come between the two files, and from the rows themselves where it is not."""
+        """Cuts the rollouts after a step and rewrites the index, which a kill may have left shorter than the rows."""
         path = self.folder / ROLLOUTS
         if not path.exists():
             return
-        size, end = path.stat().st_size, 0
-        kept: list[bytes] = []
-        for text in read_lines(self.folder / INDEX):
-            line = index_row(text)
-            if line is None or line["start"] != end or line["end"] > size or line["step"] > step:
-                break
-            kept.append(text)
-            end = line["end"]
-        for at, rows, sizes, start in scan(path, end):
-            if at > step:
-                break
-            kept.append(encode_line(index_line(at, rows, sizes, start)))
-            end = start + sum(sizes)
+        index = RolloutIndex(self.folder)
+        index.refresh()
+        later = np.flatnonzero(index.entries["step"] > step)
+        entries = index.entries[: later[0]] if len(later) else index.entries
+        end = int(entries["offset"][-1] + entries["size"][-1]) if len(entries) else 0
         os.truncate(path, end)
-        replace_file(self.folder / INDEX, b"".join(kept))
+        replace_file(self.folder / INDEX, entries.tobytes())

@@ -1,7 +1,7 @@
-"""Reads a run folder while it is being written, or afterwards: numbers, rollouts by question, what became of the run.
+"""Reads a run folder, also while it is being written: metrics, queries over rollouts, and the state of the run.
 
-Reads on from where it stopped; keeps the metrics as columns, at most 64 bytes per rollout, and the text of each token
-once, never the rollouts themselves. Knows no page and no terminal, and writes nothing.
+Reads only what is new since the last call. Keeps the metrics as columns, 56 bytes per rollout, and the text of each
+token id; never the rollouts themselves. Knows no page and no terminal, and writes nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mint.errors import NotFoundError
-from mint.runs.index import FLAGS, ROLLOUTS, RolloutTable, flag_names, light_row
 from mint.runs.json_lines import Tail, decode_lines
 from mint.runs.metric_columns import MetricColumns
 from mint.runs.process import PROCESS, RunProcess, State, read_process, run_state
-from mint.runs.query import OPENING_END, SORTS, RolloutPage, RolloutQuery, TextSearch, select
+from mint.runs.rollout_index import FLAGS, INDEX, RolloutIndex, flag_names
+from mint.runs.rollout_lines import ROLLOUTS, TOKENS, light_row
+from mint.runs.rollout_query import SORTS, RolloutPage, RolloutQuery, TextSearch, select
 
 __all__ = ["FLAGS", "SORTS", "RolloutPage", "RolloutQuery", "RunReader", "RunSummary", "read_config"]
 
@@ -38,7 +39,7 @@ LOGS = (
     "checkpoints.jsonl",
     "warnings.jsonl",
     "tokens.jsonl",
-    "rollouts.index.jsonl",
+    INDEX,
     PROCESS,
 )
 EXCERPT_CHARACTERS = 400
@@ -121,7 +122,7 @@ class RunReader:
         self._example_offsets: list[int] = []
         self._metrics = MetricColumns()
         self._pieces: dict[int, dict[str, Any]] = {}
-        self._table = RolloutTable(self.folder)
+        self._index = RolloutIndex(self.folder)
 
     # --- the run as a whole --------------------------------------------------------------------------------------
 
@@ -282,8 +283,8 @@ class RunReader:
     def steps(self) -> list[int]:
         """The steps that have rollouts, in order."""
         with self._current():
-            self._table.refresh()
-            return sorted(self._table.spans)
+            self._index.refresh()
+            return self._index.steps()
 
     def rows(self, step: int, *, light: bool = False) -> list[dict[str, Any]]:
         """All rows of a step as they were logged, each with its place as `row`; none for a step that has none.
@@ -291,57 +292,55 @@ class RunReader:
         `light` ones come several times faster: their `tokens` are a range of that length, their `logprobs` empty.
         """
         with self._current():
-            self._table.refresh()
-            span = self._table.spans.get(step)
-        if span is None:
+            self._index.refresh()
+            entries = self._index.of_step(step)
+        if not len(entries):
             return []
         with (self.folder / ROLLOUTS).open("rb") as file:
-            file.seek(span.start)
-            lines = file.read(span.end - span.start).splitlines(keepends=True)
+            file.seek(entries["offset"][0])
+            lines = file.read(int(entries["size"].sum())).splitlines(keepends=True)
         try:
             rows = [light_row(line) for line in lines] if light else decode_lines(lines)
         except ValueError:
-            return []  # cut off meanwhile: the run was taken up again before this step
+            return []  # The run was resumed from before this step meanwhile, and its rows were cut off.
         return [{**row, "row": place} for place, row in enumerate(rows) if row.get("step") == step]
 
     def rollouts(self, query: RolloutQuery) -> RolloutPage:
         """A page of the rollouts that a query asks for: numbers, names of flags, and the beginnings of their texts."""
         with self._current():
-            self._table.refresh()
-            table = self._table.rows
-            places = select(table, query)
-            total = len(places)
-            wanted = table[places[query.offset :] if query.text else places[query.offset : query.offset + query.limit]]
+            self._index.refresh()
+            entries = self._index.entries
+        places = select(entries, query)
+        total = len(places)
         if not total:
             return RolloutPage(0, [], None)
+        next_offset = query.offset + query.limit
         with (self.folder / ROLLOUTS).open("rb") as file:
             if query.text:
-                return self._search(file, wanted, query)
-            rows = [_excerpt(entry, row) for entry, row in _read(file, wanted)]
-        following = query.offset + query.limit
-        return RolloutPage(total, rows, following if following < total else None)
+                return self._search(file, entries, places[query.offset :], query)
+            rows = [_excerpt(entry, row) for entry, row in _read(file, entries[places[query.offset : next_offset]])]
+        return RolloutPage(total, rows, next_offset if next_offset < total else None)
 
-    def _search(self, file: BinaryIO, candidates: np.ndarray, query: RolloutQuery) -> RolloutPage:
+    def _search(self, file: BinaryIO, entries: np.ndarray, places: np.ndarray, query: RolloutQuery) -> RolloutPage:
         search = TextSearch(query.text)
         began, read = time.monotonic(), 0
         found: list[dict[str, Any]] = []
-        for place, entry in enumerate(candidates):
+        for count, place in enumerate(places):
             if len(found) == query.limit:
-                return RolloutPage(None, found, query.offset + place)
-            if place and (read > self.search_bytes or time.monotonic() - began > self.search_s):
-                return RolloutPage(None, found, query.offset + place, is_complete=False)
-            opening = _opening(file, entry)
-            read += len(opening)
-            if search.found_in(opening):
-                found += [_excerpt(entry, row) for entry, row in _read(file, candidates[place : place + 1])]
+                return RolloutPage(None, found, query.offset + count)
+            if count and (read > self.search_bytes or time.monotonic() - began > self.search_s):
+                return RolloutPage(None, found, query.offset + count, is_complete=False)
+            head = _line_head(file, entries[place])
+            read += len(head)
+            if search.found_in(head):
+                found += [_excerpt(entry, row) for entry, row in _read(file, entries[place : place + 1])]
         return RolloutPage(len(found) if query.offset == 0 else None, found, None)
 
     def item_history(self, item: int) -> list[dict[str, Any]]:
         """Every visit to one item of the dataset, in order: step, group, the rows' places, and their rewards."""
         with self._current():
-            self._table.refresh()
-            table = self._table.rows
-            entries = table[table["item"] == item]
+            self._index.refresh()
+            entries = self._index.entries[self._index.entries["item"] == item]
         visits: dict[tuple[int, int], dict[str, Any]] = {}
         for entry in entries:
             step, group = int(entry["step"]), int(entry["group"])
@@ -437,15 +436,15 @@ def _read(file: BinaryIO, entries: np.ndarray) -> Iterator[tuple[np.void, dict[s
             yield entry, row
 
 
-def _opening(file: BinaryIO, entry: np.void) -> bytes:
-    """The line of an entry up to its tokens."""
+def _line_head(file: BinaryIO, entry: np.void) -> bytes:
+    """The line of an entry up to and with the key of its tokens."""
     size, offset = int(entry["size"]), int(entry["offset"])
     head = os.pread(file.fileno(), min(size, HEAD_BYTES), offset)
-    cut = head.find(OPENING_END)
+    cut = head.find(TOKENS)
     if cut < 0 and size > HEAD_BYTES:
         head += os.pread(file.fileno(), size - HEAD_BYTES, offset + HEAD_BYTES)
-        cut = head.find(OPENING_END)
-    return head if cut < 0 else head[: cut + len(OPENING_END)]
+        cut = head.find(TOKENS)
+    return head if cut < 0 else head[: cut + len(TOKENS)]
 
 
 def _excerpt(entry: np.void, row: dict[str, Any]) -> dict[str, Any]:
