@@ -24,10 +24,11 @@ import numpy as np
 import mint
 from mint.recipes.data.arithmetic import Problem, draw_problems
 from mint.recipes.math import exact_match
-from mint.rl.advantages import group_advantages, kl_penalty
 from mint.rl.config import AdvantageName
-from mint.rl.datums import policy_datum
-from mint.rl.evaluation import interval
+from mint.rl.estimate import interval
+from mint.rl.training.advantages import group_advantages
+from mint.rl.training.datums import policy_datum
+from mint.rl.training.kl_reference import kl_penalty
 from mint.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams
 
 PROMPTS, GROUP, MAX_TOKENS, HELDOUT = 16, 8, 8, 512

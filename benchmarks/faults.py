@@ -30,9 +30,9 @@ from mint.recipes.data.arithmetic import Problem, draw_problems
 from mint.recipes.data.things import Question
 from mint.recipes.math import exact_match
 from mint.rl import PairwiseJudge, Reward, RLAdapter, RLConfig, UnsupportedError, run_grpo
-from mint.rl.analysis.finding import Finding
 from mint.rl.analysis.run_analysis import diagnose_run
-from mint.rl.datums import rollout_datums
+from mint.rl.finding import Finding
+from mint.rl.training.datums import rollout_datums
 from mint.types import Datum, TensorData
 
 SMALL = RLConfig(

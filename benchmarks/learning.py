@@ -37,7 +37,7 @@ from mint.config import read_settings
 from mint.errors import RequestFailedError
 from mint.models.registry import BUNDLED
 from mint.recipes.math import MathAdapter
-from mint.rl.evaluation import wilson
+from mint.rl.estimate import wilson
 from mint.rl.rollouts.rollout_worker import Items
 
 PROMPTS, GROUP, MAX_TOKENS = 32, 8, 8

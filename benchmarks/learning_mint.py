@@ -18,8 +18,8 @@ from typing import Any, TextIO
 import mint
 from mint.recipes.math import MathAdapter
 from mint.rl import RLConfig, run_grpo
-from mint.rl.evaluation import evaluate
-from mint.rl.rollouts.calls import CallPool
+from mint.rl.call_pool import CallPool
+from mint.rl.heldout_evaluation import evaluate
 from mint.runs.log import RunLog
 from mint.types import ModelInput
 

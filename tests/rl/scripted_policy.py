@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 import mint
 from mint.errors import MintError
-from mint.rl.rollouts.calls import CallPool
+from mint.rl.call_pool import CallPool
+from mint.rl.rollout import Group
 from mint.rl.rollouts.episodes import EpisodeLimits, roll_out_episodes
-from mint.rl.rollouts.rollout import Group
 from mint.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 TINY = Path(mint.__file__).parent / "models" / "tiny"

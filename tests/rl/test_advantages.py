@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from mint.rl import Group, RLConfig, Rollout
-from mint.rl.advantages import (
+from mint.rl.rollout import StopReason, Turn
+from mint.rl.training.advantages import (
     apply_truncation_penalty,
     group_advantages,
     has_unequal_rewards,
-    kl_penalty,
     loss_weights,
     rollout_advantages,
 )
-from mint.rl.rollouts.rollout import StopReason, Turn
+from mint.rl.training.kl_reference import kl_penalty
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 4, [1.0] * 4, [0.1 + 0.2] * 3, [0.7], []])

@@ -9,7 +9,7 @@ import pytest
 
 from mint.errors import InvalidRequestError
 from mint.rl.analysis.bisect import find_regression
-from mint.rl.evaluation import Estimate
+from mint.rl.estimate import Estimate
 
 NAMES = [f"step-{step:03d}" for step in range(64)]
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mint
-from mint.rl.datums import policy_datum, rollout_datums
-from mint.rl.rollouts.rollout import Rollout, Turn
+from mint.rl.rollout import Rollout, Turn
+from mint.rl.training.datums import policy_datum, rollout_datums
 from mint.types import AdamParams, Datum
 
 TOKENS = st.lists(st.integers(3, 900), min_size=1, max_size=6)

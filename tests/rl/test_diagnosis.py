@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mint.rl.analysis.diagnosis import CODES, RunRecord, check_datums, diagnose
-from mint.rl.analysis.finding import Finding
+from mint.rl.analysis.diagnosis import CODES, diagnose
 from mint.rl.analysis.policy_rules import step_promise
-from mint.rl.datums import policy_datum
+from mint.rl.analysis.run_record import RunRecord
+from mint.rl.finding import Finding
+from mint.rl.training.datum_check import check_datums
+from mint.rl.training.datums import policy_datum
 from mint.types import Datum
 
 GROUPS, SIZE = 16, 8
@@ -372,7 +374,7 @@ def test_each_code_comes_at_most_once_and_all_are_declared_with_their_worst_seve
 
 def test_every_code_is_in_the_source_and_in_the_document() -> None:
     root = Path(__file__).parents[2]
-    sources = [*(root / "src/mint/rl/analysis").glob("*_rules.py"), root / "src/mint/rl/analysis/diagnosis.py"]
+    sources = [*(root / "src/mint/rl/analysis").glob("*_rules.py"), root / "src/mint/rl/training/datum_check.py"]
     text = "".join(path.read_text() for path in sources)
     raised = set(re.findall(r'(?:Finding|_grading)\(\s*(?:view,\s*)?"([a-z_]+)"', text)) | {"suspected_reward_hacking"}
     assert raised == CODES.keys()

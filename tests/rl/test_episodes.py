@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerFast
 import mint
 from mint.errors import InvalidRequestError, PromptTooLongError, RequestFailedError
 from mint.rl.adapter import MessageEnvAdapter
-from mint.rl.datums import rollout_datums
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import UnsupportedError
+from mint.rl.rollout import Rollout
 from mint.rl.rollouts.episodes import EpisodeLimits
-from mint.rl.rollouts.rollout import Rollout
 from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import ChatFormat, check_template
+from mint.rl.training.datums import rollout_datums
 from mint.types import SamplingParams
 
 ASK = [{"role": "user", "content": "Go on."}]

@@ -10,7 +10,7 @@ import pytest
 
 from mint.errors import InvalidRequestError
 from mint.rl import Reward, RLAdapter, UnsupportedError
-from mint.rl.rollouts.calls import CallPool
+from mint.rl.call_pool import CallPool
 from mint.rl.rollouts.grading import RewardError, accept, grade_completions
 
 

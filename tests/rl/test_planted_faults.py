@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.faults import FAULTS, HEALTHY, Fault, findings, is_right
 from mint.rl.analysis.diagnosis import CODES
-from mint.rl.analysis.finding import Finding
+from mint.rl.finding import Finding
 
 pytestmark = pytest.mark.learns
 

@@ -19,7 +19,7 @@ from mint.recipes.math import MathAdapter
 from mint.recipes.questions import Question, encode_prompt, one_side
 from mint.recipes.registry import load_task
 from mint.rl import run_grpo
-from mint.rl.evaluation import content_hash, without_heldout
+from mint.rl.heldout_evaluation import content_hash, without_heldout
 
 ROOT = Path(__file__).resolve().parents[2]
 

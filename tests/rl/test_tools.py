@@ -17,10 +17,10 @@ from scripted_policy import roll_out, says
 
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import MessageEnvAdapter
+from mint.rl.call_pool import CallPool
 from mint.rl.message_env import Message, MessageStepResult
 from mint.rl.reward import Reward
-from mint.rl.rollouts.calls import CallPool
-from mint.rl.rollouts.rollout import Rollout
+from mint.rl.rollout import Rollout
 from mint.rl.tasks.tool_env import Costs, ToolEnv
 from mint.rl.tasks.tools import Search, ToolError, calculator, parse_tool_calls, tool
 

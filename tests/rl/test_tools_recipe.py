@@ -12,7 +12,7 @@ from mint.recipes.data.arithmetic import is_heldout
 from mint.recipes.data.word_problems import SHORT_SYSTEM, TOOLS_SYSTEM
 from mint.recipes.tools import DEMO, FACTS, Question, SearchAdapter, ToolsAdapter
 from mint.rl import run_grpo
-from mint.rl.rollouts.rollout import Rollout
+from mint.rl.rollout import Rollout
 from mint.rl.tasks.tool_env import Costs
 
 

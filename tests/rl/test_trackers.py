@@ -12,7 +12,7 @@ import pytest
 from mint.errors import InvalidRequestError
 from mint.recipes.registry import load_task
 from mint.rl import RLConfig, RunResult, run_grpo
-from mint.rl.analysis.finding import Finding
+from mint.rl.finding import Finding
 from mint.rl.tracking.trackers import TRACKERS, Trackers
 from mint.runs.log import RunLog
 

@@ -91,7 +91,7 @@ def demo(
 ) -> None:
     """RL end to end on the bundled model, in this process: no network, no GPU, no key."""
     from mint.recipes.demo import run_demo  # deferred: `mint --help` answers at once
-    from mint.rl.tracking.report import print_run
+    from mint.rl.analysis.report import print_run
     from mint.runs.log import RunLog
 
     try:
@@ -150,12 +150,12 @@ def evaluate(
     """Held-out reward of a checkpoint: mean with its 95 % interval, success, pass@k, parts."""
     from mint.client.service_client import ServiceClient  # deferred: `mint --help` answers at once
     from mint.recipes.train import chosen, parse
-    from mint.rl.analysis.run_analysis import read_checkpoint
-    from mint.rl.tracking.report import print_reading
+    from mint.rl.analysis.report import print_reading
+    from mint.rl.heldout_evaluation import evaluate_checkpoint
 
     try:
         with chosen(task, parse(assignments or [])) as choice, ServiceClient() as service:
-            readings = read_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
+            readings = evaluate_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
     except MintError as error:
         fail(error)
     print_reading(Console(stderr=as_json), f"{checkpoint} on {task}", readings)
@@ -169,8 +169,8 @@ def diagnose(
     as_json: Json = False,
 ) -> None:
     """Why a run does not learn: every finding with its evidence and a remedy, and where the tokens went."""
+    from mint.rl.analysis.report import print_findings, print_ledgers
     from mint.rl.analysis.run_analysis import diagnose_run, signal_ledgers  # deferred: `mint --help` answers at once
-    from mint.rl.tracking.report import print_findings, print_ledgers
 
     try:
         findings, ledger, items = diagnose_run(run), *signal_ledgers(run)
@@ -193,15 +193,16 @@ def bisect(
     """Between which two checkpoints a metric fell, by reading only as many as needed."""
     from mint.client.service_client import ServiceClient  # deferred: `mint --help` answers at once
     from mint.recipes.train import chosen_of_run
-    from mint.rl.analysis.run_analysis import bisect_run, read_checkpoint
-    from mint.rl.tracking.report import print_regression
+    from mint.rl.analysis.report import print_regression
+    from mint.rl.analysis.run_analysis import bisect_run
+    from mint.rl.heldout_evaluation import evaluate_checkpoint
 
     try:
         with chosen_of_run(run, task) as choice, ServiceClient() as service:
             regression = bisect_run(
                 run,
                 metric,
-                lambda path: read_checkpoint(path, choice.adapter, config=choice.config, service=service),
+                lambda path: evaluate_checkpoint(path, choice.adapter, config=choice.config, service=service),
             )
     except MintError as error:
         fail(error)
@@ -221,7 +222,7 @@ def doctor(
     """Samples a task with the base model and says which lever fits: RL, SFT first, preferences, harder data."""
     from mint.recipes.train import chosen, parse  # deferred: `mint --help` answers at once
     from mint.rl.analysis.doctor import examine
-    from mint.rl.tracking.report import print_examination
+    from mint.rl.analysis.report import print_examination
 
     try:
         with chosen(task, parse(assignments or [])) as choice:
@@ -244,7 +245,7 @@ def plan(
 ) -> None:
     """What share of groups, and of tokens, to expect a signal from; `mint doctor TASK` measures the pass rate."""
     from mint.rl.analysis.planner import plan_for_rate  # deferred: `mint --help` answers at once
-    from mint.rl.tracking.report import print_plan
+    from mint.rl.analysis.report import print_plan
 
     planned = plan_for_rate(pass_rate, batch_size=batch_size, mean_tokens=tokens)
     print_plan(Console(stderr=as_json), planned)

@@ -89,7 +89,7 @@ def plot(
 
 def show_run_folder(folder: Path, *, as_json: bool) -> None:
     """State, curve, readings, findings and checkpoints of one RL run."""
-    from mint.rl.tracking.report import COLORS  # deferred: `mint --help` answers at once
+    from mint.rl.tracking.terminal_text import COLORS  # deferred: `mint --help` answers at once
     from mint.runs.reader import RunReader
 
     reader = RunReader(folder)

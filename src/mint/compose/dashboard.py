@@ -30,7 +30,9 @@ from mint.errors import InvalidRequestError
 from mint.recipes.registry import RECIPES, SOURCES
 from mint.recipes.train import chosen_of_run
 from mint.rl.analysis.bisect import Regression
-from mint.rl.analysis.run_analysis import bisect_run, read_checkpoint, read_config
+from mint.rl.analysis.run_analysis import bisect_run
+from mint.rl.heldout_evaluation import evaluate_checkpoint
+from mint.runs.reader import read_config
 from mint.server.callers import LOCAL, Caller
 from mint.server.http import auth
 from mint.server.http.app import create_app as create_service_app
@@ -217,7 +219,7 @@ def _search(open_client: Callable[[Visitor | None], ServiceClient]) -> Search:
 
             def read(path: str) -> Any:
                 tell(path)
-                return read_checkpoint(path, choice.adapter, config=choice.config, service=client)
+                return evaluate_checkpoint(path, choice.adapter, config=choice.config, service=client)
 
             return bisect_run(folder, metric, read)
 

@@ -18,7 +18,7 @@ from mint.dashboard.dashboard import Dashboard
 from mint.dashboard.events import Cursor, cursor_of
 from mint.dashboard.evidence import EVIDENCE, NO_EVIDENCE, evidence_of
 from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
-from mint.rl.analysis.run_analysis import METRICS
+from mint.rl.analysis.run_analysis import BISECT_METRICS
 from mint.runs.reader import RolloutQuery, RunReader
 
 MAX_ROWS = 500
@@ -252,10 +252,10 @@ def parse_metric(body: bytes) -> str:
         given = json.loads(body or b"{}")
     except ValueError as error:
         raise InvalidRequestError(f"is not JSON: {error}", field="body", value="(not shown)") from error
-    metric = given.get("metric", METRICS[0]) if isinstance(given, dict) else None
-    if metric not in METRICS:
+    metric = given.get("metric", BISECT_METRICS[0]) if isinstance(given, dict) else None
+    if metric not in BISECT_METRICS:
         raise InvalidRequestError(
-            "is not a metric", field="metric", value=metric, remedy=f"Choose one of {', '.join(METRICS)}"
+            "is not a metric", field="metric", value=metric, remedy=f"Choose one of {', '.join(BISECT_METRICS)}"
         )
     return metric
 

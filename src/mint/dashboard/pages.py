@@ -19,7 +19,7 @@ from mint.dashboard import api
 from mint.dashboard.dashboard import Dashboard
 from mint.dashboard.evidence import CHECKED, EVIDENCE, evidence_of
 from mint.errors import MintError, NotFoundError
-from mint.rl.analysis.run_analysis import METRICS
+from mint.rl.analysis.run_analysis import BISECT_METRICS
 from mint.version import VERSION
 
 MAX_COMPARED = 8
@@ -78,7 +78,7 @@ def checkpoints(dashboard: Dashboard, request: Request) -> str:
         checkpoints=listed,
         readings=len(readings),
         before=api.reading_at(readings, 0),
-        metrics=METRICS,
+        metrics=BISECT_METRICS,
         can_search=dashboard.bisections.can_search,
     )
 

@@ -16,9 +16,9 @@ import numpy as np
 import mint
 from mint import types
 from mint.recipes.data.demonstrations import batch_places
-from mint.rl.datums import policy_datum
-from mint.rl.evaluation import interval
+from mint.rl.estimate import interval
 from mint.rl.seeds import mix_seed
+from mint.rl.training.datums import policy_datum
 from mint.runs.log import RunLog
 from mint.runs.process import recorded_process
 

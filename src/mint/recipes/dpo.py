@@ -15,7 +15,7 @@ from typing import Any
 import mint
 from mint import types
 from mint.recipes.data.demonstrations import batch_places, check_disjoint, completion_datum, reply_ids
-from mint.rl.evaluation import interval
+from mint.rl.estimate import interval
 from mint.runs.log import RunLog
 from mint.runs.process import recorded_process
 

@@ -14,7 +14,7 @@ from typing import Any
 import mint
 from mint import types
 from mint.recipes.data.demonstrations import Demonstration, batch_places, check_disjoint, completion_datum, reply_ids
-from mint.rl.evaluation import interval
+from mint.rl.estimate import interval
 from mint.rl.seeds import mix_seed
 from mint.runs.log import RunLog
 from mint.runs.process import recorded_process

@@ -15,11 +15,11 @@ from mint.errors import InvalidRequestError
 from mint.recipes.registry import TaskChoice, load_task
 from mint.recipes.supervised_cli import LEVERS
 from mint.rl import Estimate, LiveProgress, RLConfig, RunResult, Task, run_grpo
-from mint.rl.analysis.run_analysis import read_config
+from mint.rl.analysis.report import print_run
 from mint.rl.heldout_evaluation import GREEDY, SAMPLED
 from mint.rl.tracking.plot import plot_run
-from mint.rl.tracking.report import print_run
 from mint.runs.log import RunLog
+from mint.runs.reader import read_config
 
 ALIASES = {"lr": "learning_rate", "groups_per_batch": "batch_size", "model": "base_model"}
 

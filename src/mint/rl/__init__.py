@@ -1,15 +1,17 @@
 """Reinforcement learning over the public SDK: what a task is, the shared GRPO loop, and why a run does not learn."""
 
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task
-from mint.rl.analysis.diagnosis import RunRecord, diagnose
+from mint.rl.analysis.diagnosis import diagnose
 from mint.rl.analysis.doctor import Examination, examine
-from mint.rl.analysis.finding import Finding
+from mint.rl.analysis.run_record import RunRecord
 from mint.rl.config import RLConfig
-from mint.rl.evaluation import Estimate
-from mint.rl.loop import RunResult, run_grpo
+from mint.rl.estimate import Estimate
+from mint.rl.finding import Finding
+from mint.rl.loop import run_grpo
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, UnsupportedError
-from mint.rl.rollouts.rollout import Group, Rollout, Turn
+from mint.rl.rollout import Group, Rollout, Turn
+from mint.rl.run_result import RunResult
 from mint.rl.tasks.judges import PairwiseJudge
 from mint.rl.tasks.rubric import Rubric
 from mint.rl.tasks.tool_env import Costs, ToolEnv

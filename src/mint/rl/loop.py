@@ -11,26 +11,25 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import MessageEnvAdapter, Task
-from mint.rl.analysis.diagnosis import RunRecord, diagnose
-from mint.rl.analysis.finding import Finding
+from mint.rl.analysis.diagnosis import diagnose
+from mint.rl.analysis.run_record import RunRecord
+from mint.rl.call_pool import CallPool
 from mint.rl.config import RLConfig
-from mint.rl.evaluation import Estimate, without_heldout
-from mint.rl.heldout_evaluation import Readings
-from mint.rl.kl_reference import Reference
-from mint.rl.policy_update import Update, Updater
-from mint.rl.rollouts.calls import CallPool
+from mint.rl.finding import Finding
+from mint.rl.heldout_evaluation import HeldoutEvaluation, without_heldout
 from mint.rl.rollouts.completions import as_adapter, task_name
-from mint.rl.rollouts.rollout import Rollout
 from mint.rl.rollouts.rollout_worker import Collector, Items, StepRollouts
+from mint.rl.run_result import RunResult
 from mint.rl.tasks.chat_format import check_template
 from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate
+from mint.rl.training.kl_reference import KLReference
+from mint.rl.training.policy_update import Update, Updater
 from mint.rl.training_run import ProgressHook, open_run
 from mint.runs.reader import RunReader
 from mint.runs.tokens import TokenPieces
@@ -40,32 +39,6 @@ DIAGNOSED_STEPS = 10
 
 COLLAPSES = frozenset({"reward_collapse", "entropy_collapse", "learning_rate_too_high", "nonfinite_or_skipped_steps"})
 """Findings that `on_collapse` acts on, where their severity is `error`."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run did. `heldout_before` and `heldout_after` are by temperature (0.0 greedy, 1.0), empty if not read.
-
-    `checkpoint` holds the final weights and optimizer; `best_checkpoint` those of the best greedy reading, where
-    `eval_every` asked for readings. `stopped_by` is the finding that ended the run early.
-    """
-
-    run_dir: Path
-    checkpoint: str
-    sampler_checkpoint: str
-    steps: int
-    samples: int
-    tokens: int
-    seconds: float
-    seconds_setup: float
-    max_abs_logprob_diff: float
-    state_digest: str | None
-    heldout_before: dict[float, Estimate]
-    heldout_after: dict[float, Estimate]
-    heldout_rollouts: dict[str, list[Rollout]] = field(repr=False)
-    findings: list[Finding]
-    best_checkpoint: str | None = None
-    stopped_by: str | None = None
 
 
 def run_grpo(
@@ -170,9 +143,9 @@ class _RLRun:
         self.collector = Collector(
             self.task, dataset, self.items, config=config, tokenizer=self.tokenizer, calls=self.calls
         )
-        reference = Reference(self.training.service, config) if config.kl_penalty_coef else None
+        reference = KLReference(self.training.service, config) if config.kl_penalty_coef else None
         self.updater = Updater(self.trainer, reference, config)
-        self.readings = Readings(self.task, heldout, run=self.training, config=config, calls=self.calls)
+        self.readings = HeldoutEvaluation(self.task, heldout, run=self.training, config=config, calls=self.calls)
         self.pieces = TokenPieces(self.tokenizer, (row["id"] for row in log.read("tokens.jsonl")))
         point = self.training.point
         if point is None:

@@ -23,7 +23,7 @@ from mint.client.service_client import ServiceClient
 from mint.client.training_client import TrainingClient
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
-from mint.rl.analysis.finding import SEVERITIES, Finding
+from mint.rl.finding import SEVERITIES, Finding
 from mint.rl.run_config import RunConfig
 from mint.rl.tracking.trackers import Trackers
 from mint.runs.log import ResumePoint, RunLog

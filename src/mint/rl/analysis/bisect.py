@@ -13,7 +13,7 @@ from mint.errors import InvalidRequestError
 
 
 class Interval(Protocol):
-    """A mean with its 95 % interval, such as `mint.rl.evaluation.Estimate`."""
+    """A mean with its 95 % interval, such as `mint.rl.estimate.Estimate`."""
 
     @property
     def mean(self) -> float:

@@ -1,17 +1,14 @@
 """Why a run does or does not learn: which rules are asked, in which order, and which finding explains which.
 
 Pure functions over the run log, live or afterwards. The rules are in `rules_signal`, `rules_policy` and `rules_reward`;
-what each code means and what to do about it is in docs/diagnosis.md. Also the check of every batch before training.
+what each code means and what to do about it is in docs/diagnosis.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-import numpy as np
-
-from mint.rl.analysis.finding import Finding, Severity
 from mint.rl.analysis.policy_rules import (
     entropy_collapse,
     learning_rate_too_high,
@@ -33,9 +30,7 @@ from mint.rl.analysis.reward_rules import (
 )
 from mint.rl.analysis.run_record import RunRecord, View
 from mint.rl.analysis.signal_rules import no_heldout, no_signal, reward_collapse, reward_spike, saturation
-from mint.types import Datum
-
-__all__ = ["CODES", "RunRecord", "check_datums", "diagnose"]
+from mint.rl.finding import Finding, Severity
 
 Rule = Callable[[View], Finding | None]
 
@@ -142,44 +137,3 @@ def _explained(finding: Finding, causes: Iterable[Finding]) -> Finding:
         if cause.severity == "error" and finding.code in EXPLAINS.get(cause.code, ()):
             return replace(finding, severity="warning", evidence=f"{finding.evidence} (follows from {cause.code})")
     return finding
-
-
-def check_datums(datums: Sequence[Datum], prompt_lengths: Sequence[int]) -> list[Finding]:
-    """At most one `masked_loss` finding (step 0) about a batch that is about to be trained on.
-
-    `prompt_lengths[i]` tokens of datum i are the prompt [P]. Position t predicts token t + 1, so the first P − 1
-    positions must have weight 0 and advantage 0, and something after them must be trained.
-    """
-    on_prompt, untrained = [], []
-    for place, (datum, length) in enumerate(zip(datums, prompt_lengths, strict=True)):
-        prompt = max(0, length - 1)
-        weights = _column(datum, "weights")
-        advantages = _column(datum, "advantages")
-        if any(column is not None and bool(column[:prompt].any()) for column in (weights, advantages)):
-            on_prompt.append(place)
-        if weights is not None and not weights[prompt:].any():
-            untrained.append(place)
-    if not on_prompt and not untrained:
-        return []
-    first = (on_prompt or untrained)[0]
-    evidence = (
-        f"{len(on_prompt)} of {len(datums)} datums have weights or advantages on prompt tokens"
-        if on_prompt
-        else f"{len(untrained)} of {len(datums)} datums have no weight on their completion"
-    )
-    return [
-        Finding(
-            "masked_loss",
-            "error",
-            0,
-            f"{evidence}; the first is datum {first}, with a prompt of {prompt_lengths[first]} tokens",
-            "Give the first len(prompt) − 1 positions weight 0 and advantage 0, and the completion's weight 1: "
-            "input = full[:-1], target_tokens = full[1:]",
-            {"on_prompt": float(len(on_prompt)), "untrained": float(len(untrained)), "datums": float(len(datums))},
-        )
-    ]
-
-
-def _column(datum: Datum, name: str) -> np.ndarray | None:
-    tensor = datum.loss_fn_inputs.get(name)
-    return None if tensor is None else tensor.to_numpy()

@@ -20,13 +20,13 @@ from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError, RequestFailedError
 from mint.rl.adapter import RLAdapter, Task
 from mint.rl.analysis.planner import GROUP_SIZES, plan
-from mint.rl.analysis.verdict import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, Evidence, Verdict, decide
+from mint.rl.analysis.readiness import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, Evidence, Verdict, decide
+from mint.rl.call_pool import CallPool
 from mint.rl.config import RLConfig
-from mint.rl.evaluation import interval
-from mint.rl.rollouts.calls import CallPool
+from mint.rl.estimate import interval
+from mint.rl.rollout import Group, Rollout
 from mint.rl.rollouts.completions import as_adapter, collect_groups
 from mint.rl.rollouts.grading import Grade, grade_single
-from mint.rl.rollouts.rollout import Group, Rollout
 from mint.rl.seeds import mix_seed
 from mint.sandbox import sandbox_level
 

@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mint.rl.analysis.finding import Finding
 from mint.rl.analysis.run_record import Numbers, View, get, graded, mean, reward_window, total, used_share, wilson_low
 from mint.rl.analysis.signal_rules import CHANGE_WINDOW, reward_collapse
+from mint.rl.finding import Finding
 
 ENTROPY_SHARE = 0.1
 """Of the entropy at the start, what is left in a collapse (the collapse guard of the practice: 10 %)."""

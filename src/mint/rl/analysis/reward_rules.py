@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mint.rl.analysis.finding import Finding, Severity
 from mint.rl.analysis.policy_rules import ROSE_Z
 from mint.rl.analysis.run_record import Row, View, get, mean, reward_window, total, wilson_low
 from mint.rl.analysis.signal_rules import CHANGE_WINDOW, heldout_falls
+from mint.rl.finding import Finding, Severity
 
 FAILED_STEPS = 3
 """Steps over which grader failures are counted."""

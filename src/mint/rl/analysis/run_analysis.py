@@ -7,23 +7,18 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from mint.client.sampling_client import SamplingClient
-from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError
-from mint.rl.adapter import Task
 from mint.rl.analysis.bisect import Regression, find_regression
-from mint.rl.analysis.diagnosis import RunRecord, diagnose
-from mint.rl.analysis.finding import Finding
-from mint.rl.analysis.run_record import Row
-from mint.rl.config import RLConfig
-from mint.rl.evaluation import Estimate, evaluate, wilson
-from mint.rl.heldout_evaluation import EVALUATION_TEMPERATURES, GREEDY, SAMPLED
-from mint.rl.rollouts.calls import CallPool
-from mint.rl.tracking.token_ledger import Ledger, ledger_by_item, ledger_of_steps
+from mint.rl.analysis.diagnosis import diagnose
+from mint.rl.analysis.run_record import Row, RunRecord
+from mint.rl.estimate import Estimate, wilson
+from mint.rl.finding import Finding
+from mint.rl.heldout_evaluation import GREEDY, SAMPLED
+from mint.rl.tracking.token_counts import Ledger, ledger_by_item, ledger_of_steps
 from mint.runs.log import RunLog
 from mint.runs.reader import RunReader, read_config
 
-METRICS = ("heldout", "heldout_sampled", "success")
+BISECT_METRICS = ("heldout", "heldout_sampled", "success")
 """What `mint bisect --metric` knows: mean reward greedy and at temperature 1, and the share of greedy successes."""
 
 KEPT_STEPS = 10
@@ -71,37 +66,6 @@ def diagnose_run(folder: Path) -> list[Finding]:
     found = diagnose(record)
     codes = {finding.code for finding in found}
     return sorted([*found, *(finding for finding in noted if finding.code not in codes)], key=lambda one: one.step)
-
-
-def read_checkpoint(checkpoint: str, task: Task, *, config: RLConfig, service: ServiceClient) -> dict[float, Estimate]:
-    """The held-out set of `task` under a checkpoint (`mint://…`) or a base model, greedily and at temperature 1.
-
-    Raises:
-        InvalidRequestError: the task has no held-out set.
-    """
-    heldout = list(task.build_heldout())[: config.heldout_size]
-    if not heldout:
-        raise InvalidRequestError(
-            "has no held-out set", field="task", value=type(task).__name__, remedy="Give it a build_heldout()"
-        )
-    sampler = _sampler(checkpoint, service)
-    calls = CallPool(timeout_s=config.grader_timeout_s)
-    try:
-        return {
-            temperature: evaluate(
-                sampler,
-                task,
-                heldout,
-                config=config,
-                temperature=temperature,
-                calls=calls,
-                tokenizer=sampler.get_tokenizer(),
-                num_samples=config.heldout_samples,
-            )[0]
-            for temperature in EVALUATION_TEMPERATURES
-        }
-    finally:
-        calls.close()
 
 
 def bisect_run(folder: Path, metric: str, read: Reader) -> Regression:
@@ -162,13 +126,5 @@ def select_metric(readings: Mapping[float, Estimate], metric: str) -> Estimate:
         low, high = wilson(greedy.success * greedy.n, greedy.n)
         return replace(greedy, mean=greedy.success, low=low, high=high)
     raise InvalidRequestError(
-        "is not a metric", field="metric", value=metric, remedy=f"Choose one of {', '.join(METRICS)}"
+        "is not a metric", field="metric", value=metric, remedy=f"Choose one of {', '.join(BISECT_METRICS)}"
     )
-
-
-def _sampler(checkpoint: str, service: ServiceClient) -> SamplingClient:
-    if not checkpoint.startswith("mint://") and not checkpoint.startswith("tinker://"):
-        return service.create_sampling_client(base_model=checkpoint)
-    if "/sampler_weights/" in checkpoint:
-        return service.create_sampling_client(model_path=checkpoint)
-    return service.create_training_client_from_state(checkpoint).save_weights_and_get_sampling_client(name="reading")

@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Iterator
 from itertools import pairwise
 
-from mint.rl.analysis.finding import Finding
 from mint.rl.analysis.run_record import (
     Numbers,
     Row,
@@ -24,6 +23,7 @@ from mint.rl.analysis.run_record import (
     total,
     used_share,
 )
+from mint.rl.finding import Finding
 
 SILENT_STEPS = 3
 SILENT_GROUPS = 16

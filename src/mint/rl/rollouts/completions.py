@@ -11,11 +11,11 @@ from typing import Any
 from mint.client.sampling_client import SamplingClient
 from mint.errors import InvalidRequestError, MintError
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task
+from mint.rl.call_pool import CallPool
 from mint.rl.config import RLConfig
-from mint.rl.rollouts.calls import CallPool
+from mint.rl.rollout import Group, Rollout, Turn
 from mint.rl.rollouts.episodes import EpisodeLimits, roll_out_episodes
 from mint.rl.rollouts.grading import Grade, grade_completions, grade_single
-from mint.rl.rollouts.rollout import Group, Rollout, Turn
 from mint.types import ModelInput, SampledSequence
 
 

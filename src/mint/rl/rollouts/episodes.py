@@ -18,11 +18,11 @@ from typing import Any
 from mint.client.sampling_client import SamplingClient
 from mint.errors import InvalidRequestError, MintError, PromptTooLongError
 from mint.rl.adapter import MessageEnvAdapter
+from mint.rl.call_pool import Answer, Call, CallPool
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, UnsupportedError
-from mint.rl.rollouts.calls import Answer, Call, CallPool
+from mint.rl.rollout import Group, Rollout, StopReason, Turn
 from mint.rl.rollouts.grading import accept
-from mint.rl.rollouts.rollout import Group, Rollout, StopReason, Turn
 from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
 from mint.rl.tasks.tools import parse_tool_calls

@@ -13,8 +13,8 @@ from typing import Any
 
 from mint.errors import MintError
 from mint.rl.adapter import Answered, RLAdapter, Task
+from mint.rl.call_pool import Answer, CallPool
 from mint.rl.reward import Reward, UnsupportedError
-from mint.rl.rollouts.calls import Answer, CallPool
 
 
 class RewardError(MintError):

@@ -11,13 +11,13 @@ import numpy as np
 from mint.client.sampling_client import SamplingClient
 from mint.errors import RequestFailedError
 from mint.rl.adapter import Task
-from mint.rl.advantages import apply_truncation_penalty, has_unequal_rewards
+from mint.rl.call_pool import CallPool
 from mint.rl.config import RLConfig
-from mint.rl.rollouts.calls import CallPool
+from mint.rl.rollout import Group
 from mint.rl.rollouts.completions import collect_groups
 from mint.rl.rollouts.curriculum import Curriculum
-from mint.rl.rollouts.rollout import Group
 from mint.rl.seeds import mix_seed
+from mint.rl.training.advantages import apply_truncation_penalty, has_unequal_rewards
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mint.errors import InvalidRequestError
-from mint.rl.analysis.finding import Finding
+from mint.rl.finding import Finding
 from mint.rl.message_env import Message
 
 MARKER = "MARKER7c1f0a93"

@@ -15,9 +15,9 @@ from typing import Any
 
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import Answered
+from mint.rl.call_pool import CallPool
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, RewardRange
-from mint.rl.rollouts.calls import CallPool
 from mint.rl.tasks.chat_format import NOT_RENDERED
 from mint.rl.tasks.tools import Tool, ToolCall, ToolError, as_text, parse_tool_calls, without_reasoning
 

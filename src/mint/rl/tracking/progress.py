@@ -18,8 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mint.rl.tracking.report import COLORS, sample_lines
-from mint.rl.tracking.terminal_text import one_line, sparkline
+from mint.rl.tracking.terminal_text import COLORS, one_line, sample_lines, sparkline
 
 CURVE_WIDTH = 40
 HEADING_WIDTH = 8

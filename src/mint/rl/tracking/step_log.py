@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from mint.rl.adapter import Task
-from mint.rl.policy_update import Update
-from mint.rl.rollouts.rollout import Group, Rollout
+from mint.rl.rollout import Group, Rollout
 from mint.rl.rollouts.rollout_worker import StepRollouts
-from mint.rl.tracking.token_ledger import step_ledger
+from mint.rl.tracking.token_counts import step_ledger
+from mint.rl.training.policy_update import Update
 
 
 def success_rate(task: Task, group: Group) -> float | None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
+"""The colour of a finding by its severity, as rich names it."""
 
 
 def one_line(text: str) -> str:
@@ -40,6 +44,22 @@ def sparkline(values: list[float], width: int) -> str:
     if high == low:
         return BLOCKS[0] * count
     return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)
+
+
+def sample_lines(rows: Sequence[Mapping[str, Any]], count: int) -> list[str]:
+    """`count` rollouts of a step for the terminal: the best and the worst in turn, with reward by part."""
+    graded = sorted((row for row in rows if row.get("reward") is not None), key=lambda row: row["reward"])
+    chosen: list[Mapping[str, Any]] = []
+    while graded and len(chosen) < count:
+        chosen.append(graded.pop(-1 if len(chosen) % 2 == 0 else 0))
+    return [_sample_line(row) for row in chosen]
+
+
+def _sample_line(row: Mapping[str, Any]) -> str:
+    parts = "".join(f" {name} {value:+.2f}" for name, value in row["parts"].items())
+    calls = f", {row['tool_calls']} tool calls" if row["tool_calls"] else ""
+    prompt, text = tail(str(row["prompt"]), 60), head(str(row["text"]), 100)
+    return f"{prompt} → {text}  [reward {row['reward']:.2f}{parts}; {len(row['tokens'])} tokens{calls}]"
 
 
 def _shown(sign: str) -> str:

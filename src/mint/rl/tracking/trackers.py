@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, get_args
 
 from mint.errors import InvalidRequestError, MissingExtraError
-from mint.rl.analysis.finding import SEVERITIES, Finding
+from mint.rl.finding import SEVERITIES, Finding
 from mint.rl.run_config import TrackerName
 
 log = logging.getLogger("mint.trackers")

@@ -105,7 +105,7 @@ def _redo(trainer: Trainer, job: JobRow) -> None:
             trainer.live[job.model_id].weights_seq = job.seq_id
         case LoadWeightsRequest():
             row = checkpoints.find_checkpoint(trainer.journal, request.path, reader=None)
-            saved = checkpoints.read_checkpoint(trainer.data_dir / row.folder, optimizer=request.optimizer)
+            saved = checkpoints.evaluate_checkpoint(trainer.data_dir / row.folder, optimizer=request.optimizer)
             same = trainer.load(job.model_id, *saved) == job.digest
             trainer.live[job.model_id].weights_seq = job.seq_id
         case _:

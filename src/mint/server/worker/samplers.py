@@ -184,7 +184,7 @@ class Samplers:
         if row.file is not None:
             return read_weights(self._data_dir / row.file)
         # by its folder, not by its path: the name may have been deleted, or given to another checkpoint, meanwhile
-        _, state = checkpoints.read_checkpoint(self._data_dir / (row.weights_id or ""), optimizer=False)
+        _, state = checkpoints.evaluate_checkpoint(self._data_dir / (row.weights_id or ""), optimizer=False)
         return dict(state.weights)
 
     def _touch(self, row: SamplerRow) -> None:

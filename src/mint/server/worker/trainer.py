@@ -321,7 +321,7 @@ class Trainer:
                 remedy="Leave it out: load your own checkpoints, or those that their owners have published",
             )
         row = checkpoints.find_checkpoint(self.journal, request.path, reader=self._owner(job.model_id))
-        manifest, state = checkpoints.read_checkpoint(self.data_dir / row.folder, optimizer=request.optimizer)
+        manifest, state = checkpoints.evaluate_checkpoint(self.data_dir / row.folder, optimizer=request.optimizer)
         if request.base_model is not None and self.bases.key(request.base_model) != self.bases.key(manifest.base_model):
             raise InvalidRequestError(
                 f"does not fit the checkpoint, which was saved from {manifest.base_model}",

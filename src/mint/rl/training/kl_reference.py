@@ -14,13 +14,22 @@ import numpy as np
 
 from mint.client.sampling_client import SamplingClient
 from mint.client.service_client import ServiceClient
-from mint.rl.advantages import kl_penalty
 from mint.rl.config import RLConfig
-from mint.rl.rollouts.rollout import Rollout
+from mint.rl.rollout import Rollout
 from mint.types import ModelInput
 
 
-class Reference:
+def kl_penalty(policy_logprobs_T: np.ndarray, base_logprobs_T: np.ndarray, coef: float) -> np.ndarray:
+    """What to subtract from the advantage of each token, float64 [T].
+
+    The k1 estimate log p − log p_base, summed from each token to the end: with the score-function gradient this is the
+    exact gradient of coef · KL(policy ‖ base) of the whole completion (arXiv 2510.01555). k3 used as a loss is not.
+    """
+    k1 = np.asarray(policy_logprobs_T, dtype=np.float64) - np.asarray(base_logprobs_T, dtype=np.float64)
+    return coef * np.cumsum(k1[::-1])[::-1]
+
+
+class KLReference:
     """The fixed policy that the KL penalty holds on to."""
 
     def __init__(self, service: ServiceClient, config: RLConfig) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mint.rl.config import AdvantageName, RLConfig
-from mint.rl.rollouts.rollout import Group, Rollout
+from mint.rl.rollout import Group, Rollout
 
 STD_EPS = 1e-4
 
@@ -103,13 +103,3 @@ def loss_weights(chosen: Sequence[RolloutAdvantage], config: RLConfig) -> list[f
     if config.loss_normalization == "sequence":
         return [1.0 / (length * len(chosen)) for length in lengths]
     return [1.0] * len(chosen)
-
-
-def kl_penalty(policy_logprobs_T: np.ndarray, base_logprobs_T: np.ndarray, coef: float) -> np.ndarray:
-    """What to subtract from the advantage of each token, float64 [T].
-
-    The k1 estimate log p − log p_base, summed from each token to the end: with the score-function gradient this is the
-    exact gradient of coef · KL(policy ‖ base) of the whole completion (arXiv 2510.01555). k3 used as a loss is not.
-    """
-    k1 = np.asarray(policy_logprobs_T, dtype=np.float64) - np.asarray(base_logprobs_T, dtype=np.float64)
-    return coef * np.cumsum(k1[::-1])[::-1]

@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from mint.rl.policy_update import Update
 from mint.rl.rollouts.rollout_worker import StepRollouts
+from mint.rl.training.policy_update import Update
 
 CLIP_FRACTIONS = ("train/clip_low_fraction", "train/clip_high_fraction")
 

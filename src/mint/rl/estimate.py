@@ -1,11 +1,10 @@
-"""Held-out success with an interval, never a bare number.
+"""A mean with its 95 % interval, never a bare number: intervals, pass@k, and the estimate of a held-out set. Pure.
 
-Letters: N held-out samples · K completions of each.
+Letters: N held-out items · K completions of each.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,17 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mint.client.sampling_client import SamplingClient
-from mint.errors import RequestFailedError
 from mint.rl.adapter import Task
-from mint.rl.config import RLConfig
-from mint.rl.rollouts.calls import CallPool
-from mint.rl.rollouts.completions import collect_groups
-from mint.rl.rollouts.rollout import Group, Rollout
-from mint.rl.seeds import mix_seed
+from mint.rl.rollout import Group
 
 Z95 = 1.959963984540054
-EVALUATION_STREAM = 0x45564C
 
 
 @dataclass(frozen=True)
@@ -110,57 +102,6 @@ def estimate(task: Task, groups: Sequence[Group], *, samples: int, temperature: 
         },
         parts={name: sum(rollout.parts.get(name, 0.0) for rollout in graded) / total for name in names},
     )
-
-
-def evaluate(
-    sampler: SamplingClient,
-    task: Task,
-    samples: Sequence[Any],
-    *,
-    config: RLConfig,
-    temperature: float,
-    calls: CallPool,
-    tokenizer: Any,
-    num_samples: int = 1,
-) -> tuple[Estimate, list[Rollout]]:
-    """`num_samples` completions per sample at `temperature` (0: greedy, always one), each judged alone.
-
-    Returns the estimate and the first completion of each sample that could be sampled. The draws depend on the run's
-    seed alone, so readings of different weights are paired.
-
-    Raises:
-        RequestFailedError: not one sample could be sampled; a reading of 0 would say something else.
-    """
-    count = 1 if temperature == 0 else num_samples
-    groups = collect_groups(
-        sampler,
-        task,
-        samples,
-        range(len(samples)),
-        config=config,
-        tokenizer=tokenizer,
-        calls=calls,
-        num_samples=count,
-        seeds=[mix_seed(config.seed, EVALUATION_STREAM, index) for index in range(len(samples))],
-        temperature=temperature,
-        alone=True,
-    )
-    if groups and all(group.error for group in groups):
-        raise RequestFailedError(f"no held-out prompt could be sampled; the first said: {groups[0].error}")
-    reading = estimate(task, groups, samples=count, temperature=temperature)
-    return reading, [group.rollouts[0] for group in groups if group.rollouts]
-
-
-def content_hash(task: Task, sample: Any) -> str:
-    """What tells held-out samples from training samples: 128 bits of SHA-256 over `task.sample_key(sample)`."""
-    return hashlib.sha256(task.sample_key(sample).encode()).hexdigest()[:32]
-
-
-def without_heldout(task: Task, dataset: Sequence[Any], heldout: Sequence[Any]) -> tuple[list[Any], int]:
-    """The training samples that are not in the held-out set, by content, and how many were left out."""
-    closed = {content_hash(task, sample) for sample in heldout}
-    kept = [sample for sample in dataset if content_hash(task, sample) not in closed] if closed else list(dataset)
-    return kept, len(dataset) - len(kept)
 
 
 def powers_of_two(limit: int) -> list[int]:

@@ -11,18 +11,17 @@ from rich.table import Table
 
 from mint.rl.analysis.bisect import Regression
 from mint.rl.analysis.doctor import Examination
-from mint.rl.analysis.finding import Finding
 from mint.rl.analysis.planner import Plan
-from mint.rl.evaluation import Estimate
+from mint.rl.estimate import Estimate
+from mint.rl.finding import Finding
 from mint.rl.heldout_evaluation import GREEDY, SAMPLED
-from mint.rl.loop import RunResult
-from mint.rl.tracking.terminal_text import head, one_line, paragraph, tail
-from mint.rl.tracking.token_ledger import Ledger, ledger_table
+from mint.rl.run_result import RunResult
+from mint.rl.tracking.terminal_text import COLORS, one_line, paragraph
+from mint.rl.tracking.token_counts import Ledger, ledger_table
 
 EXAMPLES = 3
 EXAMPLE_SIGNS = 600
 LEDGER_ITEMS = 10
-COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
 def print_run(console: Console, result: RunResult, evaluations: Sequence[Mapping[str, Any]]) -> None:
@@ -132,22 +131,6 @@ def print_plan(console: Console, planned: Plan) -> None:
             "← enough" if option is planned.recommended else "",
         )
     console.print(table)
-
-
-def sample_lines(rows: Sequence[Mapping[str, Any]], count: int) -> list[str]:
-    """`count` rollouts of a step for the terminal: the best and the worst in turn, with reward by part."""
-    graded = sorted((row for row in rows if row.get("reward") is not None), key=lambda row: row["reward"])
-    chosen: list[Mapping[str, Any]] = []
-    while graded and len(chosen) < count:
-        chosen.append(graded.pop(-1 if len(chosen) % 2 == 0 else 0))
-    return [_sample_line(row) for row in chosen]
-
-
-def _sample_line(row: Mapping[str, Any]) -> str:
-    parts = "".join(f" {name} {value:+.2f}" for name, value in row["parts"].items())
-    calls = f", {row['tool_calls']} tool calls" if row["tool_calls"] else ""
-    prompt, text = tail(str(row["prompt"]), 60), head(str(row["text"]), 100)
-    return f"{prompt} → {text}  [reward {row['reward']:.2f}{parts}; {len(row['tokens'])} tokens{calls}]"
 
 
 def _print_examples(console: Console, evaluations: Sequence[Mapping[str, Any]]) -> None:

@@ -6,13 +6,13 @@ import io
 
 from rich.console import Console
 
-from mint.rl.advantages import rollout_advantages
 from mint.rl.config import RLConfig
-from mint.rl.policy_update import Update
-from mint.rl.rollouts.rollout import Group, Rollout, Turn
+from mint.rl.rollout import Group, Rollout, Turn
 from mint.rl.rollouts.rollout_worker import StepRollouts
 from mint.rl.tracking.step_log import rollout_rows
-from mint.rl.tracking.token_ledger import Ledger, ledger_by_item, ledger_of_steps, ledger_table, step_ledger
+from mint.rl.tracking.token_counts import Ledger, ledger_by_item, ledger_of_steps, ledger_table, step_ledger
+from mint.rl.training.advantages import rollout_advantages
+from mint.rl.training.policy_update import Update
 
 
 class Words:

@@ -12,8 +12,9 @@ from scripted_policy import ScriptedPolicy, tiny_tokenizer
 
 from mint.errors import RequestFailedError
 from mint.rl import Group, RLAdapter, RLConfig, Rollout, Turn
-from mint.rl.evaluation import estimate, evaluate, interval, pass_at_k, wilson, without_heldout
-from mint.rl.rollouts.calls import CallPool
+from mint.rl.call_pool import CallPool
+from mint.rl.estimate import estimate, interval, pass_at_k, wilson
+from mint.rl.heldout_evaluation import evaluate, without_heldout
 from mint.rl.rollouts.completions import as_adapter
 
 

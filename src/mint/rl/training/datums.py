@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mint.rl.rollouts.rollout import Rollout, Turn
+from mint.rl.rollout import Rollout, Turn
 from mint.types import Datum, ModelInput, TensorData
 
 

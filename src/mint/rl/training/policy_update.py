@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mint.client.training_client import TrainingClient
-from mint.rl.advantages import RolloutAdvantage, loss_weights, rollout_advantages
-from mint.rl.analysis.diagnosis import check_datums
-from mint.rl.analysis.finding import Finding
 from mint.rl.config import RLConfig
-from mint.rl.datums import rollout_datums
-from mint.rl.kl_reference import Reference
+from mint.rl.finding import Finding
 from mint.rl.rollouts.rollout_worker import StepRollouts
+from mint.rl.training.advantages import RolloutAdvantage, loss_weights, rollout_advantages
+from mint.rl.training.datum_check import check_datums
+from mint.rl.training.datums import rollout_datums
+from mint.rl.training.kl_reference import KLReference
 from mint.types import Datum, ForwardBackwardOutput, OptimStepResponse
 
 
@@ -45,7 +45,7 @@ class Update:
 class Updater:
     """Trains on batches of rollouts."""
 
-    def __init__(self, trainer: TrainingClient, reference: Reference | None, config: RLConfig) -> None:
+    def __init__(self, trainer: TrainingClient, reference: KLReference | None, config: RLConfig) -> None:
         """`reference` is that of the KL penalty, None without one."""
         self.trainer, self.reference, self.config = trainer, reference, config
 

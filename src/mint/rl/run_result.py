@@ -1,0 +1,36 @@
+"""What an RL run gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mint.rl.estimate import Estimate
+from mint.rl.finding import Finding
+from mint.rl.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run did. `heldout_before` and `heldout_after` are by temperature (0.0 greedy, 1.0), empty if not read.
+
+    `checkpoint` holds the final weights and optimizer; `best_checkpoint` those of the best greedy reading, where
+    `eval_every` asked for readings. `stopped_by` is the finding that ended the run early.
+    """
+
+    run_dir: Path
+    checkpoint: str
+    sampler_checkpoint: str
+    steps: int
+    samples: int
+    tokens: int
+    seconds: float
+    seconds_setup: float
+    max_abs_logprob_diff: float
+    state_digest: str | None
+    heldout_before: dict[float, Estimate]
+    heldout_after: dict[float, Estimate]
+    heldout_rollouts: dict[str, list[Rollout]] = field(repr=False)
+    findings: list[Finding]
+    best_checkpoint: str | None = None
+    stopped_by: str | None = None

@@ -1,0 +1,1 @@
+"""From graded groups to optimizer steps: advantages, the KL penalty, datums, and the policy update."""
