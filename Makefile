@@ -51,7 +51,7 @@ format: $(VENV)/.dev  ## apply the formatter and the safe fixes
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.local  ## mint against TRL, in turns, in one run
-	$(BIN)/mint bench grpo --peer trl --json
+	$(BIN)/python -m benchmarks grpo --peer trl --json
 
 pretrain: $(VENV)/.local  ## make the bundled model again, from its seed (an hour on 2 cores)
 	$(BIN)/python -m scripts.tiny.pretrain --tokens 17000000 --seed 0 --output src/mint/models/tiny

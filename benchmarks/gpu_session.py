@@ -1,6 +1,6 @@
 """All that is measured when a GPU is at hand: one command a stage, each meant for nine minutes at most.
 
-    PYTHONPATH=src python3 benchmarks/gpu_session.py STAGE OUT
+    PYTHONPATH=src python3 -m benchmarks.gpu_session STAGE OUT
 
 Works from a checkout, with no network: peers run with the same Python, which must have torch, transformers and PEFT. If
 it lacks the packages of mint's service, mint's side is the engine without it. Figures go to OUT/STAGE.jsonl, one JSON
@@ -25,17 +25,18 @@ from typing import Any
 
 import torch
 
-from mint.bench.bases import kept_adapter, kept_base
-from mint.bench.contenders import BENCH_BASE, Transport
-from mint.bench.engine_peer import SampleSide, TrainSide
-from mint.bench.sample import run_sample_bench, step_spec
-from mint.bench.shapes import SHAPES, GrpoShape, ModelShape
-from mint.bench.train import run_train_bench, train_spec
+from benchmarks.compare.base_models import kept_adapter, kept_base
+from benchmarks.compare.contenders import BENCH_BASE, Transport
+from benchmarks.compare.sample import run_sample_bench, step_spec
+from benchmarks.compare.shapes import GrpoShape
+from benchmarks.compare.train import run_train_bench, train_spec
+from benchmarks.peers.mint_engine import SampleSide, TrainSide
 from mint.errors import MintError
+from mint.models.random_base import SHAPES, ModelShape
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SERVICE = ("pydantic", "pydantic_settings", "sqlalchemy", "starlette", "python_multipart", "zstandard")
+SERVICE = ("pydantic", "pydantic_settings", "starlette", "python_multipart", "zstandard")
 """Packages without which mint's service does not run."""
 
 STAGE_S = 480.0

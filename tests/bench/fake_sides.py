@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from mint.bench.grpo import make_spec
-from mint.bench.shapes import GrpoShape
-from mint.bench.turns import Worker
+from benchmarks.compare.grpo import make_spec
+from benchmarks.compare.shapes import GrpoShape
+from benchmarks.compare.turns import Worker
 
 SHAPE = GrpoShape()
 MACHINE = {"cpu": "a processor", "cores": 2, "python": "3", "load_before": 0.0, "load_after": 0.0}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mint.bench.turns import Worker
+from benchmarks.compare.turns import Worker
 from mint.errors import RequestFailedError
 
 SIDE = """
 import sys, time
-from mint.bench.answering import answer_turns, open_answers, read_spec
+from benchmarks.peers.answering import answer_turns, open_answers, read_spec
 
 class Side:
     def ready(self):

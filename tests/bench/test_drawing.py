@@ -7,7 +7,7 @@ import pytest
 from scipy.special import log_softmax
 from scipy.stats import chisquare
 
-from mint.bench.drawing import draw
+from benchmarks.peers.drawing import draw
 
 
 @pytest.mark.parametrize("vocabulary", [256, 100])

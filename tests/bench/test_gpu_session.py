@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.compare.sample import PEERS
+from benchmarks.compare.train import peers_of
 from benchmarks.gpu_session import STAGES, Options, bench, facts, figures, read_options
-from mint.bench.sample import PEERS
-from mint.bench.shapes import SHAPES
-from mint.bench.train import peers_of
 from mint.errors import RequestFailedError
+from mint.models.random_base import SHAPES
 
 BENCHES = [stage for stage in STAGES if stage not in {"parity", "profile"}]
 

@@ -10,11 +10,11 @@ import pytest
 from fake_sides import MACHINE, SHAPE, fake, silent
 from rich.console import Console
 
-from mint.bench.contenders import ENVIRONMENTS, Contender, check_peers, make_worker, peer_workers
-from mint.bench.grpo import PEERS, WARM_UP_STEPS, make_spec
-from mint.bench.peers import PeerEnvironment, run
-from mint.bench.report import check_same_work, comparison_row, contender_row, print_table
-from mint.bench.turns import Measured, take_turns
+from benchmarks.compare.contenders import Contender, check_peers, make_worker, peer_workers
+from benchmarks.compare.environments import PeerEnvironment, run
+from benchmarks.compare.grpo import PEERS, WARM_UP_STEPS, make_spec
+from benchmarks.compare.report import check_same_work, comparison_row, contender_row, print_table
+from benchmarks.compare.turns import Measured, take_turns
 from mint.errors import InvalidRequestError, RequestFailedError
 
 
@@ -83,25 +83,21 @@ def test_an_environment_is_reused_only_with_the_same_requirements(tmp_path: Path
     assert not PeerEnvironment(folder=tmp_path, torch_version="2.14.0", requirements=("trl==1.16.*",)).is_complete
 
 
-def test_every_peer_has_an_environment() -> None:
-    assert {peer.environment for peer in PEERS.values()} <= set(ENVIRONMENTS)
-
-
 def test_a_contender_gets_the_common_spec_and_its_own_settings(tmp_path: Path) -> None:
     spec = make_spec(SHAPE, base_model=tmp_path / "base", steps=1, threads=2)
-    contender = Contender("a_peer.py", "trl", {"overrides": {"learning_rate": 1}}, {"A_VARIABLE": "1"})
+    contender = Contender("a", "trl", {"overrides": {"learning_rate": 1}}, {"A_VARIABLE": "1"})
     worker = make_worker("a", contender, spec, tmp_path, {"trl": tmp_path / "python"})
     written = json.loads((tmp_path / "a.json").read_text())
     assert written == spec | {"work_dir": str(tmp_path / "a"), "overrides": {"learning_rate": 1}}
     assert {"OMP_NUM_THREADS=2", "A_VARIABLE=1", str(tmp_path / "python")} <= set(worker.command)
-    own = make_worker("mint", Contender("mint_peer.py"), spec, tmp_path)
+    own = make_worker("mint", Contender("mint_service"), spec, tmp_path)
     assert f"MINT_MODELS=bench/base={tmp_path / 'base'}" in own.command
-    assert own.command[own.command.index("-m") + 1] == "mint.bench.mint_peer"
+    assert own.command[own.command.index("-m") + 1] == "benchmarks.peers.mint_service"
 
 
 def test_a_gpu_is_hidden_unless_it_is_asked_for(tmp_path: Path) -> None:
     spec = make_spec(SHAPE, base_model=tmp_path / "base", steps=1, threads=1)
-    peer = Contender("a_peer.py", "trl", {"memory_limit_bytes": 2**30})
+    peer = Contender("a", "trl", {"memory_limit_bytes": 2**30})
     for device, hidden in (("cpu", True), ("cuda", False)):
         worker = make_worker("a", peer, spec | {"device": device}, tmp_path, {"trl": tmp_path / "python"})
         assert ("CUDA_VISIBLE_DEVICES=" in worker.command) == hidden
@@ -121,7 +117,7 @@ def test_a_given_interpreter_is_used_for_all_peers_and_nothing_is_installed(tmp_
 @pytest.mark.timeout(1800)
 def test_mint_and_trl_do_the_same_step(tmp_path: Path) -> None:
     """Installs TRL from the package registry, then runs the real benchmark, briefly."""
-    from mint.bench.grpo import run_grpo_bench
+    from benchmarks.compare.grpo import run_grpo_bench
 
     mint_row, trl_row, comparison = run_grpo_bench(peers=["trl"], repeats=2, threads=1, home=tmp_path)
     assert mint_row["probe_logprob_before"] == pytest.approx(trl_row["probe_logprob_before"], abs=1e-2)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from mint.bench.limits import (
-    datasheet_flops,
-    decode_bytes,
-    decode_rows,
-    sampling_seconds,
-    training_flops,
-    training_seconds,
-)
-from mint.bench.report import bandwidth_row, flops_row
-from mint.bench.shapes import SHAPES, GrpoShape
-from mint.bench.turns import Worker
+from benchmarks.compare.report import bandwidth_row, flops_row
+from benchmarks.compare.shapes import GrpoShape
+from benchmarks.compare.turns import Worker
+from benchmarks.compare.utilisation import datasheet_flops, decode_bytes, training_flops
+from mint.engine.machine_limits import Rates, decode_rows, sampling_seconds, training_seconds
+from mint.models.random_base import SHAPES, ModelShape
 
 LARGE = SHAPES["qwen3-0.6b"]
-RATES = {
+RATES: Rates = {
     "block": {"64": 300e9, "512": 400e9},
     "unembedding": {"64": 300e9, "512": 400e9},
     "read": 36e9,
@@ -62,7 +58,8 @@ def test_training_counts_frozen_weights_twice_and_the_unembedding_at_targets_onl
 
 
 def test_rates_of_a_gpu_are_those_with_many_rows() -> None:
-    rates = {**RATES, **{kind: {"64": 300e9, "8192": 800e9} for kind in ("block", "unembedding")}}
+    gpu = {"64": 300e9, "8192": 800e9}
+    rates: Rates = {"block": gpu, "unembedding": gpu, "read": RATES["read"]}
     shape = GrpoShape(model=LARGE, prompt_tokens=100, max_tokens=50)
     assert training_seconds(shape, rates, "cuda") == pytest.approx(training_seconds(shape, RATES) / 2)
     assert sampling_seconds(shape, rates, "bfloat16", "cuda") < sampling_seconds(shape, RATES, "bfloat16")
@@ -96,16 +93,9 @@ def test_figures_of_a_gpu_are_shares_of_what_was_measured_and_of_the_datasheet()
 
 
 def test_rates_are_measured_for_the_rows_that_were_asked_for(tmp_path: Path) -> None:
-    spec = {
-        "threads": 1,
-        "dtype": "float32",
-        "linears": [[128, 128], [384, 128]],
-        "hidden": 128,
-        "vocabulary": 512,
-        "rows": [64, 512],
-    }
+    spec = {"threads": 1, "dtype": "float32", "model": asdict(ModelShape()), "rows": [64, 512]}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "mint.bench.limits_peer", str(tmp_path / "spec.json")]
+    command = [sys.executable, "-m", "benchmarks.peers.limits", str(tmp_path / "spec.json")]
     with Worker("limit", command, log_path=tmp_path / "log", environment={"OMP_NUM_THREADS": "1"}) as worker:
         worker.hear("ready", timeout_s=60)
         rates = worker.ask("step", answer="step", timeout_s=60)

@@ -12,12 +12,13 @@ import pytest
 from fake_sides import MACHINE, silent
 from rich.console import Console
 
-from mint.bench.bases import kept_adapter, kept_base
-from mint.bench.contenders import BENCH_BASE, ENVIRONMENTS, make_worker, mint_worker
-from mint.bench.report import comparison_row, limit_row, print_table, side_row
-from mint.bench.sample import PEERS, check_same_samples, step_spec
-from mint.bench.shapes import GrpoShape
-from mint.bench.turns import Measured, take_turns
+from benchmarks.compare.base_models import kept_adapter, kept_base
+from benchmarks.compare.contenders import BENCH_BASE, ENVIRONMENTS, make_worker, mint_worker
+from benchmarks.compare.grpo import PEERS as GRPO_PEERS
+from benchmarks.compare.report import comparison_row, limit_row, print_table, side_row
+from benchmarks.compare.sample import PEERS, check_same_samples, step_spec
+from benchmarks.compare.shapes import GrpoShape
+from benchmarks.compare.turns import ROOT, Measured, take_turns
 from mint.errors import RequestFailedError
 
 SHAPE = GrpoShape()
@@ -84,11 +85,10 @@ def test_fewer_tokens_in_less_time_are_not_faster() -> None:
     assert comparison["ratios"] == {"peer": 2.0}
 
 
-def test_every_peer_has_an_environment_and_a_script() -> None:
-    scripts = Path(sys.modules["mint.bench"].__file__ or "").parent
-    for peer in PEERS.values():
+def test_every_peer_has_an_environment_and_a_worker() -> None:
+    for peer in (PEERS | GRPO_PEERS).values():
         assert peer.environment in ENVIRONMENTS
-        assert (scripts / peer.script).is_file()
+        assert (ROOT / "benchmarks" / "peers" / f"{peer.worker}.py").is_file()
 
 
 @pytest.mark.slow

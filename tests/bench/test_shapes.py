@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mint.bench import shapes
-from mint.bench.shapes import GrpoShape, ModelShape, make_prompts, write_base_model
+from benchmarks.compare.shapes import GrpoShape, make_prompts
+from mint.models import random_base
+from mint.models.random_base import ModelShape, write_random_base
 from mint.models.tensor_files import open_tensors
 
 
@@ -21,7 +22,7 @@ def test_the_step_has_the_stated_size() -> None:
 
 def test_the_base_model_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        write_base_model(tmp_path / name, ModelShape(), seed=seed)
+        write_random_base(tmp_path / name, ModelShape(), seed=seed)
     first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert first == again
     assert first != other
@@ -30,9 +31,9 @@ def test_the_base_model_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
 def test_a_large_base_is_written_of_random_bits_that_are_numbers_of_the_usual_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shapes, "MANY_PARAMETERS", 1000)
+    monkeypatch.setattr(random_base, "MANY_PARAMETERS", 1000)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        write_base_model(tmp_path / name, replace(ModelShape(), stored="bfloat16"), seed=seed)
+        write_random_base(tmp_path / name, replace(ModelShape(), stored="bfloat16"), seed=seed)
     first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert first == again != other
     for name, stored in open_tensors(tmp_path / "a" / "model.safetensors").items():
@@ -54,7 +55,7 @@ def test_prompts_are_different_and_reproducible() -> None:
 def test_transformers_loads_the_folder_with_the_stated_parameters(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shape = GrpoShape()
-    write_base_model(tmp_path, shape.model, seed=0)
+    write_random_base(tmp_path, shape.model, seed=0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert sum(parameter.numel() for parameter in model.parameters()) == 853_376

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mint.bench.contenders import ENVIRONMENTS, peer_environment
-from mint.bench.grpo import PEERS
-from mint.bench.shapes import GrpoShape
-from mint.bench.tenants import make_spec, print_table, run_tenants_bench, tenants_row
-from mint.bench.turns import Worker
+from benchmarks.compare.contenders import ENVIRONMENTS, peer_environment
+from benchmarks.compare.grpo import PEERS
+from benchmarks.compare.shapes import GrpoShape
+from benchmarks.compare.tenants import make_spec, print_table, run_tenants_bench, tenants_row
+from benchmarks.compare.turns import Worker
+from benchmarks.peers.skyrl import Processes
 
 
 def round_of(who: str, seconds: dict[int, float], digest: str = "d") -> dict[str, Any]:
@@ -106,7 +107,7 @@ sys.stdin.read() if sys.argv[1] == "forgets it" else server.wait()
 def test_a_server_does_not_outlive_the_worker_that_started_it(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mint.bench.turns.END_S", 1.0)
+    monkeypatch.setattr("benchmarks.compare.turns.END_S", 1.0)
     command = [sys.executable, "-c", STARTS_A_SERVER, how]
     with Worker("mint-http", command, log_path=tmp_path / "log", environment={}) as worker:
         status = Path(f"/proc/{worker.hear('ready', timeout_s=60)['server']}/stat")
@@ -128,10 +129,7 @@ input()
 """
 
 
-def test_cpu_and_memory_of_children_and_grandchildren_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "src" / "mint" / "bench"))
-    from skyrl_peer import Processes  # ty: ignore[import-not-found]
-
+def test_cpu_and_memory_of_children_and_grandchildren_are_counted() -> None:
     before_s = Processes().cpu_s()
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}])"
     with subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -147,7 +145,7 @@ def test_cpu_and_memory_of_children_and_grandchildren_are_counted(monkeypatch: p
 def test_skyrl_s_best_differs_from_its_documentation_s_in_settings_only() -> None:
     plain, best = PEERS["skyrl"], PEERS["skyrl-best"]
     assert plain.overrides["settings"]["backend"] == {}
-    assert (plain.script, plain.environment) == (best.script, best.environment) == ("skyrl_peer.py", "skyrl")
+    assert (plain.worker, plain.environment) == (best.worker, best.environment) == ("skyrl", "skyrl")
     assert "skyrl" in ENVIRONMENTS
 
 
@@ -155,7 +153,7 @@ def test_skyrl_s_best_differs_from_its_documentation_s_in_settings_only() -> Non
 @pytest.mark.timeout(1800)
 def test_mint_and_skyrl_do_the_same_step(tmp_path: Path) -> None:
     """Installs SkyRL tx from the package registry, then runs the real benchmark, briefly."""
-    from mint.bench.grpo import run_grpo_bench
+    from benchmarks.compare.grpo import run_grpo_bench
 
     mint_row, skyrl_row, comparison = run_grpo_bench(peers=["skyrl-best"], repeats=2, threads=1, home=tmp_path)
     assert "failure" not in skyrl_row, skyrl_row

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from fake_sides import silent
 
-from mint.bench.bases import kept_adapter, kept_base
-from mint.bench.contenders import BENCH_BASE, ENVIRONMENTS, make_worker, mint_worker
-from mint.bench.shapes import SHAPES, GrpoShape
-from mint.bench.train import check_same_training, peers_of, train_spec
-from mint.bench.turns import Measured, take_turns
+from benchmarks.compare.base_models import kept_adapter, kept_base
+from benchmarks.compare.contenders import BENCH_BASE, ENVIRONMENTS, make_worker, mint_worker
+from benchmarks.compare.shapes import GrpoShape
+from benchmarks.compare.train import check_same_training, peers_of, train_spec
+from benchmarks.compare.turns import Measured, take_turns
 from mint.errors import RequestFailedError
+from mint.models.random_base import SHAPES
 
 
 def side(name: str, **changes: Any) -> Measured:

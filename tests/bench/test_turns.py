@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_sides import fake, silent
 
-from mint.bench.turns import Worker, take_turns
+from benchmarks.compare.turns import Worker, take_turns
 from mint.errors import RequestFailedError
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from mint.bench.peers import STAMP_FILE, PeerEnvironment, run
+from benchmarks.compare.environments import STAMP_FILE, PeerEnvironment, run
 
 VERSIONS = ("0.6.0", "0.18.0", "0.22.0", "0.24.1", "0.25.0", "0.30.4", "0.38.0")
 """Of the public tinker SDK: oldest and newest, MinT's pin (0.22), and where the protocol changed."""

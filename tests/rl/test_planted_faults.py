@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import FAULTS, HEALTHY, Fault, findings, is_right
+from benchmarks.detection.faults import FAULTS, HEALTHY, Fault, findings, is_right
 from mint.rl.analysis.diagnosis import CODES
 from mint.rl.finding import Finding
 

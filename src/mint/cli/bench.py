@@ -1,245 +1,91 @@
-"""`mint bench`: times mint and its peers in turns, in one run. Each command reads its arguments and calls one function.
-
-Registered by `cli`.
-"""
+"""`mint bench`: how fast this installation is, and how fast this machine could be at most."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from mint.cli.terminal import fail
 from mint.config import read_settings
-from mint.errors import InvalidRequestError, MintError
+from mint.errors import MintError
 
 if TYPE_CHECKING:
-    from mint.bench.shapes import GrpoShape, ModelShape
-
-bench_app = typer.Typer(
-    no_args_is_help=True,
-    help="Times mint and its peers in turns, in one run; peers are installed into their own environments.",
-)
+    from mint.compose.bench import BenchReport
 
 
 class BenchDtype(StrEnum):
-    """In which precision `mint bench` computes."""
+    """Precisions of the base model."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
-class BenchDevice(StrEnum):
-    """Where all sides of `mint bench` compute."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class BenchTransport(StrEnum):
-    """How `mint bench` reaches the service."""
-
-    EMBEDDED = "embedded"
-    HTTP = "http"
-
-
-Peers = Annotated[list[str] | None, typer.Option("--peer", help="whom to time against; may be repeated")]
-Repeats = Annotated[int, typer.Option(min=1, help="timed steps of each")]
-Threads = Annotated[int, typer.Option(min=1, help="CPU threads of each")]
-Dtype = Annotated[BenchDtype, typer.Option(help="of the frozen base model, on every side")]
-Device = Annotated[BenchDevice, typer.Option(help="on which all sides compute")]
-PeerPython = Annotated[
-    Path | None, typer.Option(help="interpreter with what the peers need, instead of environments of their own")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON line for each, on stdout")]
-Shape = Annotated[str, typer.Option(help="of the base model, whose weights are random: tiny, qwen3-0.6b, qwen3-4b")]
-Prompts = Annotated[int, typer.Option(min=1, help="prompts of a step")]
-Group = Annotated[int, typer.Option(min=1, help="samples of each prompt")]
-PromptTokens = Annotated[int, typer.Option(min=1, help="tokens of each prompt")]
-New = Annotated[int, typer.Option(min=2, help="tokens of each sample")]
-
-
-@bench_app.command()
-def grpo(
-    peer: Peers = None,
-    repeats: Repeats = 7,
-    threads: Threads = 1,
-    dtype: Dtype = BenchDtype.FLOAT32,
-    transport: Annotated[
-        BenchTransport, typer.Option(help="http: time mint over HTTP too, beside mint embedded")
-    ] = BenchTransport.EMBEDDED,
-    device: Device = BenchDevice.CPU,
-    peer_python: PeerPython = None,
-    as_json: AsJson = False,
+def bench(
+    model: Annotated[
+        str, typer.Option(help="a base model, or a shape with random weights: tiny, qwen3-0.6b, qwen3-4b")
+    ] = "mint/tiny",
+    dtype: Annotated[BenchDtype | None, typer.Option(help="of the base model; MINT_DTYPE if not given")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; MINT_THREADS if not given")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="prompts of a step")] = 8,
+    group: Annotated[int, typer.Option(min=1, help="samples of each prompt")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 48,
+    new: Annotated[int, typer.Option(min=2, help="tokens of each sample")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="measured steps")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """A whole GRPO step on the tiny shape, against trl, trl-best, skyrl and skyrl-best."""
-    from mint.bench.grpo import run_grpo_bench  # deferred: so that other commands start sooner
-    from mint.bench.report import print_table
+    """Tokens per second of sampling and training on this machine, beside the most that it could do."""
+    from mint.compose.bench import run_bench  # deferred: `mint --help` answers at once
 
-    def run() -> list[dict[str, Any]]:
-        return run_grpo_bench(
-            peers=peer or [],
-            repeats=repeats,
-            threads=threads,
-            home=read_settings().home_dir,
-            dtype=dtype.value,
-            transport=transport.value,
-            device=device.value,
-            peer_python=peer_python,
-        )
-
-    _show(run, print_table, as_json=as_json)
-
-
-@bench_app.command()
-def sample(
-    peer: Peers = None,
-    shape: Shape = "tiny",
-    dtype: Dtype = BenchDtype.FLOAT32,
-    prompts: Prompts = 8,
-    group: Group = 8,
-    prompt_tokens: PromptTokens = 48,
-    new: New = 32,
-    repeats: Repeats = 5,
-    threads: Threads = 1,
-    device: Device = BenchDevice.CPU,
-    peer_python: PeerPython = None,
-    as_json: AsJson = False,
-) -> None:
-    """Samples with logprobs from a lora, against hf, hf-best, -shared, -merged and -static, llama, and the limit."""
-    from mint.bench.report import print_table
-    from mint.bench.sample import run_sample_bench  # deferred: so that other commands start sooner
-
-    def run() -> list[dict[str, Any]]:
-        return run_sample_bench(
-            peers=peer or [],
-            shape=_step(shape, prompts=prompts, group=group, prompt_tokens=prompt_tokens, max_tokens=new),
-            dtype=dtype.value,
-            repeats=repeats,
-            threads=threads,
-            home=read_settings().home_dir,
-            say=_say,
-            device=device.value,
-            peer_python=peer_python,
-        )
-
-    _show(run, print_table, as_json=as_json)
-
-
-@bench_app.command()
-def train(
-    peer: Peers = None,
-    shape: Shape = "tiny",
-    dtype: Dtype = BenchDtype.FLOAT32,
-    prompts: Prompts = 8,
-    group: Group = 8,
-    prompt_tokens: PromptTokens = 48,
-    new: New = 32,
-    peer_prompts: Annotated[
-        int | None, typer.Option(min=1, help="prompts of a step of peers, where a whole one takes too long")
-    ] = None,
-    repeats: Repeats = 5,
-    threads: Threads = 1,
-    device: Device = BenchDevice.CPU,
-    peer_python: PeerPython = None,
-    as_json: AsJson = False,
-) -> None:
-    """Gradient and optimizer step of a lora, against hf, hf-best, and the machine's limit."""
-    from mint.bench.report import print_table
-    from mint.bench.train import run_train_bench  # deferred: so that other commands start sooner
-
-    def run() -> list[dict[str, Any]]:
-        return run_train_bench(
-            peers=peer or [],
-            shape=_step(shape, prompts=prompts, group=group, prompt_tokens=prompt_tokens, max_tokens=new),
-            peer_prompts=peer_prompts,
-            dtype=dtype.value,
-            repeats=repeats,
-            threads=threads,
-            home=read_settings().home_dir,
-            say=_say,
-            device=device.value,
-            peer_python=peer_python,
-        )
-
-    _show(run, print_table, as_json=as_json)
-
-
-@bench_app.command()
-def tenants(
-    count: Annotated[int, typer.Option("--tenants", min=2, help="loops at once")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="steps of each in a round")] = 4,
-    shape: Shape = "tiny",
-    dtype: Dtype = BenchDtype.FLOAT32,
-    transport: Annotated[
-        list[BenchTransport] | None, typer.Option(help="how they reach the service; may be repeated, both by default")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="rounds of all together, and of one client alone")] = 3,
-    threads: Threads = 1,
-    as_json: AsJson = False,
-) -> None:
-    """Many GRPO loops on one service at once, against one loop with the same total work."""
-    from mint.bench.tenants import print_table, run_tenants_bench  # deferred: so that other commands start sooner
-
-    def run() -> list[dict[str, Any]]:
-        _shape(shape)
-        return run_tenants_bench(
-            home=read_settings().home_dir,
-            tenants=count,
-            steps=steps,
-            repeats=repeats,
-            threads=threads,
-            shape=shape,
-            transports=[how.value for how in transport or (BenchTransport.HTTP, BenchTransport.EMBEDDED)],
-            dtype=dtype.value,
-        )
-
-    _show(run, print_table, as_json=as_json)
-
-
-def _shape(name: str) -> ModelShape:
-    from mint.bench.shapes import SHAPES  # deferred: loads safetensors
-
-    if name not in SHAPES:
-        raise InvalidRequestError(
-            "is not a shape that mint knows", field="shape", value=name, remedy=f"Choose from {', '.join(SHAPES)}"
-        )
-    return SHAPES[name]
-
-
-def _step(shape: str, **sizes: int) -> GrpoShape:
-    from mint.bench.shapes import GrpoShape  # deferred: loads safetensors
-
-    model = _shape(shape)
-    tokens = sizes["prompt_tokens"] + sizes["max_tokens"]
-    if tokens > model.context:
-        raise InvalidRequestError(
-            f"and the samples are longer than the context of {model.context} tokens",
-            field="prompt_tokens",
-            value=sizes["prompt_tokens"],
-            remedy="Take shorter prompts or samples",
-        )
-    return GrpoShape(model=model, **sizes)
-
-
-def _say(text: str) -> None:
-    Console(stderr=True, highlight=False).print(text, markup=False)
-
-
-def _show(
-    run: Callable[[], list[dict[str, Any]]], print_rows: Callable[[list[dict[str, Any]]], None], *, as_json: bool
-) -> None:
+    progress = Console(stderr=True, highlight=False)
+    given = {"dtype": dtype.value if dtype is not None else None, "threads": threads}
     try:
-        rows = run()
+        report = run_bench(
+            model,
+            settings=read_settings().model_copy(
+                update={name: value for name, value in given.items() if value is not None}
+            ),
+            say=lambda text: progress.print(text, markup=False),
+            repeats=repeats,
+            prompts=prompts,
+            group=group,
+            prompt_tokens=prompt_tokens,
+            max_tokens=new,
+        )
     except MintError as error:
         fail(error)
     if as_json:
-        for row in rows:
-            typer.echo(json.dumps(row))
+        typer.echo(json.dumps(report.as_json()))
     else:
-        print_rows(rows)
+        print_report(Console(highlight=False), report)
+
+
+def print_report(console: Console, report: BenchReport) -> None:
+    """The table for people."""
+    table = Table("", "tokens/s", "the machine's limit", "reached", "s/step", "min-max")
+    for name, speed in (("sampling", report.sampling), ("training", report.training)):
+        table.add_row(
+            name,
+            f"{speed.tokens_per_second:,.0f}",
+            f"{speed.limit_tokens_per_second:,.0f}",
+            f"{speed.share_of_limit:.0%}",
+            f"{speed.tokens / speed.tokens_per_second:.3f}",
+            f"{min(speed.seconds):.3f}-{max(speed.seconds):.3f}",
+        )
+    console.print(table)
+    products = ", ".join(
+        f"{rate / 1e9:,.0f} with {rows} rows" for rows, rate in report.product_flops_per_second.items()
+    )
+    settings = report.settings
+    console.print(
+        f"{report.model} in {settings['dtype']} on {settings['device']}, {settings['threads']} thread(s), "
+        f"kernels: {settings['kernels']}, load {report.load:.1f} before\n"
+        f"memory: {report.read_bytes_per_second / 1e9:,.0f} GB/s read; "
+        f"matrix products, GFLOP/s: {products}",
+        markup=False,
+        soft_wrap=True,
+    )

@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mint.cli import bench as cli_bench
 from mint.cli import dashboard as cli_dashboard
 from mint.cli import runs as cli_looking
 from mint.cli import serve as cli_serve
 from mint.cli import storage as cli_tables
+from mint.cli.bench import bench
 from mint.cli.terminal import fail
 from mint.errors import MintError
 
@@ -32,7 +32,7 @@ app.add_typer(cli_tables.runs_app, name="runs")
 app.add_typer(cli_tables.checkpoints_app, name="checkpoints")
 app.add_typer(cli_tables.sessions_app, name="sessions")
 app.add_typer(cli_tables.models_app, name="models")
-app.add_typer(cli_bench.bench_app, name="bench")
+app.command()(bench)
 app.command()(cli_looking.rollouts)
 app.command()(cli_looking.plot)
 

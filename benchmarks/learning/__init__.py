@@ -1,0 +1,1 @@
+"""How fast and how well runs learn: against TRL, and by setting."""

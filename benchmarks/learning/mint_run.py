@@ -1,0 +1,118 @@
+"""mint's side of `against_trl`: one whole run of `run_grpo`, with a JSON line on stdout for each step.
+
+Run as `python -m benchmarks.learning.mint_run SPEC.json`. The service is embedded in this process. The time of a step
+includes everything that a run writes to disk: journal, snapshots, rollouts, metrics, checkpoints.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import mint
+from mint.recipes.math import MathAdapter
+from mint.rl import RLConfig, run_grpo
+from mint.rl.call_pool import CallPool
+from mint.rl.heldout_evaluation import evaluate
+from mint.runs.log import RunLog
+from mint.types import ModelInput
+
+
+class Watched(MathAdapter):
+    """The arithmetic task; says after each step what it earned and when it ended."""
+
+    def __init__(self, answers: TextIO, seed: int) -> None:
+        """`answers` gets the lines."""
+        super().__init__(seed=seed)
+        self.answers = answers
+        self.samples = 0
+
+    def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
+        """The last thing that a step does."""
+        self.samples += len(rewards)
+        self.cpu_ended_s = time.process_time()
+        self.answer(event="step", at_s=time.monotonic(), reward=sum(rewards) / len(rewards), samples=self.samples)
+
+    def answer(self, **fields: Any) -> None:
+        """One JSON line to the parent."""
+        self.answers.write(json.dumps(fields) + "\n")
+        self.answers.flush()
+
+
+def run_config(spec: dict[str, Any]) -> RLConfig:
+    """The settings that make the same step as TRL's: Dr. GRPO's constant, and no lora on the unembedding."""
+    return RLConfig(
+        base_model=spec["base_model"],
+        seed=spec["seed"],
+        steps=spec["steps"],
+        batch_size=spec["prompts_per_step"],
+        group_size=spec["group_size"],
+        max_tokens=spec["max_tokens"],
+        temperature=1.0,
+        rank=spec["rank"],
+        train_unembed=False,
+        learning_rate=spec["learning_rate"],
+        lr_schedule=spec["schedule"],
+        loss_fn="importance_sampling",
+        advantage="center",
+        loss_normalization="constant",
+        heldout_size=0,
+        run_dir=Path(spec["work_dir"]) / "run",
+    )
+
+
+def check_prompts(spec: dict[str, Any], run_dir: Path) -> None:
+    """Raises RuntimeError unless the run asked the spec's prompts, in order."""
+    asked = {(row["step"], row["group"]): row["prompt"] for row in RunLog(run_dir).read("rollouts.jsonl")}
+    if [asked[key] for key in sorted(asked)] != spec["prompts"]:
+        raise RuntimeError("the run asked other prompts than the spec has, or in another order")
+
+
+def count_right(sampler: Any, task: MathAdapter, problems: Sequence[Any], config: RLConfig) -> dict[str, int]:
+    """How many of the held-out questions are answered rightly, greedily and by a sample at temperature 1."""
+    calls, tokenizer, right = CallPool(timeout_s=config.grader_timeout_s), sampler.get_tokenizer(), {}
+    for name, temperature in (("heldout_greedy", 0.0), ("heldout_sampled", 1.0)):
+        estimate, _ = evaluate(
+            sampler, task, problems, config=config, temperature=temperature, calls=calls, tokenizer=tokenizer
+        )
+        right[name] = round(estimate.mean * estimate.n)
+    calls.close()
+    return right
+
+
+def main() -> None:
+    """Speaks JSON lines on the real stdout; whatever else is printed goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    task, config, service = Watched(answers, spec["seed"]), run_config(spec), mint.ServiceClient()
+    task.answer(event="ready")
+    called_s, cpu_called_s = time.monotonic(), time.process_time()
+    result = run_grpo(task, config, service_client=service)
+    check_prompts(spec, result.run_dir)
+    base = service.create_sampling_client(base_model=config.base_model)
+    probe = base.compute_logprobs(ModelInput.from_ints(spec["probe_tokens"])).result()
+    effective = service.create_training_client_from_state(result.checkpoint).get_info().effective
+    heldout = task.build_heldout()[: len(spec["heldout"])]
+    task.answer(
+        event="finished",
+        first_step_at_s=called_s + result.seconds_setup,
+        cpu_seconds=task.cpu_ended_s - cpu_called_s,
+        tokens=result.tokens,
+        probe_logprob=sum(logprob for logprob in probe if logprob is not None),
+        trained_parameters=effective["trainable_parameters"],
+        dtype=effective["dtype"],
+        threads=effective["threads"],
+        **count_right(service.create_sampling_client(model_path=result.sampler_checkpoint), task, heldout, config),
+        versions={"mint": mint.__version__, "torch": importlib.metadata.version("torch")},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The worker that measures what this machine does at best, in turns with the contenders.
+
+Run as `python -m benchmarks.peers.limits SPEC.json`. `mint.engine.machine_limits` says what follows from the rates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.peers.answering import answer_turns, open_answers, read_spec
+from mint.engine.machine_rates import MachineRates, device_name
+from mint.models.random_base import ModelShape
+
+
+class Limits:
+    """Measures all rates once a turn."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        torch.set_num_threads(spec["threads"])
+        self.spec, self.device = spec, spec.get("device", "cpu")
+        model = ModelShape(**spec["model"])
+        self.rates = MachineRates(model, rows=spec["rows"], dtype=spec["dtype"], device=self.device)
+
+    def ready(self) -> dict[str, Any]:
+        """What it computes with."""
+        return {
+            "dtype": self.spec["dtype"],
+            "threads": torch.get_num_threads(),
+            "device": device_name(self.device),
+        }
+
+    def step(self, index: int) -> dict[str, Any]:
+        """FLOP/s of the products by their rows, bytes/s of reading."""
+        return {"tokens": 0, **self.rates.measure()}
+
+    def finished(self) -> dict[str, Any]:
+        """What it computed with."""
+        return {"versions": {"torch": torch.__version__}}
+
+
+if __name__ == "__main__":
+    answers = open_answers()
+    answer_turns(Limits(read_spec()), answers)

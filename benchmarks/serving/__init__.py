@@ -1,0 +1,1 @@
+"""Latency and throughput of the service, the run folder and the dashboard."""

@@ -1,1 +1,0 @@
-"""Benchmarks against other libraries: every contender in its own process and environment, in turns, in one run."""
