@@ -10,7 +10,6 @@ import sqlite3
 import threading
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from service_harness import GOOD_PASS, STEP, Harness, Op, open_service, script, send_op
@@ -18,45 +17,48 @@ from waiting import wait_until
 
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import JournalError
-from mint.server.store import database
 from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.durability import Durability
 from mint.server.store.journal import Journal
 from mint.server.worker import trainer as training
 
 
 class Disk:
-    """What of a data directory would be there after a loss of power: the worst case, nothing is written by luck."""
+    """What of a data directory would be there after a loss of power: the worst case, nothing is written by luck.
+
+    It sees every `os.fsync` of this process. The journal is there as it was when the last fsync of its log began; a
+    file is there if it was fsynced, and then its name by an fsync of its folder.
+    """
 
     def __init__(self, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._data_dir = data_dir
         self._journal = data_dir.with_name("journal")
-        self._files: set[Path] = set()
-        self.syncs = 0
+        self._contents: set[tuple[int, int]] = set()
+        self._names: dict[Path, tuple[int, int]] = {}
+        self.syncs = self.journal_syncs = 0
         self._lock, self._copies, self._kept = threading.Lock(), 0, 0
-        for name in ("sync", "finish_job"):
-            self._follow(name, monkeypatch)
-        for name in ("sync_file", "write_weights"):
-            original = getattr(training, name)
+        self._fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", self._sync)
 
-            def noted(path: Path, *rest: Any, original: Any = original) -> None:
-                original(path, *rest)
-                self._files.add(path)
-
-            monkeypatch.setattr(training, name, noted)
-
-    def _follow(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = getattr(Journal, name)
-
-        def followed(journal: Journal, *arguments: Any, **named: Any) -> Any:
+    def _sync(self, handle: int) -> None:
+        path = path_of(handle)
+        if not path.is_relative_to(self._data_dir):
+            self._fsync(handle)
+        elif path.name.endswith("-wal"):
             before = self._copy()  # what is written while a sync is under way may be lost
-            result = original(journal, *arguments, **named)
-            if name == "sync":
-                self._keep(*before)
-            elif journal.database.is_synced:
-                self._keep(*self._copy())
-            return result
-
-        monkeypatch.setattr(Journal, name, followed)
+            self._fsync(handle)
+            self._keep(*before)
+        elif path.is_dir():
+            found = {entry: _identity(entry.stat()) for entry in path.iterdir() if not entry.name.endswith(".tmp")}
+            self._fsync(handle)
+            for entry, identity in found.items():
+                if entry.is_dir() or identity in self._contents:
+                    self._names[entry] = identity
+        else:
+            self._fsync(handle)
+            self._contents.add(_identity(os.fstat(handle)))
+        with self._lock:
+            self.syncs += 1
 
     def _copy(self) -> tuple[int, bytes]:
         """The journal as it is, and its number among the copies."""
@@ -76,7 +78,7 @@ class Disk:
                 fresh.write_bytes(journal)
                 fresh.replace(self._journal)  # before it is counted: what this sync lets go of goes after that
                 self._kept = number
-            self.syncs += 1
+            self.journal_syncs += 1
 
     def after_power_loss(self, folder: Path) -> Path:
         """A copy of the directory as it would be found at one moment: made again if a sync has come in between."""
@@ -86,13 +88,24 @@ class Disk:
             syncs = self.syncs
             folder.mkdir()
             shutil.copy(self._journal, folder / JOURNAL_FILE)
-            shutil.copytree(self._data_dir / "checkpoints", folder / "checkpoints", dirs_exist_ok=True)
-            for path in list(self._files):
+            for path, identity in sorted(self._names.items()):
                 copy = folder / path.relative_to(self._data_dir)
-                copy.parent.mkdir(exist_ok=True)
-                with suppress(FileNotFoundError):  # what nobody names any more goes at any time
-                    shutil.copy(path, copy)
+                with suppress(FileNotFoundError):  # its folder has no durable name, or nobody names the file any more
+                    if path.is_dir():
+                        copy.mkdir()
+                    elif _identity(path.stat()) == identity:
+                        shutil.copy(path, copy)
         return folder
+
+
+def path_of(handle: int) -> Path:
+    """The file that is open under a handle."""
+    return Path(f"/proc/self/fd/{handle}").readlink()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """What stays the same when a file is renamed, and not when it is written to."""
+    return status.st_ino, status.st_mtime_ns
 
 
 @pytest.fixture(params=[0, 10_000], ids=["small states", "large states"])
@@ -101,7 +114,6 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(training, "SMALL_STATE_BYTES", 100)
         monkeypatch.setattr(training, "SNAPSHOT_INTERVAL_S", 0.0)
     disk = Disk(tmp_path / "data", monkeypatch)
-    (tmp_path / "data" / "checkpoints").mkdir(parents=True)
     service = open_service(tmp_path / "data", engine=FakeEngine(state_bytes=request.param))
     request.addfinalizer(service.stop)
     return Harness(service), disk
@@ -149,7 +161,7 @@ def test_a_long_queue_may_run_without_anything_accepted_in_between(
     go_on.set()
     seen |= {i: harness.answer(name) for i, name in names.items()}
     check(disk.after_power_loss(tmp_path / "found"), harness, model_id, seen)
-    assert disk.syncs < 2 * len(ops), "results are not waited for one by one"
+    assert disk.journal_syncs < 2 * len(ops), "results are not waited for one by one"
 
 
 class Syncs:
@@ -159,10 +171,10 @@ class Syncs:
         self.may_end = threading.Event()
         self.fails = False
         self._fsync = os.fsync
-        monkeypatch.setattr(database.os, "fsync", self)
+        monkeypatch.setattr(os, "fsync", self)
 
     def __call__(self, handle: int) -> None:
-        if not Path(f"/proc/self/fd/{handle}").readlink().name.endswith("-wal"):
+        if not path_of(handle).name.endswith("-wal"):
             return self._fsync(handle)
         assert self.may_end.wait(60)
         if self.fails:
@@ -222,13 +234,35 @@ def test_a_disk_that_fails_to_sync_is_written_to_no_more_and_the_next_process_go
     again.stop()
 
 
-def test_what_is_accepted_is_synced_and_what_comes_of_it_waits_for_the_next(tmp_path: Path) -> None:
+def test_a_transaction_is_durable_when_it_returns_unless_it_says_otherwise(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite3")
-    for sync, level in ((True, 2), (False, 1), (True, 2)):
-        with journal.database.transaction(sync=sync) as connection:
-            assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == level
-        assert journal.database.is_synced is sync
+    durability = journal.durability
+    for durable in (True, False, True):
+        with journal.database.transaction(durable=durable):
+            pass
+        commit = durability.newest_commit
+        assert durability.is_durable(commit) is durable
         with journal.database.transaction(write=False):
             pass
-        assert journal.database.is_synced is sync
+        assert durability.newest_commit == commit
+        assert durability.is_durable(commit) is durable
+    with journal.database.transaction(durable=False):
+        pass
+    durability.wait_durable(durability.newest_commit)
+    assert durability.is_durable(durability.newest_commit)
     journal.close()
+
+
+def test_a_result_whose_file_was_not_written_is_an_error(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    durability = Durability(tmp_path / "journal.sqlite3-wal")
+    heard: list[JournalError | None] = []
+    for wait in (False, True):
+        file = durability.submit(fail)
+        if wait:
+            assert file.exception() is not None
+        durability.call_when_durable(0, file, heard.append)
+    durability.close()
+    assert [error is not None and "no space left" in str(error) for error in heard] == [True, True]

@@ -124,7 +124,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], *, sync: bool = 
 
     Without `sync` it survives this process at once, but a loss of power only after `sync_file`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb", buffering=BUFFER_BYTES) as file:
@@ -145,6 +145,14 @@ def sync_file(path: Path) -> None:
     """Returns once a file and its name survive a loss of power."""
     _sync(path)
     _sync(path.parent)
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes a folder and those above it; their names survive a loss of power."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
 
 
 def _sync(path: Path) -> None:

@@ -132,7 +132,6 @@ class Service:
     def stop(self) -> None:
         """Ends after the request that is running; what waits stays in the journal for the next process."""
         self._worker.stop()
-        self._trainer.close()
         try:
             self.journal.touch_sessions(self._sessions.last_seen())
         except JournalError as error:

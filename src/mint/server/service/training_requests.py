@@ -94,10 +94,9 @@ class TrainingDesk:
         if kind in SAVES:
             request = self._refusal_of_save(caller) or request
         existing = self._journal.add_job(row, now=now, model=new_model, run=run)
-        accepted = self._journal.committed
+        commit = self._journal.durability.newest_commit
         if existing is None:
-            # it may run while its acceptance is being synced; nobody is told of either before that is over
-            self.enqueue(row, request, owner=caller.owner, accepted=accepted)
+            self.enqueue(row, request, owner=caller.owner, commit=commit)
         elif not _is_repeat(existing, row, request):
             raise ConflictError(
                 f"was used before by another request ({existing.kind}) of {model}",
@@ -105,15 +104,15 @@ class TrainingDesk:
                 value=place,
                 remedy="Count upwards by one for every new request; send a repeated one unchanged",
             )
-        self._journal.sync(accepted)
+        self._journal.durability.wait_durable(commit)
         return UntypedPromise(request_id=request_id(model, place), model_id=model)
 
-    def enqueue(self, row: JobRow, request: BaseModel | MintError, *, owner: str, accepted: int = 0) -> None:
+    def enqueue(self, row: JobRow, request: BaseModel | MintError, *, owner: str, commit: int = 0) -> None:
         """Puts a request that the journal has into the queue; `request` may be the error that it shall end in.
 
-        `accepted` is what the journal calls the moment of its acceptance, 0 for long ago.
+        `commit` is the journal's commit that accepted it, 0 for one of an earlier process.
         """
-        job = TrainingJob(row.model_id, row.seq_id, row.kind, request, time.monotonic(), accepted)
+        job = TrainingJob(row.model_id, row.seq_id, row.kind, request, time.monotonic(), commit)
         self._futures.open(request_id(row.model_id, row.seq_id))
         next_seq = self._next_seq(row.model_id)
         self._inbox.add_training(job, next_seq=next_seq, owner=owner, size_bytes=len(row.payload or b""))

@@ -126,7 +126,6 @@ def folder_size(folder: Path) -> int:
 
 def write_checkpoint(folder: Path, state: ModelState, manifest: Manifest, *, optimizer: bool) -> Manifest:
     """Writes the folder, durable when this returns; the same content again is fine."""
-    folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder / WEIGHTS_FILE, state)
     names = [WEIGHTS_FILE]
     if optimizer:

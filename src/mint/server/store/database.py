@@ -6,7 +6,6 @@ processes on the same file are waited for.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import threading
 from collections.abc import Generator
@@ -19,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
 from mint.errors import JournalError
+from mint.server.store.durability import Durability
 
 SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 30.0
@@ -164,13 +164,7 @@ class Database:
             JournalError: it cannot be opened, or a newer mint wrote it.
         """
         self._lock = threading.RLock()
-        self._syncing = threading.Lock()
-        self._log: int | None = None  # SQLite's write-ahead log, for `sync`
-        self._log_path = path.with_name(f"{path.name}-wal")
-        self._is_lost = False
-        self._level = ""
-        self.committed = self.synced = 0
-        """How many transactions have written here, and how many of them, the first, survive a loss of power."""
+        self.durability = Durability(path.with_name(f"{path.name}-wal"))
         self._driver: sqlite3.Connection
         self._sa = sa.create_engine(
             f"sqlite:///{path}",
@@ -194,18 +188,11 @@ class Database:
             meta.create_all(connection)
             connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    @property
-    def is_synced(self) -> bool:
-        """Whether all that was committed here survives a loss of power."""
-        return self.synced >= self.committed
-
     def close(self) -> None:
         """Closes the file; the database cannot be used afterwards."""
-        with self._syncing, self._lock:
+        self.durability.close()
+        with self._lock:
             self._sa.dispose()
-            if self._log is not None:
-                os.close(self._log)
-                self._log = None
 
     def probe(self) -> None:
         """Writes something that changes nothing.
@@ -217,27 +204,27 @@ class Database:
             connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     @contextmanager
-    def transaction(self, *, write: bool = True, sync: bool = True) -> Generator[sa.Connection]:
+    def transaction(self, *, write: bool = True, durable: bool = True) -> Generator[sa.Connection]:
         """One transaction on the one connection.
 
-        Without `sync` it survives the process, but a loss of power only once a later transaction with it, or `sync`, is
-        over.
+        A transaction that writes survives a loss of power once this returns; if not `durable`, only once
+        `durability.wait_durable` has returned.
 
         Raises:
-            JournalError: disk full, file locked for too long, or damaged; nothing was changed.
+            JournalError: disk full, file locked for too long, or damaged.
         """
         try:
-            options = {"mint_write": write, "mint_sync": sync}
-            with self._lock, self._sa.connect().execution_options(**options) as connection:
+            with self._lock, self._sa.connect().execution_options(mint_write=write) as connection:
                 with connection.begin():
                     yield connection
-                if write:
-                    self._note_commit(sync)
+                commit = self.durability.add_commit() if write else 0
         except SQLAlchemyError as error:
             raise _unusable(error) from error
+        if durable:
+            self.durability.wait_durable(commit)
 
     @contextmanager
-    def statements(self, *, sync: bool) -> Generator[sqlite3.Connection]:
+    def statements(self, *, durable: bool) -> Generator[sqlite3.Connection]:
         """As a `transaction` that writes, on the driver's own connection: several times as fast where statements are
         few and prepared.
 
@@ -246,7 +233,7 @@ class Database:
         """
         with self._lock:
             try:
-                self._set_level(self._driver, sync)
+                self.durability.require_working_disk()
                 self._driver.execute("BEGIN IMMEDIATE")
                 try:
                     yield self._driver
@@ -254,50 +241,11 @@ class Database:
                 except BaseException:
                     self._driver.rollback()
                     raise
-                self._note_commit(sync)
+                commit = self.durability.add_commit()
             except sqlite3.Error as error:
                 raise _unusable(error) from error
-
-    def sync(self, committed: int) -> None:
-        """Returns once the first `committed` transactions survive a loss of power; those who wait share a sync.
-
-        Raises:
-            JournalError: the disk has failed to keep something, now or before. Nothing more is written by this process,
-                for nobody knows what the disk has: the next one reads it.
-        """
-        if self.synced >= committed:
-            return
-        with self._syncing:
-            if self.synced >= committed:
-                return
-            reached = self.committed
-            try:
-                if self._log is None:
-                    self._log = os.open(self._log_path, os.O_RDONLY)
-                self._require_kept()
-                os.fsync(self._log)
-            except OSError as error:
-                self._is_lost = True
-                raise _unusable(error) from error
-            self.synced = max(self.synced, reached)
-
-    def _note_commit(self, sync: bool) -> None:
-        self.committed += 1
-        if sync:
-            self.synced = self.committed
-
-    def _require_kept(self) -> None:
-        if self._is_lost:
-            raise JournalError(
-                "the disk has failed to keep what was written to the journal", remedy="Look at the disk, then restart"
-            )
-
-    def _set_level(self, connection: sqlite3.Connection, sync: bool) -> None:
-        self._require_kept()
-        level = "FULL" if sync else "NORMAL"
-        if level != self._level:
-            connection.execute(f"PRAGMA synchronous = {level}")
-            self._level = level
+        if durable:
+            self.durability.wait_durable(commit)
 
     def _configure(self, connection: sqlite3.Connection, _record: object) -> None:
         # SQLAlchemy's own recipe: the driver must not begin transactions by itself
@@ -307,15 +255,15 @@ class Database:
             "journal_mode = WAL",
             "foreign_keys = OFF",
             "wal_autocheckpoint = 2000",
+            "synchronous = NORMAL",  # commits are fsynced by `Durability`
         ):
             connection.execute(f"PRAGMA {pragma}")
-        self._driver, self._level = connection, ""
+        self._driver = connection
 
     def _begin(self, connection: sa.Connection) -> None:
-        options = connection.get_execution_options()
-        write = options.get("mint_write", True)
+        write = connection.get_execution_options().get("mint_write", True)
         if write:
-            self._set_level(self._driver, options.get("mint_sync", True))
+            self.durability.require_working_disk()
         # a writer takes the file's lock at once: a transaction that upgrades later can fail instead of waiting
         connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 

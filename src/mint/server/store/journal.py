@@ -207,6 +207,7 @@ class Journal:
             JournalError: it cannot be opened, or a newer mint wrote it.
         """
         self.database = Database(path)
+        self.durability = self.database.durability
         self._transaction = self.database.transaction
 
     def close(self) -> None:
@@ -296,10 +297,10 @@ class Journal:
     ) -> JobRow | None:
         """Accepts a request (with its model and run, for the job that makes one), unless its place is taken.
 
-        It survives the process at once, but a loss of power only after `sync`. Returns the row that already has this
-        place, or None when the job was added.
+        It survives the process at once, but a loss of power only after `durability.wait_durable`. Returns the row that
+        already has this place, or None when the job was added.
         """
-        with self.database.statements(sync=False) as driver:
+        with self.database.statements(durable=False) as driver:
             if model is not None:
                 driver.execute(_ADD_MODEL, _values(model))
             if run is not None:
@@ -308,23 +309,6 @@ class Journal:
             if driver.execute(_ADD_JOB, vars(job)).rowcount:
                 return None
             return JobRow(*driver.execute(_READ_JOB, {"model": job.model_id, "seq": job.seq_id}).fetchone())
-
-    @property
-    def committed(self) -> int:
-        """How much has been written so far, as `sync` counts it."""
-        return self.database.committed
-
-    def is_synced(self, committed: int) -> bool:
-        """Whether what had been written when `committed` was read survives a loss of power."""
-        return self.database.synced >= committed
-
-    def sync(self, committed: int) -> None:
-        """Returns once what had been written when `committed` was read survives a loss of power.
-
-        Raises:
-            JournalError: the disk has failed to keep it.
-        """
-        self.database.sync(committed)
 
     def job(self, model_id: str, seq_id: int) -> JobRow | None:
         """One job, whatever became of it."""
@@ -374,11 +358,11 @@ class Journal:
         It survives the process at once, but a loss of power only once something is accepted after it, or named: until
         then the job would be run again, and give the same. What takes an older state away waits for what came before.
         """
-        takes_away = bool(finish.dropped_snapshots) and not self.database.is_synced
-        sync = takes_away or finish.checkpoint is not None
+        drops_state = bool(finish.dropped_snapshots) and not self.durability.is_durable(self.durability.newest_commit)
+        durable = drops_state or finish.checkpoint is not None
         place = {"model": finish.model_id, "seq": finish.seq_id}
         values = {"new_status": finish.status, "new_result": finish.result, "new_digest": finish.digest}
-        with self.database.statements(sync=sync) as driver:
+        with self.database.statements(durable=durable) as driver:
             if not driver.execute(_FINISH_JOB, {**place, **values}).rowcount:
                 return False
             driver.execute(_ADVANCE_MODEL, place)

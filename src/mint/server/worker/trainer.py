@@ -28,7 +28,6 @@ from mint.server.ids import file_stem, sampler_id, seed_root, session_of
 from mint.server.store import checkpoints
 from mint.server.store.checkpoints import CheckpointPath, Manifest
 from mint.server.store.database import LOCAL_OWNER
-from mint.server.store.disk import Disk
 from mint.server.store.journal import CheckpointRow, Finish, Journal, SamplerRow, SnapshotRow
 from mint.server.store.snapshot_files import size_bytes, write_snapshot, write_weights
 from mint.server.worker import validation
@@ -80,7 +79,7 @@ REQUESTS: dict[str, type[BaseModel]] = {
 class TrainingJob:
     """A request that the journal has accepted. `request` is the decoded payload, or why it cannot be decoded.
 
-    `accepted` is the moment of its acceptance as the journal counts: its answer is for nobody before that is synced.
+    `commit` is the journal's commit that accepted it: its answer is sent only after that is durable.
     """
 
     model_id: str
@@ -88,7 +87,7 @@ class TrainingJob:
     kind: str
     request: BaseModel | MintError
     arrived_at: float = 0.0
-    accepted: int = 0
+    commit: int = 0
 
     @staticmethod
     def decode(kind: str, payload: bytes, encoding: wire.Encoding = wire.Encoding.JSON) -> BaseModel | MintError:
@@ -157,7 +156,6 @@ class Trainer:
         self.bases = bases
         self.data_dir = data_dir
         self.live: dict[str, LiveModel] = {}
-        self.disk = Disk(journal)
         self._runners: dict[str, Callable[[TrainingJob, Any], _Effect]] = {
             "create_model": self._create_model,
             "forward": self._forward,
@@ -220,10 +218,6 @@ class Trainer:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Returns once all that was written survives a loss of power."""
-        self.disk.close()
 
     # --- passes and steps ----------------------------------------------------------------------------------------
 
@@ -454,9 +448,9 @@ class Trainer:
         live.written.result()  # so that a loss of power can cost the newest alone, and the one before is replayed from
         if live.size_bytes <= SMALL_STATE_BYTES:
             write_snapshot(self.data_dir / file, state, digest=digest)
-            live.written = self.disk.submit(sync_file, self.data_dir / file)
+            live.written = self.journal.durability.submit(sync_file, self.data_dir / file)
         else:
-            live.written = self.disk.submit(_write_durably, self.data_dir / file, state, digest)
+            live.written = self.journal.durability.submit(_write_durably, self.data_dir / file, state, digest)
         row = SnapshotRow(job.model_id, job.seq_id, file, digest)
         kept = [row, *live.snapshots]
         live.snapshots, old = kept[:KEPT_SNAPSHOTS], kept[KEPT_SNAPSHOTS:]

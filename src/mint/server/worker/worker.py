@@ -165,7 +165,7 @@ class Worker:
             body = finish.result if problem is None else wire.encode_error(problem)
             self._futures.finish({name: Answer(body, failed=problem is not None or finish.status == "failed")})
 
-        self._trainer.disk.tell_when_kept(job.accepted, outcome.written, tell)
+        self._trainer.journal.durability.call_when_durable(job.commit, outcome.written, tell)
         self._trainer.discard(gone)
 
     def _outcome(self, job: TrainingJob) -> Outcome:
