@@ -19,6 +19,7 @@ from service_harness import Harness, Op, clean_results, open_service, run_script
 
 from mint.server.callers import LOCAL
 from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.durability import Durability
 from mint.server.store.journal import Journal
 from mint.server.worker import trainer as training
 from mint.server.worker.recovery import require_live
@@ -29,7 +30,7 @@ STEPS = 8
 
 KILL_POINTS: list[tuple[Any, str]] = [
     (Journal, "add_job"),
-    (Journal, "sync"),
+    (Durability, "wait_durable"),
     (Journal, "finish_job"),
     (Journal, "adopt_sessions"),
     (training, "write_snapshot"),
