@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow check format bench pretrain clean
+.PHONY: help setup demo test test-fast test-slow check format bench docs map pretrain clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -25,6 +25,10 @@ $(VENV)/.local: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.dev: $(VENV)/.local
 	$(PIP) -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(BIN)/python pyproject.toml
+	$(PIP) -c $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
 
 setup: $(VENV)/.dev  ## install mint and its development tools into .venv
@@ -53,8 +57,14 @@ format: $(VENV)/.dev  ## apply the formatter and the safe fixes
 bench: $(VENV)/.local  ## mint against TRL, in turns, in one run
 	$(BIN)/python -m benchmarks grpo --peer trl --json
 
+docs: $(VENV)/.docs  ## build the documentation site into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+map:             ## print every file with the first sentence of its docstring; OUTPUT=FILE writes it there
+	@$(PYTHON) scripts/code_map.py $(if $(OUTPUT),--output $(OUTPUT))
+
 pretrain: $(VENV)/.local  ## make the bundled model again, from its seed (an hour on 2 cores)
 	$(BIN)/python -m scripts.tiny.pretrain --tokens 17000000 --seed 0 --output src/mint/models/tiny
 
 clean:           ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist site

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from http_server import http_server
 
+import mint.rl
 from mint.config import Settings
 from mint.rl import RLConfig
 
@@ -17,6 +21,11 @@ NEEDS_SERVER = 'os.environ["MINT_BASE_URL"]'
 """Documents that say this in a block run against a server of their own."""
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*.md", "src/**/*.md", "scripts/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
 
 
 def python_blocks(text: str) -> list[str]:
@@ -37,10 +46,54 @@ def test_the_python_blocks_of_a_document_run_in_order(
     assert python_blocks(document.read_text()) or document.name not in {"README.md", "rl.md", "sdk.md"}
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "ARCHITECTURE.md"], ids=lambda path: path.name)
+def prose(path: Path) -> str:
+    """The document without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """What links can point to in a document, as GitHub names it."""
+    found: set[str] = set()
+    for title in re.findall(r"^#{1,6} +(.+)$", prose(path), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "]", title).lower()).strip().replace(" ", "-")
+        found.add(next(name for name in (slug, *(f"{slug}-{n}" for n in range(1, 99))) if name not in found))
+    return found
+
+
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_relative_link_leads_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text())
-    assert [link for link in links if not (document.parent / link).exists()] == []
+    broken = []
+    for path, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", prose(document)):
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{path}#{anchor}")
+    assert broken == []
+
+
+def reference() -> list[str]:
+    """The names that the API reference documents."""
+    return [
+        name
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+    ]
+
+
+def test_the_api_reference_names_only_what_exists_and_every_public_name_of_the_rl_library() -> None:
+    assert [name for name in reference() if resolve_name(name) is None] == []
+    assert {f"mint.rl.{name}" for name in mint.rl.__all__} <= set(reference())
+    clients = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "APIFuture")
+    assert {f"mint.{name}" for name in clients} <= set(reference())
+
+
+def test_the_map_of_the_code_describes_every_file() -> None:
+    shown = subprocess.run(
+        [sys.executable, "scripts/code_map.py"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    lines = [line for line in shown.stdout.splitlines() if line.startswith("- ")]
+    files = [path for suffix in ("py", "c", "h") for path in (ROOT / "src" / "mint").rglob(f"*.{suffix}")]
+    assert len(lines) == len([path for path in files if path.name != "__init__.py"])
+    assert [line for line in lines if line.endswith(": ")] == []
 
 
 def test_every_setting_of_a_run_is_documented() -> None:
