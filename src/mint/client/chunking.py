@@ -19,7 +19,7 @@ def split(data: Sequence[Datum]) -> list[list[Datum]]:
     chunks: list[list[Datum]] = [[]]
     numbers = 0
     for datum in data:
-        size = datum.model_input.length + sum(len(tensor.data) for tensor in datum.loss_fn_inputs.values())
+        size = datum.model_input.length + sum(len(tensor.values) for tensor in datum.loss_fn_inputs.values())
         if chunks[-1] and (len(chunks[-1]) >= MAX_DATUMS or numbers + size > MAX_NUMBERS):
             chunks.append([])
             numbers = 0

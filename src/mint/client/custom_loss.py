@@ -49,12 +49,12 @@ def gradient(
 
 def _with_weights(datum: Datum, weights: TensorData) -> Datum:
     inputs = {"target_tokens": _targets(datum), "weights": weights}
-    return Datum.model_construct(model_input=datum.model_input, loss_fn_inputs=inputs)
+    return Datum(datum.model_input, inputs)
 
 
 def _zeros(tensor: TensorData) -> TensorData:
     """Zeros in the layout of a tensor."""
-    return tensor.model_copy(update={"data": [0.0] * len(tensor.data), "dtype": "float32"})
+    return tensor.with_values(np.zeros(len(tensor.values), np.float32), "float32")
 
 
 def _targets(datum: Datum) -> TensorData:

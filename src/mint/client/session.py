@@ -41,7 +41,7 @@ from mint.wire.requests import (
 )
 
 R = TypeVar("R")
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=wire.Message)
 Outcome = Literal["success", "errored", "interrupted"]
 
 CONNECT_PATIENCE_S = 15.0
@@ -439,7 +439,7 @@ class Session:
             await asyncio.sleep(pause_s)
 
 
-def _accepted(kind: type[BaseModel]) -> str:
+def _accepted(kind: type[wire.Message]) -> str:
     return BOTH if kind in PROTO_RESULTS else wire.Encoding.JSON.value
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+import mint.wire as wire
 from mint.client import chunking as chunks
 from mint.client.custom_loss import CustomLoss, gradient, reweighted, without_loss
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
@@ -47,7 +48,7 @@ from mint.wire.requests import (
     SaveWeightsRequest,
 )
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=wire.Message)
 Q = TypeVar("Q", bound=BaseModel)
 LossConfig = Mapping[str, float | str]
 
@@ -306,28 +307,30 @@ class TrainingClient(ClientFuture):
     def _pass(
         self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None, *, forward_only: bool
     ) -> APIFuture[ForwardBackwardOutput]:
-        parts = chunks.split(data)
+        parts = [self._pass_input(part, loss_fn, config) for part in chunks.split(data)]
         numbers = self._take_numbers(len(parts))
         bodies = [
-            self._pass_body(part, number, loss_fn, config, forward_only=forward_only)
+            self._pass_body(part, number, forward_only=forward_only)
             for part, number in zip(parts, numbers, strict=True)
         ]
         return APIFuture(self._session.run(self._submit_passes(bodies)))
 
-    def _pass_body(
-        self,
-        data: list[Datum],
-        number: int,
-        loss_fn: str,
-        config: LossConfig | None = None,
-        *,
-        forward_only: bool = False,
-    ) -> Outgoing:
-        # not checked here: a wrong value has used its number up, and the server answers it in its turn
-        content = ForwardBackwardInput.model_construct(
-            data=data, loss_fn=loss_fn, loss_fn_config=dict(config) if config is not None else None
-        )
-        request = ForwardBackwardRequest.model_construct(
+    def _pass_input(
+        self, data: list[Datum], loss_fn: str = "cross_entropy", config: LossConfig | None = None
+    ) -> ForwardBackwardInput:
+        """Checked before the pass takes its number: a number that is taken and never sent would stop the model."""
+        settings = None
+        try:
+            if config is not None:
+                settings = {
+                    key: float(value) if hasattr(value, "__float__") else value for key, value in config.items()
+                }
+            return ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=settings)
+        except ValidationError as error:
+            raise invalid_request(error, "forward_backward") from error
+
+    def _pass_body(self, content: ForwardBackwardInput, number: int, *, forward_only: bool = False) -> Outgoing:
+        request = ForwardBackwardRequest(
             model_id=self.model_id, seq_id=number, forward_backward_input=content, forward_only=forward_only
         )
         return self._session.prepare(request)
@@ -343,7 +346,7 @@ class TrainingClient(ClientFuture):
         numbered = list(zip(parts, forward, strict=True))
         try:
             bodies = [
-                self._pass_body(without_loss(part), n, "cross_entropy", forward_only=True) for part, n in numbered
+                self._pass_body(self._pass_input(without_loss(part)), n, forward_only=True) for part, n in numbered
             ]
             first = await self._submit_passes(bodies)
             rows = [output["logprobs"] for output in first.loss_fn_outputs]
@@ -353,7 +356,7 @@ class TrainingClient(ClientFuture):
             raise
         weighted = iter(weights)
         bodies = [
-            self._pass_body([reweighted(datum, next(weighted)) for datum in part], number, "cross_entropy")
+            self._pass_body(self._pass_input([reweighted(datum, next(weighted)) for datum in part]), number)
             for part, number in zip(parts, backward, strict=True)
         ]
         second = await self._submit_passes(bodies)
@@ -363,7 +366,7 @@ class TrainingClient(ClientFuture):
 
     async def _fail_numbers(self, numbers: Sequence[int]) -> None:
         """Uses up numbers that were taken for passes that cannot be made, so that the next step is refused."""
-        empty = [self._pass_body([], number, "cross_entropy") for number in numbers]
+        empty = [self._pass_body(self._pass_input([]), number) for number in numbers]
         await asyncio.gather(*(self._submit_passes([body]) for body in empty), return_exceptions=True)
 
     def _load(self, path: str, token: str | None, *, optimizer: bool) -> APIFuture[LoadWeightsResponse]:

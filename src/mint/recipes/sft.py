@@ -101,7 +101,7 @@ def _train(
         stepped = trainer.optim_step(
             types.AdamParams(learning_rate=config.learning_rate * (1 - (step - 1) / steps), grad_clip_norm=1.0)
         )
-        tokens = sum(sum(datum.loss_fn_inputs["weights"].data) for datum in batch)
+        tokens = sum((float(datum.loss_fn_inputs["weights"].values.sum(dtype=float)) for datum in batch), start=0.0)
         loss = passed.result().metrics["loss:sum"] / tokens
         log.append(
             "metrics.jsonl",

@@ -5,23 +5,65 @@ Knows no loss, no encoding and no model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
+import numpy as np
 from pydantic import Field, field_validator
 
 from mint.errors import InvalidRequestError
-from mint.types.tensors import StrictValue, TensorData, of_checked
+from mint.types.tensors import TensorData, flat_array
+from mint.types.values import ArrayValue, StrictValue
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
-class EncodedTextChunk(StrictValue):
-    """A run of token ids."""
+class EncodedTextChunkJson(StrictValue):
+    """A chunk as JSON has it."""
 
     tokens: list[int]
     type: Literal["encoded_text"] = "encoded_text"
 
 
+class EncodedTextChunk(ArrayValue):
+    """Consecutive token ids."""
+
+    __slots__ = ("_list", "ids")
+    json_form = EncodedTextChunkJson
+
+    ids: np.ndarray
+    """The token ids as a read-only array, int32, or int64 where they do not fit."""
+
+    def __init__(self, tokens: Sequence[int] | np.ndarray, type: Literal["encoded_text"] = "encoded_text") -> None:
+        """A read-only array of int32 or int64 is shared, anything else is copied."""
+        if type != "encoded_text":
+            raise InvalidRequestError("is not this chunk's type", field="EncodedTextChunk.type", value=type)
+        self.ids = _token_ids(tokens)
+        self._list: list[int] | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids; changing the list does not change the chunk."""
+        if self._list is None:
+            self._list = self.ids.tolist()
+        return self._list
+
+    @property
+    def type(self) -> Literal["encoded_text"]:
+        """Which chunk this is."""
+        return "encoded_text"
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.ids)
+
+    def _content(self) -> tuple[Any, ...]:
+        return (self.ids,)
+
+
 class ImageChunk(StrictValue):
-    """An image. It may be built, and no model here reads it: `ModelInput` refuses it."""
+    """An image. It may be built, but no model here reads it: `ModelInput` refuses it."""
 
     data: bytes = Field(repr=False)
     format: Literal["png", "jpeg"]
@@ -30,7 +72,7 @@ class ImageChunk(StrictValue):
 
 
 class ImageAssetPointerChunk(StrictValue):
-    """Where an image is. It may be built, and no model here reads it: `ModelInput` refuses it."""
+    """The place of an image. It may be built, but no model here reads it: `ModelInput` refuses it."""
 
     location: str
     format: Literal["png", "jpeg"]
@@ -39,7 +81,7 @@ class ImageAssetPointerChunk(StrictValue):
 
 
 class DmelChunk(StrictValue):
-    """Sound. It may be built, and no model here reads it: `ModelInput` refuses it."""
+    """Sound. It may be built, but no model here reads it: `ModelInput` refuses it."""
 
     dmel: bytes = Field(repr=False)
     type: Literal["dmel"] = "dmel"
@@ -48,38 +90,61 @@ class DmelChunk(StrictValue):
 _UNREADABLE = ("image", "image_asset_pointer", "dmel")
 
 
-class ModelInput(StrictValue):
-    """What the model reads: chunks of token ids, in order."""
+class ModelInputJson(StrictValue):
+    """A model input as JSON has it."""
 
     chunks: list[EncodedTextChunk] = Field(default_factory=list)
-
-    def __init__(self, **fields: Any) -> None:
-        _require_text(fields.get("chunks"))
-        super().__init__(**fields)
 
     @field_validator("chunks", mode="before")
     @classmethod
     def _only_text(cls, chunks: Any) -> Any:
-        return _require_text(chunks)
+        for chunk in chunks if isinstance(chunks, list) else ():
+            _require_text(chunk, None)  # pydantic names the field
+        return chunks
+
+
+class ModelInput(ArrayValue):
+    """What the model reads: chunks of token ids, in order."""
+
+    __slots__ = ("chunks",)
+    json_form = ModelInputJson
+
+    chunks: list[EncodedTextChunk]
+
+    def __init__(self, chunks: Sequence[EncodedTextChunk] = ()) -> None:
+        """Raises `InvalidRequestError` for a chunk that is not text."""
+        for chunk in chunks:
+            if not isinstance(chunk, EncodedTextChunk):
+                _require_text(chunk, "ModelInput.chunks")
+                raise InvalidRequestError(
+                    "is not a chunk", field="ModelInput.chunks", value=chunk, remedy="Pass EncodedTextChunk"
+                )
+        self.chunks = list(chunks)
 
     @classmethod
     def from_ints(cls, tokens: Any) -> Self:
         """From any sequence of integers (list, numpy array, torch tensor)."""
-        ids = TensorData.from_any(tokens, dtype="int64").data if len(tokens) else []
-        return of_checked(cls, chunks=[of_checked(EncodedTextChunk, tokens=ids, type="encoded_text")])
+        if hasattr(tokens, "detach"):
+            tokens = TensorData.from_torch(tokens).values
+        return cls([EncodedTextChunk(tokens)])
 
     @classmethod
     def empty(cls) -> Self:
-        """No tokens yet; grow it with `append_tokens`."""
-        return cls(chunks=[])
+        """No tokens yet; `append_tokens` adds some."""
+        return cls()
 
     def to_ints(self) -> list[int]:
         """All token ids, chunks joined."""
         return [token for chunk in self.chunks for token in chunk.tokens]
 
+    def to_numpy(self) -> np.ndarray:
+        """All token ids, chunks joined: a new int64 array."""
+        ids = [chunk.ids for chunk in self.chunks]
+        return ids[0].astype(np.int64) if len(ids) == 1 else np.concatenate([np.zeros(0, np.int64), *ids])
+
     def append(self, chunk: EncodedTextChunk) -> Self:
         """A new input with one more chunk."""
-        return type(self)(chunks=[*self.chunks, chunk])
+        return type(self)([*self.chunks, chunk])
 
     def append_int(self, token: int) -> Self:
         """A new input with one more token."""
@@ -87,30 +152,41 @@ class ModelInput(StrictValue):
 
     def append_tokens(self, tokens: Any) -> Self:
         """A new input with more tokens."""
-        return type(self)(chunks=[*self.chunks, *type(self).from_ints(tokens).chunks])
+        return type(self)([*self.chunks, *type(self).from_ints(tokens).chunks])
 
     def append_chunks(self, chunks: list[EncodedTextChunk]) -> Self:
         """A new input with more chunks."""
-        return type(self)(chunks=[*self.chunks, *chunks])
+        return type(self)([*self.chunks, *chunks])
 
     @property
     def length(self) -> int:
         """Number of tokens."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)
+        return sum(len(chunk.ids) for chunk in self.chunks)
 
     def context_length(self) -> int:
         """Number of tokens (MinT's name for `length`)."""
         return self.length
 
+    def _content(self) -> tuple[Any, ...]:
+        return (self.chunks,)
 
-def _require_text(chunks: Any) -> Any:
-    for chunk in chunks if isinstance(chunks, list) else ():
-        kind = chunk.get("type") if isinstance(chunk, dict) else getattr(chunk, "type", None)
-        if kind in _UNREADABLE:
-            raise InvalidRequestError(
-                "cannot be read: the models here read text alone, no images and no sound",
-                field="ModelInput.chunks",
-                value=kind,
-                remedy="Pass EncodedTextChunk",
-            )
-    return chunks
+
+def _token_ids(tokens: Any) -> np.ndarray:
+    field = "EncodedTextChunk.tokens"
+    if isinstance(tokens, np.ndarray):
+        return flat_array(tokens, tokens.dtype if tokens.dtype in (_INT32, _INT64) else _INT64, field)
+    try:
+        return flat_array(tokens, _INT32, field)
+    except InvalidRequestError:
+        return flat_array(tokens, _INT64, field)
+
+
+def _require_text(chunk: Any, field: str | None) -> None:
+    kind = chunk.get("type") if isinstance(chunk, dict) else getattr(chunk, "type", None)
+    if kind in _UNREADABLE:
+        raise InvalidRequestError(
+            "cannot be read: the models here read text alone, no images and no sound",
+            field=field,
+            value=kind,
+            remedy="Pass EncodedTextChunk",
+        )

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_serializer
 
 from mint.errors import InvalidRequestError
-from mint.types import CheckpointUri, StrictValue
+from mint.types.checkpoint_uri import CheckpointUri
+from mint.types.values import Result, StrictValue
 
 CheckpointType = Literal["training", "sampler", "external"]
 AccessScope = Literal["owned", "accessible"]
@@ -29,16 +30,10 @@ MAX_PAGE = 1000
 MAX_OFFSET = 2**31 - 1
 
 
-class Record(BaseModel):
-    """A record: read leniently, so that a newer server may say more."""
-
-    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
-
-
 # --- checkpoints and runs ----------------------------------------------------------------------------------------
 
 
-class Checkpoint(Record):
+class Checkpoint(Result):
     """A named checkpoint. `checkpoint_id` is `weights/NAME` or `sampler_weights/NAME`, `alias` its `ckpt_…` id."""
 
     checkpoint_id: str
@@ -52,7 +47,7 @@ class Checkpoint(Record):
     alias: str | None = None
 
 
-class ParsedCheckpointTinkerPath(Record):
+class ParsedCheckpointTinkerPath(Result):
     """The parts of a checkpoint's path."""
 
     tinker_path: CheckpointUri
@@ -85,7 +80,7 @@ class ParsedCheckpointTinkerPath(Record):
         )
 
 
-class Cursor(Record):
+class Cursor(Result):
     """Which part of a list this is; `limit` is the page size that took effect."""
 
     offset: int
@@ -93,14 +88,14 @@ class Cursor(Record):
     total_count: int
 
 
-class CheckpointsListResponse(Record):
+class CheckpointsListResponse(Result):
     """Checkpoints, newest first; no cursor where all are given."""
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
 
 
-class TrainingRun(Record):
+class TrainingRun(Result):
     """What stays known of a model after its session. `corrupted`: its replay gave other bits than acknowledged."""
 
     training_run_id: str
@@ -115,28 +110,28 @@ class TrainingRun(Record):
     user_metadata: dict[str, Any] | None = None
 
 
-class TrainingRunsResponse(Record):
+class TrainingRunsResponse(Result):
     """A page of training runs, newest first."""
 
     training_runs: list[TrainingRun]
     cursor: Cursor
 
 
-class CheckpointArchiveUrlResponse(Record):
+class CheckpointArchiveUrlResponse(Result):
     """Where a checkpoint's archive can be fetched without a key, until `expires`."""
 
     url: str
     expires: datetime
 
 
-class ExternalWeightsUrlsResponse(Record):
+class ExternalWeightsUrlsResponse(Result):
     """Relative file name → where it can be fetched without a key, until `expires`."""
 
     urls: dict[str, str]
     expires: datetime
 
 
-class UploadCheckpointResponse(Record):
+class UploadCheckpointResponse(Result):
     """An uploaded checkpoint; `notes` say what was changed on the way in."""
 
     path: CheckpointUri
@@ -155,7 +150,7 @@ class CopyWeightsRequest(StrictValue):
     weights_access_token: str | None = None
 
 
-class CopyWeightsResponse(Record):
+class CopyWeightsResponse(Result):
     """The copy."""
 
     tinker_path: CheckpointUri
@@ -175,7 +170,7 @@ class SetCheckpointTtlRequest(StrictValue):
 # --- sessions ----------------------------------------------------------------------------------------------------
 
 
-class GetSessionResponse(Record):
+class GetSessionResponse(Result):
     """What belongs to a session."""
 
     training_run_ids: list[str]
@@ -184,7 +179,7 @@ class GetSessionResponse(Record):
     display_name: str | None = None
 
 
-class ListSessionsResponse(Record):
+class ListSessionsResponse(Result):
     """Session ids, newest first."""
 
     sessions: list[str]
@@ -196,21 +191,21 @@ class AssignSessionProjectRequest(StrictValue):
     project_id: Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class SessionSearchCursor(Record):
+class SessionSearchCursor(Result):
     """Where the next page starts; passed back unchanged."""
 
     last_created_at: AwareDatetime
     last_session_id: str
 
 
-class SessionSearchOwner(Record):
+class SessionSearchOwner(Result):
     """Whose sessions: `own` or `accessible`, which is the same here; `user` with a list of owners."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] | None = None
 
 
-class SessionStatusQuery(Record):
+class SessionStatusQuery(Result):
     """A state to look for; sessions here are `active` or `client_finished`, so the others match none."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
@@ -229,7 +224,7 @@ class SessionSearchRequest(StrictValue):
     cursor: SessionSearchCursor | None = None
 
 
-class SessionSummary(Record):
+class SessionSummary(Result):
     """One session. `status` is `{"type": "active"}` while it lives, and None once it is over."""
 
     session_id: str
@@ -243,14 +238,14 @@ class SessionSummary(Record):
     checkpoint_storage_bytes: int | None = None
 
 
-class SessionSearchResponse(Record):
+class SessionSearchResponse(Result):
     """A page of sessions, newest first; `next_cursor` None after the last."""
 
     sessions: list[SessionSummary]
     next_cursor: SessionSearchCursor | None = None
 
 
-class SessionTraceExportResponse(Record):
+class SessionTraceExportResponse(Result):
     """A trace's state; this server keeps none, and says so."""
 
     status: Literal["pending", "ready", "failed"]

@@ -9,18 +9,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Any, Protocol, Self, TypeVar, cast, get_args, get_origin
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
 
 from mint.errors import InvalidRequestError, MintError
 from mint.types import ForwardBackwardOutput, SampleResponse, invalid_request
+from mint.types.values import ArrayValue
 from mint.wire import protobuf as proto_codec
 from mint.wire.protobuf_fields import read_place
 from mint.wire.requests import ForwardBackwardRequest
 
-T = TypeVar("T", bound=BaseModel)
+
+class Message(Protocol):
+    """A request or a result: a pydantic model, or an `ArrayValue`."""
+
+    @classmethod
+    def model_validate_json(cls, body: bytes, /) -> Self:
+        """Reads it."""
+        ...
+
+    def model_dump_json(self, *, exclude_none: bool = False) -> str:
+        """Writes it."""
+        ...
+
+
+T = TypeVar("T", bound=Message)
 
 log = logging.getLogger("mint.wire")
 
@@ -45,7 +60,7 @@ class Encoding(StrEnum):
 
 MEDIA_TYPE = Encoding.JSON.value
 
-_PROTO: dict[type[BaseModel], tuple[Callable[[bytes], BaseModel], Callable[[Any], bytes]]] = {
+_PROTO: dict[type[Message], tuple[Callable[[bytes], Message], Callable[[Any], bytes]]] = {
     ForwardBackwardRequest: (proto_codec.read_request, proto_codec.write_request),
     ForwardBackwardOutput: (proto_codec.read_output, proto_codec.write_output),
     SampleResponse: (proto_codec.read_sample, proto_codec.write_sample),
@@ -53,14 +68,14 @@ _PROTO: dict[type[BaseModel], tuple[Callable[[bytes], BaseModel], Callable[[Any]
 """The messages that have a protobuf form: how each is read and written."""
 
 
-def encode(message: BaseModel, encoding: Encoding = Encoding.JSON) -> bytes:
+def encode(message: Message, encoding: Encoding = Encoding.JSON) -> bytes:
     """A request or result; in JSON without the fields that are None."""
     if encoding is Encoding.PROTO:
         return _proto_form(type(message))[1](message)
     return message.model_dump_json(exclude_none=True).encode()
 
 
-def is_same(one: BaseModel, other: BaseModel) -> bool:
+def is_same(one: Message, other: Message) -> bool:
     """Whether two requests ask for the same, however they were written."""
     encoding = Encoding.PROTO if type(one) in _PROTO else Encoding.JSON
     try:
@@ -69,7 +84,7 @@ def is_same(one: BaseModel, other: BaseModel) -> bool:
         return one == other
 
 
-def encode_result(result: BaseModel) -> bytes:
+def encode_result(result: Message) -> bytes:
     """A result as it is stored: the large ones as protobuf, the others as JSON; `{` begins JSON only."""
     return encode(result, Encoding.PROTO if type(result) in _PROTO else Encoding.JSON)
 
@@ -79,7 +94,7 @@ def decode_result(kind: type[T], body: bytes) -> T:
     return decode(kind, body, Encoding.JSON if body.startswith(b"{") else Encoding.PROTO)
 
 
-def result_as_json(body: bytes, kind: type[BaseModel]) -> bytes:
+def result_as_json(body: bytes, kind: type[Message]) -> bytes:
     """A stored result of this kind for a client that reads JSON alone."""
     return body if body.startswith(b"{") else encode(decode(kind, body, Encoding.PROTO))
 
@@ -111,11 +126,11 @@ def decode(kind: type[T], body: bytes, encoding: Encoding = Encoding.JSON) -> T:
     return message
 
 
-def _as_refusal(error: ValidationError | InvalidRequestError, kind: type[BaseModel]) -> InvalidRequestError:
+def _as_refusal(error: ValidationError | InvalidRequestError, kind: type[Message]) -> InvalidRequestError:
     return invalid_request(error, kind.__name__) if isinstance(error, ValidationError) else error
 
 
-def _proto_form(kind: type[BaseModel]) -> tuple[Callable[[bytes], BaseModel], Callable[[Any], bytes]]:
+def _proto_form(kind: type[Message]) -> tuple[Callable[[bytes], Message], Callable[[Any], bytes]]:
     if kind not in _PROTO:
         raise InvalidRequestError(
             f"{kind.__name__} has no protobuf form",
@@ -126,7 +141,7 @@ def _proto_form(kind: type[BaseModel]) -> tuple[Callable[[bytes], BaseModel], Ca
     return _PROTO[kind]
 
 
-def _without_unknown(kind: type[BaseModel], body: bytes) -> tuple[bytes, list[str]]:
+def _without_unknown(kind: type[Message], body: bytes) -> tuple[bytes, list[str]]:
     """The body without the fields that `kind`, and the messages in it, do not know; and the first few of those."""
     try:
         content = pydantic_core.from_json(body)
@@ -158,6 +173,8 @@ def _prune(annotation: Any, value: Any, where: str, unknown: dict[str, None]) ->
 
 def _message_in(annotation: Any) -> type[BaseModel] | None:
     """The type of message that an annotation such as `X | None` or `list[X]` speaks of; none for `dict[str, X]`."""
+    if isinstance(annotation, type) and issubclass(annotation, ArrayValue):
+        return annotation.json_form
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) is dict:

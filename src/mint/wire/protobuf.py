@@ -15,11 +15,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 from google.protobuf.message import DecodeError, EncodeError, Message
-from pydantic import ValidationError
 
 from mint.errors import InvalidRequestError
 from mint.types import (
-    LOSS_WEIGHTS,
     Datum,
     DType,
     EncodedTextChunk,
@@ -28,16 +26,14 @@ from mint.types import (
     PromptAltTokens,
     SampledSequence,
     SampleResponse,
+    StopReason,
     TensorData,
-    input_dtype,
-    invalid_request,
-    of_checked,
+    TopkLogprobs,
 )
 from mint.wire import tinker_public_pb2 as pb
 from mint.wire.protobuf_fields import check_parts
 from mint.wire.requests import ForwardBackwardInput, ForwardBackwardRequest
 
-_EMPTY_CELL = (0, -99999.0)
 _MAX_DIMENSIONS = 8
 _MAX_EMPTY_DATUMS = 65_536
 _NUMPY = {
@@ -50,7 +46,7 @@ _WRITTEN: Mapping[DType, tuple[Any, np.dtype]] = {
     "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4")),
     "int64": (pb.DTYPE_INT64, np.dtype("<i8")),
 }
-_STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
+_STOP_REASONS: Mapping[int, StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
 
 # --- forward_backward requests -----------------------------------------------------------------------------------
@@ -67,17 +63,16 @@ def read_request(body: bytes) -> ForwardBackwardRequest:
     config: dict[str, float | str] = dict(sorted(message.loss_fn_config.items()))
     for key, value in sorted(message.loss_fn_config_v2.items(), key=itemgetter(0)):
         config[key] = value.text if value.HasField("text") else value.number
-    content = ForwardBackwardInput.model_construct(
+    content = ForwardBackwardInput(
         data=[_read_datum(datum, f"data[{index}]") for index, datum in enumerate(message.data)],
         loss_fn=message.loss_fn,
         loss_fn_config=config or None,
     )
-    return ForwardBackwardRequest.model_construct(
+    return ForwardBackwardRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,
         forward_backward_input=content,
         forward_only=message.forward_only,
-        type="forward_backward",
     )
 
 
@@ -101,12 +96,7 @@ def write_request(request: ForwardBackwardRequest) -> bytes:
     for index, datum in enumerate(content.data):
         written = message.data.add()
         for chunk in datum.model_input.chunks:
-            if not isinstance(chunk, EncodedTextChunk):
-                _refuse(
-                    f"data[{index}].model_input", type(chunk).__name__, "is not text", "Pass EncodedTextChunk alone"
-                )
-            tokens = _array(chunk.tokens, np.dtype("<i4"), f"data[{index}].model_input")
-            written.model_input.add().encoded_text.tokens = tokens.tobytes()
+            written.model_input.add().encoded_text.tokens = _int32(chunk.ids, f"data[{index}].model_input")
         for key, tensor in datum.loss_fn_inputs.items():
             _write_tensor(written.loss_fn_inputs[key], tensor, f"data[{index}].loss_fn_inputs.{key}")
     return _serialise(message)
@@ -115,22 +105,14 @@ def write_request(request: ForwardBackwardRequest) -> bytes:
 def _read_datum(datum: pb.Datum, where: str) -> Datum:
     chunks = [_read_chunk(chunk, f"{where}.model_input[{index}]") for index, chunk in enumerate(datum.model_input)]
     inputs = {key: _read_tensor(value, f"{where}.loss_fn_inputs.{key}") for key, value in datum.loss_fn_inputs.items()}
-    if all(tensor.dtype == input_dtype(key) for key, tensor in inputs.items()) and LOSS_WEIGHTS not in inputs:
-        return of_checked(Datum, model_input=of_checked(ModelInput, chunks=chunks), loss_fn_inputs=inputs)
-    try:
-        return Datum.model_validate(
-            {"model_input": ModelInput.model_construct(chunks=chunks), "loss_fn_inputs": inputs}
-        )
-    except ValidationError as error:
-        raise invalid_request(error, where) from error
+    return Datum(ModelInput(chunks), inputs)
 
 
 def _read_chunk(chunk: pb.Chunk, where: str) -> EncodedTextChunk:
     kind = chunk.WhichOneof("chunk")
     if kind != "encoded_text":
         _refuse(where, kind or "nothing", "is not text", "The base models of this server read token ids alone")
-    tokens = _numbers(chunk.encoded_text.tokens, pb.DTYPE_INT32, where)
-    return of_checked(EncodedTextChunk, tokens=tokens.tolist(), type="encoded_text")
+    return EncodedTextChunk(_numbers(chunk.encoded_text.tokens, pb.DTYPE_INT32, where))
 
 
 # --- forward_backward results ------------------------------------------------------------------------------------
@@ -147,7 +129,7 @@ def read_output(body: bytes) -> ForwardBackwardOutput:
     rows: list[dict[str, TensorData]] = []
     for index, record in enumerate(message.loss_fn_outputs):
         rows += _read_record(record, f"loss_fn_outputs[{index}]")
-    return ForwardBackwardOutput.model_construct(
+    return ForwardBackwardOutput(
         loss_fn_output_type=message.loss_fn_output_type.rpartition(":")[2] or "ArrayRecord",
         loss_fn_outputs=rows,
         metrics=dict(sorted(message.metrics.items())),  # a map comes in any order
@@ -165,7 +147,7 @@ def write_output(output: ForwardBackwardOutput) -> bytes:
         record = message.loss_fn_outputs.add(type_tag=output.loss_fn_output_type, num_datums=len(rows))
         for name, dtype, trailing_shape in kind:
             code, written = _WRITTEN[dtype]
-            parts = [_array(row[name].data, written, f"loss_fn_outputs.{name}").tobytes() for row in rows]
+            parts = [row[name].values.astype(written, copy=False).tobytes() for row in rows]
             offsets = np.cumsum([0, *(len(part) for part in parts)], dtype="<i8").tobytes()
             field = record.fields[name]
             field.data, field.offsets, field.dtype = b"".join(parts), offsets, code
@@ -210,20 +192,10 @@ def _read_column(field: pb.BatchedTensor, where: str) -> list[TensorData]:
     if offsets_D1[0] % width or not whole.all():
         _refuse(f"{where}.offsets", f"rows of {row}", "cut the data inside a row", "Correct offsets or trailing_shape")
     dtype: DType = "float32" if numbers.dtype.kind == "f" else "int64"
-    column = []
-    for start, end in zip((offsets_D1[:-1] // width).tolist(), (offsets_D1[1:] // width).tolist(), strict=True):
-        shape = [(end - start) // row if row else 0, *trailing]
-        column.append(
-            of_checked(
-                TensorData,
-                data=numbers[start:end].tolist(),
-                dtype=dtype,
-                shape=shape,
-                sparse_crow_indices=None,
-                sparse_col_indices=None,
-            )
-        )
-    return column
+    bounds = zip((offsets_D1[:-1] // width).tolist(), (offsets_D1[1:] // width).tolist(), strict=True)
+    return [
+        TensorData(numbers[start:end], dtype, ((end - start) // row if row else 0, *trailing)) for start, end in bounds
+    ]
 
 
 # --- samples -----------------------------------------------------------------------------------------------------
@@ -237,23 +209,20 @@ def read_sample(body: bytes) -> SampleResponse:
     """
     check_parts(body, "SampleResponse", repeated=1)
     message = _parse(pb.SampleResponse(), body)
-    prompt_logprobs = None
+    prompt_logprobs, topk, target, alternatives = None, None, None, None
     if message.HasField("prompt_logprobs"):
-        values = _numbers(message.prompt_logprobs, pb.DTYPE_FLOAT32, "prompt_logprobs").tolist()
-        prompt_logprobs = [None if math.isnan(value) else value for value in values]
-    topk, target, alternatives = None, None, None
+        prompt_logprobs = _numbers(message.prompt_logprobs, pb.DTYPE_FLOAT32, "prompt_logprobs")
     if message.HasField("topk_prompt_logprobs"):
-        rows = _read_topk(message.topk_prompt_logprobs, "topk_prompt_logprobs")
-        topk = [row or None for row in rows]
+        topk = _read_topk(message.topk_prompt_logprobs, "topk_prompt_logprobs")
     if message.HasField("target_prompt_logprobs"):
         target = _read_tensor(message.target_prompt_logprobs, "target_prompt_logprobs")
     if message.HasField("prompt_alt_tokens"):
-        alternatives = PromptAltTokens.model_construct(
+        alternatives = PromptAltTokens(
             tokens=_read_tensor(message.prompt_alt_tokens.tokens, "prompt_alt_tokens.tokens"),
             logprobs=_read_tensor(message.prompt_alt_tokens.logprobs, "prompt_alt_tokens.logprobs"),
         )
-    return SampleResponse.model_construct(
-        sequences=[_read_sequence(part, f"sequences[{index}]") for index, part in enumerate(message.sequences)],
+    return SampleResponse(
+        [_read_sequence(part, f"sequences[{index}]") for index, part in enumerate(message.sequences)],
         prompt_logprobs=prompt_logprobs,
         topk_prompt_logprobs=topk,
         target_prompt_logprobs=target,
@@ -264,19 +233,16 @@ def read_sample(body: bytes) -> SampleResponse:
 def write_sample(response: SampleResponse) -> bytes:
     """`read_sample` gives the samples back."""
     message = pb.SampleResponse()
-    for index, sequence in enumerate(response.sequences):
-        where = f"sequences[{index}]"
+    for sequence in response.sequences:
         reason = pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH
-        tokens = _array(sequence.tokens, np.dtype("<i4"), f"{where}.tokens").tobytes()
-        logprobs = _array(sequence.logprobs, np.dtype("<f4"), f"{where}.logprobs").tobytes()
-        written = message.sequences.add(stop_reason=reason, tokens=tokens, logprobs=logprobs)
-        if sequence.topk_logprobs is not None:
-            written.topk_sampled_logprobs.CopyFrom(_write_topk(sequence.topk_logprobs))
-    if response.prompt_logprobs is not None:
-        values = [math.nan if value is None else value for value in response.prompt_logprobs]
-        message.prompt_logprobs = _array(values, np.dtype("<f4"), "prompt_logprobs").tobytes()
-    if response.topk_prompt_logprobs is not None:
-        message.topk_prompt_logprobs.CopyFrom(_write_topk(response.topk_prompt_logprobs))
+        tokens, logprobs = sequence.tokens_np.astype("<i4", copy=False), sequence.logprobs_np.astype("<f4", copy=False)
+        written = message.sequences.add(stop_reason=reason, tokens=tokens.tobytes(), logprobs=logprobs.tobytes())
+        if sequence.topk_logprobs_np is not None:
+            written.topk_sampled_logprobs.CopyFrom(_write_topk(sequence.topk_logprobs_np))
+    if response.prompt_logprobs_np is not None:
+        message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4", copy=False).tobytes()
+    if response.topk_prompt_logprobs_np is not None:
+        message.topk_prompt_logprobs.CopyFrom(_write_topk(response.topk_prompt_logprobs_np))
     if response.target_prompt_logprobs is not None:
         _write_tensor(message.target_prompt_logprobs, response.target_prompt_logprobs, "target_prompt_logprobs")
     if response.prompt_alt_tokens is not None:
@@ -289,39 +255,30 @@ def write_sample(response: SampleResponse) -> bytes:
 def _read_sequence(sequence: pb.SampledSequence, where: str) -> SampledSequence:
     if sequence.stop_reason not in _STOP_REASONS:
         _refuse(f"{where}.stop_reason", sequence.stop_reason, "is not a reason", "Pass 0 (stop) or 1 (length)")
-    tokens = _numbers(sequence.tokens, pb.DTYPE_INT32, f"{where}.tokens").tolist()
-    logprobs = _numbers(sequence.logprobs, pb.DTYPE_FLOAT32, f"{where}.logprobs").tolist()
+    tokens = _numbers(sequence.tokens, pb.DTYPE_INT32, f"{where}.tokens")
+    logprobs = _numbers(sequence.logprobs, pb.DTYPE_FLOAT32, f"{where}.logprobs")
     if len(tokens) != len(logprobs):
         _refuse(f"{where}.logprobs", len(logprobs), f"does not fit {len(tokens)} tokens", "Pass one per token")
     topk = None
     if sequence.HasField("topk_sampled_logprobs"):
         topk = _read_topk(sequence.topk_sampled_logprobs, f"{where}.topk_sampled_logprobs")
-    return of_checked(
-        SampledSequence,
-        tokens=tokens,
-        logprobs=logprobs,
-        stop_reason=_STOP_REASONS[sequence.stop_reason],
-        topk_logprobs=topk,
-    )
+    return SampledSequence(tokens, logprobs, _STOP_REASONS[sequence.stop_reason], topk)
 
 
-def _read_topk(message: pb.TopkLogprobs, where: str) -> list[list[tuple[int, float]]]:
+def _read_topk(message: pb.TopkLogprobs, where: str) -> TopkLogprobs:
     ids = _numbers(message.token_ids, pb.DTYPE_INT32, f"{where}.token_ids")
     logprobs = _numbers(message.logprobs, pb.DTYPE_FLOAT32, f"{where}.logprobs")
     length, k = message.length, message.k
     if not len(ids) == len(logprobs) == length * k or (k == 0 and length > 0):
         shown = f"{len(ids)} ids and {len(logprobs)} logprobs"
         _refuse(where, shown, f"do not fill {length} rows of {k}", "Pass length * k of both")
-    pairs = zip(ids.reshape(-1, k or 1).tolist(), logprobs.reshape(-1, k or 1).tolist(), strict=True)
-    return [[cell for cell in zip(*row, strict=True) if cell != _EMPTY_CELL] for row in pairs]
+    return TopkLogprobs(ids.reshape(length, k), logprobs.reshape(length, k))
 
 
-def _write_topk(rows: Sequence[Sequence[tuple[int, float]] | None]) -> pb.TopkLogprobs:
-    k = max((len(row or ()) for row in rows), default=0) or 1
-    cells = [cell for row in rows for cell in [*(row or ()), *([_EMPTY_CELL] * (k - len(row or ())))]]
-    ids = _array([token for token, _ in cells], np.dtype("<i4"), "topk_logprobs.token_ids")
-    logprobs = _array([logprob for _, logprob in cells], np.dtype("<f4"), "topk_logprobs.logprobs")
-    return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
+def _write_topk(table: TopkLogprobs) -> pb.TopkLogprobs:
+    length, k = table.token_ids.shape
+    ids, logprobs = table.token_ids.astype("<i4", copy=False), table.logprobs.astype("<f4", copy=False)
+    return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=length)
 
 
 # --- tensors and bytes -------------------------------------------------------------------------------------------
@@ -333,8 +290,8 @@ def _read_tensor(tensor: pb.Tensor, where: str) -> TensorData:
     crow = col = None
     if layout == "sparse_csr":
         values = _numbers(tensor.sparse_csr.values, tensor.dtype, f"{where}.values")
-        crow = _numbers(tensor.sparse_csr.crow_indices, pb.DTYPE_INT64, f"{where}.crow_indices").tolist()
-        col = _numbers(tensor.sparse_csr.col_indices, pb.DTYPE_INT64, f"{where}.col_indices").tolist()
+        crow = _numbers(tensor.sparse_csr.crow_indices, pb.DTYPE_INT64, f"{where}.crow_indices")
+        col = _numbers(tensor.sparse_csr.col_indices, pb.DTYPE_INT64, f"{where}.col_indices")
         if len(shape) != 2 or len(crow) != shape[0] + 1 or len(col) != len(values):
             shown = f"shape {shape}, {len(crow)} row offsets, {len(col)} columns, {len(values)} values"
             _refuse(where, shown, "is not a sparse matrix", "Pass 2 sizes, rows + 1 offsets and a column per value")
@@ -342,25 +299,20 @@ def _read_tensor(tensor: pb.Tensor, where: str) -> TensorData:
         values = _numbers(tensor.dense, tensor.dtype, where)
         if shape and math.prod(shape) != len(values):
             _refuse(f"{where}.shape", shape, f"does not fit {len(values)} numbers", "Pass the tensor's own shape")
-    return of_checked(
-        TensorData,
-        data=values.tolist(),
-        dtype="float32" if values.dtype.kind == "f" else "int64",
-        shape=shape or None,
-        sparse_crow_indices=crow,
-        sparse_col_indices=col,
-    )
+    return TensorData(values, "float32" if values.dtype.kind == "f" else "int64", shape or None, crow, col)
 
 
 def _write_tensor(message: pb.Tensor, tensor: TensorData, where: str) -> None:
     message.dtype, dtype = _WRITTEN[tensor.dtype]
-    values = _array(tensor.data, dtype, where).tobytes()
-    if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
+    values = tensor.values.astype(dtype, copy=False).tobytes()
+    indices = tensor.crow_and_columns
+    if indices is None:
         message.dense = values
     else:
         message.sparse_csr.values = values
-        message.sparse_csr.crow_indices = _array(tensor.sparse_crow_indices, np.dtype("<i8"), where).tobytes()
-        message.sparse_csr.col_indices = _array(tensor.sparse_col_indices, np.dtype("<i8"), where).tobytes()
+        message.sparse_csr.crow_indices, message.sparse_csr.col_indices = (
+            array.astype("<i8", copy=False).tobytes() for array in indices
+        )
     try:
         message.shape.extend(tensor.shape or ())
     except ValueError as error:
@@ -378,21 +330,10 @@ def _numbers(raw: bytes, dtype: Any, where: str) -> np.ndarray:
     return (numbers.astype("<u4") << 16).view("<f4") if dtype == pb.DTYPE_BFLOAT16 else numbers
 
 
-def _array(values: Sequence[float], dtype: np.dtype, where: str) -> np.ndarray:
-    try:
-        found = np.asarray(values)
-        if dtype.kind == "i" and found.size and found.dtype.kind not in "iu":
-            raise InvalidRequestError(
-                "holds what is no whole number", field=where, value=values, remedy="Pass integers"
-            )
-        if dtype.kind == "i" and found.size:
-            info = np.iinfo(dtype)
-            if found.min() < info.min or found.max() > info.max:
-                raise OverflowError(f"does not fit {info.bits} bits")
-        with np.errstate(over="ignore"):  # what is beyond float32 is infinite there
-            return found.astype(dtype)
-    except (OverflowError, TypeError) as error:
-        raise InvalidRequestError(str(error), field=where, value=values, remedy="Pass smaller numbers") from error
+def _int32(ids: np.ndarray, where: str) -> bytes:
+    if ids.dtype != np.int32 and (ids != ids.astype(np.int32)).any():
+        _refuse(where, ids.tolist(), "does not fit 32 bits", "Pass smaller numbers")
+    return ids.astype("<i4", copy=False).tobytes()
 
 
 def _shape(sizes: Sequence[int], where: str) -> list[int]:

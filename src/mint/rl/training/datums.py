@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mint.rl.rollout import Rollout, Turn
-from mint.types import Datum, ModelInput, TensorData
+from mint.types import Datum, ModelInput
 
 
 def policy_datum(
@@ -68,11 +68,8 @@ def _datum(turns: Sequence[Turn], advantages_T: np.ndarray, weight: float) -> Da
         logprobs_N[said] = turn.logprobs
         advantages_N[said] = advantages_T[first:last]
         first = last
-    columns = {"weights": weights_N, "logprobs": logprobs_N, "advantages": advantages_N}
-    shape = [len(full) - 1]
-    tensors = {
-        name: TensorData.model_construct(data=column[1:].tolist(), dtype="float32", shape=shape)
-        for name, column in columns.items()
-    }
-    targets = TensorData.model_construct(data=full[1:], dtype="int64", shape=shape)
-    return Datum(model_input=ModelInput.from_ints(full[:-1]), loss_fn_inputs={"target_tokens": targets, **tensors})
+    tensors = {"weights": weights_N, "logprobs": logprobs_N, "advantages": advantages_N}
+    return Datum(
+        ModelInput.from_ints(full[:-1]),
+        {"target_tokens": full[1:], **{name: column[1:] for name, column in tensors.items()}},
+    )

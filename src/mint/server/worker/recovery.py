@@ -121,6 +121,4 @@ def _redo(trainer: Trainer, job: JobRow) -> None:
 def _bits_of(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
     """What a replay must give again; what comes beside the logprobs may be of another version's making."""
     logprobs = [{"logprobs": row["logprobs"]} for row in output.loss_fn_outputs]
-    return ForwardBackwardOutput.model_construct(
-        loss_fn_output_type="", loss_fn_outputs=logprobs, metrics={}, warnings=[]
-    )
+    return ForwardBackwardOutput(loss_fn_output_type="", loss_fn_outputs=logprobs)

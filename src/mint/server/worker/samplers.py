@@ -7,7 +7,6 @@ when too many others were used since. Used on the worker's thread, except `info`
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from mint.server.store.snapshot_files import read_weights
 from mint.server.worker import validation
 from mint.server.worker.base_models import Bases
 from mint.tokenizer import token_bytes
-from mint.types import PromptAltTokens, SampledSequence, SampleResponse, SamplingParams, TensorData, of_checked
+from mint.types import PromptAltTokens, SampledSequence, SampleResponse, SamplingParams, TensorData, TopkLogprobs
 from mint.wire.requests import SampleRequest
 
 log = logging.getLogger("mint.sampling")
@@ -140,7 +139,7 @@ class Samplers:
         return SampleJob(
             base=base.name,
             weights_id=row.weights_id,
-            prompt=np.asarray(request.prompt.to_ints(), dtype=np.int64),
+            prompt=request.prompt.to_numpy(),
             num_samples=request.num_samples,
             max_tokens=max_tokens,
             temperature=params.temperature,
@@ -221,42 +220,33 @@ def answer_of(request: SampleRequest, result: SampleResult) -> Answer:
 
 
 def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
-    sequences = [
-        of_checked(
-            SampledSequence,
-            tokens=sample.tokens.tolist(),
-            logprobs=sample.logprobs.tolist(),
-            stop_reason="stop" if sample.stopped else "length",
-            topk_logprobs=None if sample.topk is None else _pairs(sample.topk),
-        )
-        for sample in result.samples
-    ]
-    prompt_logprobs = None
-    if request.prompt_logprobs and result.prompt_logprobs is not None:
-        prompt_logprobs = [None if math.isnan(value) else value for value in result.prompt_logprobs.tolist()]
     draws = result.prompt_alt_tokens
-    return SampleResponse.model_construct(
-        sequences=sequences,
-        prompt_logprobs=prompt_logprobs,
+    return SampleResponse(
+        [
+            SampledSequence(
+                sample.tokens, sample.logprobs, "stop" if sample.stopped else "length", _matrices(sample.topk)
+            )
+            for sample in result.samples
+        ],
+        prompt_logprobs=result.prompt_logprobs if request.prompt_logprobs else None,
         topk_prompt_logprobs=result.topk_prompt_logprobs,
         target_prompt_logprobs=_in_layout(request.target_prompt_logprobs, result.target_prompt_logprobs),
         prompt_alt_tokens=None
         if draws is None
-        else PromptAltTokens.model_construct(
+        else PromptAltTokens(
             tokens=TensorData.from_numpy(draws.tokens), logprobs=TensorData.from_numpy(draws.logprobs)
         ),
     )
 
 
-def _pairs(table: TokenTable) -> list[list[tuple[int, float]]]:
-    rows = zip(table.tokens.tolist(), table.logprobs.tolist(), strict=True)
-    return [list(zip(*row, strict=True)) for row in rows]
+def _matrices(table: TokenTable | None) -> TopkLogprobs | None:
+    return None if table is None else TopkLogprobs(table.tokens, table.logprobs)
 
 
 def _in_layout(asked: TensorData | None, logprobs: np.ndarray | None) -> TensorData | None:
     """The logprobs of the cells that named a token, where `asked` has them; 0 in those that did not."""
     if asked is None or logprobs is None:
         return None
-    cells = np.zeros(len(asked.data), np.float32)
-    cells[np.asarray(asked.data, np.int64) != validation.UNASKED] = logprobs
-    return asked.model_copy(update={"data": cells.tolist(), "dtype": "float32"})
+    cells = np.zeros(len(asked.values), np.float32)
+    cells[asked.values != validation.UNASKED] = logprobs
+    return asked.with_values(cells, "float32")

@@ -229,8 +229,7 @@ class Trainer:
         result = run(model_id, checked.data, checked.loss)
         doubts = lint(checked.data, checked.loss, result, stop_tokens=live.base.eos_token_ids, fresh=live.is_fresh)
         warnings = [*checked.warnings, *doubts]
-        return ForwardBackwardOutput.model_construct(
-            loss_fn_output_type="ArrayRecord",
+        return ForwardBackwardOutput(
             loss_fn_outputs=_outputs(checked.loss, result),
             metrics={**result.metrics, "lint_warnings:sum": float(len(warnings))},
             warnings=warnings,

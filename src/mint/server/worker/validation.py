@@ -17,6 +17,7 @@ import numpy as np
 from mint.engine.protocol import LOSSES, AdamSpec, BaseInfo, LossRule, LossSpec, TrainDatum, resolve_loss
 from mint.errors import InvalidRequestError, PromptTooLongError
 from mint.types import AdamParams, Datum, LoraConfig, SamplingParams, TensorData
+from mint.types.tensors import flat_array
 from mint.wire.requests import ForwardBackwardInput, SampleRequest
 
 R = TypeVar("R")
@@ -59,7 +60,8 @@ def check_pass(content: ForwardBackwardInput, base: BaseInfo) -> CheckedPass:
     cells = sum(_target_cells(datum) for datum in content.data)
     most = f"at most {MAX_TARGET_CELLS} in one request"
     _require(cells <= MAX_TARGET_CELLS, "target_tokens", f"{cells} cells", most, was="are too many")
-    data = [_check_datum(datum, loss.name, base, f"data[{index}]") for index, datum in enumerate(content.data)]
+    data = [_as_arrays(datum, loss.name, base, f"data[{index}]") for index, datum in enumerate(content.data)]
+    _check_numbers(data, base)
     return CheckedPass(data, loss, _weight_warnings(content.data, loss.name))
 
 
@@ -100,9 +102,9 @@ def check_sample(request: SampleRequest, base: BaseInfo) -> int:
         InvalidRequestError: the prompt or a setting cannot be honoured.
         PromptTooLongError: the prompt, with the tokens asked for, does not fit the context.
     """
-    params, prompt = request.sampling_params, request.prompt.to_ints()
+    params, prompt = request.sampling_params, request.prompt.to_numpy()
     _require(len(prompt) > 0, "prompt", "[]", "at least one token (a bos token will do)", was="is empty")
-    _check_tokens(_int_array(prompt, "prompt"), base, "prompt")
+    _check_tokens(prompt, base, "prompt")
     _require(1 <= request.num_samples <= MAX_SAMPLES, "num_samples", request.num_samples, f"from 1 to {MAX_SAMPLES}")
     _check_sampling_params(params, base)
     room = base.context_length - len(prompt)
@@ -130,17 +132,17 @@ def target_pairs(request: SampleRequest, base: BaseInfo) -> np.ndarray | None:
     Raises:
         InvalidRequestError: it is no [P - 1, K] tensor of token ids, or names none.
     """
-    tensor, length = request.target_prompt_logprobs, len(request.prompt.to_ints())
+    tensor, length = request.target_prompt_logprobs, request.prompt.length
     if tensor is None:
         return None
     name, shape = "target_prompt_logprobs", tensor.shape
-    size, most = len(tensor.data), f"at most {MAX_ALTERNATIVES}"
+    size, most = len(tensor.values), f"at most {MAX_ALTERNATIVES}"
     _require(size <= MAX_ALTERNATIVES, name, f"{size} cells", most, was="asks for too large an answer")
     _require(tensor.dtype == "int64", name, tensor.dtype, "an int64 tensor of token ids", was="holds no ids")
     good = shape is not None and len(shape) == 2 and shape[0] == length - 1 and 1 <= shape[1] <= MAX_ALTERNATIVES
     wanted = f"[prompt tokens - 1, K] = [{length - 1}, K]; row i is about token i + 1"
     _require(good, f"{name}.shape", shape, wanted, was="does not fit the prompt")
-    tokens = _int_array(tensor.data, name)
+    tokens = tensor.values
     if tensor.is_sparse:
         rows, _ = _placed(tensor.cells, name)
     else:
@@ -193,11 +195,11 @@ def _check_sampling_params(params: SamplingParams, base: BaseInfo) -> None:
         if isinstance(text, str):
             _require(0 < len(text) <= MAX_STOP_CHARS, "stop", text, f"strings of 1 to {MAX_STOP_CHARS} characters")
     ids = [*(item for item in stops if isinstance(item, int)), *(params.stop_token_ids or ())]
-    _check_tokens(_int_array(ids, "stop_token_ids"), base, "stop_token_ids")
+    _check_tokens(flat_array(ids, np.dtype(np.int64), "stop_token_ids"), base, "stop_token_ids")
 
 
-def _check_datum(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDatum:
-    tokens = _int_array(datum.model_input.to_ints(), f"{where}.model_input")
+def _as_arrays(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDatum:
+    tokens = datum.model_input.to_numpy()
     n_tokens = len(tokens)
     _require(n_tokens > 0, f"{where}.model_input", "[]", "at least one token", was="is empty")
     if n_tokens > base.context_length:
@@ -207,7 +209,6 @@ def _check_datum(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDa
             value=f"{n_tokens} tokens",
             remedy="Cut the example, or use a base model with a longer context",
         )
-    _check_tokens(tokens, base, f"{where}.model_input")
     rule = LOSSES[loss]
     inputs = datum.loss_fn_inputs
     _check_keys(inputs, loss, rule, where)
@@ -219,19 +220,33 @@ def _check_datum(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDa
         for key in inputs
     }
     targets = tensors.pop("target_tokens")
-    _check_tokens(targets, base, f"{where}.loss_fn_inputs.target_tokens")
     weights = tensors.pop("weights", None)
     if weights is None:
         weights = _usual_weights(inputs["target_tokens"], shape) if not rule.required else tensors["advantages"] != 0
         weights = weights.astype(np.float32)
-    _check_finite(weights, f"{where}.loss_fn_inputs.weights")
     used = {key: tensors[key] for key in (*rule.required, *rule.optional) if key in tensors}
     if "logprobs" in used:
         # a padded or filtered position may hold anything where its weight says that nobody reads it
         used["logprobs"] = np.where(weights != 0, used["logprobs"], np.float32(0))
-    for key, tensor in used.items():
-        _check_finite(tensor, f"{where}.loss_fn_inputs.{key}")
     return TrainDatum(tokens, targets, weights, used)
+
+
+def _check_numbers(data: Sequence[TrainDatum], base: BaseInfo) -> None:
+    """Token ids within the vocabulary, everything else finite.
+
+    Looks at all datums together first: a numpy call costs more than the numbers of one datum.
+    """
+    ids = np.concatenate([array.reshape(-1) for datum in data for array in (datum.tokens, datum.targets)])
+    floats = [array.reshape(-1) for datum in data for array in (datum.weights, *datum.inputs.values())]
+    if ids.min() >= 0 and ids.max() < base.vocab_size and np.isfinite(np.concatenate(floats)).all():
+        return
+    for index, datum in enumerate(data):
+        inputs = f"data[{index}].loss_fn_inputs"
+        _check_tokens(datum.tokens, base, f"data[{index}].model_input")
+        _check_tokens(datum.targets, base, f"{inputs}.target_tokens")
+        _check_finite(datum.weights, f"{inputs}.weights")
+        for key, array in datum.inputs.items():
+            _check_finite(array, f"{inputs}.{key}")
 
 
 def _target_cells(datum: Datum) -> int:
@@ -288,9 +303,8 @@ def _usual_weights(targets: TensorData, shape: tuple[int, ...]) -> np.ndarray:
 
 def _array(tensor: TensorData, shape: tuple[int, ...], where: str) -> np.ndarray:
     if tensor.is_sparse and tensor.shape == list(shape):
-        _int_array(tensor.data if tensor.dtype == "int64" else (), where)
         return _placed(tensor.to_numpy, where)
-    array = _int_array(tensor.data, where) if tensor.dtype == "int64" else np.asarray(tensor.data, dtype=np.float32)
+    array = tensor.values
     if tensor.shape in (None, list(shape)) and len(array) == math.prod(shape):
         return array.reshape(shape)
     size = f"shape {tensor.shape}" if tensor.shape not in (None, [len(array)]) else f"length {len(array)}"
@@ -312,15 +326,6 @@ def _placed(read: Callable[[], R], where: str) -> R:
         return read()
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message, field=where, value=error.value, remedy=error.remedy) from error
-
-
-def _int_array(values: Sequence[int] | Sequence[float], where: str) -> np.ndarray:
-    try:
-        return np.asarray(values, dtype=np.int64)
-    except (OverflowError, ValueError) as error:
-        raise InvalidRequestError(
-            "holds a number that does not fit 64 bits", field=where, value=values, remedy="Pass token ids"
-        ) from error
 
 
 def _check_tokens(tokens: np.ndarray, base: BaseInfo, where: str) -> None:

@@ -1,0 +1,91 @@
+"""`Datum`: one training example, and what its tensors hold. Knows no loss: which inputs a loss reads is checked later.
+
+Letters: N tokens of one datum · K alternatives per position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mint.errors import InvalidRequestError
+from mint.types.model_input import ModelInput
+from mint.types.tensors import DType, TensorData
+from mint.types.values import ArrayValue, StrictValue
+
+INT_INPUTS = frozenset({"target_tokens"})
+"""Keys of `Datum.loss_fn_inputs` that hold token ids; all others are float32."""
+
+LOSS_WEIGHTS = "loss_weights"
+"""Another name of the input `weights`."""
+
+
+class DatumJson(StrictValue):
+    """A datum as JSON has it."""
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, TensorData]
+
+
+class Datum(ArrayValue):
+    """One training example: an input of N tokens and the tensors that its loss reads, each of length N.
+
+    Position t of every tensor is about predicting `target_tokens[t]` from `model_input[: t + 1]`; so
+    `model_input = full[:-1]` and `target_tokens = full[1:]`. Values may be lists, numpy arrays, torch tensors or
+    `TensorData`; `loss_weights` is read as `weights`. For cross-entropy, targets and weights may both be [N, K]: K
+    weighted targets per position (top-K distillation), dense or sparse.
+    """
+
+    __slots__ = ("loss_fn_inputs", "model_input")
+    json_form = DatumJson
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, TensorData]
+
+    def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any]) -> None:
+        """Raises `InvalidRequestError` for an input that is not a tensor of numbers of its type."""
+        if not isinstance(model_input, ModelInput):
+            raise InvalidRequestError(
+                "is not a ModelInput",
+                field="Datum.model_input",
+                value=model_input,
+                remedy="Pass ModelInput.from_ints(tokens)",
+            )
+        if not isinstance(loss_fn_inputs, Mapping):
+            raise InvalidRequestError(
+                "is not a dictionary of tensors",
+                field="Datum.loss_fn_inputs",
+                value=loss_fn_inputs,
+                remedy="Pass {'target_tokens': […], …}",
+            )
+        self.model_input = model_input
+        self.loss_fn_inputs = {
+            ("weights" if key == LOSS_WEIGHTS else key): _as_tensor(key, value) for key, value in loss_fn_inputs.items()
+        }
+        if LOSS_WEIGHTS in loss_fn_inputs and "weights" in loss_fn_inputs:
+            raise InvalidRequestError(
+                "is an alias of `weights`, and both were given",
+                field="loss_fn_inputs.loss_weights",
+                value="(given twice)",
+                remedy="Give one of them",
+            )
+
+    def _content(self) -> tuple[Any, ...]:
+        return self.model_input, self.loss_fn_inputs
+
+
+def _as_tensor(key: str, value: Any) -> TensorData:
+    dtype: DType = "int64" if key in INT_INPUTS else "float32"
+    if isinstance(value, TensorData) and value.dtype == dtype:
+        return value
+    if isinstance(value, dict):
+        value = TensorData.model_validate(value)
+    try:
+        return TensorData.from_any(value, dtype=dtype)
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, InvalidRequestError):
+            error.field = f"loss_fn_inputs.{key}"
+            raise
+        raise InvalidRequestError(
+            str(error), field=f"loss_fn_inputs.{key}", value=value, remedy="Pass numbers, one per token"
+        ) from error
