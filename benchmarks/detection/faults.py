@@ -376,7 +376,12 @@ FAULTS: tuple[Fault, ...] = (
     fault(
         "8 steps per batch", "off_policy_drift", optim_steps_per_batch=8, learning_rate=1e-2, steps=2, heldout_size=0,
     ),
-    fault("mask a token early", "masked_loss", patched=("mint.rl.policy_update.rollout_datums", off_by_one), steps=3),
+    fault(
+        "mask a token early",
+        "masked_loss",
+        steps=3,
+        patched=("mint.rl.training.policy_update.rollout_datums", off_by_one),
+    ),
     fault("trainer wants certainty", "entropy_collapse", Coin, trainer=likely_is_good, steps=20, max_tokens=32),
     fault("trainer wants length", "length_runaway", OpenEnded, trainer=long_is_good, steps=10, max_tokens=48),
     fault("no negative advantage", "server_warnings", trainer=OnlyPraise, steps=3),

@@ -37,7 +37,7 @@ from mint.errors import RequestFailedError
 from mint.models.registry import BUNDLED
 from mint.recipes.math import MathAdapter
 from mint.rl.estimate import wilson
-from mint.rl.rollouts.rollout_worker import Items
+from mint.rl.rollouts.item_order import ItemOrder
 
 PROMPTS, GROUP, MAX_TOKENS = 32, 8, 8
 RANK, ALPHA = 16, 32
@@ -87,13 +87,13 @@ def make_spec(*, seed: int, steps: int, threads: int) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "schedule": SCHEDULE,
         "probe_tokens": list(range(1, 41)),
-        "heldout": [(task.sample_key(problem), problem.answer) for problem in task.build_heldout()],
+        "heldout": [(task.item_key(problem), problem.answer) for problem in task.build_heldout()],
         "work_dir": "",
     }
     dataset = task.build_dataset()
-    asked = [dataset[place] for place in Items(len(dataset), run_config(spec)).take(1, steps * PROMPTS)]
+    asked = [dataset[place] for place in ItemOrder(len(dataset), run_config(spec)).take(1, steps * PROMPTS)]
     return spec | {
-        "prompts": [task.sample_key(problem) for problem in asked],
+        "prompts": [task.item_key(problem) for problem in asked],
         "solutions": [problem.answer for problem in asked],
     }
 

@@ -20,6 +20,7 @@ from mint.recipes.math import MathAdapter
 from mint.rl import RLConfig, run_grpo
 from mint.rl.call_pool import CallPool
 from mint.rl.heldout_evaluation import evaluate
+from mint.rl.rollouts.rollout_worker import RolloutWorker
 from mint.runs.log import RunLog
 from mint.types import ModelInput
 
@@ -76,11 +77,10 @@ def check_prompts(spec: dict[str, Any], run_dir: Path) -> None:
 
 def count_right(sampler: Any, task: MathAdapter, problems: Sequence[Any], config: RLConfig) -> dict[str, int]:
     """How many of the held-out questions are answered rightly, greedily and by a sample at temperature 1."""
-    calls, tokenizer, right = CallPool(timeout_s=config.grader_timeout_s), sampler.get_tokenizer(), {}
+    calls, right = CallPool(timeout_s=config.grader_timeout_s), {}
+    worker = RolloutWorker(task, config=config, tokenizer=sampler.get_tokenizer(), calls=calls)
     for name, temperature in (("heldout_greedy", 0.0), ("heldout_sampled", 1.0)):
-        estimate, _ = evaluate(
-            sampler, task, problems, config=config, temperature=temperature, calls=calls, tokenizer=tokenizer
-        )
+        estimate, _ = evaluate(worker, sampler, problems, temperature=temperature)
         right[name] = round(estimate.mean * estimate.n)
     calls.close()
     return right

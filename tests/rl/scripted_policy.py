@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import mint
 from mint.errors import MintError
 from mint.rl.call_pool import CallPool
-from mint.rl.rollout import Group
+from mint.rl.rollout import Group, GroupRequest
 from mint.rl.rollouts.episodes import EpisodeLimits, roll_out_episodes
 from mint.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 
@@ -77,26 +78,28 @@ def roll_out(
     policy: Any,
     adapter: Any,
     *,
-    samples: Sequence[Any] = ("",),
-    num_samples: int = 1,
+    items: Sequence[Any] = ("",),
+    group_size: int = 1,
     limits: EpisodeLimits = LIMITS,
     params: SamplingParams | None = None,
     tokenizer: Any = None,
     timeout_s: float = 60.0,
+    call_clock: Callable[[], float] = time.monotonic,
     **others: Any,
 ) -> list[Group]:
     """`roll_out_episodes` with the bundled tokenizer, its own call pool and seeds 0, 1, …"""
-    calls = CallPool(timeout_s=timeout_s)
+    calls = CallPool(timeout_s=timeout_s, clock=call_clock)
     try:
         return roll_out_episodes(
             policy,
             adapter,
-            samples,
-            list(range(len(samples))),
+            [
+                GroupRequest(item, index, params or SamplingParams(max_tokens=256, seed=index))
+                for index, item in enumerate(items)
+            ],
             tokenizer=tokenizer or tiny_tokenizer(),
             calls=calls,
-            num_samples=num_samples,
-            params=[params or SamplingParams(max_tokens=256, seed=place) for place in range(len(samples))],
+            group_size=group_size,
             limits=limits,
             **others,
         )

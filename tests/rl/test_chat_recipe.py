@@ -28,7 +28,7 @@ def test_held_out_pairs_are_87_and_never_in_the_training_set_or_the_corpus() -> 
     heldout, training = adapter.build_heldout(), adapter.build_dataset()
     assert len(heldout) == 2 * 87
     assert len(heldout) + len(training) == 2 * len(PAIRS)
-    assert not {adapter.sample_key(each) for each in heldout} & {adapter.sample_key(each) for each in training}
+    assert not {adapter.item_key(each) for each in heldout} & {adapter.item_key(each) for each in training}
     assert {(each.message, each.thing) for each in training} == set(TRAINED_PAIRS)
     heldout_texts = {message.format(thing.name) for message, thing in PAIRS if is_heldout_pair(message, thing)}
     rng = random.Random(0)

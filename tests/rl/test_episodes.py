@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,7 +166,7 @@ def test_a_hot_model_s_ids_stay_as_they_are() -> None:
     params = SamplingParams(max_tokens=12, temperature=4.0, seed=1)
     endless = EpisodeLimits(max_turns=3)
     adapter = Adapter(lambda _: Ignoring(3))
-    groups = roll_out(sampler, adapter, num_samples=8, params=params, limits=endless, timeout_s=60)
+    groups = roll_out(sampler, adapter, group_size=8, params=params, limits=endless, timeout_s=60)
     tokenizer = tiny_tokenizer()
     rollouts = groups[0].rollouts
     assert any(tokenizer.encode(tokenizer.decode(turn.tokens)) != turn.tokens for r in rollouts for turn in r.turns)
@@ -303,7 +302,7 @@ def test_replies_keep_their_markup_and_lose_their_end_token() -> None:
 
 def test_the_first_turn_of_a_group_is_one_request_and_later_turns_have_their_own_seeds() -> None:
     policy = says("One.", "Two.", "Three.")
-    (group, other) = roll_out(policy, Adapter(), samples=["a", "b"], num_samples=3)
+    (group, other) = roll_out(policy, Adapter(), items=["a", "b"], group_size=3)
     assert [(count, params.seed) for _, count, params in policy.requests[:2]] == [(3, 0), (3, 1)]
     later = [params.seed for _, count, params in policy.requests[2:] if count == 1]
     assert later == [mix_seed(seed, index, turn) for turn in (1, 2) for seed in (0, 1) for index in range(3)]
@@ -319,7 +318,7 @@ def test_episodes_that_open_differently_are_still_sampled() -> None:
 
     adapter = Adapter(lambda _: Moody(1))
     policy = says("Yes.")
-    (group,) = roll_out(policy, adapter, num_samples=3, timeout_s=5)
+    (group,) = roll_out(policy, adapter, group_size=3, timeout_s=5)
     assert sum(count for _, count, _ in policy.requests) == 3
     assert all(rollout.reward == 0.25 for rollout in group.rollouts)
 
@@ -328,7 +327,7 @@ def test_the_same_seed_gives_the_same_episodes() -> None:
     service = mint.ServiceClient()
     sampler = service.create_sampling_client(base_model="mint/tiny")
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=7)
-    one, again = (roll_out(sampler, Adapter(), num_samples=4, params=params, timeout_s=60) for _ in range(2))
+    one, again = (roll_out(sampler, Adapter(), group_size=4, params=params, timeout_s=60) for _ in range(2))
     assert [r.turns for r in one[0].rollouts] == [r.turns for r in again[0].rollouts]
     assert len({tuple(r.tokens) for r in one[0].rollouts}) > 1
     service.close()
@@ -343,19 +342,17 @@ def test_rewards_parts_and_facts_add_up_over_the_turns() -> None:
 # --- limits --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Time passes only where this is called, 0.04 s for the thread that calls it."""
-    clock = threading.local()
+class Clock:
+    """Time that passes only in `tick`, 0.04 s for the thread that calls it."""
 
-    def now() -> float:
-        return getattr(clock, "now", 0.0)
+    def __init__(self) -> None:
+        self._local = threading.local()
 
-    def later() -> None:
-        clock.now = now() + 0.04
+    def __call__(self) -> float:
+        return getattr(self._local, "now", 0.0)
 
-    monkeypatch.setattr("mint.rl.rollouts.calls.time", SimpleNamespace(monotonic=now))
-    return later
+    def tick(self) -> None:
+        self._local.now = self() + 0.04
 
 
 @pytest.mark.parametrize(
@@ -368,24 +365,25 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         (EpisodeLimits(max_turns=9, wall_time_s=0.07), 64, "wall_time", 2),
     ],
 )
-def test_each_limit_has_its_stop_reason(
-    limits: EpisodeLimits, max_tokens: int, reason: str, turns: int, pass_time: Callable[[], None]
-) -> None:
+def test_each_limit_has_its_stop_reason(limits: EpisodeLimits, max_tokens: int, reason: str, turns: int) -> None:
     """A reply is 8 tokens, and the environment takes 0.04 s to answer."""
     said = [*pieces("The answer is 12."), END]
     policy = ScriptedPolicy(lambda _: said)
     params = SamplingParams(max_tokens=max_tokens, seed=0)
     assert len(said) == 8
-    rollout = only(roll_out(policy, Adapter(lambda _: Chatty(5, slow=pass_time)), limits=limits, params=params))
+    clock = Clock()
+    adapter = Adapter(lambda _: Chatty(5, slow=clock.tick))
+    rollout = only(roll_out(policy, adapter, limits=limits, params=params, call_clock=clock))
     assert (rollout.stop_reason, len(rollout.turns), rollout.truncated) == (reason, turns, True)
     assert rollout.parts[reason] == -0.5
     assert len(rollout.tokens) <= (limits.max_tokens or 999)
 
 
-def test_the_wall_time_of_an_episode_does_not_count_its_neighbours(pass_time: Callable[[], None]) -> None:
+def test_the_wall_time_of_an_episode_does_not_count_its_neighbours() -> None:
     limits = EpisodeLimits(max_turns=9, wall_time_s=0.09)
-    adapter = Adapter(lambda _: Chatty(2, slow=pass_time))
-    (group,) = roll_out(says("Yes.", "Yes."), adapter, num_samples=16, limits=limits)
+    clock = Clock()
+    adapter = Adapter(lambda _: Chatty(2, slow=clock.tick))
+    (group,) = roll_out(says("Yes.", "Yes."), adapter, group_size=16, limits=limits, call_clock=clock)
     assert {rollout.stop_reason for rollout in group.rollouts} == {"env"}
 
 
@@ -451,7 +449,7 @@ def test_a_fault_costs_its_own_episode_and_no_other() -> None:
             raise KeyError(fault)
         return Faulty(fault)
 
-    groups = roll_out(says("Yes.", "Yes."), Adapter(make), samples=[*FAULTS, "none"], timeout_s=0.5)
+    groups = roll_out(says("Yes.", "Yes."), Adapter(make), items=[*FAULTS, "none"], timeout_s=0.5)
     rollouts = [only([group]) for group in groups]
     assert [rollout.reward for rollout in rollouts] == [None] * len(FAULTS) + [0.5]
     for rollout, (fault, words) in zip(rollouts, FAULTS.items(), strict=False):
@@ -470,7 +468,7 @@ def test_a_fault_within_a_group_leaves_the_others_their_group() -> None:
         with lock:
             return Faulty(next(made))
 
-    (group,) = roll_out(says("Yes.", "Yes."), Adapter(make), num_samples=4, timeout_s=0.5)
+    (group,) = roll_out(says("Yes.", "Yes."), Adapter(make), group_size=4, timeout_s=0.5)
     assert sorted(rollout.reward or 0 for rollout in group.rollouts) == [0, 0, 0.5, 0.5]
     assert len(group.graded) == 2
 
@@ -496,7 +494,7 @@ def test_a_group_that_cannot_be_sampled_is_an_error_of_that_group_alone() -> Non
         bad = "bad" in tiny_tokenizer().decode(prompt)
         return RequestFailedError("out of memory") if bad else [*pieces("Yes."), END]
 
-    bad, good = roll_out(ScriptedPolicy(reply), Adapter(Named), samples=["bad", "good"], num_samples=2)
+    bad, good = roll_out(ScriptedPolicy(reply), Adapter(Named), items=["bad", "good"], group_size=2)
     assert (bad.error, bad.rollouts) == ("out of memory", [])
     assert [rollout.reward for rollout in good.rollouts] == [0.25, 0.25]
 

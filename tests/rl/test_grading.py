@@ -11,7 +11,7 @@ import pytest
 from mint.errors import InvalidRequestError
 from mint.rl import Reward, RLAdapter, UnsupportedError
 from mint.rl.call_pool import CallPool
-from mint.rl.rollouts.grading import RewardError, accept, grade_completions
+from mint.rl.rollouts.grading import RewardError, checked_reward, grade_group
 
 
 class Graded(RLAdapter):
@@ -34,7 +34,7 @@ class Graded(RLAdapter):
 
 def grades(answers: dict[str, Any], adapter: RLAdapter | None = None):
     calls = CallPool(timeout_s=60)
-    found = grade_completions(calls, adapter or Graded(), list(answers), answers)
+    found = grade_group(calls, adapter or Graded(), list(answers), answers)
     calls.close()
     return found
 
@@ -55,7 +55,7 @@ def test_what_is_no_reward_or_out_of_range_costs_its_completion_and_names_the_gr
 
 def test_the_range_error_names_field_value_and_range() -> None:
     with pytest.raises(RewardError, match=r"2 of Graded is outside its declared range \[0, 1\]"):
-        accept(Graded(), 2.0)
+        checked_reward(Graded(), 2.0)
 
 
 def test_parts_that_do_not_add_up_are_refused() -> None:

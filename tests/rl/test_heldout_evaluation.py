@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from mint.rl import Group, RLAdapter, RLConfig, Rollout, Turn
 from mint.rl.call_pool import CallPool
 from mint.rl.estimate import estimate, interval, pass_at_k, wilson
 from mint.rl.heldout_evaluation import evaluate, without_heldout
-from mint.rl.rollouts.completions import as_adapter
+from mint.rl.rollouts.rollout_worker import RolloutWorker
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 1), (0, 64), (1, 7), (32, 64), (64, 64), (487, 512), (1, 100_000)])
@@ -64,7 +65,7 @@ def test_several_completions_of_one_prompt_count_as_one_observation_and_give_pas
         Group("b", 1, [1], [rollout(0.0), rollout(0.0), rollout(0.0), rollout(0.0)]),
         Group("c", 2, [1], [rollout(1.0), rollout(0.0), rollout(None), rollout(0.0)]),
     ]
-    reading = estimate(Sums(), groups, samples=4, temperature=1.0)
+    reading = estimate(Sums(), groups, completions=4, temperature=1.0)
     assert (reading.n, reading.ungraded) == (3, 1)
     assert reading.mean == pytest.approx((1 + 0 + 0.25) / 3)
     assert reading.high - reading.mean == pytest.approx(stats.norm.ppf(0.975) * stats.sem([1, 0, 0.25]))
@@ -77,17 +78,8 @@ def test_what_is_held_out_is_never_trained_on_however_often_it_occurs() -> None:
 
 
 def test_a_reading_of_which_nothing_could_be_sampled_is_an_error_and_no_zero() -> None:
-    calls = CallPool(timeout_s=60)
-    try:
+    with closing(CallPool(timeout_s=60)) as calls:
+        worker = RolloutWorker(Sums(), config=RLConfig(), tokenizer=tiny_tokenizer(), calls=calls)
+        policy: Any = ScriptedPolicy(lambda ids: RequestFailedError("the engine is out of order"))
         with pytest.raises(RequestFailedError, match=r"no held-out prompt could be sampled.*out of order"):
-            evaluate(
-                ScriptedPolicy(lambda ids: RequestFailedError("the engine is out of order")),  # ty: ignore[invalid-argument-type]
-                as_adapter(Sums()),
-                ["1 + 1", "2 + 2"],
-                config=RLConfig(),
-                temperature=0.0,
-                calls=calls,
-                tokenizer=tiny_tokenizer(),
-            )
-    finally:
-        calls.close()
+            evaluate(worker, policy, ["1 + 1", "2 + 2"], temperature=0.0)

@@ -43,8 +43,8 @@ def test_math_verify_grades_the_final_answer_however_written_and_says_who_decide
 def test_problems_of_ones_own_are_split_by_their_text_or_as_given() -> None:
     problems = [(f"What is {number} doubled?", str(2 * number)) for number in range(400)]
     adapter = MathAdapter(problems=problems)
-    trained = {adapter.sample_key(problem) for problem in adapter.build_dataset()}
-    heldout = {adapter.sample_key(problem) for problem in adapter.build_heldout()}
+    trained = {adapter.item_key(problem) for problem in adapter.build_dataset()}
+    heldout = {adapter.item_key(problem) for problem in adapter.build_heldout()}
     assert not trained & heldout
     assert trained | heldout == {text for text, _ in problems}
     assert 25 <= len(heldout) <= 80

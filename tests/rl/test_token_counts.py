@@ -7,8 +7,7 @@ import io
 from rich.console import Console
 
 from mint.rl.config import RLConfig
-from mint.rl.rollout import Group, Rollout, Turn
-from mint.rl.rollouts.rollout_worker import StepRollouts
+from mint.rl.rollout import Group, Rollout, RolloutBatch, Turn
 from mint.rl.tracking.step_log import rollout_rows
 from mint.rl.tracking.token_counts import Ledger, ledger_by_item, ledger_of_steps, ledger_table, step_ledger
 from mint.rl.training.advantages import rollout_advantages
@@ -39,8 +38,8 @@ GROUPS = [
 REPLACED = [group(7, rollout(10, 0.0), rollout(10, 0.0))]
 
 
-def step() -> tuple[StepRollouts, Update]:
-    batch = StepRollouts(1, GROUPS, REPLACED)
+def step() -> tuple[RolloutBatch, Update]:
+    batch = RolloutBatch(1, GROUPS, REPLACED)
     judged = rollout_advantages(GROUPS, RLConfig())
     chosen = [one for one in judged if one.advantage]
     return batch, Update(judged, chosen, metrics={"train/clip_low_fraction": 0.25, "train/clip_high_fraction": 0.25})
@@ -67,7 +66,7 @@ def test_the_ledgers_of_all_items_add_up_to_that_of_the_step() -> None:
 
 
 def test_a_group_that_could_not_be_sampled_costs_nothing() -> None:
-    batch = StepRollouts(1, [Group("sample", 3, [1], [], error="too long")])
+    batch = RolloutBatch(1, [Group("sample", 3, [1], [], error="too long")])
     assert step_ledger(batch, Update([], []))["ledger/generated"] == 0.0
     assert ledger_by_item(rollout_rows(batch, Update([], []), Words())) == {}
 

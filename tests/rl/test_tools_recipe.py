@@ -17,7 +17,7 @@ from mint.rl.tasks.tool_env import Costs
 
 
 def play(adapter: ToolsAdapter | SearchAdapter, sample: object, *replies: str) -> Rollout:
-    ((rollout,),) = [group.rollouts for group in roll_out(says(*replies), adapter, samples=[sample])]
+    ((rollout,),) = [group.rollouts for group in roll_out(says(*replies), adapter, items=[sample])]
     return rollout
 
 
@@ -87,7 +87,7 @@ def test_the_bundled_model_calls_the_calculator_about_every_second_time_and_call
     sampler = service.create_sampling_client(base_model=DEMO.base_model)
     adapter = ToolsAdapter(heldout_size=24)
     samples = adapter.build_heldout()
-    groups = roll_out(sampler, adapter, samples=samples, num_samples=4, timeout_s=60)
+    groups = roll_out(sampler, adapter, items=samples, group_size=4, timeout_s=60)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     calls = sum(rollout.tool_calls for rollout in rollouts) / len(rollouts)
     assert 0.3 < calls < 0.8

@@ -13,7 +13,7 @@ from typing import Any
 from mint.errors import InvalidRequestError
 from mint.recipes.data.things import RUBRIC, Question, questions
 from mint.rl import PairwiseJudge, Reward, RLAdapter, RLConfig
-from mint.rl.adapter import Answered
+from mint.rl.adapter import Graded
 from mint.rl.tasks.penalties import Penalty, penalized
 
 DEMO = RLConfig(
@@ -66,7 +66,7 @@ class ChatAdapter(RLAdapter):
         """All held-out questions: 87 pairs of message and thing, each with and without a system message."""
         return self._shuffled(questions(heldout=True))
 
-    def sample_key(self, sample: Question) -> str:
+    def item_key(self, sample: Question) -> str:
         """The message: with or without a system message it is the same question."""
         return sample.text
 
@@ -80,7 +80,7 @@ class ChatAdapter(RLAdapter):
 
     def compute_group_rewards(
         self, responses: Sequence[str], sample: Question
-    ) -> Awaitable[Sequence[Answered | None]] | None:
+    ) -> Awaitable[Sequence[Graded | None]] | None:
         """Rubric and judge; None where the judge could not compare a reply with any other."""
         return None if self.judge is None else self._judged(self.judge, responses, sample)
 
@@ -91,7 +91,7 @@ class ChatAdapter(RLAdapter):
 
     async def _judged(
         self, judge: PairwiseJudge, responses: Sequence[str], sample: Question
-    ) -> Sequence[Answered | None]:
+    ) -> Sequence[Graded | None]:
         verdicts = await judge.judge(sample.text, responses)
         return [
             None if verdict is None else self._mixed(response, sample, verdict)

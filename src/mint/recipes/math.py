@@ -94,7 +94,7 @@ class MathAdapter(RLAdapter):
             return one_side(self._problems, heldout=True, share=HELDOUT_SHARE)
         return self._heldout
 
-    def sample_key(self, sample: Problem | Question) -> str:
+    def item_key(self, sample: Problem | Question) -> str:
         """The question without its answer."""
         return sample.question if isinstance(sample, Problem) else sample.text
 

@@ -71,7 +71,7 @@ class QuestionAdapter(RLAdapter):
         """The reference answer, after a blank where the prompt is plain text."""
         return sample.answer if self.prompt_style == "chat" else f" {sample.answer}"
 
-    def sample_key(self, sample: Question) -> str:
+    def item_key(self, sample: Question) -> str:
         """The prompt alone: the same question with another answer recorded must not cross the split."""
         return sample.text
 

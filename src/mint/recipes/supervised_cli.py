@@ -98,8 +98,8 @@ LEVERS: Mapping[str, Callable[[dict[str, Any], Path | None], dict[str, Any]]] = 
 def _sides(adapter: RLAdapter) -> tuple[list[Any], list[Any]]:
     """Training and held-out samples, apart by content."""
     heldout = list(adapter.build_heldout())[:HELDOUT_LIMIT]
-    closed = {adapter.sample_key(sample) for sample in heldout}
-    return [sample for sample in adapter.build_dataset() if adapter.sample_key(sample) not in closed], heldout
+    closed = {adapter.item_key(sample) for sample in heldout}
+    return [sample for sample in adapter.build_dataset() if adapter.item_key(sample) not in closed], heldout
 
 
 def _adapter(recipe: str, words: dict[str, Any], seed: int) -> RLAdapter:

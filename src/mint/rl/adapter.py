@@ -6,21 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+from mint.errors import InvalidRequestError
 from mint.rl.message_env import MessageEnv
 from mint.rl.reward import Reward, RewardRange
 
 SUCCESS_TOLERANCE = 1e-9
 """What a sum of named parts may lose to rounding."""
 
-Answered = float | Reward
-"""What a grader gives for one completion."""
+Graded = float | Reward
+"""What a grader returns for one completion."""
 
 
 class Task(ABC):
-    """What both doors to `run_grpo` share.
+    """What the two kinds of task share: `RLAdapter` and `MessageEnvAdapter`.
 
-    A *sample* is whatever `build_dataset` yields; mint hands it back untouched. It is written to the rollout log with
-    `str()`, and a hash of its content keeps held-out samples out of the training set.
+    An *item* is whatever `build_dataset` yields. It is handed back unchanged as a positional argument, so overrides may
+    name it as they like. It is written to the rollout log with `str()`, and a hash of its `item_key` keeps held-out
+    items out of the training set.
     """
 
     heldout_name: str = "held-out"
@@ -37,22 +39,22 @@ class Task(ABC):
 
     @abstractmethod
     def build_dataset(self) -> Sequence[Any]:
-        """The training samples; called once. Order does not matter: each epoch is shuffled by the run's seed."""
+        """The training items; called once. Order does not matter: each epoch is shuffled with the run's seed."""
 
     def build_heldout(self) -> Sequence[Any]:
-        """Samples that are read before and after the run and never trained on. Empty: nothing is measured."""
+        """Items that are evaluated before and after the run and never trained on. Empty: nothing is measured."""
         return ()
 
-    def demonstrate(self, sample: Any) -> str | None:
-        """A completion that would earn full reward, where one is known: what `mint train sft` trains on."""
+    def demonstrate(self, item: Any, /) -> str | None:
+        """A completion that would earn full reward, if one is known; `mint train sft` trains on it."""
         return None
 
-    def sample_key(self, sample: Any) -> str:
-        """What makes a sample the same as another: the text that is hashed, `repr` by default."""
-        return repr(sample)
+    def item_key(self, item: Any, /) -> str:
+        """The text that identifies an item: two items with equal keys are the same. `repr` by default."""
+        return repr(item)
 
     def is_success(self, reward: float) -> bool:
-        """Whether a rollout with this reward has solved its sample."""
+        """Whether a rollout with this reward has solved its item."""
         return reward >= self.success_reward - SUCCESS_TOLERANCE
 
     def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
@@ -60,19 +62,19 @@ class Task(ABC):
         return
 
     def close(self) -> None:
-        """Called once at the end of a run: ends whatever the task has started (processes, connections)."""
+        """Called once at the end of a run; ends what the task has started (processes, connections)."""
         return
 
 
 class RLAdapter(Task):
-    """The simple door to `run_grpo`: one prompt, one completion, one reward."""
+    """A task of one prompt, one completion and one reward."""
 
     @abstractmethod
-    def make_prompt(self, sample: Any, tokenizer: Any) -> list[int]:
+    def make_prompt(self, item: Any, tokenizer: Any, /) -> list[int]:
         """Token ids that the policy continues."""
 
     @abstractmethod
-    def compute_reward(self, response: str, sample: Any) -> Answered | Awaitable[Answered]:
+    def compute_reward(self, response: str, item: Any, /) -> Graded | Awaitable[Graded]:
         """The reward of one completion: a finite number, or a `Reward` with named parts. Best kept in [0, 1].
 
         May be `async`. An exception or a time-out costs this completion alone: it is left out of its group, counted
@@ -80,8 +82,8 @@ class RLAdapter(Task):
         """
 
     def compute_group_rewards(
-        self, responses: Sequence[str], sample: Any
-    ) -> Sequence[Answered | None] | Awaitable[Sequence[Answered | None]] | None:
+        self, responses: Sequence[str], item: Any, /
+    ) -> Sequence[Graded | None] | Awaitable[Sequence[Graded | None]] | None:
         """The rewards of a whole group at once, in order, for judges that compare (None: not graded).
 
         Returning None, as here, means that each completion is judged alone by `compute_reward`. Held-out completions
@@ -91,8 +93,58 @@ class RLAdapter(Task):
 
 
 class MessageEnvAdapter(Task):
-    """The general door to `run_grpo`: each rollout is an episode of an environment that speaks messages."""
+    """A task of many turns: each rollout is an episode of an environment that speaks messages."""
 
     @abstractmethod
-    def make_env(self, sample: Any) -> MessageEnv:
+    def make_env(self, item: Any, /) -> MessageEnv:
         """A fresh environment for one episode; called once per rollout, from several threads at once."""
+
+
+def as_task(adapter: Any) -> RLAdapter | MessageEnvAdapter:
+    """The adapter as a task; an object that only has the methods of an `RLAdapter` is wrapped.
+
+    Raises:
+        InvalidRequestError: a method is missing.
+    """
+    if isinstance(adapter, RLAdapter | MessageEnvAdapter):
+        return adapter
+    missing = [name for name in ("build_dataset", "make_prompt", "compute_reward") if not hasattr(adapter, name)]
+    if missing:
+        raise InvalidRequestError(
+            f"has no {', '.join(missing)}",
+            field="adapter",
+            value=type(adapter).__name__,
+            remedy="Derive it from mint.rl.RLAdapter or mint.rl.MessageEnvAdapter",
+        )
+    return _DuckAdapter(adapter)
+
+
+class _DuckAdapter(RLAdapter):
+    """Wraps an adapter that was written without our base class."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.heldout_name = getattr(inner, "heldout_name", RLAdapter.heldout_name)
+        self.reward_range = getattr(inner, "reward_range", None)
+        self.spec = getattr(inner, "spec", None)
+
+    def build_dataset(self) -> Sequence[Any]:
+        return self.inner.build_dataset()
+
+    def make_prompt(self, item: Any, tokenizer: Any) -> list[int]:
+        return self.inner.make_prompt(item, tokenizer)
+
+    def compute_reward(self, response: str, item: Any) -> Any:
+        return self.inner.compute_reward(response, item)
+
+    def build_heldout(self) -> Sequence[Any]:
+        return self.inner.build_heldout() if hasattr(self.inner, "build_heldout") else ()
+
+    def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
+        if hasattr(self.inner, "evaluate"):
+            self.inner.evaluate(step, rewards, num_datums)
+
+
+def task_name(task: Task) -> str:
+    """The name of the class that the user wrote."""
+    return type(task.inner if isinstance(task, _DuckAdapter) else task).__name__

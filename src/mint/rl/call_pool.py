@@ -1,7 +1,7 @@
-"""Runs the user's functions, sync or async, so that a failing or hanging one costs one answer and no more.
+"""Runs the user's functions, sync or async, with a time-out for each; one that fails or hangs does not stop the others.
 
-Knows nothing of policies, tokens or rewards. Threads are daemons: a function that never returns cannot keep the process
-alive; its thread is given up and replaced.
+Knows nothing of policies, tokens or rewards. Threads are daemons, so a function that never returns cannot keep the
+process alive; its thread is abandoned and replaced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     """What a call returned, or the exception that it raised; `timed_out` where it did neither in time."""
 
     value: Any = None
@@ -41,80 +41,76 @@ class Answer:
 class CallPool:
     """A few threads that run calls; `run` may be used again and again, by several threads at once."""
 
-    def __init__(self, *, timeout_s: float, threads: int = 4) -> None:
-        """`timeout_s` is counted per call, from the moment that it starts to run."""
+    def __init__(self, *, timeout_s: float, threads: int = 4, clock: Callable[[], float] = time.monotonic) -> None:
+        """`timeout_s` is counted per call, from the moment that it starts to run; `clock` gives seconds."""
         self._timeout_s = timeout_s
-        self._inbox: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._clock = clock
+        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._threads = threads
         for _ in range(threads):
             self._start_thread()
 
-    def run(self, calls: Sequence[Call]) -> list[Answer]:
-        """One answer per call, in order."""
+    def run(self, calls: Sequence[Call]) -> list[CallResult]:
+        """One result per call, in order."""
         pending = [_Pending(function) for function in calls]
         for call in pending:
-            self._inbox.put(call)
-        return [self._collect(call) for call in pending]
+            self._queue.put(call)
+        return [self._wait_for(call) for call in pending]
 
     def close(self) -> None:
         """Ends the idle threads; one that hangs in a call dies with the process."""
         for _ in range(self._threads):
-            self._inbox.put(None)
+            self._queue.put(None)
 
-    def _collect(self, call: _Pending) -> Answer:
+    def _wait_for(self, call: _Pending) -> CallResult:
         while True:
             try:
-                return call.answer.result(timeout=call.remaining_s(self._timeout_s))
+                return call.result.result(timeout=self._remaining_s(call))
             except FutureTimeoutError:
-                if call.remaining_s(self._timeout_s) > 0:
-                    continue
-                call.given_up = True
+                if self._remaining_s(call) > 0:
+                    continue  # it began to run only while we waited
+                call.abandoned = True
                 self._start_thread()
-                return _too_late(self._timeout_s)
+                return self._timed_out()
+
+    def _remaining_s(self, call: _Pending) -> float:
+        return self._timeout_s if call.began is None else call.began + self._timeout_s - self._clock()
 
     def _start_thread(self) -> None:
-        threading.Thread(target=_serve, args=(self._inbox, self._timeout_s), name="mint-calls", daemon=True).start()
+        threading.Thread(target=self._serve, name="mint-calls", daemon=True).start()
+
+    def _serve(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call.began = self._clock()
+            call.result.set_result(self._call(call.function, call.began))
+            if call.abandoned:
+                return  # `_wait_for` has started a replacement
+
+    def _call(self, function: Call, began: float) -> CallResult:
+        try:
+            value = function()
+            if inspect.isawaitable(value):
+                value = asyncio.run(_within(value, self._timeout_s))
+        except TimeoutError:
+            return self._timed_out()
+        except Exception as error:  # noqa: BLE001 - the boundary to the user's code: its errors are this call's result
+            return CallResult(error=error, seconds=self._clock() - began)
+        return CallResult(value, seconds=self._clock() - began)
+
+    def _timed_out(self) -> CallResult:
+        message = f"no answer within {self._timeout_s:g} s"
+        return CallResult(error=TimeoutError(message), timed_out=True, seconds=self._timeout_s)
 
 
 class _Pending:
-    """One call to make, and when it began."""
+    """A call that waits for a thread or runs; `began` is the clock's time when it started to run."""
 
     def __init__(self, function: Call) -> None:
         self.function = function
-        self.started_s: float | None = None
-        self.given_up = False
-        self.answer: Future[Answer] = Future()
-
-    def remaining_s(self, timeout_s: float) -> float:
-        if self.started_s is None:
-            return timeout_s
-        return self.started_s + timeout_s - time.monotonic()
-
-
-def _serve(inbox: queue.SimpleQueue[_Pending | None], timeout_s: float) -> None:
-    while (call := inbox.get()) is not None:
-        call.started_s = time.monotonic()
-        call.answer.set_result(_compute(call.function, timeout_s))
-        if call.given_up:
-            return  # `_collect` has started a replacement
-
-
-def _compute(function: Call, timeout_s: float) -> Answer:
-    began = time.monotonic()
-    try:
-        value = function()
-        if inspect.isawaitable(value):
-            value = asyncio.run(_within(value, timeout_s))
-    except TimeoutError:
-        return _too_late(timeout_s)
-    except Exception as error:  # noqa: BLE001 - the boundary to the user's code: whatever it raises is this call's data
-        return Answer(error=error, seconds=time.monotonic() - began)
-    return Answer(value, seconds=time.monotonic() - began)
+        self.began: float | None = None
+        self.abandoned = False
+        self.result: Future[CallResult] = Future()
 
 
 async def _within(value: Awaitable[Any], timeout_s: float) -> Any:
     return await asyncio.wait_for(value, timeout_s)
-
-
-def _too_late(timeout_s: float) -> Answer:
-    return Answer(error=TimeoutError(f"no answer within {timeout_s:g} s"), timed_out=True, seconds=timeout_s)

@@ -20,7 +20,7 @@ Z95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean reward over `n` samples with its 95 % interval; `ungraded` completions count as 0.
+    """A mean reward over `n` items with its 95 % interval; `ungraded` completions count as 0.
 
     `pass_at["4"]` estimates the chance that at least one of 4 completions is a success; `parts` are the means of the
     reward's named parts.
@@ -57,10 +57,10 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
 
 
 def interval(means_N: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, low and high of one value per sample: Wilson's interval for values of 0 and 1, the normal one otherwise.
+    """Mean, low and high of one value per item: Wilson's interval for values of 0 and 1, the normal one otherwise.
 
-    With several completions per sample, give their mean: completions of one sample are not independent, and the error
-    is that between samples (clustered errors, arXiv 2411.00640).
+    With several completions per item, give their mean: completions of one item are not independent, and the error is
+    that between items (clustered errors, arXiv 2411.00640).
     """
     values = np.asarray(means_N, dtype=np.float64)
     n = len(values)
@@ -77,27 +77,27 @@ def pass_at_k(successes: int, n: int, k: int) -> float:
     return 1.0 - math.comb(n - successes, k) / math.comb(n, k)
 
 
-def estimate(task: Task, groups: Sequence[Group], *, samples: int, temperature: float) -> Estimate:
-    """The reading of a held-out set of which each sample was to have `samples` completions."""
-    rewards_NK = [_padded([rollout.reward or 0.0 for rollout in group.rollouts], samples) for group in groups]
+def estimate(task: Task, groups: Sequence[Group], *, completions: int, temperature: float) -> Estimate:
+    """The estimate from groups that should have `completions` rollouts each; missing and ungraded ones count as 0."""
+    rewards_NK = [_padded([rollout.reward or 0.0 for rollout in group.rollouts], completions) for group in groups]
     graded = [rollout for group in groups for rollout in group.rollouts if rollout.reward is not None]
     solved_N = [sum(map(task.is_success, rewards)) for rewards in rewards_NK]
     mean, low, high = interval([float(np.mean(rewards)) for rewards in rewards_NK])
     if task.reward_range is not None:  # the normal interval does not know that a reward is bounded
         low, high = max(low, min(mean, task.reward_range[0])), min(high, max(mean, task.reward_range[1]))
     names = sorted({name for rollout in graded for name in rollout.parts})
-    total = max(1, samples * len(groups))
+    total = max(1, completions * len(groups))
     return Estimate(
         mean=mean,
         low=low,
         high=high,
         n=len(groups),
         temperature=temperature,
-        ungraded=samples * len(groups) - len(graded),
+        ungraded=completions * len(groups) - len(graded),
         success=sum(solved_N) / total,
         pass_at={
-            str(k): float(np.mean([pass_at_k(solved, samples, k) for solved in solved_N]))
-            for k in powers_of_two(samples)
+            str(k): float(np.mean([pass_at_k(solved, completions, k) for solved in solved_N]))
+            for k in powers_of_two(completions)
             if groups
         },
         parts={name: sum(rollout.parts.get(name, 0.0) for rollout in graded) / total for name in names},

@@ -16,15 +16,17 @@ from typing import Any
 
 from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError
-from mint.rl.adapter import MessageEnvAdapter, Task
+from mint.rl.adapter import MessageEnvAdapter, RLAdapter, as_task, task_name
 from mint.rl.analysis.diagnosis import diagnose
 from mint.rl.analysis.run_record import RunRecord
 from mint.rl.call_pool import CallPool
 from mint.rl.config import RLConfig
 from mint.rl.finding import Finding
 from mint.rl.heldout_evaluation import HeldoutEvaluation, without_heldout
-from mint.rl.rollouts.completions import as_adapter, task_name
-from mint.rl.rollouts.rollout_worker import Collector, Items, StepRollouts
+from mint.rl.rollout import RolloutBatch
+from mint.rl.rollouts.batch_collector import BatchCollector
+from mint.rl.rollouts.item_order import ItemOrder
+from mint.rl.rollouts.rollout_worker import RolloutWorker
 from mint.rl.run_result import RunResult
 from mint.rl.tasks.chat_format import check_template
 from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate
@@ -63,7 +65,7 @@ def run_grpo(
         InvalidRequestError: the dataset is empty, or `run_dir` holds another run.
         RequestFailedError: a whole step could not be sampled, or the server failed.
     """
-    task = adapter if isinstance(adapter, MessageEnvAdapter) else as_adapter(adapter)
+    task = as_task(adapter)
     config = config or RLConfig.from_env()
     _check(config)
     try:
@@ -96,7 +98,7 @@ class _Totals:
 class _RLRun:
     """One RL run in progress."""
 
-    def __init__(self, task: Task, config: RLConfig) -> None:
+    def __init__(self, task: RLAdapter | MessageEnvAdapter, config: RLConfig) -> None:
         self.task, self.config = task, config
         self.name = task_name(task)
         self.calls = CallPool(timeout_s=config.grader_timeout_s)
@@ -139,21 +141,20 @@ class _RLRun:
         config, log = self.config, self.training.log
         self.trainer = self.training.trainer
         self.tokenizer = self.trainer.get_tokenizer()
-        self.items = Items(len(dataset), config)
-        self.collector = Collector(
-            self.task, dataset, self.items, config=config, tokenizer=self.tokenizer, calls=self.calls
-        )
+        self.order = ItemOrder(len(dataset), config)
+        worker = RolloutWorker(self.task, config=config, tokenizer=self.tokenizer, calls=self.calls)
+        self.collector = BatchCollector(worker, dataset, self.order, config)
         reference = KLReference(self.training.service, config) if config.kl_penalty_coef else None
         self.updater = Updater(self.trainer, reference, config)
-        self.readings = HeldoutEvaluation(self.task, heldout, run=self.training, config=config, calls=self.calls)
+        self.heldout = HeldoutEvaluation(self.training, worker, heldout)
         self.pieces = TokenPieces(self.tokenizer, (row["id"] for row in log.read("tokens.jsonl")))
         point = self.training.point
         if point is None:
             return
         self.totals = _Totals(**point.totals)
         self.warnings = [(row["step"], row["warning"]) for row in log.read("warnings.jsonl")]
-        self.items.restore(point.state["items"])
-        self.readings.restore(point.state["readings"])
+        self.order.restore(point.state["items"])
+        self.heldout.restore(point.state["readings"])
         reader = RunReader(log.folder)
         self.recent.extend((step, reader.rows(step)) for step in reader.steps()[-DIAGNOSED_STEPS:])
 
@@ -161,14 +162,14 @@ class _RLRun:
         run = self.training
         if isinstance(self.task, MessageEnvAdapter) and (rewrites := check_template(self.tokenizer)) is not None:
             run.note(rewrites)
-        before, before_rollouts = self.readings.read("before", 0)
+        before, before_rollouts = self.heldout.evaluate("before", 0)
         seconds_setup = time.monotonic() - began
         last = self._steps(run.first_step)
         checkpoint = self._save(last)
         if run.stopped_by is not None and self.config.on_collapse == "rollback":
             checkpoint = self._roll_back(checkpoint)
         sampler_checkpoint = run.save_sampler_weights()
-        after, after_rollouts = self.readings.read("after", last)
+        after, after_rollouts = self.heldout.evaluate("after", last)
         if run.metrics:
             self._diagnose(last, [], over=True)
         return RunResult(
@@ -186,19 +187,19 @@ class _RLRun:
             heldout_after=after,
             heldout_rollouts={"before": before_rollouts, "after": after_rollouts},
             findings=list(run.findings.values()),
-            best_checkpoint=self.readings.best_checkpoint,
+            best_checkpoint=self.heldout.best_checkpoint,
             stopped_by=run.stopped_by,
         )
 
     def _save(self, step: int) -> str:
-        state = {"items": self.items.to_dict(), "readings": self.readings.to_dict()}
+        state = {"items": self.order.to_dict(), "readings": self.heldout.to_dict()}
         return self.training.save(step, totals=vars(self.totals), state=state)
 
     def _roll_back(self, last_checkpoint: str) -> str:
         """Loads the weights of the best evaluation, else of the last checkpoint before the collapse was seen."""
         seen = self.training.findings[self.training.stopped_by or ""].step
         earlier = [row["checkpoint"] for row in self.training.log.read("checkpoints.jsonl") if row["step"] < seen]
-        target = self.readings.best_checkpoint or (earlier[-1] if earlier else last_checkpoint)
+        target = self.heldout.best_checkpoint or (earlier[-1] if earlier else last_checkpoint)
         self.trainer.load_state_with_optimizer(target).result()
         return target
 
@@ -207,7 +208,7 @@ class _RLRun:
     def _steps(self, first: int) -> int:
         """Runs the steps from `first` on; returns the last one that was taken."""
         config = self.config
-        ahead: deque[StepRollouts | Future[StepRollouts]] = deque()
+        ahead: deque[RolloutBatch | Future[RolloutBatch]] = deque()
         issued = first - 1
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mint-rollouts") as background:
             for step in range(first, config.steps + 1):
@@ -228,7 +229,7 @@ class _RLRun:
                     return step
         return config.steps
 
-    def _step(self, batch: StepRollouts, began: float) -> None:
+    def _step(self, batch: RolloutBatch, began: float) -> None:
         sampled = time.monotonic()
         step, config = batch.step, self.config
         lag = int(self.totals.optim_steps) - batch.policy_step
@@ -236,10 +237,10 @@ class _RLRun:
         for group in batch.all_groups:
             rate = success_rate(self.task, group)
             if rate is not None:
-                self.items.curriculum.record(group.item, rate, step)
+                self.order.curriculum.record(group.index, rate, step)
         metrics = {
             **step_metrics(self.task, batch, update),
-            **self.items.curriculum.metrics(),
+            **self.order.curriculum.metrics(),
             "learning_rate": config.learning_rate_at(step, config.steps),
             "staleness/mean": float(lag),
             "staleness/max": float(lag),
@@ -251,7 +252,7 @@ class _RLRun:
         self._record(batch, metrics, update)
         self.totals.seconds += time.monotonic() - began
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-            self.readings.read("during", step)
+            self.heldout.evaluate("during", step)
         if self.training.is_save_due(step, config.steps):
             self._save(step)
         rewards = [reward for group in batch.all_groups for reward in group.rewards]
@@ -266,7 +267,7 @@ class _RLRun:
         )
         self.state_digest = update.state_digest or self.state_digest
 
-    def _record(self, batch: StepRollouts, metrics: dict[str, float], update: Update) -> None:
+    def _record(self, batch: RolloutBatch, metrics: dict[str, float], update: Update) -> None:
         step = batch.step
         log = self.training.log
         rows = rollout_rows(batch, update, self.tokenizer)
@@ -285,7 +286,7 @@ class _RLRun:
         record = RunRecord(
             config=run.described,
             metrics=run.metrics,
-            evaluations=self.readings.rows,
+            evaluations=self.heldout.rows,
             rollouts=[row for _, rows_of_step in self.recent for row in rows_of_step],
             warnings=self.warnings,
         )

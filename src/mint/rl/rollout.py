@@ -1,6 +1,6 @@
-"""The nouns of a rollout: a turn, a rollout, the group of one prompt. Data only; who makes them is elsewhere.
+"""A turn, a rollout, the group of one prompt, the batch of a step. Data only.
 
-Letters: P prompt tokens · T sampled tokens · G samples of one prompt.
+Letters: P prompt tokens · T sampled tokens · G rollouts of one prompt.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from mint.types import SamplingParams
 
 StopReason = Literal["stop", "length", "env", "max_turns", "max_episode_tokens", "wall_time", "error"]
 """Why a rollout ended: the model's own end, `max_tokens` of a turn, the environment, an episode's limit, a fault."""
@@ -66,14 +68,23 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Group:
-    """The rollouts of one sample; `error` where sampling itself failed, and then there are none.
+class GroupRequest:
+    """A group to sample: the item, its place in the dataset, and how to sample its first turn."""
 
-    `item` is the sample's place in the dataset; `prompt` the ids that the first turn read.
+    item: Any
+    index: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one dataset item; `error` where sampling itself failed, and then there are none.
+
+    `index` is the item's place in the dataset; `prompt` the ids that the first turn read.
     """
 
-    sample: Any
-    item: int
+    item: Any
+    index: int
     prompt: list[int] = field(repr=False)
     rollouts: list[Rollout]
     error: str | None = None
@@ -87,3 +98,22 @@ class Group:
     def rewards(self) -> list[float]:
         """The rewards of `graded`."""
         return [rollout.reward for rollout in self.graded if rollout.reward is not None]
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The groups that a step trains on, and those that dynamic sampling replaced.
+
+    `policy_step` counts the optimizer steps behind the weights that sampled them.
+    """
+
+    step: int
+    groups: list[Group]
+    replaced: list[Group] = field(default_factory=list)
+    policy_step: int = 0
+    temperature: float = 1.0
+
+    @property
+    def all_groups(self) -> list[Group]:
+        """Everything that was sampled."""
+        return [*self.groups, *self.replaced]

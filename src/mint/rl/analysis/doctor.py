@@ -18,15 +18,15 @@ import numpy as np
 from mint.client.sampling_client import SamplingClient
 from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError, RequestFailedError
-from mint.rl.adapter import RLAdapter, Task
+from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task, as_task
 from mint.rl.analysis.planner import GROUP_SIZES, plan
 from mint.rl.analysis.readiness import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, Evidence, Verdict, decide
 from mint.rl.call_pool import CallPool
 from mint.rl.config import RLConfig
 from mint.rl.estimate import interval
-from mint.rl.rollout import Group, Rollout
-from mint.rl.rollouts.completions import as_adapter, collect_groups
-from mint.rl.rollouts.grading import Grade, grade_single
+from mint.rl.rollout import Group, GroupRequest, Rollout
+from mint.rl.rollouts.grading import grade_one_by_one
+from mint.rl.rollouts.rollout_worker import RolloutWorker
 from mint.rl.seeds import mix_seed
 from mint.sandbox import sandbox_level
 
@@ -97,7 +97,7 @@ def examine(
     if service_client is None:
         with ServiceClient() as owned:
             return examine(adapter, config, service_client=owned, prompts=prompts, samples=samples, seed=seed)
-    task = adapter if isinstance(adapter, Task) else as_adapter(adapter)
+    task = as_task(adapter)
     dataset = list(task.build_dataset())
     if not dataset:
         raise InvalidRequestError("is empty", field="build_dataset()", value=[], remedy="Return at least one sample")
@@ -118,30 +118,25 @@ def examine(
 
 @dataclass(frozen=True)
 class _Asker:
-    """Everything that asking the model and the grader takes."""
+    """Samples and grades items of the task."""
 
-    sampler: SamplingClient
-    task: Task
+    sampling_client: SamplingClient
+    task: RLAdapter | MessageEnvAdapter
     dataset: Sequence[Any]
     config: RLConfig
     calls: CallPool
     seed: int
 
-    def groups(self, items: Sequence[int], samples: int, *, max_tokens: int | None = None) -> list[Group]:
+    def groups(self, indices: Sequence[int], completions: int, *, max_tokens: int | None = None) -> list[Group]:
         """Graded groups of these items; at least one could be sampled."""
         config = self.config if max_tokens is None else self.config.model_copy(update={"max_tokens": max_tokens})
-        groups = collect_groups(
-            self.sampler,
-            self.task,
-            [self.dataset[item] for item in items],
-            items,
-            config=config,
-            tokenizer=self.sampler.get_tokenizer(),
-            calls=self.calls,
-            num_samples=samples,
-            seeds=[mix_seed(self.seed, DOCTOR_STREAM, item) for item in items],
-            temperature=config.temperature,
-        )
+        tokenizer = self.sampling_client.get_tokenizer()
+        worker = RolloutWorker(self.task, config=config, tokenizer=tokenizer, calls=self.calls)
+        requests = [
+            GroupRequest(self.dataset[index], index, config.sampling_params(mix_seed(self.seed, DOCTOR_STREAM, index)))
+            for index in indices
+        ]
+        groups = worker.roll_out(self.sampling_client, requests, group_size=completions)
         if max_tokens is None and all(group.error for group in groups):
             raise RequestFailedError(f"no prompt could be sampled; the first said: {groups[0].error}")
         return groups
@@ -218,8 +213,8 @@ def _unequal(rewards: Sequence[float], size: int) -> float:
 
 def _share_cut_off_with_more(ask: _Asker, groups: Sequence[Group]) -> float:
     """The share of completions that a longer limit cuts off, too; 1 where the model's context has no room for more."""
-    items = [group.item for group in groups if any(rollout.truncated for rollout in group.rollouts)][:PROBED_ITEMS]
-    longer = ask.groups(items, 2, max_tokens=LONGER * ask.config.max_tokens)
+    indices = [group.index for group in groups if any(rollout.truncated for rollout in group.rollouts)][:PROBED_ITEMS]
+    longer = ask.groups(indices, 2, max_tokens=LONGER * ask.config.max_tokens)
     rollouts = [rollout for group in longer for rollout in group.rollouts]
     return _share(rollout.truncated for rollout in rollouts) if rollouts else 1.0
 
@@ -230,8 +225,8 @@ def _grade_again(ask: _Asker, groups: Sequence[Group]) -> tuple[list[float], flo
     if not isinstance(task, RLAdapter) or _is_relative(task):
         return [], 0.0
     firsts: list[tuple[Group, Rollout]] = [(group, group.graded[0]) for group in groups]
-    answers = ask.calls.run([_call(task, rollout.text, group.sample) for group, rollout in firsts])
-    again = grade_single(ask.calls, task, [each.text for _, each in firsts], [group.sample for group, _ in firsts])
+    answers = ask.calls.run([_call(task, rollout.text, group.item) for group, rollout in firsts])
+    again = grade_one_by_one(ask.calls, task, [(rollout.text, group.item) for group, rollout in firsts])
     changed = _share(grade.reward != rollout.reward for grade, (_, rollout) in zip(again, firsts, strict=True))
     return [answer.seconds for answer in answers], changed
 
@@ -240,8 +235,8 @@ def _junk_accepted(ask: _Asker, groups: Sequence[Group]) -> float:
     task = ask.task
     if not isinstance(task, RLAdapter) or _is_relative(task):
         return 0.0
-    pairs = [(probe, group.sample) for group in groups[:PROBED_ITEMS] for probe in PROBES]
-    grades: list[Grade] = grade_single(ask.calls, task, [text for text, _ in pairs], [sample for _, sample in pairs])
+    pairs = [(probe, group.item) for group in groups[:PROBED_ITEMS] for probe in PROBES]
+    grades = grade_one_by_one(ask.calls, task, pairs)
     return _share(ask.is_success(grade.reward) for grade in grades)
 
 
@@ -252,18 +247,16 @@ def _best_fixed_reply(ask: _Asker, groups: Sequence[Group]) -> tuple[str, float]
         return "", 0.0
     paid = sorted(((each.reward or 0.0, each.text) for group in groups for each in group.graded), reverse=True)
     replies = list(dict.fromkeys(text for _, text in paid))[:FIXED_REPLIES]
-    samples = [group.sample for group in groups[:FIXED_ITEMS]]
-    earned = {
-        reply: float(
-            np.mean([each.reward or 0.0 for each in grade_single(ask.calls, task, [reply] * len(samples), samples)])
-        )
-        for reply in replies
-    }
+    items = [group.item for group in groups[:FIXED_ITEMS]]
+    earned = {}
+    for reply in replies:
+        grades = grade_one_by_one(ask.calls, task, [(reply, item) for item in items])
+        earned[reply] = float(np.mean([grade.reward or 0.0 for grade in grades]))
     return max(earned.items(), key=lambda one: one[1], default=("", 0.0))
 
 
-def _call(task: RLAdapter, text: str, sample: Any) -> Any:
-    return lambda: task.compute_reward(text, sample)
+def _call(task: RLAdapter, text: str, item: Any) -> Any:
+    return lambda: task.compute_reward(text, item)
 
 
 def _is_relative(task: Task) -> bool:
@@ -298,7 +291,7 @@ def _notes(task: Task, dataset: Sequence[Any], seen: Evidence) -> tuple[str, ...
 def _examples(groups: Sequence[Group]) -> tuple[Mapping[str, Any], ...]:
     pairs = [(group, rollout) for group in groups[:3] for rollout in group.rollouts[:1]]
     return tuple(
-        {"sample": str(group.sample), "text": each.text, "reward": each.reward, "error": each.error}
+        {"sample": str(group.item), "text": each.text, "reward": each.reward, "error": each.error}
         for group, each in pairs
     )
 

@@ -18,11 +18,11 @@ from typing import Any
 from mint.client.sampling_client import SamplingClient
 from mint.errors import InvalidRequestError, MintError, PromptTooLongError
 from mint.rl.adapter import MessageEnvAdapter
-from mint.rl.call_pool import Answer, Call, CallPool
+from mint.rl.call_pool import Call, CallPool, CallResult
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, UnsupportedError
-from mint.rl.rollout import Group, Rollout, StopReason, Turn
-from mint.rl.rollouts.grading import accept
+from mint.rl.rollout import Group, GroupRequest, Rollout, StopReason, Turn
+from mint.rl.rollouts.grading import checked_reward
 from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
 from mint.rl.tasks.tools import parse_tool_calls
@@ -43,39 +43,40 @@ class EpisodeLimits:
 
 
 def roll_out_episodes(
-    sampler: SamplingClient,
+    sampling_client: SamplingClient,
     adapter: MessageEnvAdapter,
-    samples: Sequence[Any],
-    items: Sequence[int],
+    requests: Sequence[GroupRequest],
     *,
     tokenizer: Any,
     calls: CallPool,
-    num_samples: int,
-    params: Sequence[SamplingParams],
+    group_size: int,
     limits: EpisodeLimits,
     policy_step: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Group]:
-    """`num_samples` graded episodes of each sample; `params[i]` (and its seed) and `items[i]` belong to `samples[i]`.
+    """`group_size` graded episodes for each request.
 
-    The first turn of a group draws from `params[i].seed`, turn t of its episode g from `mix_seed(seed, g, t)`. A group
-    whose first turn cannot be sampled has an `error` and no rollouts. `clock` times the sampler for the trace.
+    The first turn of a group draws from the request's own seed, turn t of its episode g from `mix_seed(seed, g, t)`. A
+    group whose first turn cannot be sampled has an `error` and no rollouts. `clock` times the sampler for the trace.
 
     Raises:
         InvalidRequestError: the tokenizer has no chat template.
     """
-    batch = _Batch(sampler, calls, limits, clock, _Formats(tokenizer))
-    groups = [[_Episode(place, index, params[place]) for index in range(num_samples)] for place in range(len(samples))]
-    batch.open([episode for group in groups for episode in group], adapter, samples)
+    batch = _Batch(sampling_client, calls, limits, clock, _Formats(tokenizer))
+    groups = [
+        [_Episode(place, index, request.params) for index in range(group_size)]
+        for place, request in enumerate(requests)
+    ]
+    batch.open([episode for group in groups for episode in group], adapter, requests)
     while living := [episode for group in groups for episode in group if episode.stop_reason is None]:
         batch.sample(living)
         batch.step([episode for episode in living if episode.stop_reason is None])
     finished = []
-    for place, group in enumerate(groups):
+    for place, (request, group) in enumerate(zip(requests, groups, strict=True)):
         error = batch.sampling_errors.get(place)
         rollouts = [] if error is not None else [episode.to_rollout(adapter, policy_step) for episode in group]
         prompt = next((episode.turns[0].prompt for episode in group if episode.turns), [])
-        finished.append(Group(samples[place], items[place], prompt, rollouts, error=error))
+        finished.append(Group(request.item, request.index, prompt, rollouts, error=error))
     return finished
 
 
@@ -109,7 +110,7 @@ class _Episode:
     def tokens(self) -> int:
         return sum(len(turn.tokens) for turn in self.turns)
 
-    def fail(self, answer: Answer) -> None:
+    def fail(self, answer: CallResult) -> None:
         """The episode ends here, without a reward."""
         self.stop_reason, self.error, self.timed_out = "error", answer.failure, answer.timed_out
         self.unsupported = isinstance(answer.error, UnsupportedError)
@@ -163,7 +164,7 @@ class _Episode:
         if self.error is None:
             parts = {} if self.parts.keys() <= {"reward"} else self.parts
             try:
-                reward = accept(adapter, Reward(self.reward, parts, self.info))
+                reward = checked_reward(adapter, Reward(self.reward, parts, self.info))
             except MintError as error:
                 self.error = str(error)
         return Rollout(
@@ -210,20 +211,20 @@ class _Batch:
 
     def __init__(
         self,
-        sampler: SamplingClient,
+        sampling_client: SamplingClient,
         calls: CallPool,
         limits: EpisodeLimits,
         clock: Callable[[], float],
         formats: _Formats,
     ) -> None:
-        self._sampler, self._calls, self._limits = sampler, calls, limits
+        self._sampling_client, self._calls, self._limits = sampling_client, calls, limits
         self._clock, self._formats = clock, formats
         self.sampling_errors: dict[int, str] = {}
 
-    def open(self, episodes: Sequence[_Episode], adapter: MessageEnvAdapter, samples: Sequence[Any]) -> None:
+    def open(self, episodes: Sequence[_Episode], adapter: MessageEnvAdapter, requests: Sequence[GroupRequest]) -> None:
         """Makes the environments and their first prompts."""
         opened = []
-        for episode, made in self._ask(episodes, lambda one: lambda: adapter.make_env(samples[one.group])):
+        for episode, made in self._ask(episodes, lambda one: lambda: adapter.make_env(requests[one.group].item)):
             episode.env = made.value
             opened.append(episode)
         for episode, observed in self._ask(opened, lambda one: one.env.initial_observation):
@@ -241,7 +242,10 @@ class _Batch:
             first = not episode.turns
             requests.setdefault((episode.group, tuple(episode.prompt) if first else episode.index), []).append(episode)
         sent = [
-            (group, self._sampler.sample(ModelInput.from_ints(group[0].prompt), len(group), self._params(group[0])))
+            (
+                group,
+                self._sampling_client.sample(ModelInput.from_ints(group[0].prompt), len(group), self._params(group[0])),
+            )
             for group in requests.values()
         ]
         for group, future in sent:
@@ -261,7 +265,7 @@ class _Batch:
             if episode.turns and isinstance(error, PromptTooLongError):
                 episode.cut = "max_episode_tokens"
             else:
-                episode.fail(Answer(error=error))
+                episode.fail(CallResult(error=error))
 
     def _params(self, episode: _Episode) -> SamplingParams:
         params, changes = episode.params, dict[str, Any]()
@@ -288,7 +292,7 @@ class _Batch:
                 self._take(episode, answer)
                 episode.stop_reason = episode.cut
 
-    def _take(self, episode: _Episode, answer: Answer) -> MessageStepResult:
+    def _take(self, episode: _Episode, answer: CallResult) -> MessageStepResult:
         result = answer.value
         if not isinstance(result, MessageStepResult):
             raise InvalidRequestError(
@@ -309,7 +313,9 @@ class _Batch:
             return "max_episode_tokens"
         return "wall_time" if episode.seconds >= limits.wall_time_s else None
 
-    def _ask(self, episodes: Sequence[_Episode], call_of: Callable[[_Episode], Call]) -> list[tuple[_Episode, Answer]]:
+    def _ask(
+        self, episodes: Sequence[_Episode], call_of: Callable[[_Episode], Call]
+    ) -> list[tuple[_Episode, CallResult]]:
         """One call per episode, all together; those that failed or hung end here and are left out."""
         answered = []
         for episode, answer in zip(episodes, self._calls.run([call_of(one) for one in episodes]), strict=True):
@@ -332,7 +338,7 @@ class _Charged:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, Exception):
-            self._episode.fail(Answer(error=error))
+            self._episode.fail(CallResult(error=error))
             return True
         return False
 

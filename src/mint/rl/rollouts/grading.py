@@ -1,6 +1,6 @@
-"""From what a grader answers to a reward that may be trained on: finite, within its declared range, its parts named.
+"""Grades completions: calls the task's grader and checks that the reward is finite and within its declared range.
 
-A grader that fails, hangs, leaves its range or cannot judge costs its own completions and no others; what happened is
+A grader that fails, hangs, leaves its range or cannot judge costs its own completions and no others; the reason is
 kept with them. Knows nothing of policies or tokens.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mint.errors import MintError
-from mint.rl.adapter import Answered, RLAdapter, Task
-from mint.rl.call_pool import Answer, CallPool
+from mint.rl.adapter import Graded, RLAdapter, Task, task_name
+from mint.rl.call_pool import Call, CallPool, CallResult
 from mint.rl.reward import Reward, UnsupportedError
 
 
@@ -33,15 +33,15 @@ class Grade:
     timed_out: bool = False
 
 
-def accept(task: Task, answered: Any) -> Reward:
+def checked_reward(task: Task, returned: Any) -> Reward:
     """The reward, checked against the task's declared range.
 
     Raises:
         RewardError: it is not a finite number, or outside `task.reward_range`; names the grader.
     """
-    reward = answered if isinstance(answered, Reward) else None
-    value: Any = answered if reward is None else reward.value
-    grader = type(task).__name__
+    reward = returned if isinstance(returned, Reward) else None
+    value: Any = returned if reward is None else reward.value
+    grader = task_name(task)
     if not _is_finite(value):
         raise RewardError(
             f"the reward {value!r} of {grader} is not a finite number", remedy="Return a number, or raise an exception"
@@ -61,42 +61,41 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def grade_completions(calls: CallPool, adapter: RLAdapter, responses: Sequence[str], sample: Any) -> list[Grade]:
-    """One grade per response of one sample, in order: by the group's judge where there is one, else each alone."""
-    (answer,) = calls.run([lambda: adapter.compute_group_rewards(responses, sample)])
-    if answer.error is not None:
-        return [_failed(answer) for _ in responses]
-    if answer.value is not None:
-        return [_grade_one_of_group(adapter, value) for value in answer.value]
-    return [_grade(adapter, answer) for answer in calls.run([_call(adapter, text, sample) for text in responses])]
+def grade_group(calls: CallPool, adapter: RLAdapter, responses: Sequence[str], item: Any) -> list[Grade]:
+    """One grade per response to one item, in order: by `compute_group_rewards` if the task has it, else one by one."""
+    (result,) = calls.run([lambda: adapter.compute_group_rewards(responses, item)])
+    if result.error is not None:
+        return [_failed(result) for _ in responses]
+    if result.value is not None:
+        return [_grade_one_of_group(adapter, value) for value in result.value]
+    return grade_one_by_one(calls, adapter, [(response, item) for response in responses])
 
 
-def grade_single(calls: CallPool, adapter: RLAdapter, responses: Sequence[str], samples: Sequence[Any]) -> list[Grade]:
-    """One grade per (response, sample) pair, each judged alone."""
-    pairs = zip(responses, samples, strict=True)
-    return [_grade(adapter, answer) for answer in calls.run([_call(adapter, *pair) for pair in pairs])]
+def grade_one_by_one(calls: CallPool, adapter: RLAdapter, pairs: Sequence[tuple[str, Any]]) -> list[Grade]:
+    """One grade per (response, item), in order, each by `compute_reward`."""
+    return [_grade(adapter, result) for result in calls.run([_reward_call(adapter, *pair) for pair in pairs])]
 
 
-def _call(adapter: RLAdapter, text: str, sample: Any) -> Any:
-    return lambda: adapter.compute_reward(text, sample)
+def _reward_call(adapter: RLAdapter, response: str, item: Any) -> Call:
+    return lambda: adapter.compute_reward(response, item)
 
 
-def _grade_one_of_group(adapter: RLAdapter, value: Answered | None) -> Grade:
+def _grade_one_of_group(adapter: RLAdapter, value: Graded | None) -> Grade:
     if value is None:
         return Grade(None, error="the judge gave no verdict on it")
-    return _grade(adapter, Answer(value))
+    return _grade(adapter, CallResult(value))
 
 
-def _grade(adapter: RLAdapter, answer: Answer) -> Grade:
-    if answer.error is not None:
-        return _failed(answer)
+def _grade(adapter: RLAdapter, result: CallResult) -> Grade:
+    if result.error is not None:
+        return _failed(result)
     try:
-        reward = accept(adapter, answer.value)
+        reward = checked_reward(adapter, result.value)
     except MintError as error:
         return Grade(None, error=str(error))
     return Grade(reward.value, reward.parts, reward.info)
 
 
-def _failed(answer: Answer) -> Grade:
-    unsupported = isinstance(answer.error, UnsupportedError)
-    return Grade(None, error=answer.failure, unsupported=unsupported, timed_out=answer.timed_out)
+def _failed(result: CallResult) -> Grade:
+    unsupported = isinstance(result.error, UnsupportedError)
+    return Grade(None, error=result.failure, unsupported=unsupported, timed_out=result.timed_out)

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mint.errors import InvalidRequestError
-from mint.rl.adapter import Answered
+from mint.rl.adapter import Graded
 from mint.rl.call_pool import CallPool
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, RewardRange
 from mint.rl.tasks.chat_format import NOT_RENDERED
 from mint.rl.tasks.tools import Tool, ToolCall, ToolError, as_text, parse_tool_calls, without_reasoning
 
-Grader = Callable[[str, Sequence[Message]], Answered | Awaitable[Answered]]
+Grader = Callable[[str, Sequence[Message]], Graded | Awaitable[Graded]]
 """(the final text, the tool results so far) → the outcome. A result's `trace` holds tool, arguments, ok and ms."""
 
 
@@ -91,7 +91,7 @@ class ToolEnv(MessageEnv):
             return self._finish_later(graded, violations)
         return self._result(violations, outcome=_outcome(graded))
 
-    async def _finish_later(self, graded: Awaitable[Answered], violations: Counter[str]) -> MessageStepResult:
+    async def _finish_later(self, graded: Awaitable[Graded], violations: Counter[str]) -> MessageStepResult:
         return self._result(violations, outcome=_outcome(await graded))
 
     def _answer(self, calls: Sequence[ToolCall], violations: Counter[str]) -> list[Message]:
@@ -167,7 +167,7 @@ _JUST_BELOW = 1 - 1e-12
 """Keeps the rounding of a sum of charges within the declared range."""
 
 
-def _outcome(graded: Answered) -> Reward:
+def _outcome(graded: Graded) -> Reward:
     if isinstance(graded, Reward):
         return graded
     if isinstance(graded, int | float):

@@ -9,20 +9,19 @@ from typing import Any
 import numpy as np
 
 from mint.rl.adapter import Task
-from mint.rl.rollout import Group, Rollout
-from mint.rl.rollouts.rollout_worker import StepRollouts
+from mint.rl.rollout import Group, Rollout, RolloutBatch
 from mint.rl.tracking.token_counts import step_ledger
 from mint.rl.training.policy_update import Update
 
 
 def success_rate(task: Task, group: Group) -> float | None:
-    """How far the group's graded rollouts solve their sample, 0 to 1: the share of successes, partial credit counted
+    """How far the group's graded rollouts solve their item, 0 to 1: the share of successes, partial credit counted
     as a part of one. None where none is graded."""
     solved = [min(1.0, max(0.0, reward / task.success_reward)) for reward in group.rewards]
     return sum(solved) / len(solved) if solved else None
 
 
-def step_metrics(task: Task, batch: StepRollouts, update: Update) -> dict[str, float]:
+def step_metrics(task: Task, batch: RolloutBatch, update: Update) -> dict[str, float]:
     """The metrics of a step by the names of the run folder, those of the optimizer included."""
     rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
     return {
@@ -38,7 +37,7 @@ def step_metrics(task: Task, batch: StepRollouts, update: Update) -> dict[str, f
     }
 
 
-def _reward_metrics(task: Task, batch: StepRollouts, rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _reward_metrics(task: Task, batch: RolloutBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:
     rewards = np.asarray([rollout.reward for rollout in rollouts if rollout.reward is not None], dtype=np.float64)
     names = sorted({name for rollout in rollouts for name in rollout.parts})
     parts = {
@@ -58,7 +57,7 @@ def _reward_metrics(task: Task, batch: StepRollouts, rollouts: Sequence[Rollout]
     }
 
 
-def _group_metrics(task: Task, batch: StepRollouts) -> dict[str, float]:
+def _group_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
     ends = [(min(group.rewards), max(group.rewards)) for group in batch.all_groups if len(group.rewards) > 1]
     equal = [low for low, high in ends if low == high]
     good = sum(map(task.is_success, equal))
@@ -104,7 +103,7 @@ def _info_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in sorted(found.items())}
 
 
-def rollout_rows(batch: StepRollouts, update: Update, tokenizer: Any) -> list[dict[str, Any]]:
+def rollout_rows(batch: RolloutBatch, update: Update, tokenizer: Any) -> list[dict[str, Any]]:
     """One row per rollout for the log, and one per group that could not be sampled."""
     judged = {id(one.rollout): one.advantage for one in update.judged}
     trained = {id(one.rollout) for one in update.chosen}
@@ -112,7 +111,7 @@ def rollout_rows(batch: StepRollouts, update: Update, tokenizer: Any) -> list[di
     entropies = {id(one.rollout): values for one, values in zip(update.chosen, update.entropies, strict=False)}
     rows: list[dict[str, Any]] = []
     for place, group in enumerate(batch.all_groups):
-        shared = {"step": batch.step, "group": place, "item": group.item, "sample": str(group.sample)}
+        shared = {"step": batch.step, "group": place, "item": group.index, "sample": str(group.item)}
         if group.error is not None:
             rows.append({**shared, "error": group.error})
             continue

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mint.rl.rollouts.rollout_worker import StepRollouts
+from mint.rl.rollout import RolloutBatch
 from mint.rl.training.policy_update import Update
 
 CLIP_FRACTIONS = ("train/clip_low_fraction", "train/clip_high_fraction")
@@ -35,7 +35,7 @@ class Ledger:
         return Ledger(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-def step_ledger(batch: StepRollouts, update: Update) -> dict[str, float]:
+def step_ledger(batch: RolloutBatch, update: Update) -> dict[str, float]:
     """The `ledger/*` metrics of one step.
 
     `ledger/gradient` is `trained` less the tokens beyond the clip range, for losses that report one: an upper bound of

@@ -13,7 +13,7 @@ import numpy as np
 from mint.client.training_client import TrainingClient
 from mint.rl.config import RLConfig
 from mint.rl.finding import Finding
-from mint.rl.rollouts.rollout_worker import StepRollouts
+from mint.rl.rollout import RolloutBatch
 from mint.rl.training.advantages import RolloutAdvantage, loss_weights, rollout_advantages
 from mint.rl.training.datum_check import check_datums
 from mint.rl.training.datums import rollout_datums
@@ -49,7 +49,7 @@ class Updater:
         """`reference` is that of the KL penalty, None without one."""
         self.trainer, self.reference, self.config = trainer, reference, config
 
-    def update(self, batch: StepRollouts, *, on_policy: bool) -> Update:
+    def update(self, batch: RolloutBatch, *, on_policy: bool) -> Update:
         """The optimizer steps of one batch; none at all where no group had a signal."""
         judged = rollout_advantages(batch.groups, self.config)
         informative = {id(one.group) for one in judged if one.advantage}

@@ -1,0 +1,65 @@
+"""Collects the batch of a step: which items, sampled with which weights, and refills for groups without a signal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mint.client.sampling_client import SamplingClient
+from mint.errors import RequestFailedError
+from mint.rl.config import RLConfig
+from mint.rl.rollout import Group, GroupRequest, RolloutBatch
+from mint.rl.rollouts.item_order import ItemOrder
+from mint.rl.rollouts.rollout_worker import RolloutWorker
+from mint.rl.seeds import mix_seed
+from mint.rl.training.advantages import apply_truncation_penalty, has_unequal_rewards
+
+
+class BatchCollector:
+    """Collects one batch of graded groups per step."""
+
+    def __init__(self, worker: RolloutWorker, dataset: Sequence[Any], order: ItemOrder, config: RLConfig) -> None:
+        self.worker, self.dataset, self.order, self.config = worker, dataset, order, config
+
+    def collect(self, step: int, sampling_client: SamplingClient, policy_step: int) -> RolloutBatch:
+        """The rollouts of `step`. With `dynamic_sampling`, groups with equal rewards are replaced by groups of other
+        items, up to `max_refill`.
+
+        Raises:
+            RequestFailedError: not one prompt could be sampled.
+        """
+        config = self.config
+        wanted = config.batch_size
+        groups = self._roll_out(step, sampling_client, policy_step, first=0, count=wanted)
+        if all(group.error for group in groups):
+            raise RequestFailedError(f"step {step}: no prompt could be sampled; the first said: {groups[0].error}")
+        while config.dynamic_sampling:
+            missing = wanted - sum(has_unequal_rewards(group, config) for group in groups)
+            missing = min(missing, wanted + int(config.max_refill * wanted) - len(groups))
+            if missing <= 0:
+                break
+            groups += self._roll_out(step, sampling_client, policy_step, first=len(groups), count=missing)
+        informative_first = sorted(groups, key=lambda group: not has_unequal_rewards(group, config))
+        chosen = {id(group) for group in informative_first[:wanted]}
+        return RolloutBatch(
+            step,
+            groups=[group for group in groups if id(group) in chosen],
+            replaced=[group for group in groups if id(group) not in chosen],
+            policy_step=policy_step,
+            temperature=config.temperature_at(step),
+        )
+
+    def _roll_out(
+        self, step: int, sampling_client: SamplingClient, policy_step: int, *, first: int, count: int
+    ) -> list[Group]:
+        config = self.config
+        requests = [
+            GroupRequest(
+                self.dataset[index],
+                index,
+                config.sampling_params(mix_seed(config.seed, step, first + place), config.temperature_at(step)),
+            )
+            for place, index in enumerate(self.order.take(step, count))
+        ]
+        groups = self.worker.roll_out(sampling_client, requests, group_size=config.group_size, policy_step=policy_step)
+        return apply_truncation_penalty(groups, config)
