@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 
-HEAVY = ["torch", "transformers", "fastapi", "starlette", "sqlalchemy", "tokenizers", "safetensors", "matplotlib"]
+HEAVY = ["torch", "transformers", "fastapi", "starlette", "tokenizers", "safetensors", "matplotlib"]
 
 
 def loaded_by(code: str) -> list[str]:

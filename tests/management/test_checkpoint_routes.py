@@ -10,7 +10,8 @@ from owners import Place, refusal
 
 import mint
 from mint.errors import InvalidRequestError, NotFoundError
-from mint.server.store.catalog import EXPIRY_GRACE_S, Catalog
+from mint.server.store.checkpoint_catalog import EXPIRY_GRACE_S, CheckpointCatalog
+from mint.server.store.run_catalog import RunCatalog
 from mint.server.worker.samplers import KEPT_IN_ENGINE
 from mint.types.records import CopyWeightsRequest
 
@@ -24,8 +25,13 @@ class Clocks:
     def __init__(self) -> None:
         self.now, self.seconds = 1_800_000_000.0, 50.0
 
-    def catalog(self, place: Place) -> Catalog:
-        return Catalog(place.service.journal, place.data_dir, clock=lambda: self.now, ticks=lambda: self.seconds)
+    def catalog(self, place: Place) -> CheckpointCatalog:
+        return CheckpointCatalog(
+            place.service.journal, place.data_dir, clock=lambda: self.now, ticks=lambda: self.seconds
+        )
+
+    def run_catalog(self, place: Place) -> RunCatalog:
+        return RunCatalog(place.service.journal, place.data_dir, clock=lambda: self.now)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -63,7 +69,7 @@ def test_what_already_samples_a_deleted_checkpoint_goes_on(place: Place) -> None
     assert isinstance(refusal(lambda: client.create_sampling_client(model_path=path).result()), NotFoundError)
     assert len(place.folders()) == 1
     client.close()
-    place.service.catalog.tidy()
+    place.service.checkpoint_catalog.remove_expired()
     assert place.folders() == set()
 
 
@@ -103,11 +109,11 @@ def test_an_expired_checkpoint_is_hidden_at_once_and_its_files_go_later(place: P
     clocks.wait(101)
     assert isinstance(refusal(lambda: catalog.checkpoint("alice", path)), NotFoundError)
     assert catalog.checkpoints("alice").checkpoints == []
-    assert catalog.run("alice", trainer.model_id).last_checkpoint is None
-    assert catalog.tidy() == 0
+    assert clocks.run_catalog(place).run("alice", trainer.model_id).last_checkpoint is None
+    assert catalog.remove_expired() == 0
     assert len(place.folders()) == 1
     clocks.wait(EXPIRY_GRACE_S)
-    assert catalog.tidy() == 1
+    assert catalog.remove_expired() == 1
     assert place.folders() == set()
 
 
@@ -120,15 +126,15 @@ def test_a_clock_that_jumps_and_comes_back_removes_nothing(place: Place) -> None
         clocks.now += jump
         for _ in range(5):
             clocks.wait(60)
-            catalog.tidy()
+            catalog.remove_expired()
         clocks.now -= jump
         clocks.wait(60)
-        catalog.tidy()
+        catalog.remove_expired()
     assert catalog.checkpoint("alice", path).checkpoint_id == "weights/one"
     clocks.wait(3600)
-    catalog.tidy()
+    catalog.remove_expired()
     clocks.wait(EXPIRY_GRACE_S)
-    assert catalog.tidy() == 1
+    assert catalog.remove_expired() == 1
 
 
 def test_what_a_living_session_samples_does_not_expire(place: Place) -> None:
@@ -142,12 +148,12 @@ def test_what_a_living_session_samples_does_not_expire(place: Place) -> None:
     catalog.set_ttl("alice", path, 1)
     for _ in range(3):
         clocks.wait(EXPIRY_GRACE_S)
-        assert catalog.tidy() == 0
+        assert catalog.remove_expired() == 0
     assert sampler.sample(PROMPT, 1, PARAMS).result() == before
     client.close()
-    catalog.tidy()
+    catalog.remove_expired()
     clocks.wait(EXPIRY_GRACE_S)
-    assert catalog.tidy() == 1
+    assert catalog.remove_expired() == 1
     assert place.folders() == set()
 
 
@@ -214,7 +220,7 @@ def test_a_copy_into_a_session_takes_a_free_slot_there(place: Place) -> None:
     client = place.client("alice")
     trainer = client.create_lora_training_client("mint/tiny", rank=4)
     path = trainer.save_state("one").result().path
-    catalog, session_id = place.service.catalog, client.session_id
+    catalog, session_id = place.service.checkpoint_catalog, client.session_id
     copy = catalog.copy("alice", CopyWeightsRequest(source_path=path, session_id=session_id, model_seq_id=1))
     assert copy == f"tinker://{session_id}:train:1/weights/one"
     error = refusal(
@@ -228,10 +234,10 @@ def test_a_copy_counts_for_the_quota(place: Place) -> None:
     size = place.rest("alice").get_checkpoint(path).result().size_bytes
     assert size is not None
     request = CopyWeightsRequest(source_path=path)
-    error = refusal(lambda: place.service.catalog.copy("alice", request, max_bytes=2 * size - 1))
+    error = refusal(lambda: place.service.checkpoint_catalog.copy("alice", request, max_bytes=2 * size - 1))
     assert error.field == "max_checkpoint_bytes"
     assert error.status == 400
-    place.service.catalog.copy("alice", request, max_bytes=2 * size)
+    place.service.checkpoint_catalog.copy("alice", request, max_bytes=2 * size)
 
 
 # --- ids ---------------------------------------------------------------------------------------------------------
@@ -304,6 +310,6 @@ def test_an_overwritten_checkpoint_goes_on_being_sampled_as_it_was(place: Place)
 def test_the_name_of_an_expired_checkpoint_is_free_again(place: Place) -> None:
     trainer = place.trainer("alice")
     path = trainer.save_state("one").result().path
-    Catalog(place.service.journal, place.data_dir, clock=lambda: 0.0).set_ttl("alice", path, 60)
+    CheckpointCatalog(place.service.journal, place.data_dir, clock=lambda: 0.0).set_ttl("alice", path, 60)
     assert trainer.save_state("one").result().path == path
     assert place.rest("alice").get_checkpoint(path).result().expires_at is None

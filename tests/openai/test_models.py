@@ -85,7 +85,7 @@ def test_a_checkpoint_answers_under_each_of_its_names(
     own = sampled(server.mint_client().create_sampling_client(model_path=sampling))
     (alias,) = [
         kept.alias
-        for kept in server.running.service.catalog.checkpoints("ada").checkpoints
+        for kept in server.running.service.checkpoint_catalog.checkpoints("ada").checkpoints
         if kept.tinker_path == sampling
     ]
     for name in (sampling, sampling.replace("mint://", "tinker://"), training, alias):
@@ -124,19 +124,17 @@ def test_what_others_own_is_not_there_until_it_is_published(
             with pytest.raises(openai.NotFoundError) as nothing:
                 said(bob, name.replace("sess", "sess0"))
             assert refusal.value.body["message"].replace("sess", "sess0") == nothing.value.body["message"]
-        server.running.service.catalog.publish("ada", path, public=True)
+        server.running.service.checkpoint_catalog.publish("ada", path, public=True)
         assert said(bob, path) == said(client, path)
         assert path not in [model.id for model in bob.models.list()]
 
 
 def test_requests_leave_no_session_and_no_sampler_behind(server: Server, client: openai.OpenAI) -> None:
     service = server.running.service
-    journal = service.journal
 
     def rows() -> tuple[int, int]:
-        with journal.database.transaction(write=False) as connection:
-            count = lambda table: connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar_one()  # noqa: E731
-            return count("sessions"), count("samplers")
+        database = service.journal.database
+        return database.value("SELECT count(*) FROM sessions"), database.value("SELECT count(*) FROM samplers")
 
     before, open_before = rows(), service.open_sessions
     for _ in range(5):

@@ -14,7 +14,7 @@ from mint import wire
 from mint.errors import RecoveryDivergedError
 from mint.server.callers import LOCAL
 from mint.server.store.checkpoints import JOURNAL_FILE
-from mint.server.store.database import SCHEMA_VERSION
+from mint.server.store.schema import SCHEMA_VERSION
 from mint.types import ForwardBackwardOutput
 from mint.wire.codec import Encoding
 from mint.wire.requests import ForwardBackwardRequest

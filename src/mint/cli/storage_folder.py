@@ -13,12 +13,13 @@ from pathlib import Path
 from mint.config import Settings
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.models import registry
+from mint.server.callers import LOCAL_OWNER
 from mint.server.http.file_routes import ARCHIVE, open_file
 from mint.server.service import uploads
-from mint.server.store.catalog import Catalog
+from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoints import JOURNAL_FILE, CheckpointPath, find_checkpoint
-from mint.server.store.database import LOCAL_OWNER
 from mint.server.store.journal import Journal
+from mint.server.store.run_catalog import RunCatalog
 from mint.server.store.session_catalog import SessionCatalog
 from mint.types import SupportedModel
 from mint.types.records import (
@@ -62,8 +63,8 @@ class Folder:
         return self._opened
 
     @property
-    def _catalog(self) -> Catalog:
-        return Catalog(self._journal, self._data_dir)
+    def _catalog(self) -> CheckpointCatalog:
+        return CheckpointCatalog(self._journal, self._data_dir)
 
     @property
     def _sessions(self) -> SessionCatalog:
@@ -71,11 +72,11 @@ class Folder:
 
     def runs(self, page: PageQuery) -> TrainingRunsResponse:
         """A page of everybody's training runs."""
-        return self._catalog.runs(OPERATOR, page)
+        return RunCatalog(self._journal, self._data_dir).runs(OPERATOR, page)
 
     def run(self, run_id: str) -> TrainingRun:
         """One training run."""
-        return self._catalog.run(OPERATOR, run_id)
+        return RunCatalog(self._journal, self._data_dir).run(OPERATOR, run_id)
 
     def checkpoints(self, page: PageQuery) -> CheckpointsListResponse:
         """A page of everybody's checkpoints."""

@@ -27,7 +27,7 @@ class EmbeddedService:
     def __init__(self, data_dir: Path, engine: Engine, settings: Settings, **options: Any) -> None:
         """Opens `data_dir` and begins to work; `options` are those of `Service`."""
         try:
-            from mint.server.http.app import create_app  # deferred: sqlalchemy and starlette, which remote users lack
+            from mint.server.http.app import create_app  # deferred: starlette, which remote users lack
             from mint.server.service.service import Service
         except ImportError as error:
             raise _missing(error) from error

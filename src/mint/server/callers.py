@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mint.server.store.database import LOCAL_OWNER
+LOCAL_OWNER = "local"
+"""The owner of what is made without keys: in this process, or by a server that asks for none. Also in the schema."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from mint.server.service.uploads import SCRATCH, archive_manifest, full_disk_nam
 from mint.server.store import archives, checkpoints
 from mint.server.store.archives import Part
 from mint.server.store.checkpoints import CheckpointPath, Manifest
-from mint.server.store.journal import CheckpointRow
+from mint.server.store.rows import CheckpointRow
 from mint.types.records import ExternalWeightsUrlsResponse, UploadCheckpointResponse
 
 if TYPE_CHECKING:

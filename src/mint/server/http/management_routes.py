@@ -28,13 +28,13 @@ _OLD_SDK = re.compile(r"0\.(?:1?\d|2[0-7])\.")
 
 async def list_training_runs(call: Call) -> Response:
     """The caller's training runs, newest first: `limit`, `offset`, `access_scope`, `project_id`."""
-    return answer(call.service.catalog.runs(call.caller.owner, _page(call)))
+    return answer(call.service.run_catalog.runs(call.caller.owner, _page(call)))
 
 
 async def get_training_run(call: Call) -> Response:
     """One training run; with `access_scope=accessible` also of another owner who has published something of it."""
     accessible = _page(call).access_scope == "accessible"
-    return answer(call.service.catalog.run(call.caller.owner, _part(call, "run_id"), accessible=accessible))
+    return answer(call.service.run_catalog.run(call.caller.owner, _part(call, "run_id"), accessible=accessible))
 
 
 def _readable_by_sdk(call: Call, found: records.CheckpointsListResponse) -> records.CheckpointsListResponse:
@@ -49,48 +49,48 @@ def _readable_by_sdk(call: Call, found: records.CheckpointsListResponse) -> reco
 
 async def list_run_checkpoints(call: Call) -> Response:
     """All checkpoints of a run, newest first; of another owner's run, those that are published."""
-    found = call.service.catalog.checkpoints_of(call.caller.owner, _part(call, "run_id"))
+    found = call.service.checkpoint_catalog.checkpoints_of(call.caller.owner, _part(call, "run_id"))
     return answer(_readable_by_sdk(call, found))
 
 
 async def list_checkpoints(call: Call) -> Response:
     """The caller's checkpoints of all runs, newest first: `limit`, `offset`, `access_scope`."""
-    found = call.service.catalog.checkpoints(call.caller.owner, _page(call, limit=CHECKPOINTS_PAGE))
+    found = call.service.checkpoint_catalog.checkpoints(call.caller.owner, _page(call, limit=CHECKPOINTS_PAGE))
     return answer(_readable_by_sdk(call, found))
 
 
 async def get_checkpoint(call: Call) -> Response:
     """One checkpoint."""
-    return answer(call.service.catalog.checkpoint(call.caller.owner, _path(call)))
+    return answer(call.service.checkpoint_catalog.checkpoint(call.caller.owner, _path(call)))
 
 
 async def get_checkpoint_by_alias(call: Call) -> Response:
     """One checkpoint by its `ckpt_…` id."""
-    return answer(call.service.catalog.checkpoint(call.caller.owner, _part(call, "alias")))
+    return answer(call.service.checkpoint_catalog.checkpoint(call.caller.owner, _part(call, "alias")))
 
 
 async def delete_checkpoint(call: Call) -> Response:
     """Forgets a checkpoint for good; what was made from it goes on."""
-    call.service.catalog.delete(call.caller.owner, _path(call))
+    call.service.checkpoint_catalog.delete(call.caller.owner, _path(call))
     return answer_json(b"{}")
 
 
 async def publish_checkpoint(call: Call) -> Response:
     """Makes a checkpoint readable by everyone who knows its path."""
-    call.service.catalog.publish(call.caller.owner, _path(call), public=True)
+    call.service.checkpoint_catalog.publish(call.caller.owner, _path(call), public=True)
     return answer_json(b"{}")
 
 
 async def unpublish_checkpoint(call: Call) -> Response:
     """Makes a checkpoint readable by its owner alone."""
-    call.service.catalog.publish(call.caller.owner, _path(call), public=False)
+    call.service.checkpoint_catalog.publish(call.caller.owner, _path(call), public=False)
     return answer_json(b"{}")
 
 
 async def set_checkpoint_ttl(call: Call) -> Response:
     """How long a checkpoint is kept from now on; null keeps it for good."""
     ttl_seconds = wire.decode(records.SetCheckpointTtlRequest, call.body).ttl_seconds
-    call.service.catalog.set_ttl(call.caller.owner, _path(call), ttl_seconds)
+    call.service.checkpoint_catalog.set_ttl(call.caller.owner, _path(call), ttl_seconds)
     return answer_json(b"{}")
 
 
@@ -100,7 +100,7 @@ async def copy_weights(call: Call) -> Response:
     headers = call.request.headers
     if WEIGHTS_ACCESS_TOKEN in headers:
         request = request.model_copy(update={"weights_access_token": headers[WEIGHTS_ACCESS_TOKEN]})
-    path = call.service.catalog.copy(
+    path = call.service.checkpoint_catalog.copy(
         call.caller.owner,
         request,
         key=headers.get(IDEMPOTENCY_KEY),

@@ -23,7 +23,7 @@ from mint.server.openai.messages import ChatMessage, ChatRequest, CompletionRequ
 from mint.server.openai.models import find_weights
 from mint.server.openai.text import THINK_OPEN, CallReader, TextStream, Vocabulary, read_vocabulary
 from mint.server.service.service import Service
-from mint.server.store.journal import SamplerRow
+from mint.server.store.rows import SamplerRow
 from mint.types import ModelInput, SampleResponse, SamplingParams
 from mint.wire.requests import SampleRequest
 

@@ -13,7 +13,7 @@ from mint.server.openai.messages import Model
 from mint.server.service.service import Service
 from mint.server.store import checkpoints
 from mint.server.store.checkpoints import CheckpointPath
-from mint.server.store.journal import SamplerRow
+from mint.server.store.rows import SamplerRow
 
 OWNED_BY_MINT = "mint"
 
@@ -58,13 +58,13 @@ def list_models(service: Service, caller: Caller) -> list[Model]:
     """
     models = [_model(service, base, base, OWNED_BY_MINT, 0) for base in service.bases.names]
     bases: dict[str, str] = {}
-    for run in service.catalog.runs(caller.owner).training_runs:
+    for run in service.run_catalog.runs(caller.owner).training_runs:
         bases[run.training_run_id] = run.base_model
         is_saved = run.last_checkpoint is not None or run.last_sampler_checkpoint is not None
         if is_saved or service.journal.saves(run.training_run_id, limit=1):
             created = int(run.last_request_time.timestamp())
             models.append(_model(service, run.training_run_id, run.base_model, run.model_owner, created))
-    for kept in service.catalog.checkpoints(caller.owner).checkpoints:
+    for kept in service.checkpoint_catalog.checkpoints(caller.owner).checkpoints:
         base = bases.get(CheckpointPath.parse(kept.tinker_path).model_id, "unknown")
         models.append(_model(service, kept.tinker_path, base, caller.owner, int(kept.time.timestamp())))
     return models
@@ -76,7 +76,7 @@ class _NoWeightsError(NotFoundError):
 
 def _newest(service: Service, caller: Caller, run_id: str) -> SamplerRow:
     """The last that was published or saved and is still there; after the session's end, the last checkpoint."""
-    kept = service.catalog.checkpoints_of(caller.owner, run_id).checkpoints
+    kept = service.checkpoint_catalog.checkpoints_of(caller.owner, run_id).checkpoints
     run = service.journal.run(run_id)
     if run is not None and run.owner == caller.owner:
         for result in service.journal.saves(run_id):

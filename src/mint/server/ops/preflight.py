@@ -17,7 +17,7 @@ from mint.errors import InvalidRequestError, MintError
 from mint.models import registry
 from mint.server.http.auth import is_loopback
 from mint.server.store.checkpoints import JOURNAL_FILE
-from mint.server.store.database import SCHEMA_VERSION
+from mint.server.store.schema import SCHEMA_VERSION
 
 
 @dataclass(frozen=True)

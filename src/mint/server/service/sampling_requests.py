@@ -30,7 +30,8 @@ from mint.server.queue.futures import Answer, FutureBook
 from mint.server.queue.queue import Inbox
 from mint.server.service.sessions import Sessions
 from mint.server.store import checkpoints
-from mint.server.store.journal import Journal, SamplerRow
+from mint.server.store.journal import Journal
+from mint.server.store.rows import SamplerRow
 from mint.server.worker.base_models import Bases
 from mint.server.worker.samplers import Samplers, SampleWork
 from mint.types import CreateSamplingSessionResponse, SampleResponse, SamplerInfo, UntypedPromise

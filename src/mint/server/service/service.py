@@ -34,9 +34,11 @@ from mint.server.service.sampling_requests import SamplingDesk
 from mint.server.service.sessions import STALE_S, Sessions
 from mint.server.service.training_requests import TrainingDesk
 from mint.server.store import checkpoints
-from mint.server.store.catalog import Catalog
+from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
-from mint.server.store.journal import JobRow, Journal
+from mint.server.store.journal import Journal
+from mint.server.store.rows import JobRow
+from mint.server.store.run_catalog import RunCatalog
 from mint.server.store.session_catalog import SessionCatalog
 from mint.server.worker.base_models import Bases
 from mint.server.worker.samplers import Samplers
@@ -90,7 +92,8 @@ class Service:
             raise JournalError(f"{data_dir} cannot be used: {error}", remedy="Set MINT_HOME to a folder") from error
         self.data_dir = data_dir
         self.journal = Journal(data_dir / checkpoints.JOURNAL_FILE)
-        self.catalog = Catalog(self.journal, data_dir)
+        self.run_catalog = RunCatalog(self.journal, data_dir)
+        self.checkpoint_catalog = CheckpointCatalog(self.journal, data_dir)
         self.session_catalog = SessionCatalog(self.journal)
         self.bases = Bases(engine, aliases, offered)
         self.futures = FutureBook()
@@ -274,7 +277,7 @@ class Service:
         for session_id in self._sessions.expired():
             log.info("session %s expired", session_id)
             self._end_session(session_id)
-        self.catalog.tidy()
+        self.checkpoint_catalog.remove_expired()
 
 
 def _version_warning(sdk_version: str) -> str | None:

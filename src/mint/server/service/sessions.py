@@ -14,7 +14,8 @@ from typing import Any
 from mint.errors import NotFoundError, OverloadedError, SessionEndedError
 from mint.server.callers import Caller
 from mint.server.ids import new_session_id
-from mint.server.store.journal import Journal, SessionRow
+from mint.server.store.journal import Journal
+from mint.server.store.rows import SessionRow
 
 EXPIRY_S = 900.0
 MADE_UP_SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)

@@ -19,7 +19,8 @@ from mint.server.ids import model_id, request_id, session_of
 from mint.server.queue.futures import Answer, FutureBook
 from mint.server.queue.queue import Inbox
 from mint.server.service.sessions import Sessions
-from mint.server.store.journal import JobRow, Journal, ModelRow, RunRow
+from mint.server.store.journal import Journal
+from mint.server.store.rows import JobRow, ModelRow, RunRow
 from mint.server.worker.base_models import Bases
 from mint.server.worker.trainer import Trainer, TrainingJob
 from mint.types import GetInfoResponse, ModelData, UntypedPromise

@@ -28,9 +28,10 @@ from mint.models.foreign_tensors import ForeignTensors
 from mint.server.ids import model_id, new_session_id
 from mint.server.store import archives, checkpoints
 from mint.server.store.archives import ForeignFiles
-from mint.server.store.catalog import Catalog
+from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoints import CheckpointPath, Manifest
-from mint.server.store.journal import CheckpointRow, Journal, RunRow, SessionRow
+from mint.server.store.journal import Journal
+from mint.server.store.rows import CheckpointRow, RunRow, SessionRow
 from mint.server.store.snapshot_files import size_bytes
 from mint.server.worker.validation import MAX_RANK, MAX_SEED
 
@@ -82,7 +83,7 @@ def import_checkpoint(
     with full_disk_named():
         with ForeignFiles(source, data_dir / SCRATCH) as files:
             content = _read(files, base_model, find)
-        catalog = Catalog(journal, data_dir)
+        catalog = CheckpointCatalog(journal, data_dir)
         catalog.check_storage(owner, max_bytes, size_bytes(content.state))
         return _store(catalog, data_dir, content, owner=owner, name=name)
 
@@ -199,7 +200,7 @@ def _read_optimizer(file: BinaryIO, weights: Mapping[str, np.ndarray]) -> ModelS
     return ModelState(weights, int(step), exp_avg, exp_avg_sq)
 
 
-def _store(catalog: Catalog, data_dir: Path, content: _Content, *, owner: str, name: str) -> CheckpointRow:
+def _store(catalog: CheckpointCatalog, data_dir: Path, content: _Content, *, owner: str, name: str) -> CheckpointRow:
     """Writes the checkpoint and its rows; the folder goes again if the rows cannot be written."""
     session_id = new_session_id()
     run_id = model_id(session_id, 0)

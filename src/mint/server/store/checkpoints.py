@@ -23,7 +23,8 @@ import numpy as np
 from mint.engine.protocol import LoraSpec, ModelState
 from mint.errors import CheckpointError, InvalidRequestError, NotFoundError
 from mint.models.tensor_files import write_file
-from mint.server.store.journal import CheckpointRow, Journal
+from mint.server.store.journal import Journal
+from mint.server.store.rows import CheckpointRow
 from mint.server.store.snapshot_files import read_optimizer, read_weights, write_optimizer, write_weights
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)

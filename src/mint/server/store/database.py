@@ -1,180 +1,183 @@
-"""The database of a data directory: its tables, its schema's history, and one transaction at a time. SQLite.
+"""The SQLite database of a data directory: opens it, migrates it, and reads and writes it in one way.
 
-Knows no query but those that open it and bring an older schema forward. Any thread may use it; writers of other
-processes on the same file are waited for.
+Statements are SQL with named parameters; rows come back as the dataclasses of `rows`. Dicts and lists among the
+parameters are stored as JSON, so a list can be searched in with `IN (SELECT value FROM json_each(:names))`. The driver
+keeps compiled statements by their text, so a hot statement is a constant. Any thread may use the database. Writers of
+other processes on the same file are waited for. Knows no table.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
-
-import sqlalchemy as sa
-from sqlalchemy import event
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.pool import StaticPool
+from typing import Any, TypeVar
 
 from mint.errors import JournalError
 from mint.server.store.durability import Durability
+from mint.server.store.schema import MIGRATIONS, SCHEMA_VERSION, TABLES, statements
 
-SCHEMA_VERSION = 2
+Row = TypeVar("Row")
+
 BUSY_TIMEOUT_S = 30.0
-LOCAL_OWNER = "local"
-"""Who owns what is made without keys: in this process, or by a server that asks for none."""
-
-meta = sa.MetaData()
-sessions = sa.Table(
-    "sessions",
-    meta,
-    sa.Column("session_id", sa.String, primary_key=True),
-    sa.Column("instance_id", sa.String, nullable=False, index=True),
-    sa.Column("user_metadata", sa.JSON),
-    sa.Column("last_seen", sa.Float, nullable=False),
-    sa.Column("ended_at", sa.Float),
-    sa.Column("owner", sa.String, nullable=False, server_default=LOCAL_OWNER, index=True),
-    sa.Column("details", sa.JSON),
-    sa.Column("created_at", sa.Float),
-)
-models = sa.Table(
-    "models",
-    meta,
-    sa.Column("model_id", sa.String, primary_key=True),
-    sa.Column("session_id", sa.String, nullable=False, index=True),
-    sa.Column("base_model", sa.String),
-    sa.Column("lora", sa.JSON),
-    sa.Column("seed_given", sa.Boolean),
-    sa.Column("effective", sa.JSON),
-    sa.Column("applied_seq", sa.Integer, nullable=False),
-    sa.Column("diverged", sa.String),
-)
-jobs = sa.Table(
-    "jobs",
-    meta,
-    sa.Column("model_id", sa.String, primary_key=True),
-    sa.Column("seq_id", sa.Integer, primary_key=True),
-    sa.Column("kind", sa.String, nullable=False),
-    sa.Column("payload", sa.LargeBinary),
-    sa.Column("sha256", sa.String, nullable=False),
-    sa.Column("status", sa.String, nullable=False),
-    sa.Column("result", sa.LargeBinary),
-    sa.Column("digest", sa.String),
-    sa.Column("attempts", sa.Integer, nullable=False, default=0),
-    sa.Column("encoding", sa.String, nullable=False, server_default="application/json"),
-)
-snapshots = sa.Table(
-    "snapshots",
-    meta,
-    sa.Column("model_id", sa.String, primary_key=True),
-    sa.Column("seq_id", sa.Integer, primary_key=True),
-    sa.Column("file", sa.String, nullable=False),
-    sa.Column("digest", sa.String, nullable=False),
-)
-checkpoints = sa.Table(
-    "checkpoints",
-    meta,
-    sa.Column("model_id", sa.String, primary_key=True),
-    sa.Column("kind", sa.String, primary_key=True),
-    sa.Column("name", sa.String, primary_key=True),
-    sa.Column("folder", sa.String, nullable=False),
-    sa.Column("created_at", sa.Float, nullable=False),
-    sa.Column("owner", sa.String, nullable=False, server_default=LOCAL_OWNER, index=True),
-    sa.Column("public", sa.Boolean, nullable=False, server_default=sa.false()),
-    sa.Column("expires_at", sa.Float),
-    sa.Column("size_bytes", sa.Integer),
-    sa.Column("user_metadata", sa.JSON),
-)
-samplers = sa.Table(
-    "samplers",
-    meta,
-    sa.Column("sampler_id", sa.String, primary_key=True),
-    sa.Column("session_id", sa.String, nullable=False, index=True),
-    sa.Column("base_model", sa.String, nullable=False),
-    sa.Column("model_path", sa.String),
-    sa.Column("weights_id", sa.String),
-    sa.Column("file", sa.String),
-    sa.Column("lora", sa.JSON),
-    sa.Column("seed_root", sa.String, nullable=False),
-)
+CACHED_STATEMENTS = 256
+VACUUM_PAGES = 2000
+"""How many free pages are given back at once: about 8 MB, in 0.1 s."""
 
 
-runs = sa.Table(
-    "runs",
-    meta,
-    sa.Column("run_id", sa.String, primary_key=True),
-    sa.Column("session_id", sa.String, nullable=False, index=True),
-    sa.Column("owner", sa.String, nullable=False, index=True),
-    sa.Column("base_model", sa.String),
-    sa.Column("lora", sa.JSON),
-    sa.Column("user_metadata", sa.JSON),
-    sa.Column("created_at", sa.Float, nullable=False),
-    sa.Column("last_request_at", sa.Float, nullable=False),
-    sa.Column("ended_at", sa.Float),
-)
-keys = sa.Table(
-    "keys",
-    meta,
-    sa.Column("key_id", sa.String, primary_key=True),
-    sa.Column("sha256", sa.String, nullable=False, unique=True),
-    sa.Column("owner", sa.String, nullable=False, index=True),
-    sa.Column("hint", sa.String, nullable=False),
-    sa.Column("created_at", sa.Float, nullable=False),
-    sa.Column("last_used_at", sa.Float),
-    sa.Column("revoked_at", sa.Float),
-    sa.Column("quotas", sa.JSON),
-)
+class Transaction:
+    """What can be done in a transaction; valid inside its `with` block only."""
 
-_STEPS: dict[int, tuple[str, ...]] = {
-    2: (
-        f"ALTER TABLE sessions ADD COLUMN owner VARCHAR NOT NULL DEFAULT '{LOCAL_OWNER}'",
-        "ALTER TABLE sessions ADD COLUMN details JSON",
-        "ALTER TABLE sessions ADD COLUMN created_at FLOAT",
-        "ALTER TABLE jobs ADD COLUMN encoding VARCHAR NOT NULL DEFAULT 'application/json'",
-        f"ALTER TABLE checkpoints ADD COLUMN owner VARCHAR NOT NULL DEFAULT '{LOCAL_OWNER}'",
-        "ALTER TABLE checkpoints ADD COLUMN public BOOLEAN NOT NULL DEFAULT 0",
-        "ALTER TABLE checkpoints ADD COLUMN expires_at FLOAT",
-        "ALTER TABLE checkpoints ADD COLUMN size_bytes INTEGER",
-        "ALTER TABLE checkpoints ADD COLUMN user_metadata JSON",
-        "CREATE INDEX ix_sessions_owner ON sessions (owner)",
-        "CREATE INDEX ix_checkpoints_owner ON checkpoints (owner)",
-        "CREATE TABLE runs (run_id VARCHAR PRIMARY KEY, session_id VARCHAR NOT NULL, owner VARCHAR NOT NULL, "
-        "base_model VARCHAR, lora JSON, user_metadata JSON, created_at FLOAT NOT NULL, "
-        "last_request_at FLOAT NOT NULL, ended_at FLOAT)",
-        "CREATE INDEX ix_runs_session_id ON runs (session_id)",
-        "CREATE INDEX ix_runs_owner ON runs (owner)",
-        f"INSERT INTO runs SELECT m.model_id, m.session_id, '{LOCAL_OWNER}', m.base_model, m.lora, NULL, "
-        "s.last_seen, s.last_seen, s.ended_at FROM models m JOIN sessions s ON s.session_id = m.session_id",
-        f"INSERT OR IGNORE INTO runs SELECT c.model_id, substr(c.model_id, 1, instr(c.model_id || ':', ':') - 1), "
-        f"'{LOCAL_OWNER}', NULL, NULL, NULL, min(c.created_at), max(c.created_at), max(c.created_at) "
-        "FROM checkpoints c GROUP BY c.model_id",
-    ),
-}
-"""Schema → the statements that lead to it from the one before. Tables that are new and empty are made afterwards."""
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def execute(self, sql: str, /, **parameters: Any) -> sqlite3.Cursor:
+        """Executes one statement."""
+        return self._connection.execute(sql, _encoded(parameters))
+
+    def row(self, kind: type[Row], sql: str, /, **parameters: Any) -> Row | None:
+        """The first row that a query finds, or None."""
+        found = self.execute(sql, **parameters).fetchone()
+        return None if found is None else decode(kind, found)
+
+    def rows(self, kind: type[Row], sql: str, /, **parameters: Any) -> list[Row]:
+        """The rows that a query finds."""
+        return [decode(kind, found) for found in self.execute(sql, **parameters)]
+
+    def value(self, sql: str, /, **parameters: Any) -> Any:
+        """The first column of the first row that a query finds, or None."""
+        found = self.execute(sql, **parameters).fetchone()
+        return None if found is None else found[0]
+
+    def values(self, sql: str, /, **parameters: Any) -> list[Any]:
+        """The first column of what a query finds."""
+        return [found[0] for found in self.execute(sql, **parameters)]
 
 
 class Database:
-    """The tables of one data directory."""
+    """One file, one connection."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates the file; an older schema is copied to a file beside it, then brought forward.
+        """Opens or creates the file. An older schema is copied to a file beside it, and then brought forward.
 
         Raises:
             JournalError: it cannot be opened, or a newer mint wrote it.
         """
-        self._lock = threading.RLock()
         self.durability = Durability(path.with_name(f"{path.name}-wal"))
-        self._driver: sqlite3.Connection
-        self._sa = sa.create_engine(
-            f"sqlite:///{path}",
-            poolclass=StaticPool,
-            connect_args={"check_same_thread": False, "timeout": BUSY_TIMEOUT_S},
-        )
-        event.listen(self._sa, "connect", self._configure)
-        event.listen(self._sa, "begin", self._begin)
-        with self.transaction() as connection:
-            version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+        self._lock = threading.RLock()
+        with _journal_errors():
+            self._connection = sqlite3.connect(
+                path,
+                timeout=BUSY_TIMEOUT_S,
+                isolation_level=None,  # the driver begins no transactions by itself
+                check_same_thread=False,
+                cached_statements=CACHED_STATEMENTS,
+            )
+        self._connection.row_factory = sqlite3.Row
+        self._statements = Transaction(self._connection)
+        try:
+            with _journal_errors():
+                for setting in (
+                    "auto_vacuum = INCREMENTAL",
+                    "journal_mode = WAL",
+                    "foreign_keys = OFF",
+                    "wal_autocheckpoint = 2000",
+                    "synchronous = NORMAL",  # `Durability` fsyncs the commits
+                ):
+                    self._connection.execute(f"PRAGMA {setting}")
+            self._migrate(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the file; the database cannot be used afterwards."""
+        self.durability.close()
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def transaction(self, *, write: bool = True, durable: bool = True) -> Generator[Transaction]:
+        """One transaction: all of its statements take effect, or none if the block raises.
+
+        What it wrote survives a loss of power when this returns; if not `durable`, it survives the end of the process,
+        and a loss of power only after `durability.wait_durable`. Transactions cannot be nested.
+
+        Raises:
+            JournalError: disk full, file locked for too long, or damaged.
+        """
+        commit = 0
+        with self._lock, _journal_errors():
+            if write:
+                self.durability.require_working_disk()
+            # a writer takes the file's lock at once: a transaction that upgrades later can fail instead of waiting
+            self._connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+            try:
+                yield self._statements
+                self._connection.commit()
+            except BaseException:
+                self._connection.rollback()
+                raise
+            if write:
+                commit = self.durability.add_commit()
+        if durable:
+            self.durability.wait_durable(commit)
+
+    def row(self, kind: type[Row], sql: str, /, **parameters: Any) -> Row | None:
+        """The first row that one query finds, or None.
+
+        Raises:
+            JournalError: as `transaction`; for the next methods, too.
+        """
+        with self._lock, _journal_errors():
+            return self._statements.row(kind, sql, **parameters)
+
+    def rows(self, kind: type[Row], sql: str, /, **parameters: Any) -> list[Row]:
+        """The rows that one query finds."""
+        with self._lock, _journal_errors():
+            return self._statements.rows(kind, sql, **parameters)
+
+    def value(self, sql: str, /, **parameters: Any) -> Any:
+        """The first column of the first row that one query finds, or None."""
+        with self._lock, _journal_errors():
+            return self._statements.value(sql, **parameters)
+
+    def values(self, sql: str, /, **parameters: Any) -> list[Any]:
+        """The first column of what one query finds."""
+        with self._lock, _journal_errors():
+            return self._statements.values(sql, **parameters)
+
+    def write(self, sql: str, /, **parameters: Any) -> int:
+        """A durable transaction of one statement; how many rows it changed."""
+        with self.transaction() as transaction:
+            return transaction.execute(sql, **parameters).rowcount
+
+    def probe(self) -> None:
+        """Writes something that changes nothing.
+
+        Raises:
+            JournalError: nothing can be written.
+        """
+        self.write(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def give_back_pages(self) -> None:
+        """Gives up to `VACUUM_PAGES` pages that are free back to the file system."""
+        with self._lock, _journal_errors():
+            self.durability.require_working_disk()
+            # `executescript` runs the statement to its end; `execute` would stop after the first page
+            self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
+            self.durability.add_commit()
+
+    def _migrate(self, path: Path) -> None:
+        if self._version() == SCHEMA_VERSION:
+            return
+        with self.transaction() as transaction:
+            version = self._version()  # read again: another process may have been first
             if version > SCHEMA_VERSION:
                 raise JournalError(
                     f"{path} was written by a newer mint (schema {version}, this one reads {SCHEMA_VERSION})",
@@ -183,96 +186,57 @@ class Database:
             if 0 < version < SCHEMA_VERSION:
                 _copy(path, path.with_name(f"{path.stem}.schema{version}{path.suffix}"))
                 for number in range(version + 1, SCHEMA_VERSION + 1):
-                    for statement in _STEPS[number]:
-                        connection.exec_driver_sql(statement)
-            meta.create_all(connection)
-            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                    for statement in statements(MIGRATIONS[number]):
+                        transaction.execute(statement)
+            for statement in statements(TABLES):
+                transaction.execute(statement)
+            transaction.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def close(self) -> None:
-        """Closes the file; the database cannot be used afterwards."""
-        self.durability.close()
-        with self._lock:
-            self._sa.dispose()
+    def _version(self) -> int:
+        return self.value("PRAGMA user_version")
 
-    def probe(self) -> None:
-        """Writes something that changes nothing.
 
-        Raises:
-            JournalError: nothing can be written.
-        """
-        with self.transaction() as connection:
-            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+def insert(kind: type[Any], table: str, *, on_conflict: str = "ABORT") -> str:
+    """The statement that adds a row of this dataclass to a table; its parameters are `vars` of the row."""
+    names = [field.name for field in fields(kind)]
+    values = ", ".join(f":{name}" for name in names)
+    return f"INSERT OR {on_conflict} INTO {table} ({', '.join(names)}) VALUES ({values})"
 
-    @contextmanager
-    def transaction(self, *, write: bool = True, durable: bool = True) -> Generator[sa.Connection]:
-        """One transaction on the one connection.
 
-        A transaction that writes survives a loss of power once this returns; if not `durable`, only once
-        `durability.wait_durable` has returned.
+def decode(kind: type[Row], found: sqlite3.Row) -> Row:
+    """A row of a table as its dataclass."""
+    columns = dict(zip(found.keys(), found, strict=True))
+    for name, decoder in _decoders(kind).items():
+        if columns[name] is not None:
+            columns[name] = decoder(columns[name])
+    return kind(**columns)
 
-        Raises:
-            JournalError: disk full, file locked for too long, or damaged.
-        """
-        try:
-            with self._lock, self._sa.connect().execution_options(mint_write=write) as connection:
-                with connection.begin():
-                    yield connection
-                commit = self.durability.add_commit() if write else 0
-        except SQLAlchemyError as error:
-            raise _unusable(error) from error
-        if durable:
-            self.durability.wait_durable(commit)
 
-    @contextmanager
-    def statements(self, *, durable: bool) -> Generator[sqlite3.Connection]:
-        """As a `transaction` that writes, on the driver's own connection: several times as fast where statements are
-        few and prepared.
+@cache
+def _decoders(kind: type[Any]) -> Mapping[str, Callable[[Any], Any]]:
+    """The fields whose values SQLite stores as something else: JSON as text, booleans as 0 and 1."""
+    decoders = {"dict": json.loads, "bool": bool}
+    return {
+        field.name: decoder
+        for field in fields(kind)
+        for start, decoder in decoders.items()
+        if str(field.type).startswith(start)
+    }
 
-        Raises:
-            JournalError: as `transaction`.
-        """
-        with self._lock:
-            try:
-                self.durability.require_working_disk()
-                self._driver.execute("BEGIN IMMEDIATE")
-                try:
-                    yield self._driver
-                    self._driver.commit()
-                except BaseException:
-                    self._driver.rollback()
-                    raise
-                commit = self.durability.add_commit()
-            except sqlite3.Error as error:
-                raise _unusable(error) from error
-        if durable:
-            self.durability.wait_durable(commit)
 
-    def _configure(self, connection: sqlite3.Connection, _record: object) -> None:
-        # SQLAlchemy's own recipe: the driver must not begin transactions by itself
-        connection.isolation_level = None
-        for pragma in (
-            "auto_vacuum = INCREMENTAL",
-            "journal_mode = WAL",
-            "foreign_keys = OFF",
-            "wal_autocheckpoint = 2000",
-            "synchronous = NORMAL",  # commits are fsynced by `Durability`
-        ):
-            connection.execute(f"PRAGMA {pragma}")
-        self._driver = connection
-
-    def _begin(self, connection: sa.Connection) -> None:
-        write = connection.get_execution_options().get("mint_write", True)
-        if write:
-            self.durability.require_working_disk()
-        # a writer takes the file's lock at once: a transaction that upgrades later can fail instead of waiting
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+def _encoded(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in parameters.items()}
 
 
 def _copy(source: Path, target: Path) -> None:
-    """The database as it was last committed, whole, beside the file that is about to change."""
+    """Copies the database as it was last committed: the file beside it is about to change."""
     with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as copy:
         old.backup(copy)
 
 
-def _unusable(error: Exception) -> JournalError:
-    return JournalError(f"the journal cannot be used: {error}", remedy="Free disk space, or see the log")
+@contextmanager
+def _journal_errors() -> Generator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise JournalError(f"the journal cannot be used: {error}", remedy="Free disk space, or see the log") from error

@@ -13,14 +13,12 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-
-import sqlalchemy as sa
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from mint.errors import ConflictError, InvalidRequestError, JournalError, NotFoundError
-from mint.server.callers import Caller, Quotas
-from mint.server.store.database import LOCAL_OWNER, Database
-from mint.server.store.database import keys as table
+from mint.server.callers import LOCAL_OWNER, Caller, Quotas
+from mint.server.store.database import Database, insert
 
 log = logging.getLogger("mint.keys")
 
@@ -54,6 +52,23 @@ class KeyRow:
 
 
 @dataclass(frozen=True)
+class _StoredKey:
+    key_id: str
+    sha256: str
+    owner: str
+    hint: str
+    created_at: float
+    last_used_at: float | None
+    revoked_at: float | None
+    quotas: dict[str, Any] | None
+
+    @property
+    def row(self) -> KeyRow:
+        quotas = Quotas(**(self.quotas or {}))
+        return KeyRow(self.key_id, self.owner, self.hint, self.created_at, self.last_used_at, self.revoked_at, quotas)
+
+
+@dataclass(frozen=True)
 class _Verdict:
     caller: Caller | None
     read_at: float
@@ -64,7 +79,7 @@ class Keys:
 
     def __init__(self, database: Database, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives monotonic seconds."""
-        self._transaction = database.transaction
+        self._database = database
         self._clock = clock
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
@@ -91,12 +106,11 @@ class Keys:
         # of a short key of one's own, even its beginning says too much
         hint = key[:HINT_CHARS] if key.startswith(PREFIX) else key[:4]
         row = KeyRow(uuid.uuid4().hex[:12], owner, f"{hint}…", time.time(), None, None, quotas or Quotas())
-        values = {**asdict(row), "sha256": _digest(key)}
-        with self._transaction() as connection:
-            same = sa.select(table.c.key_id).where(table.c.sha256 == values["sha256"])
-            if connection.execute(same).first() is not None:
+        stored = _StoredKey(**asdict(row), sha256=_digest(key))
+        with self._database.transaction() as transaction:
+            if transaction.value("SELECT key_id FROM keys WHERE sha256 = :sha256", sha256=stored.sha256) is not None:
                 raise ConflictError("this key is registered already", remedy="Choose another one")
-            connection.execute(table.insert().values(values))
+            transaction.execute(insert(_StoredKey, "keys"), **vars(stored))
         return key, row
 
     def verify(self, key: str) -> Caller | None:
@@ -106,7 +120,7 @@ class Keys:
             JournalError: the database cannot be read; nothing is known of the key.
         """
         digest = _digest(key)
-        return self._known(f"key {digest}", lambda: self._read(table.c.sha256 == digest))
+        return self._known(f"key {digest}", lambda: self._read("sha256 = :value", digest))
 
     def holder(self, key_id: str) -> Caller | None:
         """Whom the key of this id stands for; None if there is none, or it was revoked. For those who have shown the
@@ -115,7 +129,7 @@ class Keys:
         Raises:
             JournalError: as `verify`.
         """
-        return self._known(f"id {key_id}", lambda: self._read(table.c.key_id == key_id))
+        return self._known(f"id {key_id}", lambda: self._read("key_id = :value", key_id))
 
     def active_owners(self) -> frozenset[str]:
         """Those who have a key that was not revoked.
@@ -123,9 +137,7 @@ class Keys:
         Raises:
             JournalError: as `verify`.
         """
-        wanted = sa.select(table.c.owner).where(table.c.revoked_at.is_(None)).distinct()
-        with self._transaction(write=False) as connection:
-            return frozenset(connection.execute(wanted).scalars())
+        return frozenset(self._database.values("SELECT DISTINCT owner FROM keys WHERE revoked_at IS NULL"))
 
     def revoke(self, key_id: str) -> KeyRow:
         """Ends a key; again is fine. Its owner's work and checkpoints stay.
@@ -133,12 +145,11 @@ class Keys:
         Raises:
             NotFoundError: there is no such key.
         """
-        with self._transaction() as connection:
-            connection.execute(
-                table.update()
-                .where(table.c.key_id == key_id, table.c.revoked_at.is_(None))
-                .values(revoked_at=time.time())
-            )
+        self._database.write(
+            "UPDATE keys SET revoked_at = :now WHERE key_id = :key_id AND revoked_at IS NULL",
+            key_id=key_id,
+            now=time.time(),
+        )
         row = next((row for row in self.list() if row.key_id == key_id), None)
         if row is None:
             raise NotFoundError("is not a key here", field="key_id", value=key_id, remedy="See mint keys list")
@@ -148,10 +159,7 @@ class Keys:
 
     def list(self) -> Sequence[KeyRow]:
         """All keys ever made, oldest first."""
-        columns = [column for column in table.c if column.name != "sha256"]
-        with self._transaction(write=False) as connection:
-            rows = connection.execute(sa.select(*columns).order_by(table.c.created_at)).mappings().all()
-        return [replace(KeyRow(**row), quotas=Quotas(**(row["quotas"] or {}))) for row in rows]
+        return [stored.row for stored in self._database.rows(_StoredKey, "SELECT * FROM keys ORDER BY created_at")]
 
     def _known(self, name: str, read: Callable[[], Caller | None]) -> Caller | None:
         """A verdict, read again once it is not fresh."""
@@ -170,12 +178,11 @@ class Keys:
             self._note_use(caller.key_id or "", now)
         return caller
 
-    def _read(self, condition: sa.ColumnElement[bool]) -> Caller | None:
-        with self._transaction(write=False) as connection:
-            row = connection.execute(sa.select(table).where(condition)).mappings().first()
-        if row is None or row["revoked_at"] is not None:
+    def _read(self, condition: str, value: str) -> Caller | None:
+        stored = self._database.row(_StoredKey, f"SELECT * FROM keys WHERE {condition}", value=value)
+        if stored is None or stored.revoked_at is not None:
             return None
-        return Caller(row["owner"], row["key_id"], Quotas(**(row["quotas"] or {})))
+        return Caller(stored.owner, stored.key_id, stored.row.quotas)
 
     def _note_use(self, key_id: str, now: float) -> None:
         with self._lock:
@@ -183,8 +190,9 @@ class Keys:
                 return
             self._noted_at[key_id] = now
         try:
-            with self._transaction() as connection:
-                connection.execute(table.update().where(table.c.key_id == key_id).values(last_used_at=time.time()))
+            self._database.write(
+                "UPDATE keys SET last_used_at = :now WHERE key_id = :key_id", key_id=key_id, now=time.time()
+            )
         except JournalError as error:
             log.warning("when a key was last used could not be noted: %s", error)
 

@@ -1,44 +1,47 @@
-"""Which sessions there are and were, and what belongs to them.
+"""The sessions of a data directory, living or ended, and what belongs to them.
 
-`owner` is whose they are; None is the operator, for whom all are there. Knows rows only: whether a session is being
-served, and by whom, is `sessions.py`'s business. Any thread may call.
+`owner` is whose sessions a question is about; None is the operator, who sees everything. Knows rows only: which
+process serves a session is the business of `service/sessions.py`. Any thread may call.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
-from typing import Any
-
-import sqlalchemy as sa
+from collections.abc import Callable, Sequence
 
 import mint.types.records as records
 from mint.errors import NotFoundError
-from mint.server.store import database as tables
-from mint.server.store.journal import Journal, SessionRow
+from mint.server.store.catalog_queries import UNEXPIRED, moment, owned_by
+from mint.server.store.database import decode
+from mint.server.store.journal import Journal
+from mint.server.store.rows import SessionRow
 from mint.types.records import FIRST_PAGE, PageQuery
 
 NO_PROJECT = "default"
 """The project of sessions that were put into none."""
 
+_CREATED = "coalesce(created_at, last_seen)"  # sessions of the first schema have no created_at
+
 
 class SessionCatalog:
-    """The sessions of one data directory, living or ended."""
+    """The sessions of one data directory."""
 
     def __init__(self, journal: Journal, *, clock: Callable[[], float] = time.time) -> None:
         """`clock` is the time of day."""
         self._journal = journal
-        self._transaction = journal.database.transaction
+        self._database = journal.database
         self._clock = clock
 
     def sessions(self, owner: str | None, page: PageQuery = FIRST_PAGE) -> records.ListSessionsResponse:
-        """A page of session ids, living or ended, newest first."""
-        known = tables.sessions.c
-        chosen = sa.select(known.session_id).where(owned_by(known, owner)).order_by(*_newest_first)
-        with self._transaction(write=False) as connection:
-            found = connection.execute(chosen.limit(page.size).offset(page.offset)).scalars()
-            return records.ListSessionsResponse(sessions=list(found))
+        """A page of session ids, newest first."""
+        found = self._database.values(
+            f"SELECT session_id FROM sessions WHERE {owned_by(owner)} "
+            f"ORDER BY {_CREATED} DESC, session_id LIMIT :size OFFSET :offset",
+            owner=owner,
+            size=page.size,
+            offset=page.offset,
+        )
+        return records.ListSessionsResponse(sessions=found)
 
     def session(self, owner: str | None, session_id: str) -> records.GetSessionResponse:
         """The runs and the living samplers of a session.
@@ -47,47 +50,46 @@ class SessionCatalog:
             NotFoundError: there is none of that id for this owner.
         """
         row = require_session(self._journal, owner, session_id)
-        runs, samplers = tables.runs.c, tables.samplers.c
-        of_runs = sa.select(runs.run_id).where(runs.session_id == session_id).order_by(runs.created_at, runs.run_id)
-        of_samplers = sa.select(samplers.sampler_id).where(samplers.session_id == session_id)
-        with self._transaction(write=False) as connection:
-            return records.GetSessionResponse(
-                training_run_ids=list(connection.execute(of_runs).scalars()),
-                sampler_ids=list(connection.execute(of_samplers.order_by(samplers.sampler_id)).scalars()),
-                user_metadata=row.user_metadata,
-                display_name=(row.details or {}).get("display_name"),
-            )
+        of_session = "WHERE session_id = :id ORDER BY"
+        return records.GetSessionResponse(
+            training_run_ids=self._database.values(
+                f"SELECT run_id FROM runs {of_session} created_at, run_id", id=session_id
+            ),
+            sampler_ids=self._database.values(
+                f"SELECT sampler_id FROM samplers {of_session} sampler_id", id=session_id
+            ),
+            user_metadata=row.user_metadata,
+            display_name=(row.details or {}).get("display_name"),
+        )
 
     def search_sessions(
         self, owner: str | None, request: records.SessionSearchRequest
     ) -> records.SessionSearchResponse:
-        """A page of the owner's sessions that fit, newest first."""
-        known = tables.sessions.c
-        chosen = sa.select(tables.sessions).where(owned_by(known, owner)).order_by(*_newest_first)
+        """A page of the owner's sessions that match, newest first."""
+        where, last = owned_by(owner), 0.0
         if request.cursor is not None:
-            last_id = request.cursor.last_session_id
-            anchor = self._journal.session(last_id)  # has the exact moment; the cursor's is rounded
-            known_moment = anchor is not None and owner in (None, anchor.owner)
-            last = (
-                _created(anchor) if anchor is not None and known_moment else request.cursor.last_created_at.timestamp()
-            )
-            chosen = chosen.where((started < last) | ((started == last) & (known.session_id > last_id)))
-        found: list[SessionRow] = []
-        with self._transaction(write=False) as connection:
-            for row in connection.execute(chosen):
-                session = SessionRow(**row._mapping)
-                if _fits(session, request):
-                    found.append(session)
-                if len(found) > request.limit:
+            where += f" AND ({_CREATED} < :last OR ({_CREATED} = :last AND session_id > :last_id))"
+            last = self._created_at(owner, request.cursor)
+        matches: list[SessionRow] = []
+        with self._database.transaction(write=False) as transaction:
+            for found in transaction.execute(
+                f"SELECT * FROM sessions WHERE {where} ORDER BY {_CREATED} DESC, session_id",
+                owner=owner,
+                last=last,
+                last_id=None if request.cursor is None else request.cursor.last_session_id,
+            ):
+                session = decode(SessionRow, found)
+                if _matches(session, request):
+                    matches.append(session)
+                if len(matches) > request.limit:  # one more than the page: there is a next one
                     break
-        page = found[: request.limit]
-        summaries = self._summaries(page)
+        page = matches[: request.limit]
         cursor = None
-        if len(found) > request.limit:
+        if len(matches) > request.limit:
             cursor = records.SessionSearchCursor(
                 last_created_at=moment(_created(page[-1])), last_session_id=page[-1].session_id
             )
-        return records.SessionSearchResponse(sessions=summaries, next_cursor=cursor)
+        return records.SessionSearchResponse(sessions=self._summaries(page), next_cursor=cursor)
 
     def assign_project(self, owner: str | None, session_id: str, project_id: str) -> None:
         """Puts a session, and with it its runs, into a project: a name to list them by.
@@ -96,39 +98,32 @@ class SessionCatalog:
             NotFoundError: there is no such session for this owner.
         """
         row = require_session(self._journal, owner, session_id)
-        details = {**(row.details or {}), "project_id": project_id}
-        mine = tables.sessions.c.session_id == session_id
-        with self._transaction() as connection:
-            connection.execute(sa.update(tables.sessions).where(mine).values(details=details))
-
-    def _summaries(self, sessions: Iterable[SessionRow]) -> list[records.SessionSummary]:
-        rows = list(sessions)
-        kept, runs = tables.checkpoints.c, tables.runs.c
-        sums = (
-            sa.select(runs.session_id, sa.func.count(), sa.func.coalesce(sa.func.sum(kept.size_bytes), 0))
-            .join_from(tables.runs, tables.checkpoints, runs.run_id == kept.model_id)
-            .where(runs.session_id.in_([row.session_id for row in rows]), unexpired(self._clock()))
-            .group_by(runs.session_id)
+        self._database.write(
+            "UPDATE sessions SET details = :details WHERE session_id = :id",
+            details={**(row.details or {}), "project_id": project_id},
+            id=session_id,
         )
-        with self._transaction(write=False) as connection:
-            stored = {name: (count, size) for name, count, size in connection.execute(sums).all()}
-        return [_summary(row, *stored.get(row.session_id, (0, 0))) for row in rows]
 
+    def _created_at(self, owner: str | None, cursor: records.SessionSearchCursor) -> float:
+        """The exact time of the cursor's session; the cursor itself has a rounded one."""
+        row = self._journal.session(cursor.last_session_id)
+        if row is not None and owner in (None, row.owner):
+            return _created(row)
+        return cursor.last_created_at.timestamp()
 
-def owned_by(columns: Any, owner: str | None) -> sa.ColumnElement[bool]:
-    """That a row is this owner's; all are the operator's."""
-    return sa.true() if owner is None else columns.owner == owner
-
-
-def unexpired(now: float) -> sa.ColumnElement[bool]:
-    """That a checkpoint is still to be seen."""
-    expires_at = tables.checkpoints.c.expires_at
-    return expires_at.is_(None) | (expires_at > now)
-
-
-def moment(seconds: float) -> datetime:
-    """Seconds since the epoch as an aware time."""
-    return datetime.fromtimestamp(seconds, UTC)
+    def _summaries(self, sessions: Sequence[SessionRow]) -> list[records.SessionSummary]:
+        with self._database.transaction(write=False) as transaction:
+            stored = {
+                session_id: (count, size_bytes)
+                for session_id, count, size_bytes in transaction.execute(
+                    "SELECT session_id, count(*), coalesce(sum(size_bytes), 0) "
+                    "FROM runs JOIN checkpoints ON run_id = model_id "
+                    f"WHERE session_id IN (SELECT value FROM json_each(:ids)) AND {UNEXPIRED} GROUP BY session_id",
+                    ids=[row.session_id for row in sessions],
+                    now=self._clock(),
+                )
+            }
+        return [_summary(row, *stored.get(row.session_id, (0, 0))) for row in sessions]
 
 
 def require_session(journal: Journal, owner: str | None, session_id: str) -> SessionRow:
@@ -143,16 +138,11 @@ def require_session(journal: Journal, owner: str | None, session_id: str) -> Ses
     return row
 
 
-started = sa.func.coalesce(tables.sessions.c.created_at, tables.sessions.c.last_seen)
-_newest_first = (started.desc(), tables.sessions.c.session_id)
-
-
 def _created(row: SessionRow) -> float:
     return row.last_seen if row.created_at is None else row.created_at
 
 
-def _fits(row: SessionRow, request: records.SessionSearchRequest) -> bool:
-    """Whether a session is one of those looked for."""
+def _matches(row: SessionRow, request: records.SessionSearchRequest) -> bool:
     details, metadata = row.details or {}, row.user_metadata or {}
     if request.owner.type == "user" and row.owner not in (request.owner.owner_urns or []):
         return False

@@ -12,7 +12,7 @@ import mint.wire as wire
 from mint.engine.protocol import LoraSpec
 from mint.errors import CheckpointError, MintError, NotFoundError, RecoveryDivergedError
 from mint.server.store import checkpoints
-from mint.server.store.journal import JobRow, ModelRow, SnapshotRow
+from mint.server.store.rows import JobRow, ModelRow, SnapshotRow
 from mint.server.store.snapshot_files import read_snapshot
 from mint.server.worker.trainer import Trainer, TrainingJob
 from mint.types import ForwardBackwardOutput

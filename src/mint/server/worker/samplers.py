@@ -21,7 +21,8 @@ from mint.errors import NotFoundError, RequestFailedError
 from mint.server.ids import sample_seed, session_of
 from mint.server.queue.futures import Answer
 from mint.server.store import checkpoints
-from mint.server.store.journal import Journal, SamplerRow
+from mint.server.store.journal import Journal
+from mint.server.store.rows import SamplerRow
 from mint.server.store.snapshot_files import read_weights
 from mint.server.worker import validation
 from mint.server.worker.base_models import Bases

@@ -24,11 +24,12 @@ import mint.wire as wire
 from mint.engine.protocol import LOSSES, BaseInfo, Engine, LoraSpec, LossSpec, ModelState, PassResult
 from mint.errors import ConflictError, InvalidRequestError, MintError, StepRefusedError
 from mint.models.tensor_files import sync_file
+from mint.server.callers import LOCAL_OWNER
 from mint.server.ids import file_stem, sampler_id, seed_root, session_of
 from mint.server.store import checkpoints
 from mint.server.store.checkpoints import CheckpointPath, Manifest
-from mint.server.store.database import LOCAL_OWNER
-from mint.server.store.journal import CheckpointRow, Finish, Journal, SamplerRow, SnapshotRow
+from mint.server.store.journal import Finish, Journal
+from mint.server.store.rows import CheckpointRow, SamplerRow, SnapshotRow
 from mint.server.store.snapshot_files import size_bytes, write_snapshot, write_weights
 from mint.server.worker import validation
 from mint.server.worker.base_models import Bases

@@ -1,8 +1,8 @@
-"""What is kept, and what may be done to it: runs and checkpoints; listed, published, copied, expired, deleted.
+"""The named checkpoints of a data directory: listed, published, copied, expired, deleted.
 
-`owner` is whose things a question is about; None is the operator, for whom everything is there. What others own does
-not exist, except what they have published. Knows rows and folders; it knows no engine, no request in flight and no
-HTTP. Any thread may call.
+`owner` is whose checkpoints a question is about; None is the operator, who sees everything. Checkpoints of others do
+not exist for an owner, except public ones. Knows rows and folders; knows no engine, no request and no HTTP. Any thread
+may call.
 """
 
 from __future__ import annotations
@@ -13,20 +13,15 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import sqlalchemy as sa
 
 import mint.types.records as records
 from mint.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError
 from mint.server.ids import model_id, new_session_id
-from mint.server.store import database as tables
+from mint.server.store.catalog_queries import UNEXPIRED, moment, owned_by, read_page, readable_by
 from mint.server.store.checkpoints import (
-    SAMPLER,
-    TRAINING,
     CheckpointPath,
     Manifest,
     alias_of,
@@ -36,26 +31,23 @@ from mint.server.store.checkpoints import (
     read_manifest,
     write_manifest,
 )
-from mint.server.store.journal import CheckpointRow, Journal, RunRow, SessionRow
-from mint.server.store.session_catalog import moment, owned_by, require_session, unexpired
-from mint.types.records import (
-    FIRST_PAGE,
-    Checkpoint,
-    CheckpointsListResponse,
-    Cursor,
-    PageQuery,
-    TrainingRun,
-    TrainingRunsResponse,
-)
+from mint.server.store.database import insert
+from mint.server.store.journal import Journal
+from mint.server.store.rows import CheckpointRow, RunRow, SessionRow
+from mint.server.store.session_catalog import require_session
+from mint.types.records import FIRST_PAGE, Checkpoint, CheckpointsListResponse, PageQuery
 
 log = logging.getLogger("mint.catalog")
 
 EXPIRY_GRACE_S = 600.0
-"""How long a checkpoint must be seen to be due, on a clock that does not jump, before its files go."""
+"""How long a checkpoint must be seen to be due, on a clock that does not jump, before its files are removed."""
+
+_THIS_ONE = "model_id = :model_id AND kind = :kind AND name = :name AND folder = :folder"
+"""The row as it was read: one that was overwritten meanwhile is another checkpoint, in another folder."""
 
 
-class Catalog:
-    """The rows and folders of one data directory."""
+class CheckpointCatalog:
+    """The checkpoints of one data directory."""
 
     def __init__(
         self,
@@ -67,7 +59,7 @@ class Catalog:
     ) -> None:
         """`clock` is the time of day, which may jump; `ticks` counts seconds, and does not."""
         self._journal = journal
-        self._transaction = journal.database.transaction
+        self._database = journal.database
         self._data_dir = data_dir
         self._clock = clock
         self._ticks = ticks
@@ -75,104 +67,20 @@ class Catalog:
         self._due: dict[str, float] = {}  # folder → when, in ticks, it was first seen to be due
         self._left: set[str] = set()  # folders that nobody names but a sampler
 
-    # --- runs ----------------------------------------------------------------------------------------------------
-
-    def runs(self, owner: str | None, page: PageQuery = FIRST_PAGE) -> TrainingRunsResponse:
-        """A page of training runs, newest first."""
-        runs, sessions = tables.runs.c, tables.sessions.c
-        found = owned_by(runs, owner)
-        if page.access_scope == "accessible":
-            published = sa.select(tables.checkpoints.c.model_id).where(tables.checkpoints.c.public, self._unexpired)
-            found |= runs.run_id.in_(published)
-        if page.project_id is not None:
-            project = sessions.details["project_id"].as_string() == page.project_id
-            found &= runs.session_id.in_(sa.select(sessions.session_id).where(project))
-        newest = sa.select(tables.runs).where(found).order_by(runs.created_at.desc(), runs.run_id)
-        with self._transaction(write=False) as connection:
-            total = connection.execute(sa.select(sa.func.count()).where(found).select_from(tables.runs)).scalar_one()
-            rows = connection.execute(newest.limit(page.size).offset(page.offset)).all()
-        cursor = Cursor(offset=page.offset, limit=page.size, total_count=total)
-        return TrainingRunsResponse(
-            training_runs=self._described([RunRow(**row._mapping) for row in rows], owner), cursor=cursor
-        )
-
-    def run(self, owner: str | None, run_id: str, *, accessible: bool = False) -> TrainingRun:
-        """One training run.
-
-        Raises:
-            NotFoundError: there is none of that id for this owner.
-        """
-        row = self._journal.run(run_id)
-        mine = row is not None and owner in (None, row.owner)
-        if row is None or not (mine or (accessible and self._rows_of(owner, run_id))):
-            raise _no_run(run_id)
-        return self._described([row], owner)[0]
-
-    def _described(self, rows: list[RunRow], owner: str | None) -> list[TrainingRun]:
-        ids = [row.run_id for row in rows]
-        models, kept = tables.models.c, tables.checkpoints.c
-        seen = kept.model_id.in_(ids) & self._unexpired & _readable(owner)
-        with self._transaction(write=False) as connection:
-            diverged = sa.select(models.model_id).where(models.model_id.in_(ids), models.diverged.is_not(None))
-            corrupted = set(connection.execute(diverged).scalars())
-            oldest = sa.select(tables.checkpoints).where(seen).order_by(kept.created_at)
-            saved = [CheckpointRow(**row._mapping) for row in connection.execute(oldest).all()]
-        last = {(row.model_id, row.kind): row for row in saved}
-        return [
-            self._run_record(
-                row,
-                last.get((row.run_id, TRAINING)),
-                last.get((row.run_id, SAMPLER)),
-                corrupted=row.run_id in corrupted,
-                is_mine=owner in (None, row.owner),
-            )
-            for row in rows
-        ]
-
-    def _run_record(
-        self,
-        row: RunRow,
-        training: CheckpointRow | None,
-        sampler: CheckpointRow | None,
-        *,
-        corrupted: bool,
-        is_mine: bool,
-    ) -> TrainingRun:
-        return TrainingRun(
-            training_run_id=row.run_id,
-            base_model=row.base_model or self._base_model(training or sampler),
-            model_owner=row.owner,
-            corrupted=corrupted,
-            lora_rank=None if row.lora is None else row.lora.get("rank"),
-            last_request_time=moment(row.last_request_at),
-            last_checkpoint=None if training is None else record(training),
-            last_sampler_checkpoint=None if sampler is None else record(sampler),
-            user_metadata=row.user_metadata if is_mine else None,
-        )
-
-    def _base_model(self, row: CheckpointRow | None) -> str:
-        """What the manifest says: for runs whose own row does not know (yet)."""
-        try:
-            return "unknown" if row is None else read_manifest(self._data_dir / row.folder).base_model
-        except CheckpointError:
-            return "unknown"
-
-    # --- checkpoints ---------------------------------------------------------------------------------------------
-
     def checkpoints(self, owner: str | None, page: PageQuery = FIRST_PAGE) -> CheckpointsListResponse:
         """A page of checkpoints of all runs, newest first."""
-        kept = tables.checkpoints.c
-        whose = _readable(owner) if page.access_scope == "accessible" else owned_by(kept, owner)
-        found = whose & self._unexpired
-        newest = sa.select(tables.checkpoints).where(found).order_by(kept.created_at.desc(), kept.folder)
-        with self._transaction(write=False) as connection:
-            count = sa.select(sa.func.count()).where(found).select_from(tables.checkpoints)
-            total = connection.execute(count).scalar_one()
-            rows = connection.execute(newest.limit(page.size).offset(page.offset)).all()
-        cursor = Cursor(offset=page.offset, limit=page.size, total_count=total)
-        return CheckpointsListResponse(
-            checkpoints=[record(CheckpointRow(**row._mapping)) for row in rows], cursor=cursor
+        whose = readable_by(owner) if page.access_scope == "accessible" else owned_by(owner)
+        rows, cursor = read_page(
+            self._database,
+            CheckpointRow,
+            "checkpoints",
+            f"{whose} AND {UNEXPIRED}",
+            "created_at DESC, folder",
+            page,
+            owner=owner,
+            now=self._clock(),
         )
+        return CheckpointsListResponse(checkpoints=[checkpoint_record(row) for row in rows], cursor=cursor)
 
     def checkpoints_of(self, owner: str | None, run_id: str) -> CheckpointsListResponse:
         """All checkpoints of a run, newest first; of another's run, those that are published.
@@ -181,10 +89,17 @@ class Catalog:
             NotFoundError: there is no such run, or nothing in it is for this owner.
         """
         run = self._journal.run(run_id)
-        rows = self._rows_of(owner, run_id)
+        rows = self._database.rows(
+            CheckpointRow,
+            f"SELECT * FROM checkpoints WHERE model_id = :run_id AND {UNEXPIRED} AND {readable_by(owner)} "
+            "ORDER BY created_at DESC, folder",
+            run_id=run_id,
+            owner=owner,
+            now=self._clock(),
+        )
         if not rows and (run is None or owner not in (None, run.owner)):
-            raise _no_run(run_id)
-        return CheckpointsListResponse(checkpoints=[record(row) for row in rows])
+            raise no_run(run_id)
+        return CheckpointsListResponse(checkpoints=[checkpoint_record(row) for row in rows])
 
     def checkpoint(self, owner: str | None, path: str) -> Checkpoint:
         """One checkpoint by its path or `ckpt_…` id.
@@ -193,7 +108,7 @@ class Catalog:
             InvalidRequestError: the text is neither.
             NotFoundError: there is none for this owner.
         """
-        return record(find_checkpoint(self._journal, path, reader=owner, now=self._clock()))
+        return checkpoint_record(find_checkpoint(self._journal, path, reader=owner, now=self._clock()))
 
     def delete(self, owner: str | None, path: str) -> None:
         """Forgets a checkpoint for good. What was made from it goes on: its files stay while a sampler reads them.
@@ -209,7 +124,8 @@ class Catalog:
         Raises:
             InvalidRequestError, NotFoundError: as `delete`.
         """
-        self._change(self._own(owner, path), {"public": public})
+        row = replace(self._own(owner, path), public=public)
+        self._database.write(f"UPDATE checkpoints SET public = :public WHERE {_THIS_ONE}", **vars(row))
 
     def set_ttl(self, owner: str | None, path: str, ttl_seconds: int | None) -> None:
         """How long a checkpoint is kept from now on; None is for good.
@@ -219,7 +135,8 @@ class Catalog:
             NotFoundError: as `delete`.
         """
         ttl = check_ttl(ttl_seconds)
-        self._change(self._own(owner, path), {"expires_at": None if ttl is None else self._clock() + ttl})
+        row = replace(self._own(owner, path), expires_at=None if ttl is None else self._clock() + ttl)
+        self._database.write(f"UPDATE checkpoints SET expires_at = :expires_at WHERE {_THIS_ONE}", **vars(row))
 
     def copy(
         self,
@@ -275,10 +192,10 @@ class Catalog:
 
         A session that is not there yet is added as one that has ended: nobody else can take its name.
         """
-        with self._transaction() as connection:
-            connection.execute(sa.insert(tables.sessions).prefix_with("OR IGNORE"), vars(session))
-            connection.execute(sa.insert(tables.runs), vars(run))
-            connection.execute(sa.insert(tables.checkpoints), vars(row))
+        with self._database.transaction() as transaction:
+            transaction.execute(insert(SessionRow, "sessions", on_conflict="IGNORE"), **vars(session))
+            transaction.execute(insert(RunRow, "runs"), **vars(run))
+            transaction.execute(insert(CheckpointRow, "checkpoints"), **vars(row))
 
     def check_storage(self, owner: str, max_bytes: int | None, more_bytes: int) -> None:
         """Refuses what would not fit into an owner's quota; None is no bound.
@@ -297,18 +214,18 @@ class Catalog:
                 remedy="Delete checkpoints, or save with ttl_seconds",
             )
 
-    def tidy(self) -> int:
+    def remove_expired(self) -> int:
         """Removes what has expired, and folders that were kept only for samplers now gone; how many expired.
 
         Called now and then. A checkpoint that a live sampling session uses is left alone. One wrong reading of the
         time of day removes nothing: a checkpoint must be due at every look for `EXPIRY_GRACE_S`.
         """
-        kept, used = tables.checkpoints.c, tables.samplers.c.weights_id
-        in_use = sa.select(used).where(used.is_not(None))
-        over = (kept.expires_at <= self._clock()) & kept.folder.not_in(in_use)
-        with self._transaction(write=False) as connection:
-            rows = connection.execute(sa.select(tables.checkpoints).where(over)).all()
-        due = [CheckpointRow(**row._mapping) for row in rows]
+        due = self._database.rows(
+            CheckpointRow,
+            "SELECT * FROM checkpoints WHERE expires_at <= :now "
+            "AND folder NOT IN (SELECT weights_id FROM samplers WHERE weights_id IS NOT NULL)",
+            now=self._clock(),
+        )
         now = self._ticks()
         with self._lock:
             self._due = {row.folder: self._due.get(row.folder, now) for row in due}
@@ -320,19 +237,6 @@ class Catalog:
         for folder in left:
             self._remove_unused(folder)
         return len(ripe)
-
-    # --- inside --------------------------------------------------------------------------------------------------
-
-    @property
-    def _unexpired(self) -> sa.ColumnElement[bool]:
-        return unexpired(self._clock())
-
-    def _rows_of(self, owner: str | None, run_id: str) -> list[CheckpointRow]:
-        kept = tables.checkpoints.c
-        found = (kept.model_id == run_id) & self._unexpired & _readable(owner)
-        newest = sa.select(tables.checkpoints).where(found).order_by(kept.created_at.desc(), kept.folder)
-        with self._transaction(write=False) as connection:
-            return [CheckpointRow(**row._mapping) for row in connection.execute(newest).all()]
 
     def _own(self, owner: str | None, path: str) -> CheckpointRow:
         """The row of a checkpoint that this owner may change."""
@@ -377,14 +281,9 @@ class Catalog:
             shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(f"the checkpoint cannot be copied: {error}", remedy="Free disk space") from error
 
-    def _change(self, row: CheckpointRow, values: Mapping[str, Any]) -> None:
-        with self._transaction() as connection:
-            connection.execute(sa.update(tables.checkpoints).where(_this(row)).values(values))
-
     def _drop(self, row: CheckpointRow) -> None:
         """The row first: a death in between leaves an orphan, never a checkpoint without files."""
-        with self._transaction() as connection:
-            connection.execute(sa.delete(tables.checkpoints).where(_this(row)))
+        self._database.write(f"DELETE FROM checkpoints WHERE {_THIS_ONE}", **vars(row))
         self._remove_unused(row.folder)
 
     def _remove_unused(self, folder: str) -> None:
@@ -396,7 +295,7 @@ class Catalog:
             shutil.rmtree(self._data_dir / folder, ignore_errors=True)
 
 
-def record(row: CheckpointRow) -> Checkpoint:
+def checkpoint_record(row: CheckpointRow) -> Checkpoint:
     """A row as management shows it."""
     return Checkpoint(
         checkpoint_id=f"{row.kind}/{row.name}",
@@ -411,18 +310,6 @@ def record(row: CheckpointRow) -> Checkpoint:
     )
 
 
-def _readable(owner: str | None) -> sa.ColumnElement[bool]:
-    return owned_by(tables.checkpoints.c, owner) | tables.checkpoints.c.public
-
-
-def _this(row: CheckpointRow) -> sa.ColumnElement[bool]:
-    """The row as it was read: one that was overwritten meanwhile is another checkpoint."""
-    kept = tables.checkpoints.c
-    return (
-        (kept.model_id == row.model_id) & (kept.kind == row.kind) & (kept.name == row.name)
-    ) & (kept.folder == row.folder)  # fmt: skip
-
-
 def _link(source: str, target: str) -> str:
     try:
         os.link(source, target)
@@ -431,7 +318,7 @@ def _link(source: str, target: str) -> str:
     return target
 
 
-def _no_run(run_id: str) -> NotFoundError:
+def no_run(run_id: str) -> NotFoundError:
     return NotFoundError(
         "is not a training run here", field="training_run_id", value=run_id, remedy="See `mint runs list`"
     )

@@ -1,0 +1,154 @@
+"""The tables of a data directory as SQL, and the steps that bring an older schema forward.
+
+The column types are names only: SQLite stores what it is given. JSON columns hold text, BOOLEAN columns 0 or 1, times
+are seconds since the epoch. To add a column: add it here, raise `SCHEMA_VERSION`, and write its step.
+"""
+
+from __future__ import annotations
+
+SCHEMA_VERSION = 2
+"""Stored in the file as `PRAGMA user_version`; 0 is an empty file."""
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (
+    session_id VARCHAR NOT NULL PRIMARY KEY,
+    instance_id VARCHAR NOT NULL,
+    user_metadata JSON,
+    last_seen FLOAT NOT NULL,
+    ended_at FLOAT,
+    owner VARCHAR DEFAULT 'local' NOT NULL,
+    details JSON,
+    created_at FLOAT
+);
+CREATE INDEX IF NOT EXISTS ix_sessions_instance_id ON sessions (instance_id);
+CREATE INDEX IF NOT EXISTS ix_sessions_owner ON sessions (owner);
+
+CREATE TABLE IF NOT EXISTS models (
+    model_id VARCHAR NOT NULL PRIMARY KEY,
+    session_id VARCHAR NOT NULL,
+    base_model VARCHAR,
+    lora JSON,
+    seed_given BOOLEAN,
+    effective JSON,
+    applied_seq INTEGER NOT NULL,
+    diverged VARCHAR
+);
+CREATE INDEX IF NOT EXISTS ix_models_session_id ON models (session_id);
+
+CREATE TABLE IF NOT EXISTS jobs (
+    model_id VARCHAR NOT NULL,
+    seq_id INTEGER NOT NULL,
+    kind VARCHAR NOT NULL,
+    payload BLOB,
+    sha256 VARCHAR NOT NULL,
+    status VARCHAR NOT NULL,
+    result BLOB,
+    digest VARCHAR,
+    attempts INTEGER NOT NULL,
+    encoding VARCHAR DEFAULT 'application/json' NOT NULL,
+    PRIMARY KEY (model_id, seq_id)
+);
+
+CREATE TABLE IF NOT EXISTS snapshots (
+    model_id VARCHAR NOT NULL,
+    seq_id INTEGER NOT NULL,
+    file VARCHAR NOT NULL,
+    digest VARCHAR NOT NULL,
+    PRIMARY KEY (model_id, seq_id)
+);
+
+CREATE TABLE IF NOT EXISTS checkpoints (
+    model_id VARCHAR NOT NULL,
+    kind VARCHAR NOT NULL,
+    name VARCHAR NOT NULL,
+    folder VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    owner VARCHAR DEFAULT 'local' NOT NULL,
+    public BOOLEAN DEFAULT 0 NOT NULL,
+    expires_at FLOAT,
+    size_bytes INTEGER,
+    user_metadata JSON,
+    PRIMARY KEY (model_id, kind, name)
+);
+CREATE INDEX IF NOT EXISTS ix_checkpoints_owner ON checkpoints (owner);
+
+CREATE TABLE IF NOT EXISTS samplers (
+    sampler_id VARCHAR NOT NULL PRIMARY KEY,
+    session_id VARCHAR NOT NULL,
+    base_model VARCHAR NOT NULL,
+    model_path VARCHAR,
+    weights_id VARCHAR,
+    file VARCHAR,
+    lora JSON,
+    seed_root VARCHAR NOT NULL
+);
+CREATE INDEX IF NOT EXISTS ix_samplers_session_id ON samplers (session_id);
+
+CREATE TABLE IF NOT EXISTS runs (
+    run_id VARCHAR NOT NULL PRIMARY KEY,
+    session_id VARCHAR NOT NULL,
+    owner VARCHAR NOT NULL,
+    base_model VARCHAR,
+    lora JSON,
+    user_metadata JSON,
+    created_at FLOAT NOT NULL,
+    last_request_at FLOAT NOT NULL,
+    ended_at FLOAT
+);
+CREATE INDEX IF NOT EXISTS ix_runs_session_id ON runs (session_id);
+CREATE INDEX IF NOT EXISTS ix_runs_owner ON runs (owner);
+
+CREATE TABLE IF NOT EXISTS keys (
+    key_id VARCHAR NOT NULL PRIMARY KEY,
+    sha256 VARCHAR NOT NULL UNIQUE,
+    owner VARCHAR NOT NULL,
+    hint VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    last_used_at FLOAT,
+    revoked_at FLOAT,
+    quotas JSON
+);
+CREATE INDEX IF NOT EXISTS ix_keys_owner ON keys (owner);
+"""
+
+MIGRATIONS = {
+    2: """
+ALTER TABLE sessions ADD COLUMN owner VARCHAR NOT NULL DEFAULT 'local';
+ALTER TABLE sessions ADD COLUMN details JSON;
+ALTER TABLE sessions ADD COLUMN created_at FLOAT;
+ALTER TABLE jobs ADD COLUMN encoding VARCHAR NOT NULL DEFAULT 'application/json';
+ALTER TABLE checkpoints ADD COLUMN owner VARCHAR NOT NULL DEFAULT 'local';
+ALTER TABLE checkpoints ADD COLUMN public BOOLEAN NOT NULL DEFAULT 0;
+ALTER TABLE checkpoints ADD COLUMN expires_at FLOAT;
+ALTER TABLE checkpoints ADD COLUMN size_bytes INTEGER;
+ALTER TABLE checkpoints ADD COLUMN user_metadata JSON;
+CREATE INDEX ix_sessions_owner ON sessions (owner);
+CREATE INDEX ix_checkpoints_owner ON checkpoints (owner);
+CREATE TABLE runs (
+    run_id VARCHAR PRIMARY KEY,
+    session_id VARCHAR NOT NULL,
+    owner VARCHAR NOT NULL,
+    base_model VARCHAR,
+    lora JSON,
+    user_metadata JSON,
+    created_at FLOAT NOT NULL,
+    last_request_at FLOAT NOT NULL,
+    ended_at FLOAT
+);
+CREATE INDEX ix_runs_session_id ON runs (session_id);
+CREATE INDEX ix_runs_owner ON runs (owner);
+INSERT INTO runs
+    SELECT m.model_id, m.session_id, 'local', m.base_model, m.lora, NULL, s.last_seen, s.last_seen, s.ended_at
+    FROM models m JOIN sessions s ON s.session_id = m.session_id;
+INSERT OR IGNORE INTO runs
+    SELECT c.model_id, substr(c.model_id, 1, instr(c.model_id || ':', ':') - 1), 'local', NULL, NULL, NULL,
+        min(c.created_at), max(c.created_at), max(c.created_at)
+    FROM checkpoints c GROUP BY c.model_id;
+"""
+}
+"""Schema version → the statements that lead to it from the version before. New, empty tables come from `TABLES`."""
+
+
+def statements(script: str) -> list[str]:
+    """The statements of a script; none of them contains a semicolon."""
+    return [statement for part in script.split(";") if (statement := part.strip())]
