@@ -23,6 +23,7 @@ PAGES = (
     "benchmarks/LOG.md",
     "benchmarks/README.md",
     "benchmarks/RESULTS.md",
+    "examples/README.md",
 )
 """Files of the repository that are pages of the site under the same path."""
 
