@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mint.rl import Group, RLConfig, Rollout
-from mint.rl.rollout import StopReason, Turn
+from mint.rl.rollout import RolloutStopReason, Turn
 from mint.rl.training.advantages import (
     apply_truncation_penalty,
     group_advantages,
@@ -57,7 +57,7 @@ def test_the_kl_penalty_gives_the_exact_gradient_of_the_kl_of_the_whole_completi
     np.testing.assert_allclose(estimated, numeric, atol=1e-8)
 
 
-def rollout(reward: float | None, length: int = 2, stop_reason: StopReason = "stop") -> Rollout:
+def rollout(reward: float | None, length: int = 2, stop_reason: RolloutStopReason = "stop") -> Rollout:
     return Rollout([Turn([1], [2] * length, [-1.0] * length)], "x", stop_reason, reward=reward)
 
 

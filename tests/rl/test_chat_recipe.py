@@ -15,7 +15,7 @@ from mint.recipes.chat import DEMO, ChatAdapter
 from mint.recipes.data.things import PAIRS, RUBRIC, THINGS, Question, is_heldout_pair, questions
 from mint.rl import run_grpo
 from mint.rl.reward import Reward
-from mint.rl.tasks.judges import PairwiseJudge, Verdict
+from mint.rl.tasks.judges import ComparisonVerdict, PairwiseJudge
 from mint.rl.tasks.penalties import verbosity
 from mint.runs.log import RunLog
 from scripts.tiny.chat_skill import TRAINED_PAIRS, chat_document, chat_tasks, good_reply, message_prompt
@@ -74,7 +74,7 @@ def test_without_a_judge_replies_are_scored_alone() -> None:
 
 
 def test_with_a_judge_the_reward_is_both_by_name() -> None:
-    def likes_quick(prompt: str, a: str, b: str) -> Verdict:
+    def likes_quick(prompt: str, a: str, b: str) -> ComparisonVerdict:
         return "a" if "quick" in a else "b" if "quick" in b else "tie"
 
     judge = PairwiseJudge(likes_quick)
@@ -115,7 +115,7 @@ def test_penalties_come_off_the_rubric_and_off_the_judge() -> None:
 def test_a_judge_with_a_hidden_length_bias_teaches_without_length_running_away(seed: int, tmp_path: Path) -> None:
     asked = {question.text: question for side in (False, True) for question in questions(heldout=side)}
 
-    def biased(prompt: str, a: str, b: str) -> Verdict:
+    def biased(prompt: str, a: str, b: str) -> ComparisonVerdict:
         first, second = (RUBRIC(reply, asked[prompt]).value + 0.02 * len(reply.split()) for reply in (a, b))
         return "a" if first > second - 0.05 else "b"  # and the first place, where it cannot tell
 

@@ -16,18 +16,18 @@ import pytest
 import mint
 from mint.errors import InvalidRequestError
 from mint.rl.reward import Reward
-from mint.rl.tasks.judges import QUESTION, Compare, JudgeError, PairwiseJudge, SamplingComparison, Verdict
+from mint.rl.tasks.judges import QUESTION, Compare, ComparisonVerdict, JudgeError, PairwiseJudge, SamplingComparison
 from mint.rl.tasks.openai_judge import OpenAIComparison, read_verdict
 from mint.types import ModelInput
 
 REPLIES = ["a", "bb", "ccc", "dddd"]
 
 
-def longer(prompt: str, a: str, b: str) -> Verdict:
+def longer(prompt: str, a: str, b: str) -> ComparisonVerdict:
     return "tie" if len(a) == len(b) else "a" if len(a) > len(b) else "b"
 
 
-def always_first(prompt: str, a: str, b: str) -> Verdict:
+def always_first(prompt: str, a: str, b: str) -> ComparisonVerdict:
     return "a"
 
 
@@ -38,7 +38,7 @@ def scores(judge: PairwiseJudge, responses: list[str], prompt: str = "Q") -> lis
 
 
 @pytest.mark.parametrize("place", ["a", "b"])
-def test_a_judge_that_prefers_a_place_gives_every_rollout_a_half(place: Verdict) -> None:
+def test_a_judge_that_prefers_a_place_gives_every_rollout_a_half(place: ComparisonVerdict) -> None:
     judge = PairwiseJudge(lambda prompt, a, b: place)
     assert scores(judge, REPLIES) == [0.5] * 4
     assert judge.statistics.flip_rate == 1.0
@@ -52,7 +52,7 @@ def test_a_real_preference_is_recovered_by_round_robin() -> None:
 
 
 def test_an_async_judge_is_asked_the_same_way() -> None:
-    async def compare(prompt: str, a: str, b: str) -> Verdict:
+    async def compare(prompt: str, a: str, b: str) -> ComparisonVerdict:
         await asyncio.sleep(0)
         return longer(prompt, a, b)
 
@@ -60,7 +60,7 @@ def test_an_async_judge_is_asked_the_same_way() -> None:
 
 
 def test_a_preference_in_one_order_only_is_a_tie() -> None:
-    def half_hearted(prompt: str, a: str, b: str) -> Verdict:
+    def half_hearted(prompt: str, a: str, b: str) -> ComparisonVerdict:
         return "a" if a > b else "tie"
 
     judge = PairwiseJudge(half_hearted)
@@ -81,7 +81,7 @@ def test_scores_of_a_group_always_average_a_half() -> None:
 
 
 def test_an_error_leaves_out_its_comparison_and_is_counted() -> None:
-    def fails_on_two(prompt: str, a: str, b: str) -> Verdict:
+    def fails_on_two(prompt: str, a: str, b: str) -> ComparisonVerdict:
         if {a, b} == {"a", "dddd"}:
             raise ConnectionError("gone")
         return longer(prompt, a, b)
@@ -105,7 +105,7 @@ def test_a_response_whose_comparisons_all_failed_is_not_graded() -> None:
 def test_a_pair_that_comes_again_is_not_asked_again_unless_it_failed() -> None:
     asked: list[tuple[str, str, str]] = []
 
-    def compare(prompt: str, a: str, b: str) -> Verdict:
+    def compare(prompt: str, a: str, b: str) -> ComparisonVerdict:
         asked.append((prompt, a, b))
         if len(asked) == 1:
             raise TimeoutError("once")
@@ -140,7 +140,7 @@ def test_the_reward_says_how_far_to_trust_the_judge() -> None:
 def test_the_number_of_questions_in_flight_is_bounded() -> None:
     lock, now, most = threading.Lock(), 0, 0
 
-    def compare(prompt: str, a: str, b: str) -> Verdict:
+    def compare(prompt: str, a: str, b: str) -> ComparisonVerdict:
         nonlocal now, most
         with lock:
             now += 1
@@ -302,5 +302,5 @@ def test_a_malformed_reply_is_an_error_of_its_comparison(endpoint: Endpoint, rep
     ("content", "verdict"),
     [("A", "a"), ("B.", "b"), ("**B**", "b"), ("Tie", "tie"), ("A is a bit short, so: B", "b"), ("B? No. A", "a")],
 )
-def test_the_last_verdict_of_a_reply_counts(content: str, verdict: Verdict) -> None:
+def test_the_last_verdict_of_a_reply_counts(content: str, verdict: ComparisonVerdict) -> None:
     assert read_verdict(httpx.Response(200, json=chat(content))) == verdict

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 from rich.console import Console
 
 from mint.rl.config import RLConfig
 from mint.rl.rollout import Group, Rollout, RolloutBatch, Turn
 from mint.rl.tracking.step_log import rollout_rows
-from mint.rl.tracking.token_counts import Ledger, ledger_by_item, ledger_of_steps, ledger_table, step_ledger
+from mint.rl.tracking.token_counts import (
+    TokenCounts,
+    token_counts_by_item,
+    token_counts_of_steps,
+    token_counts_table,
+    token_metrics,
+)
 from mint.rl.training.advantages import rollout_advantages
-from mint.rl.training.policy_update import Update
+from mint.rl.training.policy_update import PolicyUpdate, TrainedRollout
 
 
 class Words:
@@ -38,15 +45,21 @@ GROUPS = [
 REPLACED = [group(7, rollout(10, 0.0), rollout(10, 0.0))]
 
 
-def step() -> tuple[RolloutBatch, Update]:
+def step() -> tuple[RolloutBatch, PolicyUpdate]:
     batch = RolloutBatch(1, GROUPS, REPLACED)
-    judged = rollout_advantages(GROUPS, RLConfig())
-    chosen = [one for one in judged if one.advantage]
-    return batch, Update(judged, chosen, metrics={"train/clip_low_fraction": 0.25, "train/clip_high_fraction": 0.25})
+    counted = rollout_advantages(GROUPS, RLConfig())
+    trained = [
+        TrainedRollout(one.rollout, one.advantage, np.full(len(one.rollout.tokens), one.advantage), None)
+        for one in counted
+        if one.advantage
+    ]
+    return batch, PolicyUpdate(
+        counted, trained, metrics={"train/clip_low_fraction": 0.25, "train/clip_high_fraction": 0.25}
+    )
 
 
 def test_a_step_counts_tokens_from_sampled_to_trained() -> None:
-    ledger = step_ledger(*step())
+    ledger = token_metrics(*step())
     assert ledger == {
         "ledger/generated": 43.0,  # 12 + 4 + 7 + 20 refilled
         "ledger/graded": 37.0,  # without the ungraded 6
@@ -58,22 +71,22 @@ def test_a_step_counts_tokens_from_sampled_to_trained() -> None:
 
 def test_the_ledgers_of_all_items_add_up_to_that_of_the_step() -> None:
     batch, update = step()
-    by_item = ledger_by_item(rollout_rows(batch, update, Words()))
-    assert by_item[7] == Ledger(generated=32, graded=32, informative=12, trained=8)
-    assert by_item[9] == Ledger(generated=7, graded=1, informative=0, trained=0)
+    by_item = token_counts_by_item(rollout_rows(batch, update, Words()))
+    assert by_item[7] == TokenCounts(generated=32, graded=32, informative=12, trained=8)
+    assert by_item[9] == TokenCounts(generated=7, graded=1, informative=0, trained=0)
     assert list(by_item) == [7, 9, 8]
-    assert sum(by_item.values(), Ledger()) == ledger_of_steps([step_ledger(batch, update)])
+    assert sum(by_item.values(), TokenCounts()) == token_counts_of_steps([token_metrics(batch, update)])
 
 
 def test_a_group_that_could_not_be_sampled_costs_nothing() -> None:
     batch = RolloutBatch(1, [Group("sample", 3, [1], [], error="too long")])
-    assert step_ledger(batch, Update([], []))["ledger/generated"] == 0.0
-    assert ledger_by_item(rollout_rows(batch, Update([], []), Words())) == {}
+    assert token_metrics(batch, PolicyUpdate([]))["ledger/generated"] == 0.0
+    assert token_counts_by_item(rollout_rows(batch, PolicyUpdate([]), Words())) == {}
 
 
 def test_the_table_shows_counts_and_shares() -> None:
     console = Console(file=io.StringIO(), width=100)
-    console.print(ledger_table({7: Ledger(32, 32, 12, 8)}, title="tokens"))
+    console.print(token_counts_table({7: TokenCounts(32, 32, 12, 8)}, title="tokens"))
     text = console.file.getvalue()
     assert "12 (38%)" in text
     assert "8 (25%)" in text

@@ -169,16 +169,16 @@ def diagnose(
     as_json: Json = False,
 ) -> None:
     """Why a run does not learn: every finding with its evidence and a remedy, and where the tokens went."""
-    from mint.rl.analysis.report import print_findings, print_ledgers
-    from mint.rl.analysis.run_analysis import diagnose_run, signal_ledgers  # deferred: `mint --help` answers at once
+    from mint.rl.analysis.report import print_findings, print_token_counts
+    from mint.rl.analysis.run_analysis import diagnose_run, run_token_counts  # deferred: `mint --help` answers at once
 
     try:
-        findings, ledger, items = diagnose_run(run), *signal_ledgers(run)
+        findings, ledger, items = diagnose_run(run), *run_token_counts(run)
     except MintError as error:
         fail(error)
     people = Console(stderr=as_json)
     print_findings(people, findings)
-    print_ledgers(people, ledger, items)
+    print_token_counts(people, ledger, items)
     if as_json:
         typer.echo(json.dumps({"findings": [finding.to_dict() for finding in findings], "ledger": asdict(ledger)}))
 

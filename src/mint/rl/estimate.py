@@ -46,7 +46,7 @@ class Estimate:
         return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row})
 
 
-def wilson(successes: float, n: int) -> tuple[float, float]:
+def wilson(successes: float, n: float) -> tuple[float, float]:
     """The Wilson score interval (95 %) of a proportion (Wilson 1927); (0, 1) for n = 0."""
     if n == 0:
         return 0.0, 1.0

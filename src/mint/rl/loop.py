@@ -31,7 +31,7 @@ from mint.rl.run_result import RunResult
 from mint.rl.tasks.chat_format import check_template
 from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate
 from mint.rl.training.kl_reference import KLReference
-from mint.rl.training.policy_update import Update, Updater
+from mint.rl.training.policy_update import PolicyTrainer, PolicyUpdate
 from mint.rl.training_run import ProgressHook, open_run
 from mint.runs.reader import RunReader
 from mint.runs.tokens import TokenPieces
@@ -145,7 +145,7 @@ class _RLRun:
         worker = RolloutWorker(self.task, config=config, tokenizer=self.tokenizer, calls=self.calls)
         self.collector = BatchCollector(worker, dataset, self.order, config)
         reference = KLReference(self.training.service, config) if config.kl_penalty_coef else None
-        self.updater = Updater(self.trainer, reference, config)
+        self.policy_trainer = PolicyTrainer(self.trainer, reference, config)
         self.heldout = HeldoutEvaluation(self.training, worker, heldout)
         self.pieces = TokenPieces(self.tokenizer, (row["id"] for row in log.read("tokens.jsonl")))
         point = self.training.point
@@ -233,7 +233,7 @@ class _RLRun:
         sampled = time.monotonic()
         step, config = batch.step, self.config
         lag = int(self.totals.optim_steps) - batch.policy_step
-        update = self.updater.update(batch, on_policy=lag == 0)
+        update = self.policy_trainer.train(batch, on_policy=lag == 0)
         for group in batch.all_groups:
             rate = success_rate(self.task, group)
             if rate is not None:
@@ -258,7 +258,7 @@ class _RLRun:
         rewards = [reward for group in batch.all_groups for reward in group.rewards]
         self.task.evaluate(step, rewards, update.datums)
 
-    def _count(self, metrics: dict[str, float], update: Update) -> None:
+    def _count(self, metrics: dict[str, float], update: PolicyUpdate) -> None:
         self.totals.samples += metrics["rollouts/count"]
         self.totals.tokens += metrics["rollouts/tokens"]
         self.totals.optim_steps += update.optim_steps
@@ -267,7 +267,7 @@ class _RLRun:
         )
         self.state_digest = update.state_digest or self.state_digest
 
-    def _record(self, batch: RolloutBatch, metrics: dict[str, float], update: Update) -> None:
+    def _record(self, batch: RolloutBatch, metrics: dict[str, float], update: PolicyUpdate) -> None:
         step = batch.step
         log = self.training.log
         rows = rollout_rows(batch, update, self.tokenizer)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mint.types import SamplingParams
 
-StopReason = Literal["stop", "length", "env", "max_turns", "max_episode_tokens", "wall_time", "error"]
+RolloutStopReason = Literal["stop", "length", "env", "max_turns", "max_episode_tokens", "wall_time", "error"]
 """Why a rollout ended: the model's own end, `max_tokens` of a turn, the environment, an episode's limit, a fault."""
 
 CUT_OFF: frozenset[str] = frozenset({"length", "max_turns", "max_episode_tokens", "wall_time"})
@@ -39,7 +39,7 @@ class Rollout:
 
     turns: list[Turn] = field(repr=False)
     text: str
-    stop_reason: StopReason
+    stop_reason: RolloutStopReason
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None

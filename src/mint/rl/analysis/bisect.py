@@ -7,31 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from mint.errors import InvalidRequestError
+from mint.rl.estimate import Estimate
 
-
-class Interval(Protocol):
-    """A mean with its 95 % interval, such as `mint.rl.estimate.Estimate`."""
-
-    @property
-    def mean(self) -> float:
-        """The estimate."""
-        ...
-
-    @property
-    def low(self) -> float:
-        """Its lower end."""
-        ...
-
-    @property
-    def high(self) -> float:
-        """Its upper end."""
-        ...
-
-
-Verdict = Literal["found", "uncertain", "none"]
+RegressionVerdict = Literal["found", "uncertain", "none"]
 """`found`: the readings on both sides of the fall do not overlap. `uncertain`: it is there, but noise hides where.
 `none`: the last checkpoint is not worse than an earlier one by more than noise and tolerance."""
 
@@ -43,20 +24,20 @@ class Regression:
     `evaluations` counts fresh readings; `readings` holds all that were used, by checkpoint; `explanation` is in words.
     """
 
-    verdict: Verdict
+    verdict: RegressionVerdict
     good: str | None
     bad: str | None
     evaluations: int
     explanation: str
-    readings: Mapping[str, Interval] = field(default_factory=dict, repr=False)
+    readings: Mapping[str, Estimate] = field(default_factory=dict, repr=False)
 
 
 def find_regression(
     checkpoints: Sequence[str],
-    read: Callable[[str], Interval],
+    read: Callable[[str], Estimate],
     *,
     tolerance: float = 0.0,
-    known: Mapping[str, Interval] | None = None,
+    known: Mapping[str, Estimate] | None = None,
     higher_is_better: bool = True,
 ) -> Regression:
     """Searches `checkpoints` (oldest first) for the fall that the last one suffers from, in about log2(n) + 2 readings.
@@ -77,7 +58,7 @@ def find_regression(
     readings = {name: value for name, value in (known or {}).items() if name in set(checkpoints)}
     before = len(readings)
 
-    def look(place: int) -> Interval:
+    def look(place: int) -> Estimate:
         name = checkpoints[place]
         if name not in readings:
             readings[name] = read(name)
@@ -119,13 +100,13 @@ def find_regression(
     )
 
 
-def _is_better(one: Interval, other: Interval, sign: float, tolerance: float) -> bool:
+def _is_better(one: Estimate, other: Estimate, sign: float, tolerance: float) -> bool:
     """Whether the intervals do not overlap and the means differ by more than `tolerance`."""
     apart = one.low > other.high if sign > 0 else one.high < other.low
     return apart and sign * (one.mean - other.mean) > tolerance
 
 
-def _no_fall(best_name: str, best: Interval, last_name: str, last: Interval) -> str:
+def _no_fall(best_name: str, best: Estimate, last_name: str, last: Estimate) -> str:
     if best_name == last_name:
         return f"no regression: the last checkpoint reads best, {_words(last_name, last)}"
     return (
@@ -134,5 +115,5 @@ def _no_fall(best_name: str, best: Interval, last_name: str, last: Interval) -> 
     )
 
 
-def _words(name: str, reading: Interval) -> str:
+def _words(name: str, reading: Estimate) -> str:
     return f"{name} {reading.mean:.3f} [{reading.low:.3f}, {reading.high:.3f}]"

@@ -28,11 +28,11 @@ from mint.rl.analysis.reward_rules import (
     suspected_reward_hacking,
     unsupported_rewards,
 )
-from mint.rl.analysis.run_record import RunRecord, View
+from mint.rl.analysis.run_record import RunRecord, StepView
 from mint.rl.analysis.signal_rules import no_heldout, no_signal, reward_collapse, reward_spike, saturation
 from mint.rl.finding import Finding, Severity
 
-Rule = Callable[[View], Finding | None]
+Rule = Callable[[StepView], Finding | None]
 
 RULES: tuple[Rule, ...] = (
     nonfinite_or_skipped_steps,

@@ -20,7 +20,7 @@ from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError, RequestFailedError
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task, as_task
 from mint.rl.analysis.planner import GROUP_SIZES, plan
-from mint.rl.analysis.readiness import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, Evidence, Verdict, decide
+from mint.rl.analysis.readiness import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, Readiness, ReadinessEvidence, decide
 from mint.rl.call_pool import CallPool
 from mint.rl.config import RLConfig
 from mint.rl.estimate import interval
@@ -46,10 +46,10 @@ class Examination:
     `sandbox` says what code that a model writes would run in on this machine.
     """
 
-    verdict: Verdict
+    verdict: Readiness
     reason: str
     remedy: str
-    evidence: Evidence
+    evidence: ReadinessEvidence
     sandbox: str
     notes: tuple[str, ...] = ()
     examples: tuple[Mapping[str, Any], ...] = ()
@@ -152,7 +152,7 @@ def _starting_weights(service: ServiceClient, config: RLConfig) -> SamplingClien
     return service.create_sampling_client(base_model=config.base_model)
 
 
-def _evidence(ask: _Asker, groups: Sequence[Group], samples: int) -> Evidence:
+def _evidence(ask: _Asker, groups: Sequence[Group], samples: int) -> ReadinessEvidence:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [group for group in groups if group.graded]
     rewards = [reward for group in graded for reward in group.rewards]
@@ -161,7 +161,7 @@ def _evidence(ask: _Asker, groups: Sequence[Group], samples: int) -> Evidence:
     cut = _share(rollout.truncated for rollout in rollouts)
     seconds, noisy = _grade_again(ask, graded)
     fixed_reply, fixed_reward = _best_fixed_reply(ask, graded)
-    return Evidence(
+    return ReadinessEvidence(
         prompts=len(groups),
         samples=samples,
         success=interval(rates),
@@ -269,7 +269,7 @@ def _sandbox() -> str:
     return ", ".join([*level.engines, *missing])
 
 
-def _notes(task: Task, dataset: Sequence[Any], seen: Evidence) -> tuple[str, ...]:
+def _notes(task: Task, dataset: Sequence[Any], seen: ReadinessEvidence) -> tuple[str, ...]:
     chosen = seen.informative.get(seen.group_size)
     notes = {
         "there is no held-out set: nothing would be measured": not task.build_heldout(),

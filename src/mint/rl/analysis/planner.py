@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mint.errors import InvalidRequestError
+from mint.rl.estimate import Z95
 
 GROUP_SIZES = (4, 6, 8, 10, 12, 14, 16)
 
 ENOUGH_INFORMATIVE = 0.5
 """The recommended group size is the smallest with at least this share of informative groups: below it, more than half
 of the sampling is wasted (or refilled)."""
-
-Z95 = 1.959963984540054
 
 MEANS = tuple(step / 40 for step in range(1, 40))
 CONCENTRATIONS = tuple(0.1 * 1.5**power for power in range(20))

@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mint.rl.analysis.run_record import Numbers, View, get, graded, mean, reward_window, total, used_share, wilson_low
+from mint.rl.analysis.run_record import Numbers, StepView, get, graded, informative_share, mean, reward_window, total
 from mint.rl.analysis.signal_rules import CHANGE_WINDOW, reward_collapse
+from mint.rl.estimate import wilson
 from mint.rl.finding import Finding
 
 ENTROPY_SHARE = 0.1
@@ -57,7 +58,7 @@ SETTLED_STEPS = 8
 """Steps with a signal before a learning rate is called too low."""
 
 
-def entropy_collapse(view: View) -> Finding | None:
+def entropy_collapse(view: StepView) -> Finding | None:
     """The policy has become certain without having become right."""
     if len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
@@ -66,7 +67,7 @@ def entropy_collapse(view: View) -> Finding | None:
     reward, start = reward_window(last), reward_window(first)
     floor, span = view.reward_floor, view.reward_ceiling - view.reward_floor
     near_ceiling = reward.mean - floor >= NEAR_CEILING * span or mean(last, "success/rate") >= NEAR_CEILING
-    if now > ENTROPY_SHARE * before or near_ceiling or used_share(last) > 0.5:
+    if now > ENTROPY_SHARE * before or near_ceiling or informative_share(last) > 0.5:
         return None
     gained = reward.above(start) >= ROSE_Z
     return Finding(
@@ -74,14 +75,14 @@ def entropy_collapse(view: View) -> Finding | None:
         "warning" if gained or view.only_compares else "error",
         view.step,
         f"−log p of a sampled token fell from {before:.3g} to {now:.3g}, with a mean reward of {reward.mean:.3f} (at "
-        f"the start {start.mean:.3f}); {used_share(last):.0%} of the groups still carry a signal",
+        f"the start {start.mean:.3f}); {informative_share(last):.0%} of the groups still carry a signal",
         "Lower learning_rate, set kl_penalty_coef=0.01 or loss_fn_config clip_high_threshold=1.28 with loss_fn='ppo', "
         "raise temperature; go back to an earlier checkpoint",
         {"entropy_start": before, "entropy": now, "reward": reward.mean, "reward_start": start.mean},
     )
 
 
-def length_runaway(view: View) -> Finding | None:
+def length_runaway(view: StepView) -> Finding | None:
     """Completions grow and the reward does not grow with them."""
     if len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
@@ -105,18 +106,18 @@ def length_runaway(view: View) -> Finding | None:
     )
 
 
-def truncation(view: View) -> Finding | None:
+def truncation(view: StepView) -> Finding | None:
     """Samples end at a limit."""
     last = view.last(CHANGE_WINDOW)
     count = total(last, "rollouts/count")
     cut = sum(get(step, "rollouts/truncated_share") * get(step, "rollouts/count") for step in last)
-    if wilson_low(cut, count) <= TRUNCATED_SHARE:
+    if wilson(cut, count)[0] <= TRUNCATED_SHARE:
         return None
     share = cut / count
     hopeless = (
         len(last) == CHANGE_WINDOW
         and share >= ALL_TRUNCATED
-        and used_share(last) <= HARDLY_SUCCESSFUL
+        and informative_share(last) <= HARDLY_SUCCESSFUL
         and max(get(step, "success/rate") for step in view.metrics) <= HARDLY_SUCCESSFUL
     )
     return Finding(
@@ -131,7 +132,7 @@ def truncation(view: View) -> Finding | None:
     )
 
 
-def off_policy_drift(view: View) -> Finding | None:
+def off_policy_drift(view: StepView) -> Finding | None:
     """The policy that is trained is no longer the one that sampled."""
     now = view.now
     kl, ess = get(now, "train/kl_k2"), get(now, "train/ess", 1.0)
@@ -156,7 +157,7 @@ def off_policy_drift(view: View) -> Finding | None:
     )
 
 
-def sampler_trainer_mismatch(view: View) -> Finding | None:
+def sampler_trainer_mismatch(view: StepView) -> Finding | None:
     """On the very weights that sampled, the trainer computes other logprobs."""
     if not _mismatched(view.now):
         return None
@@ -177,7 +178,7 @@ def _mismatched(now: Numbers) -> bool:
     return get(now, "mismatch/mean_abs_logprob_diff") > MISMATCH_LOGPROB
 
 
-def nonfinite_or_skipped_steps(view: View) -> Finding | None:
+def nonfinite_or_skipped_steps(view: StepView) -> Finding | None:
     """A loss or gradient was not a number, and the step was not taken."""
     skipped = get(view.now, "optim/skipped_nonfinite")
     broken = sorted(
@@ -222,7 +223,7 @@ def _promises(steps: Sequence[Numbers], config: Mapping[str, Any]) -> list[float
     return [promise for step in steps if (promise := step_promise(step, config)) is not None]
 
 
-def learning_rate_too_high(view: View) -> Finding | None:
+def learning_rate_too_high(view: StepView) -> Finding | None:
     """The reward collapsed after steps that were too large for their own argument."""
     collapse = reward_collapse(view)
     if collapse is None or "z" not in collapse.numbers:
@@ -244,7 +245,7 @@ def learning_rate_too_high(view: View) -> Finding | None:
     )
 
 
-def learning_rate_too_low(view: View) -> Finding | None:
+def learning_rate_too_low(view: StepView) -> Finding | None:
     """There is a signal, but all the steps of the run together cannot move the reward visibly."""
     config = view.config
     warmup = int(config.get("lr_warmup_steps") or 0)

@@ -17,11 +17,11 @@ from mint.rl.finding import Finding
 from mint.rl.heldout_evaluation import GREEDY, SAMPLED
 from mint.rl.run_result import RunResult
 from mint.rl.tracking.terminal_text import COLORS, one_line, paragraph
-from mint.rl.tracking.token_counts import Ledger, ledger_table
+from mint.rl.tracking.token_counts import TokenCounts, token_counts_table
 
 EXAMPLES = 3
 EXAMPLE_SIGNS = 600
-LEDGER_ITEMS = 10
+SHOWN_ITEMS = 10
 
 
 def print_run(console: Console, result: RunResult, evaluations: Sequence[Mapping[str, Any]]) -> None:
@@ -92,11 +92,11 @@ def print_findings(console: Console, findings: Iterable[Finding]) -> None:
         )
 
 
-def print_ledgers(console: Console, run: Ledger, items: Mapping[int, Ledger]) -> None:
+def print_token_counts(console: Console, run: TokenCounts, items: Mapping[int, TokenCounts]) -> None:
     """From tokens generated to tokens trained on: the run, and the items that cost most."""
-    console.print(ledger_table({"all": run}, title="where the tokens went", first="run"))
-    most = dict(list(items.items())[:LEDGER_ITEMS])
-    console.print(ledger_table(most, title=f"the {len(most)} items that cost most"))
+    console.print(token_counts_table({"all": run}, title="where the tokens went", first="run"))
+    most = dict(list(items.items())[:SHOWN_ITEMS])
+    console.print(token_counts_table(most, title=f"the {len(most)} items that cost most"))
 
 
 def print_regression(console: Console, metric: str, regression: Regression) -> None:

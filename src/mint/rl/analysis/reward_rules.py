@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mint.rl.analysis.policy_rules import ROSE_Z
-from mint.rl.analysis.run_record import Row, View, get, mean, reward_window, total, wilson_low
+from mint.rl.analysis.run_record import Row, StepView, get, mean, reward_window, total
 from mint.rl.analysis.signal_rules import CHANGE_WINDOW, heldout_falls
+from mint.rl.estimate import wilson
 from mint.rl.finding import Finding, Severity
 
 FAILED_STEPS = 3
@@ -42,12 +43,12 @@ PART_Z = 4.0
 """Standard errors by which a part of the reward must have fallen; several parts are looked at in every step."""
 
 
-def suspected_reward_hacking(view: View) -> Finding | None:
+def suspected_reward_hacking(view: StepView) -> Finding | None:
     """The reward rises, and something says that it is not for what was wanted."""
     return _heldout_falls(view) or _one_text_wins(view) or _length_wins(view) or _parts_fall(view)
 
 
-def _hacking(view: View, severity: Severity, evidence: str, numbers: dict[str, float]) -> Finding:
+def _hacking(view: StepView, severity: Severity, evidence: str, numbers: dict[str, float]) -> Finding:
     return Finding(
         "suspected_reward_hacking",
         severity,
@@ -60,7 +61,7 @@ def _hacking(view: View, severity: Severity, evidence: str, numbers: dict[str, f
     )
 
 
-def _heldout_falls(view: View) -> Finding | None:
+def _heldout_falls(view: StepView) -> Finding | None:
     """Held-out reward surely down from its best, training reward not down, and the two surely apart in this."""
     falls = list(heldout_falls(view))
     if not falls or len(view.metrics) < 2 * CHANGE_WINDOW:
@@ -81,7 +82,7 @@ def _heldout_falls(view: View) -> Finding | None:
     )
 
 
-def _one_text_wins(view: View) -> Finding | None:
+def _one_text_wins(view: StepView) -> Finding | None:
     """The same words win on all prompts: the reward does not depend on what was asked."""
     winners = [row for row in view.rows(1) if _wins(row, view)]
     texts = Counter(_normal(row["text"]) for row in winners).most_common(1)
@@ -94,7 +95,7 @@ def _one_text_wins(view: View) -> Finding | None:
     tried = [row for row in rows if _normal(row["text"]) == text]
     prompts = {row["prompt"] for row in won}
     share = len(won) / len(winners)
-    reliable = wilson_low(len(prompts), len({row["prompt"] for row in tried}))
+    reliable = wilson(len(prompts), len({row["prompt"] for row in tried}))[0]
     if len(prompts) < SAME_TEXT_ITEMS or share < SAME_TEXT_SHARE or reliable < SAME_TEXT_SHARE:
         return None
     return _hacking(
@@ -106,7 +107,7 @@ def _one_text_wins(view: View) -> Finding | None:
     )
 
 
-def _wins(row: Row, view: View) -> bool:
+def _wins(row: Row, view: StepView) -> bool:
     """Whether the reward lies in the upper half of what can be had."""
     return row.get("reward") is not None and row["reward"] - view.reward_floor > 0.5 * (
         view.reward_ceiling - view.reward_floor
@@ -118,7 +119,7 @@ def _normal(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _length_wins(view: View) -> Finding | None:
+def _length_wins(view: StepView) -> Finding | None:
     """Within groups, length explains the reward, and the policy has understood."""
     start = mean(view.metrics[:CHANGE_WINDOW], "rollouts/mean_length")
     now = mean(view.last(CHANGE_WINDOW), "rollouts/mean_length")
@@ -153,7 +154,7 @@ def _centred(values: Iterable[float]) -> np.ndarray:
     return array - array.mean()
 
 
-def _parts_fall(view: View) -> Finding | None:
+def _parts_fall(view: StepView) -> Finding | None:
     """The reward rises by one part, at the cost of another."""
     if len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
@@ -174,7 +175,7 @@ def _parts_fall(view: View) -> Finding | None:
     return None
 
 
-def grader_failures(view: View) -> Finding | None:
+def grader_failures(view: StepView) -> Finding | None:
     """The grader raised, or gave no number."""
     kinds = ("ungraded", "unsupported", "timeouts")
     of_now = {kind: get(view.now, f"rollouts/{kind}") for kind in kinds}
@@ -196,7 +197,7 @@ def grader_failures(view: View) -> Finding | None:
     )
 
 
-def grader_timeouts(view: View) -> Finding | None:
+def grader_timeouts(view: StepView) -> Finding | None:
     """The grader did not answer in time."""
     if not get(view.now, "rollouts/timeouts"):
         return None
@@ -211,7 +212,7 @@ def grader_timeouts(view: View) -> Finding | None:
     )
 
 
-def unsupported_rewards(view: View) -> Finding | None:
+def unsupported_rewards(view: StepView) -> Finding | None:
     """The grader said that it cannot judge here."""
     if not get(view.now, "rollouts/unsupported"):
         return None
@@ -226,7 +227,7 @@ def unsupported_rewards(view: View) -> Finding | None:
     )
 
 
-def judge_unreliable(view: View) -> Finding | None:
+def judge_unreliable(view: StepView) -> Finding | None:
     """A pairwise judge prefers a place, or fails; whatever it says about it is in the rollouts' `info`."""
     judged = [row["info"] for row in view.rows(FAILED_STEPS) if "judge_pairs" in row.get("info", {})]
     pairs = sum(info["judge_pairs"] for info in judged)
@@ -247,7 +248,7 @@ def judge_unreliable(view: View) -> Finding | None:
     )
 
 
-def reward_out_of_range(view: View) -> Finding | None:
+def reward_out_of_range(view: StepView) -> Finding | None:
     """A reward left the range that its task declares."""
     wrong = [row for row in view.rows(1) if _out_of_range(row)] if get(view.now, "rollouts/ungraded") else []
     if not wrong:
@@ -266,7 +267,7 @@ def _out_of_range(row: Row) -> bool:
     return "outside its declared range" in (row.get("error") or "")
 
 
-def _grading(view: View, code: str, failed: float, what: str, remedy: str) -> Finding:
+def _grading(view: StepView, code: str, failed: float, what: str, remedy: str) -> Finding:
     count = total(view.last(FAILED_STEPS), "rollouts/count")
     decisive = failed >= FEWEST_FAILED and failed >= MANY_FAILED * count
     return Finding(
@@ -279,7 +280,7 @@ def _grading(view: View, code: str, failed: float, what: str, remedy: str) -> Fi
     )
 
 
-def server_warnings(view: View) -> Finding | None:
+def server_warnings(view: StepView) -> Finding | None:
     """The server found something odd in the batch."""
     if not view.warnings:
         return None

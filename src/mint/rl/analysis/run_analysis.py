@@ -14,7 +14,7 @@ from mint.rl.analysis.run_record import Row, RunRecord
 from mint.rl.estimate import Estimate, wilson
 from mint.rl.finding import Finding
 from mint.rl.heldout_evaluation import GREEDY, SAMPLED
-from mint.rl.tracking.token_counts import Ledger, ledger_by_item, ledger_of_steps
+from mint.rl.tracking.token_counts import TokenCounts, token_counts_by_item, token_counts_of_steps
 from mint.runs.log import RunLog
 from mint.runs.reader import RunReader, read_config
 
@@ -96,19 +96,19 @@ def bisect_run(folder: Path, metric: str, read: Reader) -> Regression:
     )
 
 
-def signal_ledgers(folder: Path) -> tuple[Ledger, dict[int, Ledger]]:
+def run_token_counts(folder: Path) -> tuple[TokenCounts, dict[int, TokenCounts]]:
     """Where the tokens of a run went: over the whole run, and by item, most generated tokens first.
 
     Raises:
         NotFoundError: the folder holds no run.
     """
     reader = RunReader(folder)
-    items: dict[int, Ledger] = {}
+    items: dict[int, TokenCounts] = {}
     for step in reader.steps():
-        for item, ledger in ledger_by_item(reader.rows(step, light=True)).items():
-            items[item] = items.get(item, Ledger()) + ledger
+        for item, ledger in token_counts_by_item(reader.rows(step, light=True)).items():
+            items[item] = items.get(item, TokenCounts()) + ledger
     by_tokens = sorted(items.items(), key=lambda entry: -entry[1].generated)
-    return ledger_of_steps(reader.metrics()), dict(by_tokens)
+    return token_counts_of_steps(reader.metrics()), dict(by_tokens)
 
 
 def select_metric(readings: Mapping[float, Estimate], metric: str) -> Estimate:

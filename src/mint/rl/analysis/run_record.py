@@ -44,11 +44,11 @@ class RunRecord:
             by_step.setdefault(int(row["step"]), []).append(row)
         return by_step
 
-    def at(self, place: int) -> View:
+    def at(self, place: int) -> StepView:
         """The run as it was after the step at `place` of the metrics."""
         metrics = self.metrics[: place + 1]
         step = int(metrics[-1]["step"])
-        return View(
+        return StepView(
             self.config,
             metrics,
             [row for row in self.evaluations if int(row["step"]) <= step],
@@ -58,7 +58,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class View:
+class StepView:
     """A run up to and including one step. `warnings` are the server's words in that step."""
 
     config: Mapping[str, Any]
@@ -110,7 +110,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Window:
+class RewardWindow:
     """A mean over some steps, the variance of one rollout around it, and how many independent rollouts it is worth."""
 
     mean: float
@@ -127,7 +127,7 @@ class Window:
         """The lower end of the 95 % interval."""
         return self.mean - 1.96 * self.mean_error
 
-    def above(self, other: Window) -> float:
+    def above(self, other: RewardWindow) -> float:
         """By how many standard errors this mean lies above `other`; infinite where neither has any noise.
 
         The variance is pooled: a handful of equal rewards is no proof of a mean without noise.
@@ -156,14 +156,14 @@ def total(steps: Sequence[Numbers], name: str) -> float:
     return sum(get(step, name) for step in steps)
 
 
-def judged_groups(steps: Sequence[Numbers]) -> float:
+def graded_groups(steps: Sequence[Numbers]) -> float:
     """Groups with at least two rewards."""
     return total(steps, "groups/total") - total(steps, "groups/failed")
 
 
-def used_share(steps: Sequence[Numbers]) -> float:
+def informative_share(steps: Sequence[Numbers]) -> float:
     """Of those, the share with unequal rewards."""
-    return total(steps, "groups/used") / max(1.0, judged_groups(steps))
+    return total(steps, "groups/used") / max(1.0, graded_groups(steps))
 
 
 def graded(steps: Sequence[Numbers]) -> float:
@@ -171,28 +171,28 @@ def graded(steps: Sequence[Numbers]) -> float:
     return total(steps, "rollouts/count") - total(steps, "rollouts/ungraded")
 
 
-def reward_window(steps: Sequence[Numbers], name: str = "reward/mean") -> Window:
+def reward_window(steps: Sequence[Numbers], name: str = "reward/mean") -> RewardWindow:
     """The mean reward over steps that graded something. Rollouts of one prompt count as less than one each: Kish's
     design effect 1 + (G − 1)·ρ, with ρ taken as the share of groups whose rewards are all equal."""
     known = [step for step in steps if graded([step]) > 0]
     if not known:
-        return Window(0.0, 0.0, 0.0)
+        return RewardWindow(0.0, 0.0, 0.0)
     count = 0.0
     for step in known:
         rollouts = graded([step])
-        per_group = rollouts / max(1.0, judged_groups([step]))
+        per_group = rollouts / max(1.0, graded_groups([step]))
         varied = get(step, "reward/std") > 0  # a step of equal rewards says nothing about correlation
-        correlation = max(LEAST_CORRELATION, 1.0 - used_share([step])) if varied else UNKNOWN_CORRELATION
+        correlation = max(LEAST_CORRELATION, 1.0 - informative_share([step])) if varied else UNKNOWN_CORRELATION
         count += rollouts / (1.0 + max(0.0, per_group - 1.0) * correlation)
     variance = sum(get(step, "reward/std") ** 2 for step in known) / len(known)
-    return Window(mean(known, name), variance, count)
+    return RewardWindow(mean(known, name), variance, count)
 
 
-def best_window(steps: Sequence[Numbers], longest: int) -> tuple[int, Window] | None:
+def best_window(steps: Sequence[Numbers], longest: int) -> tuple[int, RewardWindow] | None:
     """The place after, and the mean of, the window of at most `longest` neighbouring steps that is most surely high
     (highest lower end of its 95 % interval); None where nothing was graded."""
     single = [reward_window([step]) for step in steps]
-    best: tuple[int, Window] | None = None
+    best: tuple[int, RewardWindow] | None = None
     for end in range(1, len(steps) + 1):
         mean_sum = variance_sum = count = length = 0.0
         for window in reversed(single[max(0, end - longest) : end]):
@@ -200,16 +200,7 @@ def best_window(steps: Sequence[Numbers], longest: int) -> tuple[int, Window] | 
             mean_sum, variance_sum = mean_sum + window.mean, variance_sum + window.variance
             count += window.count
             if length:
-                joined = Window(mean_sum / length, variance_sum / length, count)
+                joined = RewardWindow(mean_sum / length, variance_sum / length, count)
                 if best is None or joined.low > best[1].low:
                     best = (end, joined)
     return best
-
-
-def wilson_low(successes: float, n: float, z: float = 1.96) -> float:
-    """The lower end of the Wilson score interval of a proportion; 0 without samples."""
-    if n <= 0:
-        return 0.0
-    share, spread = successes / n, z * z / n
-    middle = share + spread / 2
-    return max(0.0, (middle - z * math.sqrt(share * (1 - share) / n + spread / (4 * n))) / (1 + spread))

@@ -13,15 +13,15 @@ from itertools import pairwise
 from mint.rl.analysis.run_record import (
     Numbers,
     Row,
-    View,
+    StepView,
     best_window,
     get,
     graded,
-    judged_groups,
+    graded_groups,
+    informative_share,
     mean,
     reward_window,
     total,
-    used_share,
 )
 from mint.rl.finding import Finding
 
@@ -72,24 +72,24 @@ SPIKE_TIMES = 4.0
 """... and how many times the usual (median) change from step to step before."""
 
 
-def silent_window(view: View) -> list[Numbers] | None:
+def silent_window(view: StepView) -> list[Numbers] | None:
     """The last steps that hold `SILENT_STEPS` steps and `SILENT_GROUPS` judged groups; None if there are too few."""
     steps: list[Numbers] = []
     groups = 0.0
     for step in reversed(view.metrics):
         steps.append(step)
-        groups += judged_groups([step])
+        groups += graded_groups([step])
         if len(steps) >= SILENT_STEPS and groups >= SILENT_GROUPS:
             return steps[::-1]
     return None
 
 
-def no_signal(view: View) -> Finding | None:
+def no_signal(view: StepView) -> Finding | None:
     """No group has unequal rewards: all wrong, all right, or a grader that says the same to everything."""
     steps = silent_window(view)
-    if steps is None or used_share(steps) > SILENT_SHARE:
+    if steps is None or informative_share(steps) > SILENT_SHARE:
         return None
-    groups, good, bad = judged_groups(steps), total(steps, "groups/all_good"), total(steps, "groups/all_bad")
+    groups, good, bad = graded_groups(steps), total(steps, "groups/all_good"), total(steps, "groups/all_bad")
     numbers = {"groups": groups, "all_good": good, "all_bad": bad, "used": total(steps, "groups/used")}
     evidence = (
         f"in {len(steps)} steps {groups:.0f} groups were judged: {good:.0f} all right, {bad:.0f} all wrong, "
@@ -98,7 +98,7 @@ def no_signal(view: View) -> Finding | None:
     constant = _constant_reward(view, steps, evidence, numbers)
     if constant is not None:
         return constant
-    had_signal = any(used_share([step]) >= LEARNED_SHARE for step in view.metrics)
+    had_signal = any(informative_share([step]) >= LEARNED_SHARE for step in view.metrics)
     if good > bad:
         return Finding(
             "no_learning_signal_all_right",
@@ -125,7 +125,7 @@ def no_signal(view: View) -> Finding | None:
     )
 
 
-def _constant_reward(view: View, steps: list[Numbers], evidence: str, numbers: dict[str, float]) -> Finding | None:
+def _constant_reward(view: StepView, steps: list[Numbers], evidence: str, numbers: dict[str, float]) -> Finding | None:
     """One and the same reward since the first step, and not because everything is wrong."""
     rewarded = [step for step in view.metrics if graded([step]) > 0]
     values = {get(step, end) for step in rewarded for end in ("reward/min", "reward/max")}
@@ -148,7 +148,7 @@ def _constant_reward(view: View, steps: list[Numbers], evidence: str, numbers: d
     )
 
 
-def _distinct_share(view: View, steps: int) -> float:
+def _distinct_share(view: StepView, steps: int) -> float:
     """Over groups of the last `steps` steps: the mean share of different texts; 0 where there are no rollouts."""
     texts: dict[tuple[int, int], list[str]] = {}
     for row in view.rows(steps):
@@ -158,7 +158,7 @@ def _distinct_share(view: View, steps: int) -> float:
     return statistics.fmean(shares) if shares else 0.0
 
 
-def saturation(view: View) -> Finding | None:
+def saturation(view: StepView) -> Finding | None:
     """Nearly every rollout succeeds."""
     steps = view.last(SOLVED_STEPS)
     rate = mean(steps, "success/rate")
@@ -168,14 +168,14 @@ def saturation(view: View) -> Finding | None:
         "saturation",
         "info",
         view.step,
-        f"{rate:.1%} of the rollouts of the last {len(steps)} steps succeed; {used_share(steps):.0%} of the groups "
-        "still carry a signal",
+        f"{rate:.1%} of the rollouts of the last {len(steps)} steps succeed; "
+        f"{informative_share(steps):.0%} of the groups still carry a signal",
         "The task is nearly solved: stop here, use harder samples, or set curriculum=True to leave solved ones out",
-        {"success_rate": rate, "used_share": used_share(steps)},
+        {"success_rate": rate, "informative_share": informative_share(steps)},
     )
 
 
-def reward_collapse(view: View) -> Finding | None:
+def reward_collapse(view: StepView) -> Finding | None:
     """The training reward lost most of what it had, or the held-out reward fell beyond its intervals."""
     now = reward_window(view.last(CHANGE_WINDOW))
     highest = max(get(step, "reward/mean") for step in view.metrics)
@@ -203,7 +203,7 @@ def reward_collapse(view: View) -> Finding | None:
     )
 
 
-def _heldout_collapse(view: View) -> Finding | None:
+def _heldout_collapse(view: StepView) -> Finding | None:
     span = view.reward_ceiling - view.reward_floor
     for best, last in heldout_falls(view):
         if best["mean"] - last["mean"] >= HELDOUT_LOSS * span:
@@ -220,7 +220,7 @@ def _heldout_collapse(view: View) -> Finding | None:
     return None
 
 
-def heldout_falls(view: View) -> Iterator[tuple[Row, Row]]:
+def heldout_falls(view: StepView) -> Iterator[tuple[Row, Row]]:
     """(best, last) reading of each held-out set and temperature whose last interval lies below that of its best."""
     last = {(row["set"], row["temperature"]): row for row in view.evaluations}
     for row in view.evaluations:
@@ -229,7 +229,7 @@ def heldout_falls(view: View) -> Iterator[tuple[Row, Row]]:
             yield row, other
 
 
-def reward_spike(view: View) -> Finding | None:
+def reward_spike(view: StepView) -> Finding | None:
     """From one step to the next the reward jumps as learning does not."""
     if len(view.metrics) < SPIKE_HISTORY + 1 or view.config.get("curriculum"):
         return None
@@ -252,7 +252,7 @@ def reward_spike(view: View) -> Finding | None:
     )
 
 
-def no_heldout(view: View) -> Finding | None:
+def no_heldout(view: StepView) -> Finding | None:
     """Nobody reads a held-out set."""
     if view.evaluations:
         return None

@@ -21,7 +21,7 @@ from mint.rl.adapter import MessageEnvAdapter
 from mint.rl.call_pool import Call, CallPool, CallResult
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, UnsupportedError
-from mint.rl.rollout import Group, GroupRequest, Rollout, StopReason, Turn
+from mint.rl.rollout import Group, GroupRequest, Rollout, RolloutStopReason, Turn
 from mint.rl.rollouts.grading import checked_reward
 from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
@@ -100,8 +100,8 @@ class _Episode:
     info: dict[str, Any] = field(default_factory=dict)
     tool_calls: int = 0
     retokenized_turns: int = 0
-    cut: StopReason | None = None
-    stop_reason: StopReason | None = None
+    cut: RolloutStopReason | None = None
+    stop_reason: RolloutStopReason | None = None
     error: str | None = None
     unsupported: bool = False
     timed_out: bool = False
@@ -305,7 +305,7 @@ class _Batch:
         episode.note(_messages(result.next_messages), answer.seconds)
         return result
 
-    def _limit_reached(self, episode: _Episode) -> StopReason | None:
+    def _limit_reached(self, episode: _Episode) -> RolloutStopReason | None:
         limits = self._limits
         if len(episode.turns) >= limits.max_turns:
             return "max_turns"

@@ -24,8 +24,8 @@ from mint.errors import InvalidRequestError, MintError
 from mint.rl.reward import Reward
 from mint.types import ModelInput
 
-Verdict = Literal["a", "b", "tie"]
-Compare = Callable[[str, str, str], "Verdict | Awaitable[Verdict]"]
+ComparisonVerdict = Literal["a", "b", "tie"]
+Compare = Callable[[str, str, str], "ComparisonVerdict | Awaitable[ComparisonVerdict]"]
 """`(prompt, a, b)` → which is better; sync or async."""
 
 FLIP_ALARM = 0.2
@@ -81,8 +81,8 @@ class _Pair:
 
     a: str
     b: str
-    forward: Verdict | None
-    backward: Verdict | None
+    forward: ComparisonVerdict | None
+    backward: ComparisonVerdict | None
 
     @property
     def outcome(self) -> float | None:
@@ -95,8 +95,8 @@ class _Pair:
         return self.outcome is not None and self.forward != self.backward
 
 
-_POINTS: dict[Verdict, float] = {"a": 1.0, "tie": 0.5, "b": 0.0}
-_SWAPPED: dict[Verdict, Verdict] = {"a": "b", "tie": "tie", "b": "a"}
+_POINTS: dict[ComparisonVerdict, float] = {"a": 1.0, "tie": 0.5, "b": 0.0}
+_SWAPPED: dict[ComparisonVerdict, ComparisonVerdict] = {"a": "b", "tie": "tie", "b": "a"}
 
 
 class PairwiseJudge:
@@ -118,7 +118,7 @@ class PairwiseJudge:
         self._is_async = inspect.iscoroutinefunction(self._compare) or inspect.iscoroutinefunction(
             type(self._compare).__call__
         )
-        self._cache: OrderedDict[tuple[str, str, str], Verdict] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str, str], ComparisonVerdict] = OrderedDict()
         self._cache_size = cache_size
         self._lock = threading.Lock()
         self._statistics = JudgeStatistics()
@@ -158,7 +158,7 @@ class PairwiseJudge:
         forward, backward = await asyncio.gather(self._ask(slots, prompt, a, b), self._ask(slots, prompt, b, a))
         return _Pair(a, b, forward, None if backward is None else _SWAPPED[backward])
 
-    async def _ask(self, slots: asyncio.Semaphore, prompt: str, a: str, b: str) -> Verdict | None:
+    async def _ask(self, slots: asyncio.Semaphore, prompt: str, a: str, b: str) -> ComparisonVerdict | None:
         key = (prompt, a, b)
         with self._lock:
             known = self._cache.get(key)
@@ -288,7 +288,7 @@ class SamplingComparison:
         self._template, self._answers, self._tie_margin = template, answers, tie_margin
         self._tokenizer = sampler.get_tokenizer()
 
-    async def __call__(self, prompt: str, a: str, b: str) -> Verdict:
+    async def __call__(self, prompt: str, a: str, b: str) -> ComparisonVerdict:
         """Which of the two answers the policy finds more likely."""
         question = self._render(self._template.format(prompt=prompt, a=a, b=b))
         first, second = await asyncio.gather(*(self._logprob(question, answer) for answer in self._answers))

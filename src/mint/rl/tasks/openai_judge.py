@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from mint.config import read_settings
-from mint.rl.tasks.judges import QUESTION, JudgeError, Verdict, check_template
+from mint.rl.tasks.judges import QUESTION, ComparisonVerdict, JudgeError, check_template
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 LONGEST_PAUSE_S = 20.0
@@ -22,7 +22,7 @@ SHOWN_CHARACTERS = 200
 VERDICT = re.compile(r"\b(A|B|[Tt]ie|TIE)\b")
 """The last one in a reply counts: some models think aloud first. A small a is an article."""
 
-_VERDICTS: dict[str, Verdict] = {"a": "a", "b": "b", "tie": "tie"}
+_VERDICTS: dict[str, ComparisonVerdict] = {"a": "a", "b": "b", "tie": "tie"}
 
 
 class OpenAIComparison:
@@ -60,7 +60,7 @@ class OpenAIComparison:
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(concurrency)
 
-    def __call__(self, prompt: str, a: str, b: str) -> Verdict:
+    def __call__(self, prompt: str, a: str, b: str) -> ComparisonVerdict:
         """The endpoint's verdict at temperature 0.
 
         Raises:
@@ -109,7 +109,7 @@ class OpenAIComparison:
         raise JudgeError(f"the judge at {self._url} gave no answer ({problem})", remedy="Check its address and key")
 
 
-def read_verdict(response: httpx.Response) -> Verdict:
+def read_verdict(response: httpx.Response) -> ComparisonVerdict:
     """The last "A", "B" or "tie" of the reply.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a step writes down: its metrics, and one row per rollout. Pure."""
+"""The log of a step: its metrics, and one row per rollout. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from mint.rl.adapter import Task
 from mint.rl.rollout import Group, Rollout, RolloutBatch
-from mint.rl.tracking.token_counts import step_ledger
-from mint.rl.training.policy_update import Update
+from mint.rl.tracking.token_counts import token_metrics
+from mint.rl.training.policy_update import PolicyUpdate, TrainedRollout
 
 
 def success_rate(task: Task, group: Group) -> float | None:
@@ -21,7 +21,7 @@ def success_rate(task: Task, group: Group) -> float | None:
     return sum(solved) / len(solved) if solved else None
 
 
-def step_metrics(task: Task, batch: RolloutBatch, update: Update) -> dict[str, float]:
+def step_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> dict[str, float]:
     """The metrics of a step by the names of the run folder, those of the optimizer included."""
     rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
     return {
@@ -31,7 +31,7 @@ def step_metrics(task: Task, batch: RolloutBatch, update: Update) -> dict[str, f
         **_group_metrics(task, batch),
         **_rollout_metrics(rollouts),
         **_info_metrics(rollouts),
-        **step_ledger(batch, update),
+        **token_metrics(batch, update),
         "datums": float(update.datums),
         **update.metrics,
     }
@@ -103,12 +103,10 @@ def _info_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in sorted(found.items())}
 
 
-def rollout_rows(batch: RolloutBatch, update: Update, tokenizer: Any) -> list[dict[str, Any]]:
+def rollout_rows(batch: RolloutBatch, update: PolicyUpdate, tokenizer: Any) -> list[dict[str, Any]]:
     """One row per rollout for the log, and one per group that could not be sampled."""
-    judged = {id(one.rollout): one.advantage for one in update.judged}
-    trained = {id(one.rollout) for one in update.chosen}
-    of_tokens = {id(one.rollout): advantages for one, advantages in zip(update.chosen, update.advantages, strict=False)}
-    entropies = {id(one.rollout): values for one, values in zip(update.chosen, update.entropies, strict=False)}
+    advantages = {id(one.rollout): one.advantage for one in update.counted}
+    trained = {id(one.rollout): one for one in update.trained}
     rows: list[dict[str, Any]] = []
     for place, group in enumerate(batch.all_groups):
         shared = {"step": batch.step, "group": place, "item": group.index, "sample": str(group.item)}
@@ -119,27 +117,26 @@ def rollout_rows(batch: RolloutBatch, update: Update, tokenizer: Any) -> list[di
         rows += [
             {
                 **shared,
-                **rollout_row(one),
-                "advantage": judged.get(id(one)),
-                "used": id(one) in trained,
-                **_token_advantages(of_tokens.get(id(one)), judged.get(id(one))),
-                **_entropies(entropies.get(id(one))),
+                **rollout_row(rollout),
+                "advantage": advantages.get(id(rollout)),
+                "used": id(rollout) in trained,
+                **_token_columns(trained.get(id(rollout))),
             }
-            for one in group.rollouts
+            for rollout in group.rollouts
         ]
     return rows
 
 
-def _token_advantages(advantages_T: np.ndarray | None, advantage: float | None) -> dict[str, list[float]]:
-    """What the loss was given for each token, where that is not the rollout's own advantage; to six places."""
-    if advantages_T is None or (advantages_T == advantage).all():
-        return {}
-    return {"token_advantages": np.round(advantages_T, 6).tolist()}
-
-
-def _entropies(entropies_T: np.ndarray | None) -> dict[str, list[float]]:
-    """Of the distribution that each token was drawn from, in nats; to four places, which is what eyes can use."""
-    return {} if entropies_T is None else {"entropies": np.round(entropies_T.astype(np.float64), 4).tolist()}
+def _token_columns(trained: TrainedRollout | None) -> dict[str, list[float]]:
+    """Per token: the advantage (6 places) where it differs from the rollout's own, and the entropy in nats (4)."""
+    columns: dict[str, list[float]] = {}
+    if trained is None:
+        return columns
+    if not (trained.advantages_T == trained.advantage).all():
+        columns["token_advantages"] = np.round(trained.advantages_T, 6).tolist()
+    if trained.entropies_T is not None:
+        columns["entropies"] = np.round(trained.entropies_T.astype(np.float64), 4).tolist()
+    return columns
 
 
 def rollout_row(rollout: Rollout) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from mint.rl.finding import Finding
 from mint.types import Datum
 
 
-def check_datums(datums: Sequence[Datum], prompt_lengths: Sequence[int]) -> list[Finding]:
-    """At most one `masked_loss` finding (step 0) about a batch that is about to be trained on.
+def check_datums(datums: Sequence[Datum], prompt_lengths: Sequence[int], *, step: int = 0) -> list[Finding]:
+    """At most one `masked_loss` finding about a batch that is about to be trained on.
 
     `prompt_lengths[i]` tokens of datum i are the prompt [P]. Position t predicts token t + 1, so the first P − 1
     positions must have weight 0 and advantage 0, and something after them must be trained.
@@ -37,7 +37,7 @@ def check_datums(datums: Sequence[Datum], prompt_lengths: Sequence[int]) -> list
         Finding(
             "masked_loss",
             "error",
-            0,
+            step,
             f"{evidence}; the first is datum {first}, with a prompt of {prompt_lengths[first]} tokens",
             "Give the first len(prompt) − 1 positions weight 0 and advantage 0, and the completion's weight 1: "
             "input = full[:-1], target_tokens = full[1:]",

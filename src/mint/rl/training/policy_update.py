@@ -1,19 +1,20 @@
-"""One batch of rollouts becomes optimizer steps: advantages, datums, preflight, passes, and what the server measured.
+"""Trains on one batch of rollouts: advantages, datums, passes, optimizer steps, and the server's measurements.
 
 Letters: T sampled tokens of one rollout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from mint.client.training_client import TrainingClient
 from mint.rl.config import RLConfig
 from mint.rl.finding import Finding
-from mint.rl.rollout import RolloutBatch
+from mint.rl.rollout import Rollout, RolloutBatch
 from mint.rl.training.advantages import RolloutAdvantage, loss_weights, rollout_advantages
 from mint.rl.training.datum_check import check_datums
 from mint.rl.training.datums import rollout_datums
@@ -22,18 +23,28 @@ from mint.types import Datum, ForwardBackwardOutput, OptimStepResponse
 
 
 @dataclass(frozen=True)
-class Update:
-    """What a step trained on (`chosen`, with signal) out of what counted (`judged`), and what came of it.
+class TrainedRollout:
+    """A rollout that went into the loss.
 
-    `advantages` are those of the tokens of each `chosen` [T], where a penalty makes them differ from the rollout's own;
-    else there are none. `entropies` [T] are those of the distributions that the tokens of each `chosen` were drawn
-    from, as the pass found them; none where the server does not say.
+    `advantage` is its own within its group; `advantages_T` are those of its tokens, less the KL penalty. `entropies_T`
+    are those of the distributions that the tokens were drawn from, in nats; None if the server does not report them.
     """
 
-    judged: list[RolloutAdvantage]
-    chosen: list[RolloutAdvantage]
-    advantages: list[np.ndarray] = field(default_factory=list)
-    entropies: list[np.ndarray] = field(default_factory=list)
+    rollout: Rollout
+    advantage: float
+    advantages_T: np.ndarray
+    entropies_T: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """The result of training on one batch: `trained` are the rollouts of `counted` that went into the loss.
+
+    Without a signal nothing is trained and no optimizer step is taken.
+    """
+
+    counted: list[RolloutAdvantage]
+    trained: list[TrainedRollout] = field(default_factory=list)
     datums: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -42,110 +53,121 @@ class Update:
     optim_steps: int = 0
 
 
-class Updater:
-    """Trains on batches of rollouts."""
+class PolicyTrainer:
+    """Trains the policy on batches of rollouts."""
 
-    def __init__(self, trainer: TrainingClient, reference: KLReference | None, config: RLConfig) -> None:
-        """`reference` is that of the KL penalty, None without one."""
-        self.trainer, self.reference, self.config = trainer, reference, config
+    def __init__(self, training_client: TrainingClient, reference: KLReference | None, config: RLConfig) -> None:
+        """`reference` is None without a KL penalty."""
+        self.training_client, self.reference, self.config = training_client, reference, config
 
-    def update(self, batch: RolloutBatch, *, on_policy: bool) -> Update:
-        """The optimizer steps of one batch; none at all where no group had a signal."""
-        judged = rollout_advantages(batch.groups, self.config)
-        informative = {id(one.group) for one in judged if one.advantage}
-        chosen = [one for one in judged if self.reference is not None or id(one.group) in informative]
-        if not chosen:
-            return Update(judged, [])
-        penalties, metrics = self._penalties(chosen)
-        advantages = [one.advantage - penalty for one, penalty in zip(chosen, penalties, strict=True)]
+    def train(self, batch: RolloutBatch, *, on_policy: bool) -> PolicyUpdate:
+        """Takes the optimizer steps of one batch.
+
+        A group with equal rewards is left out, unless there is a KL penalty. `on_policy`: the weights to train are
+        those that sampled, so that sampler and trainer must agree on every logprob.
+        """
+        counted = rollout_advantages(batch.groups, self.config)
+        with_signal = {id(one.group) for one in counted if one.advantage}
+        used = [one for one in counted if self.reference is not None or id(one.group) in with_signal]
+        if not used:
+            return PolicyUpdate(counted)
+        advantages, metrics = self._token_advantages(used)
         datums_of = [
             rollout_datums(one.rollout, advantages_T=advantages_T, weight=weight)
-            for one, advantages_T, weight in zip(chosen, advantages, loss_weights(chosen, self.config), strict=True)
+            for one, advantages_T, weight in zip(used, advantages, loss_weights(used, self.config), strict=True)
         ]
         datums = [datum for of_rollout in datums_of for datum in of_rollout]
-        findings = check_datums(
-            datums, [len(one.rollout.turns[0].prompt) for one, of in zip(chosen, datums_of, strict=True) for _ in of]
-        )
-        outputs, steps = self._train(batch.step, self._shares(chosen, datums_of))
+        prompt_lengths = [len(one.rollout.turns[0].prompt) for one, of in zip(used, datums_of, strict=True) for _ in of]
+        findings = check_datums(datums, prompt_lengths, step=batch.step)
+        outputs, steps = self._run_passes(batch.step, self._minibatches(used, datums_of))
         metrics |= _measured(outputs, steps)
         if on_policy:
-            metrics |= logprob_mismatch(outputs[0][0], outputs[0][1])
-        return Update(
-            judged,
-            chosen,
-            advantages=advantages if self.reference is not None else [],
-            entropies=_entropies(datums_of, outputs),
+            first_datums, first_output = outputs[0]
+            metrics |= logprob_mismatch(first_datums, first_output)
+        results = {
+            id(datum): result
+            for minibatch, output in outputs
+            for datum, result in zip(minibatch, output.loss_fn_outputs, strict=True)
+        }
+        return PolicyUpdate(
+            counted,
+            trained=[
+                TrainedRollout(
+                    one.rollout,
+                    one.advantage,
+                    advantages_T,
+                    _entropies([(datum, results[id(datum)]) for datum in of_rollout]),
+                )
+                for one, advantages_T, of_rollout in zip(used, advantages, datums_of, strict=True)
+            ],
             datums=len(datums),
             metrics=metrics,
             warnings=[warning for _, output in outputs for warning in output.warnings],
-            findings=[_at(finding, batch.step) for finding in findings],
+            findings=findings,
             state_digest=steps[-1].state_digest,
             optim_steps=len(steps),
         )
 
-    def _penalties(self, chosen: Sequence[RolloutAdvantage]) -> tuple[list[np.ndarray], dict[str, float]]:
+    def _token_advantages(self, used: Sequence[RolloutAdvantage]) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Per rollout the advantage of each token [T], and the metrics of the KL penalty."""
         if self.reference is None:
-            return [np.zeros(len(one.rollout.tokens)) for one in chosen], {}
-        return self.reference.penalties([one.rollout for one in chosen])
+            return [np.full(len(one.rollout.tokens), one.advantage) for one in used], {}
+        penalties, metrics = self.reference.penalties([one.rollout for one in used])
+        return [one.advantage - penalty_T for one, penalty_T in zip(used, penalties, strict=True)], metrics
 
-    def _shares(self, chosen: Sequence[RolloutAdvantage], datums_of: Sequence[list[Datum]]) -> list[list[Datum]]:
+    def _minibatches(self, used: Sequence[RolloutAdvantage], datums_of: Sequence[list[Datum]]) -> list[list[Datum]]:
         """The datums of each optimizer step: whole groups, dealt in turn."""
         count = self.config.optim_steps_per_batch
-        order = {id(group): place for place, group in enumerate({id(one.group): one.group for one in chosen}.values())}
-        shares: list[list[Datum]] = [[] for _ in range(count)]
-        for one, datums in zip(chosen, datums_of, strict=True):
-            shares[order[id(one.group)] % count] += datums
-        return [share for share in shares if share]
+        order = {id(group): place for place, group in enumerate({id(one.group): one.group for one in used}.values())}
+        minibatches: list[list[Datum]] = [[] for _ in range(count)]
+        for one, datums in zip(used, datums_of, strict=True):
+            minibatches[order[id(one.group)] % count] += datums
+        return [minibatch for minibatch in minibatches if minibatch]
 
-    def _train(
-        self, step: int, shares: Sequence[list[Datum]]
+    def _run_passes(
+        self, step: int, minibatches: Sequence[list[Datum]]
     ) -> tuple[list[tuple[list[Datum], ForwardBackwardOutput]], list[OptimStepResponse]]:
-        """All passes and steps are sent before the first is waited for."""
+        """Sends all passes and optimizer steps before it waits for the first."""
         config = self.config
         sent = [
             (
-                share,
-                self.trainer.forward_backward(share, config.loss_fn, config.loss_fn_config),
-                self.trainer.optim_step(config.adam_params(step, config.steps)),
+                minibatch,
+                self.training_client.forward_backward(minibatch, config.loss_fn, config.loss_fn_config),
+                self.training_client.optim_step(config.adam_params(step, config.steps)),
             )
-            for share in shares
+            for minibatch in minibatches
         ]
-        return [(share, passed.result()) for share, passed, _ in sent], [stepped.result() for _, _, stepped in sent]
+        outputs = [(minibatch, passed.result()) for minibatch, passed, _ in sent]
+        return outputs, [stepped.result() for _, _, stepped in sent]
 
 
 def logprob_mismatch(datums: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
-    """|sampler − trainer| over the trained tokens: where the weights are those that sampled, it should be 0."""
-    differences = [
-        np.abs(datum.loss_fn_inputs["logprobs"].to_numpy() - result["logprobs"].to_numpy())[
-            datum.loss_fn_inputs["weights"].to_numpy() != 0
+    """|sampler − trainer| over the trained tokens: 0 where the weights to train are those that sampled."""
+    differences = np.concatenate(
+        [
+            np.abs(datum.loss_fn_inputs["logprobs"].to_numpy() - result["logprobs"].to_numpy())[_is_trained(datum)]
+            for datum, result in zip(datums, output.loss_fn_outputs, strict=True)
         ]
-        for datum, result in zip(datums, output.loss_fn_outputs, strict=True)
-    ]
-    joined = np.concatenate(differences)
+    )
     return {
-        "mismatch/max_abs_logprob_diff": float(joined.max()),
-        "mismatch/mean_abs_logprob_diff": float(joined.mean()),
+        "mismatch/max_abs_logprob_diff": float(differences.max()),
+        "mismatch/mean_abs_logprob_diff": float(differences.mean()),
     }
 
 
-def _entropies(
-    datums_of: Sequence[list[Datum]], outputs: Sequence[tuple[list[Datum], ForwardBackwardOutput]]
-) -> list[np.ndarray]:
-    """Of the sampled tokens of each rollout, whose datums were dealt out to the passes."""
-    found = {
-        id(datum): result.get("entropies")
-        for datums, output in outputs
-        for datum, result in zip(datums, output.loss_fn_outputs, strict=True)
-    }
-    if any(tensor is None for tensor in found.values()):
-        return []
-    return [
-        np.concatenate(
-            [tensor.to_numpy()[datum.loss_fn_inputs["weights"].to_numpy() != 0]
-             for datum in datums if (tensor := found[id(datum)]) is not None]
-        )
-        for datums in datums_of
-    ]  # fmt: skip
+def _is_trained(datum: Datum) -> np.ndarray:
+    """Which positions of the datum are trained, bool [N]."""
+    return datum.loss_fn_inputs["weights"].to_numpy() != 0
+
+
+def _entropies(results: Sequence[tuple[Datum, Mapping[str, Any]]]) -> np.ndarray | None:
+    """The entropies at the trained positions of a rollout's datums, joined [T]."""
+    columns = []
+    for datum, result in results:
+        if result.get("entropies") is None:
+            return None
+        columns.append(result["entropies"].to_numpy()[_is_trained(datum)])
+    return np.concatenate(columns)
 
 
 def _measured(
@@ -164,7 +186,3 @@ def _measured(
     optimizer = {f"optim/{name.partition(':')[0]}": value for name, value in steps[-1].metrics.items()}
     skipped = sum(step.metrics.get("skipped_nonfinite", 0.0) for step in steps)
     return {**passes, **optimizer, "optim/skipped_nonfinite": skipped, "optim/steps": float(len(steps))}
-
-
-def _at(finding: Finding, step: int) -> Finding:
-    return Finding(finding.code, finding.severity, step, finding.evidence, finding.remedy, finding.numbers)
