@@ -34,7 +34,7 @@ from pathlib import Path
 import mint.server.queue.futures as futures
 
 log = open(sys.argv[3], "a", buffering=1)
-finish = futures.FutureBook.finish
+finish = futures.Futures.finish
 
 def noted(self, answers):
     now = time.monotonic()
@@ -42,7 +42,7 @@ def noted(self, answers):
         log.write(f"{name} {now}\\n")
     finish(self, answers)
 
-futures.FutureBook.finish = noted
+futures.Futures.finish = noted
 from mint.cli.main import app
 app(["serve", "--port", sys.argv[1], "--data-dir", sys.argv[2]])
 """

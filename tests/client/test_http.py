@@ -386,7 +386,7 @@ def test_a_server_that_lets_wait_is_asked_once_and_gives_the_same_results(
     door.seen.clear()
     assert results(url) == promised
     assert door.headers("forward_backward") and door.headers("asample") and not door.headers("retrieve_future")
-    monkeypatch.setattr("mint.server.http.protocol_routes.LONG_POLL_S", 0.0)
+    monkeypatch.setattr(door.running.service, "long_poll_s", 0.01)  # then the promise comes, and is polled
     assert results(url) == promised
     assert door.headers("retrieve_future"), "what takes longer than a long poll is promised"
 
@@ -396,11 +396,11 @@ def test_a_sample_that_is_waited_for_and_given_up_is_cancelled_on_the_server(doo
     service, go_on = door.running.service, threading.Event()
     with mint.ServiceClient(base_url=url) as client:
         sampler = client.create_sampling_client(base_model="mint/tiny").result()
-        service.run_soon(lambda: assert_true(go_on.wait(HANG_S)))
+        service.call_soon(lambda: assert_true(go_on.wait(HANG_S)))
         future = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1))
-        wait_until(lambda: len(service.waiting.samples) == 1)
+        wait_until(lambda: len(service.pending.samples) == 1)
         assert future.cancel()
-        wait_until(lambda: not service.waiting.samples)
+        wait_until(lambda: not service.pending.samples)
         go_on.set()
 
 
@@ -409,9 +409,9 @@ def test_a_body_is_let_go_of_while_its_result_is_waited_for(door: FrontDoor, url
     service, go_on = door.running.service, threading.Event()
     with mint.ServiceClient(base_url=url) as client:
         sampler = client.create_sampling_client(base_model="mint/tiny").result()
-        service.run_soon(lambda: assert_true(go_on.wait(HANG_S)))
+        service.call_soon(lambda: assert_true(go_on.wait(HANG_S)))
         futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1)) for _ in range(3)]
-        wait_until(lambda: len(service.waiting.samples) == 3)
+        wait_until(lambda: len(service.pending.samples) == 3)
         wait_until(lambda: held_bytes(door) == 0)
         go_on.set()
         assert all(future.result(timeout=HANG_S) for future in futures)

@@ -25,7 +25,7 @@ def test_a_client_of_a_server_loads_nothing_heavy() -> None:
 
 def test_the_service_loads_no_torch() -> None:
     assert "torch" not in loaded_by(
-        "import mint.server.http.app, mint.server.service.service, mint.compose.embedded, mint.engine.fake_engine"
+        "import mint.server.all_routes, mint.server.service.service, mint.compose.embedded, mint.engine.fake_engine"
     )
 
 

@@ -25,7 +25,7 @@ from mint.rl.analysis.diagnosis import CODES
 from mint.rl.analysis.run_analysis import diagnose_run
 from mint.runs.rollout_index import FLAGS
 from mint.runs.rollout_query import SORTS, RolloutQuery
-from mint.server.http.access_log import Exchange
+from mint.server.http.access_log import AccessRecord
 from mint.server.ops.metrics import Metrics
 from tests.browser.browser_harness import CHROMIUM, Tab, lines, started
 from tests.dashboard.dashboard_harness import API, add_step, append, finding, reading, showing, write_run
@@ -192,7 +192,7 @@ def test_a_folder_says_how_to_get_a_service(client: httpx.Client) -> None:
 def test_requests_are_counted_by_route_and_by_whether_they_were_refused() -> None:
     metrics = Metrics()
     for status in (200, 200, 404):
-        metrics.observe(Exchange(request_id="r", method="GET", route="/v1/models", status=status))
+        metrics.observe(AccessRecord(request_id="r", method="GET", route="/v1/models", status=status))
     assert metrics.requests() == [{"method": "GET", "route": "/v1/models", "answered": 2, "refused": 1}]
 
 

@@ -12,6 +12,7 @@ from owners import Place, owner_is_key
 
 from mint.compose.embedded import open_embedded
 from mint.engine.fake_engine import FakeEngine
+from mint.server.all_routes import ROUTES
 from mint.server.http.app import create_app
 
 
@@ -19,7 +20,7 @@ from mint.server.http.app import create_app
 def _opened(data_dir: Path) -> Iterator[Place]:
     running = open_embedded(data_dir=data_dir, engine=FakeEngine())
     try:
-        app = create_app(running.service, authenticate=owner_is_key)
+        app = create_app(running.service, ROUTES, authenticate=owner_is_key)
         with http_app(running, app) as url:
             here = Place(url, running.service, running.data_dir)
             with here.open:

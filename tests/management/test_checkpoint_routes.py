@@ -12,7 +12,7 @@ import mint
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.server.store.checkpoint_catalog import EXPIRY_GRACE_S, CheckpointCatalog
 from mint.server.store.run_catalog import RunCatalog
-from mint.server.worker.samplers import KEPT_IN_ENGINE
+from mint.server.worker.samplers import MAX_IN_ENGINE
 from mint.types.records import CopyWeightsRequest
 
 PROMPT = mint.types.ModelInput.from_ints([1, 2, 3])
@@ -61,7 +61,7 @@ def test_what_already_samples_a_deleted_checkpoint_goes_on(place: Place) -> None
     before = sampler.sample(PROMPT, 1, PARAMS).result()
     rest = place.rest("alice")
     rest.delete_checkpoint_from_tinker_path(path).result()
-    for number in range(KEPT_IN_ENGINE + 1):  # push the weights out of memory: only the files have them now
+    for number in range(MAX_IN_ENGINE + 1):  # push the weights out of memory: only the files have them now
         trainer.forward_backward([_datum(number)], "cross_entropy").result()
         trainer.optim_step(mint.types.AdamParams(learning_rate=1e-3)).result()
         trainer.save_weights_and_get_sampling_client().sample(PROMPT, 1, PARAMS).result()
@@ -297,7 +297,7 @@ def test_an_overwritten_checkpoint_goes_on_being_sampled_as_it_was(place: Place)
     path = trainer.save_state("rolling").result().path
     sampler = place.client("alice").create_sampling_client(model_path=path)
     before = sampler.sample(PROMPT, 1, PARAMS).result()
-    for number in range(KEPT_IN_ENGINE + 1):
+    for number in range(MAX_IN_ENGINE + 1):
         trainer.forward_backward([_datum(number)], "cross_entropy").result()
         trainer.optim_step(mint.types.AdamParams(learning_rate=1e-2)).result()
         trainer.save_state("rolling", overwrite=True).result()

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 from http_server import http_app
 
 import mint
 from mint.compose.embedded import EmbeddedService, open_embedded
+from mint.server.all_routes import ROUTES
 from mint.server.http.app import create_app
 from mint.server.http.auth import by_key
 from mint.server.store.keys import Keys
@@ -38,11 +40,11 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Server]:
-    running = open_embedded(data_dir=folder)
+def serving(folder: Path, **options: Any) -> Iterator[Server]:
+    running = open_embedded(data_dir=folder, **options)
     book = Keys(running.service.journal.database)
     keys = {owner: book.create(owner)[0] for owner in ("ada", "bob")}
-    app = create_app(running.service, authenticate=by_key(book))
+    app = create_app(running.service, ROUTES, authenticate=by_key(book))
     try:
         with http_app(running, app) as url:
             yield Server(url, running, keys)

@@ -136,9 +136,10 @@ def test_requests_leave_no_session_and_no_sampler_behind(server: Server, client:
         database = service.journal.database
         return database.value("SELECT count(*) FROM sessions"), database.value("SELECT count(*) FROM samplers")
 
-    before, open_before = rows(), service.open_sessions
+    futures = service.futures
+    before, open_before, results = rows(), len(service.session_owners), futures.finished_count
     for _ in range(5):
         said(client, MODEL)
-    assert (rows(), service.open_sessions) == (before, open_before)
-    assert service.waiting.samples == []
-    assert not [name for name in vars(service.futures)["_answers"] if name.startswith("now:")]
+    assert (rows(), len(service.session_owners)) == (before, open_before)
+    assert service.pending.samples == []
+    assert futures.finished_count == results and futures.open_count == 0

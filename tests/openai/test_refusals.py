@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,9 +12,10 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai_server import MODEL, Server
+from openai_server import MODEL, Server, serving
 
 from mint.server.openai.messages import ChatRequest, CompletionRequest
+from mint.server.queue.queue import QueueLimits, RequestQueue
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "One", "max_tokens": 1}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -111,14 +113,12 @@ def test_each_kind_of_refusal_has_its_exception(server: Server, client: openai.O
                 assert error.value.code == "invalid_api_key"
 
 
-def test_a_full_queue_asks_to_come_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox = vars(server.running.service)["_inbox"]
-    bounds = vars(inbox)["_bounds"]
-    monkeypatch.setattr(inbox, "_bounds", type(bounds)(owner_requests=2))
-    headers = {"Authorization": f"Bearer {server.keys['ada']}"}
-    with httpx.Client(base_url=server.url, headers=headers) as http:
+def test_a_full_queue_asks_to_come_again(tmp_path: Path) -> None:
+    queue = RequestQueue(QueueLimits(owner_requests=2))
+    with serving(tmp_path, queue=queue) as server, httpx.Client(base_url=server.url) as http:
+        http.headers["Authorization"] = f"Bearer {server.keys['ada']}"
         held, let_go = threading.Event(), threading.Event()
-        server.running.service.run_soon(lambda: (held.set(), let_go.wait(10)))
+        server.running.service.call_soon(lambda: (held.set(), let_go.wait(10)))
         assert held.wait(10)
         try:
             response = http.post("/v1/completions", json={**COMPLETION, "prompt": ["One"] * 3})

@@ -14,7 +14,7 @@ import pytest
 from openai_server import MODEL, Server
 from waiting import HANG_S, wait_until
 
-from mint.server.worker.sampling_batch import RunningSamples
+from mint.server.worker.sampling_batch import SamplingBatch
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "One", "temperature": 50.0, "max_tokens": 900}
 """Hot enough that nearly every token is as likely as any other, so that most samples go on to the end."""
@@ -44,13 +44,13 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     seen = Steps()
-    step = RunningSamples.step
+    step = SamplingBatch.step
 
-    def counted(self: RunningSamples) -> Any:
-        seen.begin(self.rows)
+    def counted(self: SamplingBatch) -> Any:
+        seen.begin(self.sequences)
         return step(self)
 
-    monkeypatch.setattr(RunningSamples, "step", counted)
+    monkeypatch.setattr(SamplingBatch, "step", counted)
     yield seen
     seen.allow(math.inf)
     assert not seen.has_hung
@@ -100,8 +100,8 @@ def test_a_client_that_leaves_frees_its_room_at_once(server: Server, steps: Step
 
 def test_a_client_that_leaves_the_queue_is_not_sampled_for(server: Server, steps: Steps) -> None:
     hold = threading.Event()
-    server.running.service.run_soon(lambda: hold.wait(2 * HANG_S))
-    waiting = lambda: server.running.service.waiting.samples  # noqa: E731
+    server.running.service.call_soon(lambda: hold.wait(2 * HANG_S))
+    waiting = lambda: server.running.service.pending.samples  # noqa: E731
     try:
         leave(server, {**LONG, "n": 100}, waiting)
         wait_until(lambda: not waiting())
@@ -120,7 +120,7 @@ def test_a_long_stream_holds_nobody_up(server: Server, client: openai.OpenAI, st
         wait_until(lambda: len(steps.rows) == 20)
         steps.allow(120)
         client.completions.create(**{**LONG, "max_tokens": 5})  # while the long one stands still, far from its end
-        assert server.running.service.sampled_rows > 0
+        assert server.running.service.sampled_sequences > 0
         steps.allow(math.inf)
         assert len(list(long)) > 100
 

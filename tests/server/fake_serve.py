@@ -6,11 +6,11 @@ import json
 import sys
 import time
 
-from mint.compose.serving import serve
+from mint.compose.serving import Server
 from mint.config import read_serve_settings
 from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import AdamSpec, SampleResult
-from mint.server.service import results as retrieval
+from mint.server.ops.logs import configure_logs
 
 
 class SlowEngine(FakeEngine):
@@ -43,7 +43,10 @@ class SlowBatch(FakeBatch):
 
 
 if __name__ == "__main__":
-    retrieval.LONG_POLL_S = 3600.0  # whoever waits is answered because he is let go, or never
     flags = json.loads(sys.argv[1])
     engine = SlowEngine(flags.pop("slow", 0.0))
-    serve(read_serve_settings(flags), announce=lambda line: print(line, flush=True), engine=engine)
+    settings = read_serve_settings(flags)
+    configure_logs(format=settings.log_format, level=settings.log_level)
+    server = Server(settings, engine=engine)
+    server.service.long_poll_s = 3600.0  # a waiting client is answered because the server ends, or never
+    server.run(lambda line: print(line, flush=True))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from mint.cli.main import app
 from mint.errors import InvalidRequestError
 from mint.server.http.auth import is_loopback
-from mint.server.ops.preflight import KeyCount, count_keys, decide_door
+from mint.server.ops.preflight import KeyCount, count_keys, decide_access
 from tests.server.server_harness import API, Person, make_key, running
 
 NONE, REVOKED, ONE = KeyCount(), KeyCount(1, 0), KeyCount(2, 1)
@@ -54,9 +54,9 @@ def test_who_is_asked_for_a_key_and_what_does_not_start(
 ) -> None:
     if asks is None:
         with pytest.raises(InvalidRequestError, match="reach this address"):
-            decide_door(host, api_keys=api_keys, insecure=insecure, keys=keys)
+            decide_access(host, api_keys=api_keys, insecure=insecure, keys=keys)
     else:
-        assert decide_door(host, api_keys=api_keys, insecure=insecure, keys=keys).asks_keys is asks
+        assert decide_access(host, api_keys=api_keys, insecure=insecure, keys=keys).asks_keys is asks
 
 
 def test_keys_are_counted_without_touching_the_database(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mint.server.all_routes import ROUTES
 from mint.server.http import openapi
-from mint.server.http.app import ROUTES
 from tests.server.server_harness import Person, make_key, running
 
 DOCUMENT: dict[str, Any] = json.loads(openapi.document(ROUTES))

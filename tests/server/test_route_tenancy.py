@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
-from mint.server.http.app import ROUTES
+from mint.server.all_routes import ROUTES
 from mint.server.http.route_table import RouteRow
 from tests.server.server_harness import API, BASE, Person, make_key, pass_input, running, sample_body
 

@@ -119,7 +119,7 @@ def test_without_names_every_registered_model_is_offered_and_no_folder_of_the_ma
 ) -> None:
     monkeypatch.setenv("MINT_MODELS", "mine=mint/tiny")
     with running(tmp_path) as server:
-        folder = str(server.service.bases.folder(BASE))
+        folder = str(server.service.base_models.folder(BASE))
         assert offered(server) == ["mine", BASE]
         assert create(server, "mine") == "" and create(server, BASE) == ""
         assert "not a base model of this server" in create(server, folder)

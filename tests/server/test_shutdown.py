@@ -18,7 +18,6 @@ from ports import free_port
 from waiting import HANG_S, wait_until
 
 import mint
-from mint.server.service import results as retrieval
 from mint.types import AdamParams, Datum, ModelInput, SamplingParams
 from tests.server.server_harness import API, Person, running
 
@@ -59,10 +58,10 @@ def test_a_server_that_has_nothing_to_do_ends_at_once_and_well(tmp_path: Path, n
     assert not (list((tmp_path / "instances").glob("*.lock")) and list(tmp_path.glob("*-wal")))
 
 
-def test_whoever_waits_for_what_may_never_come_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval, "LONG_POLL_S", 3600.0)
+def test_a_client_that_waits_for_a_result_is_told_to_ask_again(tmp_path: Path) -> None:
     answered: list[int] = []
     with running(tmp_path, stop_within_s=3600) as server:
+        server.service.long_poll_s = 3600.0
         person = Person(server)
         model = person.model(person.session())
         behind = person.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})  # 1 is missing

@@ -8,9 +8,11 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from mint import wire
 from mint.engine.fake_engine import POISON_TOKEN, FakeEngine
+from mint.engine.protocol import Engine
 from mint.errors import MintError, from_wire
 from mint.server.callers import LOCAL
 from mint.server.service.service import Service
@@ -21,8 +23,13 @@ Op = tuple[str, dict[str, Any]]
 """Kind of request, and its body without model_id and seq_id."""
 
 
-def open_service(data_dir: Path, **options: Any) -> Service:
-    service = Service(options.pop("engine", None) or FakeEngine(), data_dir, aliases={}, **options)
+_engines: WeakKeyDictionary[Service, Engine] = WeakKeyDictionary()
+
+
+def open_service(data_dir: Path, *, engine: Engine | None = None, **options: Any) -> Service:
+    engine = engine or FakeEngine()
+    service = Service(engine, data_dir, aliases={}, **options)
+    _engines[service] = engine
     service.start()
     return service
 
@@ -63,8 +70,7 @@ class Harness:
         return self.wait(self.send(kind, model_id, seq_id, body))
 
     def answer(self, request_id: str) -> bytes:
-        body = json.dumps({"request_id": request_id}).encode()
-        while (answer := asyncio.run(self.service.retrieve(LOCAL, body))) is None:
+        while (answer := asyncio.run(self.service.retrieve(LOCAL, request_id))) is None:
             pass
         kind = SampleResponse if ":sample:" in request_id else ForwardBackwardOutput
         return wire.result_as_json(answer.body, kind)
@@ -76,9 +82,19 @@ class Harness:
             raise from_wire(error)
         return json.loads(body)
 
+    @property
+    def engine(self) -> Engine:
+        return _engines[self.service]
+
     def digest(self, model_id: str) -> str:
         """That of the state which the engine holds now."""
-        return self.service._trainer.engine.state_digest(model_id)
+        return self.engine.state_digest(model_id)
+
+    def restore(self, model_id: str) -> None:
+        """Sends a request that changes nothing, so that the model is in the engine."""
+        row = self.service.journal.model(model_id)
+        assert row is not None
+        self.run("forward", model_id, row.applied_seq + 1, {"forward_input": GOOD_PASS["forward_backward_input"]})
 
     def sample(self, sampler_id: str, seq_id: int, **fields: Any) -> dict[str, Any]:
         params = {"max_tokens": 3, **fields.pop("params", {})}

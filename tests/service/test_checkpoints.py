@@ -47,8 +47,8 @@ def test_without_the_optimizer_it_starts_afresh(harness: Harness) -> None:
     path = harness.run("save_weights", model_id, 3, {"path": "a"})["path"]
     fresh = load_new(harness, 1, path, optimizer=False)
     state, original = (
-        harness.service._trainer.engine.read_state(fresh),
-        harness.service._trainer.engine.read_state(model_id),
+        harness.engine.read_state(fresh),
+        harness.engine.read_state(model_id),
     )
     assert np.array_equal(state.weights["chain"], original.weights["chain"])
     assert state.step == 0 and not state.exp_avg["chain"].any()
@@ -112,7 +112,7 @@ def test_a_path_can_be_opened_without_a_service(tmp_path: Path) -> None:
     model_id = harness.create_model()
     step(harness, model_id, 1)
     path = harness.run("save_weights_for_sampler", model_id, 3, {"path": "s"})["path"]
-    expected = harness.service._trainer.engine.read_state(model_id).weights
+    expected = harness.engine.read_state(model_id).weights
     harness.service.stop()
     manifest, weights = open_checkpoint(tmp_path, path)
     assert manifest.path == path and manifest.lora_spec.rank == 8 and manifest.step == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from mint.errors import (
     StepRefusedError,
 )
 from mint.server.callers import LOCAL
-from mint.server.service.training_requests import MAX_AHEAD
+from mint.server.service.service import MAX_AHEAD
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -71,12 +70,12 @@ def test_another_body_at_a_taken_place_is_refused_and_changes_nothing(harness: H
 def test_requests_wait_for_the_one_before_them(harness: Harness) -> None:
     model_id = harness.create_model()
     step = harness.send("optim_step", model_id, 2, STEP)
-    for _ in range(2):  # the worker looks at what waits between two errands
+    for _ in range(2):  # the worker looks at the queue between two calls
         looked = threading.Event()
-        harness.service.run_soon(looked.set)
+        harness.service.call_soon(looked.set)
         assert looked.wait(60)
-    _, facts = harness.service.queue_facts(LOCAL, json.dumps({"request_id": step}).encode())
-    assert facts.status == "held" and harness.service.futures.open_count == 1
+    position = harness.service.queue_position(LOCAL, step)
+    assert position.status == "held" and harness.service.futures.open_count == 1
     harness.run("forward_backward", model_id, 1, GOOD_PASS)
     assert harness.wait(step)["metrics"]["step"] == 1.0
 

@@ -20,7 +20,7 @@ from mint.errors import JournalError
 from mint.server.store.checkpoints import JOURNAL_FILE
 from mint.server.store.durability import Durability
 from mint.server.store.journal import Journal
-from mint.server.worker import trainer as training
+from mint.server.worker import snapshots
 
 
 class Disk:
@@ -111,8 +111,8 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 @pytest.fixture(params=[0, 10_000], ids=["small states", "large states"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Harness, Disk]:
     if request.param:
-        monkeypatch.setattr(training, "SMALL_STATE_BYTES", 100)
-        monkeypatch.setattr(training, "SNAPSHOT_INTERVAL_S", 0.0)
+        monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 100)
+        monkeypatch.setattr(snapshots, "SNAPSHOT_INTERVAL_S", 0.0)
     disk = Disk(tmp_path / "data", monkeypatch)
     service = open_service(tmp_path / "data", engine=FakeEngine(state_bytes=request.param))
     request.addfinalizer(service.stop)
@@ -156,7 +156,7 @@ def test_a_long_queue_may_run_without_anything_accepted_in_between(
     def hold() -> None:
         go_on.wait(120)
 
-    harness.service.run_soon(hold)
+    harness.service.call_soon(hold)
     names = {i: send_op(harness, model_id, ops, i) for i in range(first, len(ops))}
     go_on.set()
     seen |= {i: harness.answer(name) for i, name in names.items()}
@@ -203,7 +203,7 @@ def test_a_request_runs_while_it_is_synced_and_nobody_is_told_before(
 
     wait_until(is_done)
     told = threading.Event()
-    service.run_soon(told.set)  # behind that request
+    service.call_soon(told.set)  # behind that request
     assert told.wait(60)
     assert names == []
     assert asyncio.run(service.futures.wait(f"{model_id}:1", 0.05)) is None

@@ -24,7 +24,6 @@ from mint.errors import (
     SessionEndedError,
 )
 from mint.server.callers import LOCAL, Caller, Quotas
-from mint.server.service import results as retrieval
 from mint.types import ForwardBackwardOutput
 from mint.wire import tinker_public_pb2 as pb
 from mint.wire.codec import Encoding
@@ -50,7 +49,7 @@ def made_model(http: httpx.Client) -> str:
 def blocked(harness: Harness) -> threading.Event:
     """Keeps the engine's thread busy until the event is set."""
     go_on = threading.Event()
-    harness.service.run_soon(lambda: go_on.wait(120.0) and None)
+    harness.service.call_soon(lambda: go_on.wait(120.0) and None)
     return go_on
 
 
@@ -111,11 +110,12 @@ def test_what_is_not_offered_is_refused_with_a_sentence(http: httpx.Client, meth
 # --- results over HTTP -------------------------------------------------------------------------------------------
 
 
-def test_whoever_asks_too_early_hears_how_the_queue_stands(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval, "LONG_POLL_S", 0.05)
-    model_id = made_model(http)
-    promise = http.post("optim_step", json={"model_id": model_id, "seq_id": 4}).json()
-    answer = http.post("retrieve_future", json={"request_id": promise["request_id"]})
+def test_a_client_that_polls_too_early_is_told_its_place_in_the_queue(tmp_path: Path) -> None:
+    server = http_server(tmp_path, engine=FakeEngine(), long_poll_s=0.05)
+    with server as url, httpx.Client(base_url=f"{url}/api/v1/") as http:
+        model_id = made_model(http)
+        promise = http.post("optim_step", json={"model_id": model_id, "seq_id": 4}).json()
+        answer = http.post("retrieve_future", json={"request_id": promise["request_id"]})
     body = answer.json()
     assert answer.status_code == 408 and body["type"] == "try_again" and body["queue_state"] == "active"
     assert body["status"] == "held" and body["queue_depth"] == 1 and "request 1, 2, 3" in body["queue_state_reason"]
@@ -192,7 +192,7 @@ def test_a_waiting_sample_that_is_called_off_leaves_the_queue_and_its_future_say
     go_on = blocked(harness)
     names = [send_sample(harness, sampler, seq_id) for seq_id in range(2)]
     cancel(harness, names[0])
-    assert len(harness.service.waiting.samples) == 1
+    assert len(harness.service.pending.samples) == 1
     error = failure(lambda: harness.wait(names[0]))
     assert isinstance(error, RequestCancelledError) and error.category == "user"
     go_on.set()
@@ -242,7 +242,7 @@ def test_a_training_request_cannot_be_called_off(harness: Harness) -> None:
 
 
 def unload(harness: Harness, model_id: str) -> str:
-    return harness.service.unload_model(LOCAL, json.dumps({"model_id": model_id}).encode()).request_id
+    return harness.service.unload_model(LOCAL, model_id).request_id
 
 
 def test_an_unloaded_model_is_gone_and_the_others_live_on(harness: Harness) -> None:
@@ -261,7 +261,7 @@ def test_an_unloaded_model_is_gone_and_the_others_live_on(harness: Harness) -> N
         assert isinstance(failure(call), NotFoundError)
     harness.run("load_weights", two, 1, {"path": path, "optimizer": True})
     assert [model.model_id for model in harness.service.live_models(LOCAL).models] == [two]
-    assert not harness.service._trainer.engine.has_model(one)
+    assert not harness.engine.has_model(one)
 
 
 def test_an_unloaded_model_stays_gone_after_a_restart(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +16,11 @@ from waiting import wait_until
 from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import AdamSpec, LossSpec, PassResult, TrainDatum
 from mint.errors import CheckpointError, JournalError, NotFoundError, RecoveryDivergedError, RequestFailedError
-from mint.server.service.service import Service
 from mint.server.store.checkpoints import JOURNAL_FILE
 from mint.server.store.journal import Finish, Journal
-from mint.server.worker import trainer as training
+from mint.server.worker import snapshots
+
+FORK = multiprocessing.get_context("fork")
 
 
 def train(harness: Harness, model_id: str, steps: int, *, first_seq: int = 1) -> list[str]:
@@ -126,7 +129,7 @@ class OtherPasses(FakeEngine):
 def test_a_replay_with_other_bits_stops_the_model_and_names_the_request(
     tmp_path: Path, engine: type[FakeEngine], open_gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "SMALL_STATE_BYTES", 0)
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 0)
     harness = Harness(open_service(tmp_path))
     model_id = harness.create_model()
     train(harness, model_id, 2)
@@ -140,7 +143,7 @@ def test_a_replay_with_other_bits_stops_the_model_and_names_the_request(
 
 
 def test_large_states_are_saved_at_intervals_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "SMALL_STATE_BYTES", 1000)
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 1000)
     harness = Harness(open_service(tmp_path, engine=FakeEngine(state_bytes=4000)))
     model_id = harness.create_model()
     digests = train(harness, model_id, 5)
@@ -256,32 +259,37 @@ def test_an_engine_that_breaks_in_a_step_leaves_the_state_before_it(tmp_path: Pa
     harness.service.stop()
 
 
+class Deadly(FakeEngine):
+    """An engine that kills its process."""
+
+    def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward_backward(model_id, data, loss)
+
+
 def test_a_request_that_keeps_killing_processes_is_failed_alone(tmp_path: Path) -> None:
-    harness = Harness(open_service(tmp_path))
-    model_id = harness.create_model()
-    harness.service._worker.stop()
-    harness.send("forward_backward", model_id, 1, GOOD_PASS)
-    for life in range(5):
-        harness.service.instance.mark(f"{model_id}:1")
-        harness = Harness(after_a_death(harness.service), harness.session_id)
-        if life < 4:
-            assert harness.service.journal.job(model_id, 1).status == "pending"
-    harness.service._worker.start()
+    session_id = tmp_path / "session"
+
+    def live_and_die() -> None:
+        service = open_service(tmp_path / "data", engine=Deadly())
+        if not session_id.exists():
+            harness = Harness(service)
+            session_id.write_text(harness.session_id)
+            harness.send("forward_backward", harness.create_model(), 1, GOOD_PASS)
+        threading.Event().wait()  # until the engine's thread has run it
+
+    for _ in range(5):
+        child = FORK.Process(target=live_and_die)
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    harness = Harness(open_service(tmp_path / "data"), session_id.read_text())
+    model_id = f"{harness.session_id}:train:0"
     error = failure(lambda: harness.wait(f"{model_id}:1"))
     assert isinstance(error, RequestFailedError) and "died 5 times" in str(error)
     failure(lambda: harness.run("optim_step", model_id, 2, STEP))
     train(harness, model_id, 1, first_seq=3)
     harness.service.stop()
-
-
-def after_a_death(old: Service) -> Service:
-    """A new service that has taken over, but does not work yet; what the old one was running stays noted."""
-    old.journal.close()
-    os.close(old.instance._file)
-    service = Service(FakeEngine(), old.data_dir, aliases={})
-    with service.instance.sole_adopter():
-        service._adopt()
-    return service
 
 
 def test_orphans_are_swept_and_young_files_left_alone(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from mint.engine.protocol import SampleBatch, SampleResult
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError, RequestFailedError, from_wire
 from mint.server.callers import LOCAL
-from mint.server.queue.futures import Answer
+from mint.server.queue.futures import FutureResult
+from mint.server.queue.jobs import QueuedSample
 from mint.server.worker import validation
-from mint.server.worker.samplers import SampleWork
-from mint.server.worker.sampling_batch import RunningSamples
+from mint.server.worker.samplers import Samplers
+from mint.server.worker.sampling_batch import SamplingBatch
 from mint.types import EncodedTextChunk, ModelInput, SampleResponse, SamplingParams
 from mint.types.tensors import TensorData
 from mint.wire.requests import SampleRequest
@@ -50,7 +51,13 @@ def _request(harness: Harness, *, max_tokens: int = 3, seed: int = 1, **fields: 
     )
 
 
-def _answers(running: RunningSamples, *works: SampleWork) -> dict[str, Answer]:
+def _batch(harness: Harness) -> SamplingBatch:
+    service = harness.service
+    samplers = Samplers(harness.engine, service.journal, service.base_models, service.data_dir)
+    return SamplingBatch(harness.engine, samplers)
+
+
+def _answers(running: SamplingBatch, *works: QueuedSample) -> dict[str, FutureResult]:
     """Those of all requests, sampled together to their end."""
     answers = running.join(works)
     while len(answers) < len(works):
@@ -58,9 +65,8 @@ def _answers(running: RunningSamples, *works: SampleWork) -> dict[str, Answer]:
     return answers
 
 
-def _run(harness: Harness, *works: SampleWork) -> list[SampleResponse | Exception]:
-    service = harness.service
-    found = _answers(RunningSamples(service._trainer.engine, service._samplers), *works)
+def _run(harness: Harness, *works: QueuedSample) -> list[SampleResponse | Exception]:
+    found = _answers(_batch(harness), *works)
     answers: list[SampleResponse | Exception] = []
     for body in (found[work.request_id].body for work in works):
         error = wire.decode_error(body)
@@ -70,7 +76,7 @@ def _run(harness: Harness, *works: SampleWork) -> list[SampleResponse | Exceptio
 
 
 def _sample(harness: Harness, **fields: Any) -> SampleResponse:
-    (answer,) = _run(harness, SampleWork("r", _request(harness, **fields), 0.0))
+    (answer,) = _run(harness, QueuedSample("r", _request(harness, **fields), 0.0))
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -207,8 +213,10 @@ def test_a_long_answer_is_bounded_by_all_its_places(harness: Harness, monkeypatc
 
 def test_a_listener_hears_every_token_of_its_request(harness: Harness) -> None:
     heard: list[tuple[int, int, float]] = []
-    streaming = SampleWork("s", _request(harness, num_samples=2, max_tokens=5), 0.0, lambda *token: heard.append(token))
-    answers = _run(harness, streaming, SampleWork("q", _request(harness, seed=9), 0.0))
+    streaming = QueuedSample(
+        "s", _request(harness, num_samples=2, max_tokens=5), 0.0, on_token=lambda *token: heard.append(token)
+    )
+    answers = _run(harness, streaming, QueuedSample("q", _request(harness, seed=9), 0.0))
     alone = _sample(harness, num_samples=2, max_tokens=5)
     assert isinstance(answers[0], SampleResponse) and answers[0].sequences == alone.sequences
     for index, sequence in enumerate(alone.sequences):
@@ -226,8 +234,8 @@ def test_a_listener_that_fails_hurts_nobody(harness: Harness) -> None:
     heard: list[int] = []
     answers = _run(
         harness,
-        SampleWork("bad", _request(harness), 0.0, fail),
-        SampleWork("good", _request(harness), 0.0, lambda sample, token, logprob: heard.append(token)),
+        QueuedSample("bad", _request(harness), 0.0, on_token=fail),
+        QueuedSample("good", _request(harness), 0.0, on_token=lambda sample, token, logprob: heard.append(token)),
     )
     expected = _sample(harness).sequences
     for answer in answers:
@@ -245,13 +253,13 @@ def test_a_request_that_is_given_up_fails_alone(harness: Harness) -> None:
 
     answers = _run(
         harness,
-        SampleWork("gone", _request(harness, max_tokens=50), 0.0, hear, event),
-        SampleWork("stays", _request(harness), 0.0, cancelled=threading.Event()),
+        QueuedSample("gone", _request(harness, max_tokens=50), 0.0, on_token=hear, cancelled=event),
+        QueuedSample("stays", _request(harness), 0.0, cancelled=threading.Event()),
     )
     assert isinstance(answers[0], RequestFailedError) and "cancelled" in str(answers[0])
     assert len(heard) == 2 and isinstance(answers[1], SampleResponse)
     assert answers[1].sequences == _sample(harness).sequences
-    (never,) = _run(harness, SampleWork("never", _request(harness), 0.0, cancelled=event))
+    (never,) = _run(harness, QueuedSample("never", _request(harness), 0.0, cancelled=event))
     assert isinstance(never, RequestFailedError)
 
 
@@ -277,19 +285,19 @@ class Breaking:
 
 def test_what_is_run_again_is_told_once(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that breaks in the midst of a batch: each of its requests is run again, alone, and once."""
-    engine, heard = harness.service._trainer.engine, dict[str, list[int]]()
+    engine, heard = harness.engine, dict[str, list[int]]()
     opened = engine.open_batch
     monkeypatch.setattr(engine, "open_batch", lambda: Breaking(opened()))
     monkeypatch.setattr(Breaking, "breaks", 2)
 
-    def work(name: str) -> SampleWork:
+    def work(name: str) -> QueuedSample:
         heard[name] = []
         listener = lambda sample, token, logprob: heard[name].append(token)  # noqa: E731
-        return SampleWork(name, _request(harness, max_tokens=5), 0.0, listener)
+        return QueuedSample(name, _request(harness, max_tokens=5), 0.0, on_token=listener)
 
-    running = RunningSamples(engine, harness.service._samplers)
+    running = _batch(harness)
     answers = _answers(running, work("a"), work("b"), work("c"))
     assert [answers[name].failed for name in "abc"] == [True, False, False], "the first was alone when it broke again"
     expected = _sample(harness, max_tokens=5).sequences[0].tokens
     assert heard["b"] == heard["c"] == expected and heard["a"] == expected[: len(heard["a"])]
-    assert running.rows == 0
+    assert running.sequences == 0

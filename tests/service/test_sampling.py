@@ -26,7 +26,7 @@ def held(harness: Harness) -> Iterator[None]:
     def hold() -> None:
         go_on.wait(120)
 
-    harness.service.run_soon(hold)
+    harness.service.call_soon(hold)
     yield
     go_on.set()
 
@@ -99,8 +99,8 @@ def test_a_sampler_keeps_its_version_while_training_goes_on_and_after_a_restart(
 
 
 def test_many_versions_leave_the_engine_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "KEPT_IN_ENGINE", 2)
-    monkeypatch.setattr(sampling, "KEPT_PUBLISHED", 4)
+    monkeypatch.setattr(sampling, "MAX_IN_ENGINE", 2)
+    monkeypatch.setattr(sampling, "MAX_PUBLISHED", 4)
     engine = FakeEngine()
     harness = Harness(open_service(tmp_path, engine=engine))
     model_id = harness.create_model()
@@ -131,7 +131,7 @@ def test_of_a_models_versions_the_newest_stay_in_the_engine_and_older_ones_come_
         samplers.append(publish(harness, model_id, 3 * number - 2, number))
         seen.append(harness.sample(samplers[-1], 0, params={"seed": 1}))
         step(harness, model_id, 3 * number - 1)
-    assert set(engine._weights) == {kept, *samplers[-sampling.KEPT_OF_A_MODEL :]}
+    assert set(engine._weights) == {kept, *samplers[-sampling.MAX_IN_ENGINE_OF_A_MODEL :]}
     assert [harness.sample(name, 1, params={"seed": 1}) for name in samplers] == seen
     harness.service.stop()
 

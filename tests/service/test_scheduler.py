@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from mint.server.queue.fairness import Shares, Turns
+from mint.server.queue.fairness import Fairness, FairQueue
 from mint.server.queue.scheduler import (
     MAX_BATCH_SEQUENCES,
     SLICE_S,
     GiveUp,
     Pending,
     Plan,
-    Running,
     RunTraining,
     SampleItem,
+    SamplingLoad,
     StepSamples,
     TrainingItem,
     Wait,
@@ -30,8 +30,8 @@ def sample(name: str, at: float, sequences: int = 1, owner: str = "") -> SampleI
 
 
 A, B = train("a", 1, 4.0), train("b", 1, 3.0)
-BUSY = Running({"": 3})
-BEHIND = Shares(lead_s=SLICE_S + 0.01)
+BUSY = SamplingLoad({"": 3})
+BEHIND = Fairness(training_lead_s=SLICE_S + 0.01)
 
 CASES: dict[str, tuple[Pending, Plan]] = {
     "nothing waits": (Pending(), Wait(None)),
@@ -78,53 +78,54 @@ def test_the_plan_is(name: str) -> None:
         assert result == expected
 
 
-BESIDE: dict[str, tuple[Pending, Running, Shares, Plan]] = {
-    "what runs goes on": (Pending(), BUSY, Shares(), StepSamples()),
+BESIDE: dict[str, tuple[Pending, SamplingLoad, Fairness, Plan]] = {
+    "what runs goes on": (Pending(), BUSY, Fairness(), StepSamples()),
     "who comes late joins at once": (
-        Pending({}, [], [sample("x", 5.0)]), BUSY, Shares(), StepSamples(("x",)),
+        Pending({}, [], [sample("x", 5.0)]), BUSY, Fairness(), StepSamples(("x",)),
     ),
     "nobody joins those that run again alone": (
-        Pending({}, [], [sample("x", 5.0)]), Running({"": 1}, is_closed=True), Shares(), StepSamples(),
+        Pending({}, [], [sample("x", 5.0)]), SamplingLoad({"": 1}, is_closed=True), Fairness(), StepSamples(),
     ),
-    "training goes before a step of samples": (Pending({"a": 1}, [A]), BUSY, Shares(), RunTraining("a", 1)),
+    "training goes before a step of samples": (Pending({"a": 1}, [A]), BUSY, Fairness(), RunTraining("a", 1)),
     "until it is ahead by a slice": (Pending({"a": 1}, [A]), BUSY, BEHIND, StepSamples()),
     "samples that wait are stepped over no longer either": (
-        Pending({"a": 1}, [A], [sample("x", 1.0)]), Running(), BEHIND, StepSamples(("x",)),
+        Pending({"a": 1}, [A], [sample("x", 1.0)]), SamplingLoad(), BEHIND, StepSamples(("x",)),
     ),
     "training that is ahead goes on where nothing is sampled": (
-        Pending({"a": 1}, [A]), Running(), BEHIND, RunTraining("a", 1),
+        Pending({"a": 1}, [A]), SamplingLoad(), BEHIND, RunTraining("a", 1),
     ),
     "a full batch goes on while others wait": (
-        Pending({}, [], [sample("x", 1.0)]), Running({"": MAX_BATCH_SEQUENCES}), Shares(), StepSamples(),
+        Pending({}, [], [sample("x", 1.0)]), SamplingLoad({"": MAX_BATCH_SEQUENCES}), Fairness(), StepSamples(),
     ),
     "an owner with less in the batch goes first": (
         Pending({}, [], [sample("x", 1.0, 400, "one"), sample("y", 2.0, 400, "two")]),
-        Running({"one": 300, "two": 200}), Shares(), StepSamples(("y",)),
+        SamplingLoad({"one": 300, "two": 200}), Fairness(), StepSamples(("y",)),
     ),
     "the owner who has had less goes first": (
         Pending({"a": 1, "b": 1}, [train("a", 1, 4.0, "one"), train("b", 1, 1.0, "two")]),
-        Running(), Shares(owners=Turns({"two": 1.0})), RunTraining("a", 1),
+        SamplingLoad(), Fairness(owners=FairQueue({"two": 1.0})), RunTraining("a", 1),
     ),
     "and among one owner's models the one that has had less": (
-        Pending({"a": 1, "b": 1}, [A, B]), Running(), Shares(models={"": Turns({"b": 1.0})}), RunTraining("a", 1),
+        Pending({"a": 1, "b": 1}, [A, B]),
+        SamplingLoad(), Fairness(models={"": FairQueue({"b": 1.0})}), RunTraining("a", 1),
     ),
     "who has had nothing for long begins level with the others": (
         Pending({"a": 1, "b": 1}, [train("a", 1, 4.0, "one"), train("b", 1, 1.0, "two")]),
-        Running(), Shares(owners=Turns({"two": 7.0}, level_s=7.0)), RunTraining("b", 1),
+        SamplingLoad(), Fairness(owners=FairQueue({"two": 7.0}, virtual_time_s=7.0)), RunTraining("b", 1),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_beside_what_runs_the_plan_is(name: str) -> None:
-    pending, running, shares, expected = BESIDE[name]
-    assert plan(pending, 5.0, running=running, shares=shares, gap_timeout_s=10.0) == expected
+    pending, running, fairness, expected = BESIDE[name]
+    assert plan(pending, 5.0, sampling=running, fairness=fairness, gap_timeout_s=10.0) == expected
 
 
-@pytest.mark.parametrize("running", [Running(), BUSY], ids=["nothing", "samples"])
-def test_a_gap_is_given_up_in_the_end_whatever_else_is_done(running: Running) -> None:
+@pytest.mark.parametrize("running", [SamplingLoad(), BUSY], ids=["nothing", "samples"])
+def test_a_gap_is_given_up_in_the_end_whatever_else_is_done(running: SamplingLoad) -> None:
     waiting = Pending({"a": 2, "b": 1}, [train("a", 6, 4.0), train("a", 4, 0.0), train("b", 1, 0.0)])
-    assert plan(waiting, 10.0, running=running, gap_timeout_s=10.0) == GiveUp("a", (2, 3, 5), (4, 6))
+    assert plan(waiting, 10.0, sampling=running, gap_timeout_s=10.0) == GiveUp("a", (2, 3, 5), (4, 6))
 
 
 # --- over time ---------------------------------------------------------------------------------------------------
@@ -133,15 +134,15 @@ def test_a_gap_is_given_up_in_the_end_whatever_else_is_done(running: Running) ->
 def simulate(pending: Pending, seconds: float, *, pass_s: float, step_s: float, rows: int) -> dict[str, float]:
     """Seconds that samples, and each model with requests without end, get of an engine that is always busy."""
     owner_of = {item.model_id: item.owner for item in pending.training}
-    shares, now, had = Shares(), 0.0, {"samples": 0.0}
+    fairness, now, had = Fairness(), 0.0, {"samples": 0.0}
     while now < seconds:
-        match plan(pending, now, running=Running({"": rows} if rows else {}), shares=shares):
+        match plan(pending, now, sampling=SamplingLoad({"": rows} if rows else {}), fairness=fairness):
             case RunTraining(model_id, _):
-                shares = shares.after_training(owner_of[model_id], model_id, pass_s, beside_samples=rows > 0)
+                fairness = fairness.after_training(owner_of[model_id], model_id, pass_s, beside_samples=rows > 0)
                 had[model_id] = had.get(model_id, 0.0) + pass_s
                 now += pass_s
             case StepSamples():
-                shares = shares.after_sampling(step_s)
+                fairness = fairness.after_sampling(step_s)
                 had["samples"] += step_s
                 now += step_s
             case other:
@@ -165,24 +166,24 @@ def test_owners_get_as_much_as_each_other_however_many_models_each_has() -> None
 
 
 def test_a_newcomer_waits_for_no_queue_and_is_owed_nothing() -> None:
-    shares = Shares()
+    fairness = Fairness()
     for _ in range(50):
-        shares = shares.after_training("busy", "a", 0.5, beside_samples=False)
+        fairness = fairness.after_training("busy", "a", 0.5, beside_samples=False)
     both = Pending({"a": 1, "b": 1}, [train("a", 1, 0.0, "busy"), train("b", 1, 9.0, "new")])
     order = []
     for _ in range(6):
-        step = plan(both, 10.0, shares=shares)
+        step = plan(both, 10.0, fairness=fairness)
         assert isinstance(step, RunTraining)
         order.append(step.model_id)
-        shares = shares.after_training(
+        fairness = fairness.after_training(
             {"a": "busy", "b": "new"}[step.model_id], step.model_id, 0.5, beside_samples=False
         )
     assert order[0] == "b" and sorted(order) == ["a", "a", "a", "b", "b", "b"]
-    assert len(shares.owners.had_s) <= 2 and len(shares.models) <= 2
+    assert len(fairness.owners.used_s) <= 2 and len(fairness.models) <= 2
 
 
 def test_time_that_nobody_else_wanted_is_not_held_against_training() -> None:
-    shares = Shares().after_training("", "a", 50.0, beside_samples=False)
-    assert shares.lead_s == 0.0
-    assert shares.after_training("", "a", 2.0, beside_samples=True).after_sampling(0.5).lead_s == 1.5
-    assert shares.after_sampling(10.0).lead_s == 0.0
+    fairness = Fairness().after_training("", "a", 50.0, beside_samples=False)
+    assert fairness.training_lead_s == 0.0
+    assert fairness.after_training("", "a", 2.0, beside_samples=True).after_sampling(0.5).training_lead_s == 1.5
+    assert fairness.after_sampling(10.0).training_lead_s == 0.0

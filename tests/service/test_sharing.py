@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import AdamSpec, LossSpec, PassResult, SampleJob, SampleResult, TokenListener, TrainDatum
 from mint.engine.torch_engine import TorchEngine
 from mint.server.callers import LOCAL, Caller
+from mint.server.queue.queue import RequestQueue
 
 STEP_S = 2.0**-7
 PASS_S = 5 * STEP_S  # exact in binary, so that equal shares are equal
@@ -35,7 +35,7 @@ class Traced(FakeEngine):
         self.trace: list[tuple[str, Any]] = []
         self.now_s = 0.0
         self.pass_s: dict[str, float] = {}
-        self.stands_still = False
+        self.stands_still = self.notes_waits = False
         self._allowed = math.inf
         self._changed = threading.Condition()
 
@@ -68,6 +68,19 @@ class Traced(FakeEngine):
         return super().optim_step(model_id, adam)
 
 
+class TracedQueue(RequestQueue):
+    """Notes when the worker sleeps, once it is asked to."""
+
+    def __init__(self, engine: Traced) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def wait(self, timeout_s: float | None) -> None:
+        if self._engine.notes_waits:
+            self._engine.trace.append(("wait", timeout_s))
+        super().wait(timeout_s)
+
+
 class TracedBatch(FakeBatch):
     def __init__(self, engine: Traced) -> None:
         super().__init__(engine._chain_of, engine._vocab_size)
@@ -83,10 +96,9 @@ class TracedBatch(FakeBatch):
 
 
 @pytest.fixture
-def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Harness, Traced]]:
+def traced(tmp_path: Path) -> Iterator[tuple[Harness, Traced]]:
     engine = Traced()
-    monkeypatch.setattr("mint.server.worker.worker.time", SimpleNamespace(monotonic=lambda: engine.now_s))
-    service = open_service(tmp_path, engine=engine)
+    service = open_service(tmp_path, engine=engine, clock=lambda: engine.now_s, queue=TracedQueue(engine))
     yield Harness(service), engine
     engine.may_do(math.inf)
     service.stop()
@@ -133,10 +145,10 @@ def test_a_short_request_joins_a_long_one_and_leaves_before_it(traced: tuple[Har
     wait_until(lambda: engine.count("sample") == 5)
     assert engine.trace.count(("sample", 2)) == 3
     short = harness.wait(name)
-    assert harness.service.sampled_rows == 1
+    assert harness.service.sampled_sequences == 1
     harness.service.cancel(LOCAL, json.dumps({"request_id": long}).encode())
     engine.may_do(math.inf)
-    wait_until(lambda: harness.service.sampled_rows == 0)
+    wait_until(lambda: harness.service.sampled_sequences == 0)
     assert engine.count("sample") < 100
     again = ask(harness, sampler, 2, max_tokens=3, sampling_params={"max_tokens": 3, "stop": [], "seed": 1})
     assert harness.wait(again)["sequences"] == short["sequences"]
@@ -168,7 +180,7 @@ def test_the_end_of_a_session_ends_what_it_has_under_way(traced: tuple[Harness, 
     wait_until(lambda: engine.count("sample") == 1)
     harness.service.finish_session(LOCAL, other.session_id)
     engine.may_do(math.inf)
-    wait_until(lambda: harness.service.sampled_rows == 0)
+    wait_until(lambda: harness.service.sampled_sequences == 0)
     assert engine.count("sample") <= 3
     assert harness.wait(ask(harness, make_sampler(harness), 0, max_tokens=2))["sequences"]
 
@@ -206,22 +218,14 @@ def test_one_tenants_queue_does_not_hold_up_anothers_single_request(traced: tupl
     assert ("pass", bob[1]) in engine.trace
 
 
-def test_a_pass_and_the_step_behind_it_run_without_a_pause(
-    traced: tuple[Harness, Traced], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_and_the_step_behind_it_run_without_a_pause(traced: tuple[Harness, Traced]) -> None:
     """Both are queued: nothing is asked of the client in between, and the engine's thread waits for nothing."""
     harness, engine = traced
     model_id = harness.create_model()
     engine.may_do(0)
     names = [harness.send("forward_backward", model_id, 1, GOOD_PASS)]
     wait_until(lambda: engine.stands_still)
-    inbox, wait = harness.service._inbox, harness.service._inbox.wait
-
-    def noted(seconds: float) -> None:
-        engine.trace.append(("wait", seconds))
-        wait(seconds)
-
-    monkeypatch.setattr(inbox, "wait", noted)
+    engine.notes_waits = True
     names.append(harness.send("optim_step", model_id, 2, STEP))
     for seq_id in range(3, 21, 2):
         names.append(harness.send("forward_backward", model_id, seq_id, GOOD_PASS))

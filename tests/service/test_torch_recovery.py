@@ -9,7 +9,7 @@ import pytest
 from service_harness import Harness, datum, open_service, pass_body
 
 from mint.engine.torch_engine import TorchEngine
-from mint.server.worker import trainer as training
+from mint.server.worker import snapshots
 
 STEP: dict[str, Any] = {"adam_params": {"learning_rate": 0.003, "weight_decay": 0.01, "grad_clip_norm": 1.0}}
 
@@ -30,11 +30,11 @@ def train(harness: Harness, model_id: str, steps: range) -> list[tuple[Any, str]
     return seen
 
 
-@pytest.mark.parametrize("small_state_bytes", [training.SMALL_STATE_BYTES, 0], ids=["snapshot", "replay"])
+@pytest.mark.parametrize("small_state_bytes", [snapshots.SMALL_STATE_BYTES, 0], ids=["snapshot", "replay"])
 def test_a_restart_in_the_middle_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_state_bytes: int
 ) -> None:
-    monkeypatch.setattr(training, "SMALL_STATE_BYTES", small_state_bytes)
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", small_state_bytes)
     whole = Harness(torch_service(tmp_path / "whole"))
     uninterrupted = train(whole, whole.create_model(), range(4))
     whole.service.stop()

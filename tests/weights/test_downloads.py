@@ -27,6 +27,7 @@ import mint
 from mint.cli.export import export_checkpoint
 from mint.compose.embedded import open_embedded
 from mint.errors import AuthenticationError, MintError
+from mint.server.all_routes import ROUTES
 from mint.server.callers import Caller, Quotas
 from mint.server.http.app import create_app
 from mint.server.http.signed_urls import Signer
@@ -70,7 +71,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         return Caller(key, quotas=world.quotas.get(key, Quotas()))
 
     try:
-        with http_app(running, create_app(running.service, authenticate=known)) as url:
+        with http_app(running, create_app(running.service, ROUTES, authenticate=known)) as url:
             world.url = url
             yield world
     finally:

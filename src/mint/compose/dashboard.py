@@ -33,6 +33,7 @@ from mint.rl.analysis.bisect import Regression
 from mint.rl.analysis.run_analysis import bisect_run
 from mint.rl.heldout_evaluation import evaluate_checkpoint
 from mint.runs.reader import read_config
+from mint.server.all_routes import ROUTES
 from mint.server.callers import LOCAL, Caller
 from mint.server.http import auth
 from mint.server.http.app import create_app as create_service_app
@@ -50,7 +51,7 @@ DRAIN_S = 3.0
 
 
 def over_service(
-    service: Service, metrics: Metrics, *, door: preflight.Door, keys: Keys, operators: Collection[str]
+    service: Service, metrics: Metrics, *, access: preflight.Access, keys: Keys, operators: Collection[str]
 ) -> Dashboard:
     """The dashboard of a server: the runs in its data directory, and its service's numbers.
 
@@ -64,15 +65,15 @@ def over_service(
 
     return Dashboard(
         [service.data_dir],
-        door=Door(screen_of(door), login if door.asks_keys else None),
+        door=Door(screen_of(access), login if access.asks_keys else None),
         service=Overview(service, metrics),
         search=_search(open_client),
     )
 
 
-def screen_of(door: preflight.Door) -> auth.Screen:
+def screen_of(access: preflight.Access) -> auth.Screen:
     """What is refused, whoever sends it: where no keys are asked for, all that comes from foreign pages."""
-    return auth.everything_passes if door.asks_keys else auth.no_foreign_pages(any_host=not door.is_local)
+    return auth.accept_all if access.asks_keys else auth.refuse_foreign_pages(any_host=not access.is_local)
 
 
 def key_or_session(keys: Keys, dashboard: Dashboard) -> auth.Authenticate:
@@ -98,7 +99,7 @@ class _AsCaller:
     """A service in this process as one caller finds it, for a `ServiceClient`; it is not the client's to stop."""
 
     def __init__(self, service: Service, caller: Caller) -> None:
-        self.app = create_service_app(service, authenticate=lambda _request: caller)
+        self.app = create_service_app(service, ROUTES, authenticate=lambda _request: caller)
 
     def release(self) -> None:
         """Does nothing."""
@@ -140,23 +141,25 @@ class DashboardServer:
         """As `serve_dashboard`."""
         folder = data_dir.expanduser().resolve()
         is_local = auth.is_loopback(host)
-        door = preflight.decide_door(
+        access = preflight.decide_access(
             host, api_keys=False if is_local else None, insecure=False, keys=preflight.count_keys(folder)
         )
         self._socket: socket.socket = preflight.open_socket(host, port)
-        self._database = Database(folder / JOURNAL_FILE) if door.asks_keys else None
+        self._database = Database(folder / JOURNAL_FILE) if access.asks_keys else None
         login = None if self._database is None else _operators_login(Keys(self._database))
         self._embedded = LazyEmbedded(folder)
         self.dashboard = Dashboard(
             [folder, *extra],
-            door=Door(screen_of(door), login),
+            door=Door(screen_of(access), login),
             search=_search(lambda _visitor: ServiceClient(data_dir=folder)),
         )
         app = create_app(self.dashboard, sampling=self._embedded)
         self._http = HttpServer(http_config(app, drain_s=DRAIN_S), self.dashboard.close)
         self.url = url_of(host, self._socket)
         places = " · ".join(str(place) for place in (folder, *extra))
-        self.line = f"mint shows {self.url}/ · {'keys' if door.asks_keys else 'no keys'} asked for · runs in: {places}"
+        self.line = (
+            f"mint shows {self.url}/ · {'keys' if access.asks_keys else 'no keys'} asked for · runs in: {places}"
+        )
 
     def run(self, started: Callable[[], None] = lambda: None) -> None:
         """Answers until a signal, or `stop`; `started` is called as soon as it does."""

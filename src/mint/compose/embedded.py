@@ -27,14 +27,16 @@ class EmbeddedService:
     def __init__(self, data_dir: Path, engine: Engine, settings: Settings, **options: Any) -> None:
         """Opens `data_dir` and begins to work; `options` are those of `Service`."""
         try:
-            from mint.server.http.app import create_app  # deferred: starlette, which remote users lack
+            from mint.server.all_routes import ROUTES  # deferred: starlette, which remote users lack
+            from mint.server.http.app import create_app
+            from mint.server.ops.readiness import Readiness
             from mint.server.service.service import Service
         except ImportError as error:
             raise _missing(error) from error
         self.data_dir = data_dir
         self.service = Service(engine, data_dir, aliases=settings.model_aliases, **options)
         self.service.start()
-        self.app = create_app(self.service)
+        self.app = create_app(self.service, ROUTES, readiness=Readiness(self.service))
         self.users = 1
 
     def release(self) -> None:

@@ -1,7 +1,8 @@
 """The composition root of the server process: settings → engine + service + app, behind a socket, until a signal.
 
-A shutdown stops listening, lets waiting clients go (they ask again, and find the next process), finishes the request
-that is running and leaves the rest to the journal. What does not end in time is cut off: the journal has it.
+A shutdown stops listening, answers waiting clients with "try again" (they reconnect to the next process), finishes the
+request that is running, and leaves the rest in the journal. A request that does not end in time is cut off; the next
+process runs it again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mint.compose.dashboard import key_or_session, over_service, screen_of
@@ -22,13 +24,13 @@ from mint.dashboard.dashboard import Dashboard
 from mint.engine.protocol import Engine
 from mint.errors import InvalidRequestError
 from mint.models.registry import available
-from mint.server.http import auth
+from mint.server.all_routes import ROUTES
 from mint.server.http.app import create_app
 from mint.server.http.bodies import MIB, Bodies, BodyLimits
 from mint.server.ops import preflight
-from mint.server.ops.logs import configure_logs, log_exchange
+from mint.server.ops.logs import configure_logs, log_access
 from mint.server.ops.metrics import Metrics
-from mint.server.ops.preflight import Door, Finding
+from mint.server.ops.preflight import Access, Finding
 from mint.server.ops.readiness import Readiness
 from mint.server.service.service import Service
 from mint.server.store.keys import Keys
@@ -36,7 +38,10 @@ from mint.server.store.keys import Keys
 log = logging.getLogger("mint.serving")
 
 DRAIN_SHARE = 0.4
-"""How much of the time for a shutdown the answers under way may take; the rest is for the running request."""
+"""How much of the time for a shutdown the open responses may take; the rest is for the running request."""
+
+MAX_THREADS = 16
+"""Threads on which requests are decoded and accepted. Most of them wait for the disk, and share its fsyncs."""
 
 
 def check(settings: ServeSettings) -> list[Finding]:
@@ -71,13 +76,13 @@ class Server:
         """Opens everything, as `serve` says."""
         self._settings = settings
         folder = settings.folder
-        door = preflight.decide_door(
+        access = preflight.decide_access(
             settings.host,
             api_keys=settings.api_keys,
             insecure=settings.insecure,
             keys=preflight.count_keys(folder),
         )
-        if not door.is_local and not door.asks_keys:
+        if not access.is_local and not access.asks_keys:
             log.warning("--insecure: WHOEVER reaches %s can use this server, and read all it has", settings.host)
         self._socket = preflight.open_socket(settings.host, settings.port)
         try:
@@ -86,13 +91,15 @@ class Server:
             self._socket.close()
             raise
         self.keys = Keys(self.service.journal.database)
-        self._dashboard = over_service(self.service, metrics, door=door, keys=self.keys, operators=settings.operators)
-        app = _app(settings, self.service, door, self.keys, metrics, self._dashboard)
+        self._dashboard = over_service(
+            self.service, metrics, access=access, keys=self.keys, operators=settings.operators
+        )
+        app = _app(settings, self.service, access, self.keys, metrics, self._dashboard)
         self._uvicorn = HttpServer(http_config(app, drain_s=settings.stop_within_s * DRAIN_SHARE), self._let_go)
         self.url = url_of(settings.host, self._socket)
         self.line = (
-            f"mint serves {self.url} · {'keys' if door.asks_keys else 'no keys'} asked for · "
-            f"models: {', '.join(self.service.bases.names)} · data: {folder} · dashboard: {self.url}/ · "
+            f"mint serves {self.url} · {'keys' if access.asks_keys else 'no keys'} asked for · "
+            f"models: {', '.join(self.service.base_models.names)} · data: {folder} · dashboard: {self.url}/ · "
             f"about the API: {self.url}/docs"
         )
 
@@ -126,26 +133,28 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
         offered=offered or available(base.model_aliases),
         is_server=True,
     )
-    for name in service.bases.names:
-        service.bases.folder(name)
+    for name in service.base_models.names:
+        service.base_models.folder(name)
     metrics.watch(service)
     service.start()
     return service
 
 
 def _app(
-    settings: ServeSettings, service: Service, door: Door, keys: Keys, metrics: Metrics, dashboard: Dashboard
+    settings: ServeSettings, service: Service, access: Access, keys: Keys, metrics: Metrics, dashboard: Dashboard
 ) -> Any:
     limits = BodyLimits(body_bytes=settings.max_body_mb * MIB, patience_s=settings.body_timeout_s)
     return create_app(
         service,
-        authenticate=key_or_session(keys, dashboard) if door.asks_keys else auth.everyone_is_local,
-        screen=screen_of(door),
+        ROUTES,
+        authenticate=key_or_session(keys, dashboard) if access.asks_keys else None,
+        screen=screen_of(access),
         pages=routes(dashboard),
         bodies=Bodies(limits),
-        observers=(metrics.observe, log_exchange),
+        observers=(metrics.observe, log_access),
         metrics=metrics,
         readiness=Readiness(service, stuck_after_s=settings.stuck_after_s),
+        executor=ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http"),
     )
 
 

@@ -1,8 +1,10 @@
-"""Who asks: the owner that a key stands for, and what is allowed to them. Pure values."""
+"""Who sends a request: the owner that a key stands for, and the owner's quotas. Values only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from mint.errors import InvalidRequestError, OverloadedError
 
 LOCAL_OWNER = "local"
 """The owner of what is made without keys: in this process, or by a server that asks for none. Also in the schema."""
@@ -10,17 +12,56 @@ LOCAL_OWNER = "local"
 
 @dataclass(frozen=True)
 class Quotas:
-    """Bounds of one owner; None is no bound of their own. Each is checked where the thing is made or accepted."""
+    """Limits of one owner; None is no limit. Each is checked where the thing is made or accepted."""
 
     max_sessions: int | None = None
     max_models: int | None = None
     max_waiting_requests: int | None = None
     max_checkpoint_bytes: int | None = None
 
+    def require_session(self, used: int) -> None:
+        """Checks that one more session may be opened, while `used` are open.
+
+        Raises:
+            OverloadedError: the quota is used up.
+        """
+        if self.max_sessions is not None and used >= self.max_sessions:
+            raise OverloadedError(
+                f"{self.max_sessions} sessions may live at once, and so many do",
+                field="max_sessions",
+                value=used + 1,
+                remedy="Close one (ServiceClient.close), or ask the operator for more",
+            )
+
+    def require_model(self, used: int) -> None:
+        """Checks that one more model may be created, while `used` exist.
+
+        Raises:
+            OverloadedError: the quota is used up.
+        """
+        if self.max_models is not None and used >= self.max_models:
+            raise OverloadedError(
+                f"{self.max_models} models may live at once, and so many do",
+                field="max_models",
+                value=used + 1,
+                remedy="Unload one or close its ServiceClient, or ask the operator for more",
+            )
+
+    def save_error(self, used_bytes: int) -> InvalidRequestError | None:
+        """Why no further checkpoint may be saved, if so; checkpoints of `used_bytes` exist."""
+        if self.max_checkpoint_bytes is None or used_bytes < self.max_checkpoint_bytes:
+            return None
+        return InvalidRequestError(
+            f"is the quota of bytes in checkpoints, and {used_bytes} are used",
+            field="max_checkpoint_bytes",
+            value=self.max_checkpoint_bytes,
+            remedy="Delete checkpoints that are not needed (mint checkpoints delete), or ask the operator for more",
+        )
+
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request. What others own does not exist for them."""
+    """The sender of a request. To them, what others own does not exist."""
 
     owner: str
     key_id: str | None = None
@@ -28,4 +69,4 @@ class Caller:
 
 
 LOCAL = Caller(LOCAL_OWNER)
-"""The caller where no keys are asked for."""
+"""The caller of a server that asks for no keys."""

@@ -1,7 +1,8 @@
-"""Who sends a request: by their key, or, where none is asked for, only from this machine and from no web page.
+"""Who sends a request: the holder of an API key, or without keys only programs on this machine.
 
-A web page that a browser shows can send requests to a server on the same machine: straight away (its `Origin` tells),
-or under a name of its own that leads here (its `Host` tells). Programs send neither. Knows no route.
+A web page in a browser can send requests to a server on the same machine: directly (its `Origin` header shows that), or
+through a host name of its own that resolves to this machine (its `Host` header shows that). Programs send neither.
+Knows no route.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 
 from mint.errors import AuthenticationError, ForeignPageError
-from mint.server.callers import LOCAL, Caller
+from mint.server.callers import Caller
 from mint.server.store.keys import Keys
 
 Authenticate = Callable[[Request], Caller]
@@ -24,13 +25,8 @@ Screen = Callable[[Request], None]
 """Refuses a request, whoever sends it, by raising a `MintError`."""
 
 
-def everyone_is_local(_request: Request) -> Caller:
-    """Asks for no key."""
-    return LOCAL
-
-
-def everything_passes(_request: Request) -> None:
-    """Refuses nothing."""
+def accept_all(_request: Request) -> None:
+    """A screen that refuses nothing."""
 
 
 def by_key(keys: Keys) -> Authenticate:
@@ -59,8 +55,8 @@ def key_of(request: Request) -> str:
     return credentials.strip() if scheme.lower() == "bearer" else ""
 
 
-def no_foreign_pages(*, any_host: bool = False) -> Screen:
-    """Refuses what only a browser on a foreign page would send; `any_host` where the server has names of its own."""
+def refuse_foreign_pages(*, any_host: bool = False) -> Screen:
+    """Refuses what only a page of another site sends; `any_host` if the server has host names of its own."""
 
     def screen(request: Request) -> None:
         host = _name_of(request.headers.get("host", ""))
@@ -84,7 +80,7 @@ def no_foreign_pages(*, any_host: bool = False) -> Screen:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name leads to this machine alone; an empty one stands for every address."""
+    """Whether an address or name resolves to this machine only; an empty one stands for every address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -99,7 +95,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _names_this_machine(name: str) -> bool:
-    """By the name alone, without asking who answers to it: that is what a hostile name server would decide."""
+    """By the name alone, without resolving it: a hostile name server could give any address."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -117,7 +113,7 @@ def _name_of(host: str) -> str:
 
 
 def address_of(origin: str) -> str:
-    """The `host:port` of an `Origin` header; empty for `null` and for what is none."""
+    """The `host:port` of an `Origin` header; empty for `null` and for an invalid one."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

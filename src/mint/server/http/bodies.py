@@ -1,6 +1,6 @@
-"""Bodies, read within bounds: of size as sent and as unpacked, of time, and of memory over all callers together.
+"""Reads request bodies within limits: of size as sent and as decompressed, of time, and of memory over all callers.
 
-What is refused is refused as early as it can be known. Knows no route and no message.
+A request is refused as early as possible. Knows no route and no message.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import asyncio
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,18 +22,18 @@ T = TypeVar("T")
 
 MIB = 1024 * 1024
 INLINE_BYTES = 256 * 1024
-"""Packed bodies up to this size are unpacked on the event loop, larger ones on a thread."""
+"""Compressed bodies up to this size are decompressed on the event loop, larger ones on a thread."""
 
 STEP_BYTES = 256 * 1024
 MAX_WINDOW_BYTES = 32 * MIB
-"""The memory that a zstd stream may ask for; level 19 of the usual tools asks for 8 MiB."""
+"""The memory that a zstd stream may require; level 19 of the usual tools requires 8 MiB."""
 
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """How much is read of one body, of one owner's and of everybody's at once, and how long is waited for more.
+    """How large one body may be, and all bodies of one owner and of all owners at once; how slowly it may arrive.
 
-    A body must arrive within `patience_s`, and for every `slowest_bytes_s` of it there is one second more.
+    A body must arrive within `patience_s`, plus one second for every `slowest_bytes_s` of it.
     """
 
     body_bytes: int = 64 * MIB
@@ -44,6 +43,34 @@ class BodyLimits:
     slowest_bytes_s: int = 64 * 1024
 
 
+class Body:
+    """A body that has been read, and the memory that it counts for until `release`."""
+
+    def __init__(self, bodies: Bodies, owner: str) -> None:
+        self._bodies = bodies
+        self._owner = owner
+        self._held = 0
+        self.content = b""
+
+    def hold(self, count: int) -> None:
+        """Counts so many bytes more.
+
+        Raises:
+            OverloadedError: too many bodies are being read.
+        """
+        self._bodies.hold(self._owner, count)
+        self._held += count
+
+    def release(self) -> None:
+        """Gives the memory back; a second call does nothing."""
+        held, self._held = self._held, 0
+        self._bodies.hold(self._owner, -held)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held
+
+
 class Bodies:
     """The bodies that are being read, or worked on, at this moment. One event loop at a time."""
 
@@ -51,38 +78,46 @@ class Bodies:
         self.limits = limits or BodyLimits()
         self._held: Counter[str] = Counter()
         self.held_bytes = 0
-        """Of everybody's bodies together."""
+        """Of all bodies together."""
 
-    @asynccontextmanager
-    async def body_of(self, request: Request, owner: str) -> AsyncGenerator[bytes]:
-        """The whole body, unpacked; it counts as held until the end of the block.
+    async def read(self, request: Request, owner: str) -> Body:
+        """The whole body, decompressed; its memory counts until it is released.
 
         Raises:
-            BodyTooLargeError: it is, or says that it is, larger than allowed, or grows to be when unpacked.
+            BodyTooLargeError: it is, or says that it is, larger than allowed, or grows to be when decompressed.
             UnsupportedBodyError: its encoding is none of identity, gzip, zstd.
-            InvalidRequestError: it cannot be unpacked, or broke off.
+            InvalidRequestError: it cannot be decompressed, or broke off.
             OverloadedError: too many bodies are being read, or this one came too slowly; it may be sent again.
         """
-        encoding = _encoding(request)
+        encoding = _encoding(request) if "content-encoding" in request.headers else "identity"
         self._refuse_declared(request)
-        held = 0
+        body = Body(self, owner)
         try:
-            chunks: list[bytes] = []
-            async for chunk in self._chunks(request):
-                self._hold(owner, len(chunk))
-                held += len(chunk)
-                if held > self.limits.body_bytes:
-                    raise self._too_large(f"more than {self.limits.body_bytes} bytes")
-                chunks.append(chunk)
-            body = b"".join(chunks)
+            content = await self._receive(request, body)
             if encoding != "identity":
-                unpacked_bytes = await self._work(_unpacked_size[encoding], body, encoding)
-                self._hold(owner, unpacked_bytes)
-                held += unpacked_bytes
-                body = await self._work(_unpack[encoding], body, encoding)
-            yield body
-        finally:
-            self._release(owner, held)
+                body.hold(await self._decompress(_decompressed_size[encoding], content, encoding))
+                content = await self._decompress(_decompress[encoding], content, encoding)
+        except BaseException:
+            body.release()
+            raise
+        body.content = content
+        return body
+
+    def hold(self, owner: str, count: int) -> None:
+        """Counts bytes of an owner's bodies; fewer of them, if `count` is negative.
+
+        Raises:
+            OverloadedError: they would be too many.
+        """
+        limits = self.limits
+        if count > 0 and (
+            self.held_bytes + count > limits.total_bytes or self._held[owner] + count > limits.owner_bytes
+        ):
+            raise OverloadedError("too many bodies are being read already", remedy="Send the same request again later")
+        self.held_bytes += count
+        self._held[owner] += count
+        if not self._held[owner]:
+            del self._held[owner]
 
     def _refuse_declared(self, request: Request) -> None:
         declared = request.headers.get("content-length", "0")
@@ -91,28 +126,31 @@ class Bodies:
         if len(declared) > 18 or int(declared) > self.limits.body_bytes:
             raise self._too_large(f"{declared} bytes")
 
-    async def _chunks(self, request: Request) -> AsyncGenerator[bytes]:
+    async def _receive(self, request: Request, body: Body) -> bytes:
         limits = self.limits
-        started_at, received, more = time.monotonic(), 0, True
+        started_at, chunks, more = time.monotonic(), list[bytes](), True
         while more:
-            left_s = started_at + limits.patience_s + received / limits.slowest_bytes_s - time.monotonic()
+            left_s = started_at + limits.patience_s + body.held_bytes / limits.slowest_bytes_s - time.monotonic()
             try:
                 async with asyncio.timeout(max(0.0, left_s)):
                     message = await request.receive()
             except TimeoutError:
                 raise OverloadedError(
-                    f"the body came too slowly: {received} bytes in {time.monotonic() - started_at:.0f} s",
+                    f"the body came too slowly: {body.held_bytes} bytes in {time.monotonic() - started_at:.0f} s",
                     remedy="Send the same request again",
                 ) from None
             if message["type"] == "http.disconnect":
                 raise InvalidRequestError("broke off", field="body", remedy="Send the same request again")
             chunk: bytes = message.get("body", b"")
             more = message.get("more_body", False)
-            received += len(chunk)
             if chunk:
-                yield chunk
+                body.hold(len(chunk))
+                chunks.append(chunk)
+            if body.held_bytes > limits.body_bytes:
+                raise self._too_large(f"more than {limits.body_bytes} bytes")
+        return b"".join(chunks)
 
-    async def _work(self, step: Callable[[bytes, int], T], body: bytes, encoding: str) -> T:
+    async def _decompress(self, step: Callable[[bytes, int], T], body: bytes, encoding: str) -> T:
         limit = self.limits.body_bytes
         try:
             if len(body) <= INLINE_BYTES:
@@ -128,18 +166,6 @@ class Bodies:
     def _too_large(self, value: str) -> BodyTooLargeError:
         remedy = f"Send at most {self.limits.body_bytes} bytes at once: split the data into several calls"
         return BodyTooLargeError("is too large", field="body", value=value, remedy=remedy)
-
-    def _hold(self, owner: str, count: int) -> None:
-        if self.held_bytes + count > self.limits.total_bytes or self._held[owner] + count > self.limits.owner_bytes:
-            raise OverloadedError("too many bodies are being read already", remedy="Send the same request again later")
-        self.held_bytes += count
-        self._held[owner] += count
-
-    def _release(self, owner: str, count: int) -> None:
-        self.held_bytes -= count
-        self._held[owner] -= count
-        if not self._held[owner]:
-            del self._held[owner]
 
 
 def _encoding(request: Request) -> str:
@@ -158,7 +184,7 @@ def _encoding(request: Request) -> str:
 
 
 class _BombError(Exception):
-    """More comes out than is allowed."""
+    """The decompressed body is larger than allowed."""
 
 
 def _gzip_size(body: bytes, limit: int) -> int:
@@ -171,7 +197,7 @@ def _gzip_size(body: bytes, limit: int) -> int:
 
 
 def _gzip_pieces(body: bytes) -> Iterator[bytes]:
-    """What is in all members of a gzip stream, a step at a time."""
+    """The content of all members of a gzip stream, a step at a time."""
     while body:
         member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
         is_over = False
@@ -184,7 +210,7 @@ def _gzip_pieces(body: bytes) -> Iterator[bytes]:
         body = member.unused_data
 
 
-def _unpack_gzip(body: bytes, _limit: int) -> bytes:
+def _decompress_gzip(body: bytes, _limit: int) -> bytes:
     return b"".join(_gzip_pieces(body))
 
 
@@ -198,8 +224,8 @@ def _zstd_size(body: bytes, limit: int) -> int:
     return size
 
 
-def _unpack_zstd(body: bytes, _limit: int) -> bytes:
-    """Only after `_zstd_size`: this way of reading sees that a stream is cut short, but cannot be bounded."""
+def _decompress_zstd(body: bytes, _limit: int) -> bytes:
+    """Only after `_zstd_size`: this way of reading notices that a stream is cut short, but cannot be limited."""
     parts: list[bytes] = []
     while body:
         frame = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
@@ -210,5 +236,5 @@ def _unpack_zstd(body: bytes, _limit: int) -> bytes:
     return b"".join(parts)
 
 
-_unpacked_size: Mapping[str, Callable[[bytes, int], int]] = {"gzip": _gzip_size, "zstd": _zstd_size}
-_unpack: Mapping[str, Callable[[bytes, int], bytes]] = {"gzip": _unpack_gzip, "zstd": _unpack_zstd}
+_decompressed_size: Mapping[str, Callable[[bytes, int], int]] = {"gzip": _gzip_size, "zstd": _zstd_size}
+_decompress: Mapping[str, Callable[[bytes, int], bytes]] = {"gzip": _decompress_gzip, "zstd": _decompress_zstd}

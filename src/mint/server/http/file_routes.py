@@ -27,7 +27,7 @@ import mint.wire as wire
 from mint.engine.protocol import LORA_ALPHA
 from mint.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError, NotFoundError, OverloadedError
 from mint.models.peft_format import config_json, peft_header
-from mint.server.http.route_table import Call, RouteRow, answer, answer_json
+from mint.server.http.route_table import Call, RouteRow, respond, respond_json
 from mint.server.http.signed_urls import LIFETIME_S, Signer
 from mint.server.service.service import Service
 from mint.server.service.uploads import SCRATCH, archive_manifest, full_disk_named, import_checkpoint
@@ -55,24 +55,24 @@ _uploads = threading.BoundedSemaphore(UPLOADS_AT_ONCE)
 # --- down --------------------------------------------------------------------------------------------------------
 
 
-async def archive(call: Call) -> Response:
+def archive(call: Call) -> Response:
     """302 to a signed address of the checkpoint as a .tar.gz: a PEFT adapter, with the optimizer where it has one."""
-    row = await _readable(call)
+    row = _readable(call)
     expires_at = int(time.time()) + LIFETIME_S
     expires = format_datetime(datetime.fromtimestamp(expires_at, UTC), usegmt=True)
     location = _signed_url(call, row, ARCHIVE, expires_at)
-    return answer_json(b"{}", status=302, headers={"location": location, "expires": expires})
+    return respond_json(b"{}", status=302, headers={"location": location, "expires": expires})
 
 
-async def external_weights_urls(call: Call) -> Response:
+def external_weights_urls(call: Call) -> Response:
     """Signed addresses of the files of a PEFT adapter, for `tinker checkpoint download`."""
-    row = await _readable(call, kind=checkpoints.EXTERNAL)
+    row = _readable(call, kind=checkpoints.EXTERNAL)
     expires_at = int(time.time()) + LIFETIME_S
     urls = {name: _signed_url(call, row, name, expires_at) for name in PEFT_FILES}
-    return answer(ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires_at, UTC)))
+    return respond(ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires_at, UTC)))
 
 
-async def download(call: Call) -> Response:
+def download(call: Call) -> Response:
     """The file behind a signed address."""
     service, query = call.service, call.request.query_params
     name = call.request.path_params["file"]
@@ -80,8 +80,7 @@ async def download(call: Call) -> Response:
         row = checkpoints.find_checkpoint(service.journal, _path(call), reader=None)
     except (NotFoundError, InvalidRequestError):
         row = None  # told apart from a wrong signature, this would say what others have
-    signer = await asyncio.to_thread(Signer, service.data_dir)
-    signer.check(
+    Signer(service.data_dir).check(
         "" if row is None else row.folder,
         name,
         expires_at=query.get("expires", ""),
@@ -90,7 +89,7 @@ async def download(call: Call) -> Response:
     )
     if row is None or name not in (ARCHIVE, *PEFT_FILES):
         raise AuthenticationError("the address is not one that this server has signed", remedy="Ask for a new one")
-    size, content = await asyncio.to_thread(open_file, service.data_dir / row.folder, name)
+    size, content = open_file(service.data_dir / row.folder, name)
     headers = {
         "content-length": str(size),
         "content-disposition": f'attachment; filename="{name}"',
@@ -106,12 +105,12 @@ def _path(call: Call, kind: str | None = None) -> str:
     return CheckpointPath(parts["run_id"], kind or parts["kind"], parts["name"]).uri
 
 
-async def _readable(call: Call, kind: str | None = None) -> CheckpointRow:
+def _readable(call: Call, kind: str | None = None) -> CheckpointRow:
     """The row of the checkpoint that the caller asks for, its files found undamaged."""
     row = checkpoints.find_checkpoint(call.service.journal, _path(call, kind), reader=call.caller.owner)
     folder = call.service.data_dir / row.folder
     manifest = checkpoints.read_manifest(folder)
-    await asyncio.to_thread(checkpoints.check_files, folder, manifest, manifest.files)
+    checkpoints.check_files(folder, manifest, manifest.files)
     return row
 
 
@@ -178,7 +177,7 @@ async def upload(call: Call) -> Response:
     path = CheckpointPath(row.model_id, row.kind, row.name).uri
     notes = (row.user_metadata or {}).get("notes", [])
     alias = checkpoints.alias_of(row.folder)
-    return answer(UploadCheckpointResponse(path=path, checkpoint_id=alias, notes=notes))
+    return respond(UploadCheckpointResponse(path=path, checkpoint_id=alias, notes=notes))
 
 
 def _import(call: Call, spool: BinaryIO, fields: Mapping[str, str]) -> CheckpointRow:
@@ -198,7 +197,7 @@ def _offered(service: Service) -> Callable[[str], Path]:
     """Finds base models by name. What a stranger's file says must not make the server look about on its disk."""
 
     def find(name: str) -> Path:
-        bases = service.bases
+        bases = service.base_models
         if name in bases.names or (_HUB_ID.fullmatch(name) and not Path(name).exists()):
             return bases.folder(name)
         for offered in bases.names:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 import mint.types.records as records
 import mint.wire as wire
 from mint.errors import InvalidRequestError
-from mint.server.http.route_table import Call, Operation, RouteRow, answer, answer_json
+from mint.server.http.route_table import Call, Operation, RouteRow, respond, respond_json
 from mint.server.store.checkpoints import CheckpointPath
 from mint.types import invalid_request
 from mint.types.records import PageQuery
@@ -26,15 +26,15 @@ _OLD_SDK = re.compile(r"0\.(?:1?\d|2[0-7])\.")
 """Versions of the tinker SDK that know training and sampler checkpoints alone."""
 
 
-async def list_training_runs(call: Call) -> Response:
+def list_training_runs(call: Call) -> Response:
     """The caller's training runs, newest first: `limit`, `offset`, `access_scope`, `project_id`."""
-    return answer(call.service.run_catalog.runs(call.caller.owner, _page(call)))
+    return respond(call.service.run_catalog.runs(call.caller.owner, _page(call)))
 
 
-async def get_training_run(call: Call) -> Response:
+def get_training_run(call: Call) -> Response:
     """One training run; with `access_scope=accessible` also of another owner who has published something of it."""
     accessible = _page(call).access_scope == "accessible"
-    return answer(call.service.run_catalog.run(call.caller.owner, _part(call, "run_id"), accessible=accessible))
+    return respond(call.service.run_catalog.run(call.caller.owner, _part(call, "run_id"), accessible=accessible))
 
 
 def _readable_by_sdk(call: Call, found: records.CheckpointsListResponse) -> records.CheckpointsListResponse:
@@ -47,54 +47,54 @@ def _readable_by_sdk(call: Call, found: records.CheckpointsListResponse) -> reco
     return found.model_copy(update={"checkpoints": rows})
 
 
-async def list_run_checkpoints(call: Call) -> Response:
+def list_run_checkpoints(call: Call) -> Response:
     """All checkpoints of a run, newest first; of another owner's run, those that are published."""
     found = call.service.checkpoint_catalog.checkpoints_of(call.caller.owner, _part(call, "run_id"))
-    return answer(_readable_by_sdk(call, found))
+    return respond(_readable_by_sdk(call, found))
 
 
-async def list_checkpoints(call: Call) -> Response:
+def list_checkpoints(call: Call) -> Response:
     """The caller's checkpoints of all runs, newest first: `limit`, `offset`, `access_scope`."""
     found = call.service.checkpoint_catalog.checkpoints(call.caller.owner, _page(call, limit=CHECKPOINTS_PAGE))
-    return answer(_readable_by_sdk(call, found))
+    return respond(_readable_by_sdk(call, found))
 
 
-async def get_checkpoint(call: Call) -> Response:
+def get_checkpoint(call: Call) -> Response:
     """One checkpoint."""
-    return answer(call.service.checkpoint_catalog.checkpoint(call.caller.owner, _path(call)))
+    return respond(call.service.checkpoint_catalog.checkpoint(call.caller.owner, _path(call)))
 
 
-async def get_checkpoint_by_alias(call: Call) -> Response:
+def get_checkpoint_by_alias(call: Call) -> Response:
     """One checkpoint by its `ckpt_…` id."""
-    return answer(call.service.checkpoint_catalog.checkpoint(call.caller.owner, _part(call, "alias")))
+    return respond(call.service.checkpoint_catalog.checkpoint(call.caller.owner, _part(call, "alias")))
 
 
-async def delete_checkpoint(call: Call) -> Response:
+def delete_checkpoint(call: Call) -> Response:
     """Forgets a checkpoint for good; what was made from it goes on."""
     call.service.checkpoint_catalog.delete(call.caller.owner, _path(call))
-    return answer_json(b"{}")
+    return respond_json(b"{}")
 
 
-async def publish_checkpoint(call: Call) -> Response:
+def publish_checkpoint(call: Call) -> Response:
     """Makes a checkpoint readable by everyone who knows its path."""
     call.service.checkpoint_catalog.publish(call.caller.owner, _path(call), public=True)
-    return answer_json(b"{}")
+    return respond_json(b"{}")
 
 
-async def unpublish_checkpoint(call: Call) -> Response:
+def unpublish_checkpoint(call: Call) -> Response:
     """Makes a checkpoint readable by its owner alone."""
     call.service.checkpoint_catalog.publish(call.caller.owner, _path(call), public=False)
-    return answer_json(b"{}")
+    return respond_json(b"{}")
 
 
-async def set_checkpoint_ttl(call: Call) -> Response:
+def set_checkpoint_ttl(call: Call) -> Response:
     """How long a checkpoint is kept from now on; null keeps it for good."""
     ttl_seconds = wire.decode(records.SetCheckpointTtlRequest, call.body).ttl_seconds
     call.service.checkpoint_catalog.set_ttl(call.caller.owner, _path(call), ttl_seconds)
-    return answer_json(b"{}")
+    return respond_json(b"{}")
 
 
-async def copy_weights(call: Call) -> Response:
+def copy_weights(call: Call) -> Response:
     """Copies readable weights into a new run of the caller's; the same `X-Idempotency-Key` gives the same copy."""
     request = wire.decode(records.CopyWeightsRequest, call.body)
     headers = call.request.headers
@@ -106,45 +106,45 @@ async def copy_weights(call: Call) -> Response:
         key=headers.get(IDEMPOTENCY_KEY),
         max_bytes=call.caller.quotas.max_checkpoint_bytes,
     )
-    return answer(records.CopyWeightsResponse(tinker_path=path))
+    return respond(records.CopyWeightsResponse(tinker_path=path))
 
 
-async def list_sessions(call: Call) -> Response:
+def list_sessions(call: Call) -> Response:
     """The caller's sessions, living or ended, newest first: `limit`, `offset`."""
-    return answer(call.service.session_catalog.sessions(call.caller.owner, _page(call)))
+    return respond(call.service.session_catalog.sessions(call.caller.owner, _page(call)))
 
 
-async def get_session(call: Call) -> Response:
+def get_session(call: Call) -> Response:
     """The runs and samplers of a session."""
-    return answer(call.service.session_catalog.session(call.caller.owner, _part(call, "session_id")))
+    return respond(call.service.session_catalog.session(call.caller.owner, _part(call, "session_id")))
 
 
-async def search_sessions(call: Call) -> Response:
+def search_sessions(call: Call) -> Response:
     """The caller's sessions that fit, newest first."""
     request = wire.decode(records.SessionSearchRequest, call.body)
-    return answer(call.service.session_catalog.search_sessions(call.caller.owner, request))
+    return respond(call.service.session_catalog.search_sessions(call.caller.owner, request))
 
 
-async def assign_session_project(call: Call) -> Response:
+def assign_session_project(call: Call) -> Response:
     """Puts a session, and with it its runs, into a project: a name to list them by."""
     project_id = wire.decode(records.AssignSessionProjectRequest, call.body).project_id
     call.service.session_catalog.assign_project(call.caller.owner, _part(call, "session_id"), project_id)
-    return answer_json(b"{}")
+    return respond_json(b"{}")
 
 
-async def export_session_trace(call: Call) -> Response:
+def export_session_trace(call: Call) -> Response:
     """Says that no traces are kept, in the form that clients wait for."""
     call.service.session_catalog.session(call.caller.owner, _part(call, "session_id"))
     reason = "this server keeps no traces of sessions; the server's log and /metrics say what ran"
-    return answer(records.SessionTraceExportResponse(status="failed", error=reason))
+    return respond(records.SessionTraceExportResponse(status="failed", error=reason))
 
 
-async def audit(_call: Call) -> Response:
+def audit(_call: Call) -> Response:
     """Refused: no audit log is kept."""
     _refuse("the audit log", "The server's own log names every request and its owner")
 
 
-async def billing_usage(_call: Call) -> Response:
+def billing_usage(_call: Call) -> Response:
     """Refused: nothing is billed."""
     _refuse("billing", "Nothing is billed here; /metrics counts what was used, `mint checkpoints list` what is stored")
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 import mint.wire as wire
 from mint.errors import NotFoundError
 from mint.server.http import openapi
-from mint.server.http.route_table import Call, Operation, RouteRow, answer
+from mint.server.http.route_table import Call, Operation, RouteRow, respond
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -22,18 +22,21 @@ class Health(BaseModel):
 
 async def healthz(_call: Call) -> Response:
     """Whether the process lives: it answers."""
-    return answer(Health(status="ok"))
+    return respond(Health(status="ok"))
 
 
 async def readyz(call: Call) -> Response:
     """Whether requests are being worked on: the journal can be written, and the engine is not stuck. 503 if not."""
-    verdict = await call.request.app.state.readiness.look()
-    if verdict.is_ready:
-        return answer(Health(status="ok"))
-    return answer(Health(status="not ready", problems=list(verdict.problems)), status=503)
+    readiness = call.request.app.state.readiness
+    if readiness is None:
+        raise NotFoundError("is not checked in this process", remedy="Use mint serve")
+    problems = await readiness.problems()
+    if not problems:
+        return respond(Health(status="ok"))
+    return respond(Health(status="not ready", problems=list(problems)), status=503)
 
 
-async def metrics(call: Call) -> Response:
+def metrics(call: Call) -> Response:
     """Numbers for Prometheus: requests, times, queues, the engine's work. No owners, no keys, no texts."""
     exposition = call.request.app.state.metrics
     if exposition is None:
@@ -41,13 +44,13 @@ async def metrics(call: Call) -> Response:
     return Response(exposition.render(), media_type=PROMETHEUS_TEXT)
 
 
-async def describe(call: Call) -> Response:
+def describe(call: Call) -> Response:
     """This description, as OpenAPI 3.1."""
     state = call.request.app.state
     return Response(openapi.document(state.rows, asks_keys=state.asks_keys), media_type="application/json")
 
 
-async def docs(call: Call) -> Response:
+def docs(call: Call) -> Response:
     """This description, as a page to read."""
     page = openapi.page(call.request.app.state.rows)
     return Response(page, media_type="text/html; charset=utf-8", headers=openapi.PAGE_HEADERS)

@@ -12,10 +12,9 @@ from starlette.responses import Response
 
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError, NotFoundError, SessionEndedError
-from mint.server.http.route_table import Call, Operation, RouteRow, answer, answer_json
+from mint.server.http.route_table import Call, Operation, RouteRow, respond, respond_json
 from mint.server.ids import RequestName
-from mint.server.queue.futures import Answer
-from mint.server.service.results import LONG_POLL_S
+from mint.server.queue.futures import FutureResult
 from mint.types import (
     CreateSamplingSessionResponse,
     CreateSessionResponse,
@@ -39,6 +38,7 @@ from mint.wire.responses import (
 )
 
 Message = type[BaseModel] | None
+ResultKind = type[ForwardBackwardOutput] | type[SampleResponse]
 
 log = logging.getLogger("mint.app")
 
@@ -48,165 +48,171 @@ CUSTOM_LOSS = "Use forward_backward_custom, which computes the loss on the clien
 KEYS = "Keys are made and revoked by the operator: mint keys create, mint keys revoke"
 
 SLOW_ERROR_S = 1.0
-"""Clients ask again at once, without a pause, where waiting for a result is answered by a server error."""
+"""Clients poll again at once, without a pause, when a poll is answered by a server error."""
 
 
 async def client_config(call: Call) -> Response:
-    """The client's feature flags. Each keeps the client's own default, which every SDK that was tried works best with
-    (chunks of one call may come at the same time: they are put in order here), but for a transport that follows
-    redirects unasked in SDKs that want to see them (an archive's address)."""
+    """The client's feature flags: all keep the client's own default, except for one transport in some SDKs, which
+    follows redirects although the SDK wants to see them (the address of an archive). Chunks of one call may arrive at
+    the same time, because the server puts them in order."""
     version = wire.decode(messages.ClientConfigRequest, call.body or b"{}").sdk_version
-    return answer(ClientConfigResponse(use_pyqwest_transport=False if HIDES_REDIRECTS.match(version) else None))
+    return respond(ClientConfigResponse(use_pyqwest_transport=False if HIDES_REDIRECTS.match(version) else None))
 
 
 async def telemetry(call: Call) -> Response:
-    """Takes what SDKs report about themselves, and drops it unread: it may hold traces of the user's own code."""
+    """Accepts what SDKs report about themselves, and drops it unread: it may contain traces of the user's own code."""
     size = 0
     async for part in call.request.stream():
         size += len(part)
         if size > MAX_TELEMETRY_BYTES:
             remedy = f"Send at most {MAX_TELEMETRY_BYTES} bytes at once"
             raise InvalidRequestError("is too large", field="body", value=f"over {size} bytes", remedy=remedy)
-    return answer(TelemetryResponse())
+    return respond(TelemetryResponse())
 
 
-async def create_session(call: Call) -> Response:
+def create_session(call: Call) -> Response:
     """Opens a session."""
-    return answer(call.service.create_session(call.caller, call.body))
+    return respond(call.service.create_session(call.caller, call.body))
 
 
-async def session_heartbeat(call: Call) -> Response:
+def session_heartbeat(call: Call) -> Response:
     """Keeps a session alive; 410 once it is over."""
     try:
         call.service.heartbeat(call.caller, call.body)
     except SessionEndedError as error:
-        return answer_json(wire.encode_error(error), status=410)
-    return answer_json(b"{}")
+        return respond_json(wire.encode_error(error), status=410)
+    return respond_json(b"{}")
 
 
-async def finish_session(call: Call) -> Response:
-    """Ends a session; why it does is noted in the log."""
+def finish_session(call: Call) -> Response:
+    """Ends a session; logs the reason that the client gives."""
     if call.body:
         request = wire.decode(messages.FinishSessionRequest, call.body)
         if request.reason is not None:
             log.info("a session ends: %s", request.reason.type)
     call.service.finish_session(call.caller, call.request.path_params["session_id"])
-    return answer_json(b"{}")
+    return respond_json(b"{}")
 
 
 def submit(kind: str) -> Operation:
-    """The operation that accepts requests of a kind that is journaled."""
+    """The operation that accepts training requests of a kind."""
 
     async def operation(call: Call) -> Response:
-        return await _result_of(call, call.service.submit(call.caller, kind, call.body, call.encoding))
+        media_type = call.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        encoding = wire.Encoding.PROTO if media_type == wire.Encoding.PROTO.value else wire.Encoding.JSON
+        promise = await call.run_blocking(call.service.submit, call.caller, kind, call.body, encoding)
+        return await _result_or_promise(call, promise, ForwardBackwardOutput)
 
     operation.__doc__ = f"Accepts a `{kind}` request; its result is fetched with `retrieve_future`."
     return operation
 
 
-async def _result_of(call: Call, promise: UntypedPromise) -> Response:
-    """The promise; or, to whoever prefers to wait, its result, unless that takes longer than a long poll."""
-    if not call.prefers_to_wait or call.let_go is None:
-        return answer(promise)
-    await call.let_go()
-    found = await call.service.futures.wait(promise.request_id, LONG_POLL_S)
-    if found is None:
-        return answer(promise)
-    name = RequestName.parse(promise.request_id)
-    response = _told(call, found, is_sample=name is not None and name.is_sample)
+async def sample(call: Call) -> Response:
+    """Accepts a sample request; its result is fetched with `retrieve_future`."""
+    promise = await call.run_blocking(call.service.sample, call.caller, call.body)
+    return await _result_or_promise(call, promise, SampleResponse)
+
+
+async def _result_or_promise(call: Call, promise: UntypedPromise, kind: ResultKind) -> Response:
+    """The result, if the client prefers to wait for it (and not longer than a long poll); otherwise the promise."""
+    if call.request.headers.get(wire.PREFER) != wire.WAIT:
+        return respond(promise)
+    call.release_body()
+    result = await call.service.futures.wait(promise.request_id, call.service.long_poll_s)
+    if result is None:
+        return respond(promise)
+    response = await _respond_result(call, result, kind)
     response.headers[wire.APPLIED] = wire.WAIT
     return response
 
 
-def _told(call: Call, found: Answer, *, is_sample: bool) -> Response:
-    """A result, or the error that it is, in an encoding that the sender reads."""
-    if found.body.startswith(b"{"):
-        return answer_json(found.body)
-    if call.accepts_proto:
-        return Response(found.body, media_type=wire.Encoding.PROTO.value)
-    return answer_json(wire.result_as_json(found.body, SampleResponse if is_sample else ForwardBackwardOutput))
+async def _respond_result(call: Call, result: FutureResult, kind: ResultKind) -> Response:
+    """A result, or the error with which the request failed, in an encoding that the client reads."""
+    if result.body.startswith(b"{"):
+        return respond_json(result.body)
+    if wire.Encoding.PROTO.value in call.request.headers.get("accept", ""):
+        return Response(result.body, media_type=wire.Encoding.PROTO.value)
+    return respond_json(await call.run_blocking(wire.result_as_json, result.body, kind))
 
 
-async def get_info(call: Call) -> Response:
+def get_info(call: Call) -> Response:
     """What a model is, and every setting that took effect."""
-    return answer(call.service.get_info(call.caller, call.body))
+    return respond(call.service.get_info(call.caller, call.body))
 
 
-async def create_sampling_session(call: Call) -> Response:
+def create_sampling_session(call: Call) -> Response:
     """A new sampler over a base model or a checkpoint."""
-    return answer(call.service.create_sampling_session(call.caller, call.body))
+    return respond(call.service.create_sampling_session(call.caller, call.body))
 
 
-async def sampler_info(call: Call) -> Response:
+def sampler_info(call: Call) -> Response:
     """What a sampler samples from."""
-    return answer(call.service.sampler_info(call.caller, call.request.path_params["sampler_id"]))
-
-
-async def sample(call: Call) -> Response:
-    """Accepts a sample request; its result is fetched with `retrieve_future`."""
-    return await _result_of(call, call.service.sample(call.caller, call.body))
+    return respond(call.service.sampler_info(call.caller, call.request.path_params["sampler_id"]))
 
 
 async def retrieve_future(call: Call) -> Response:
     """Long poll: the result; the error (200 too: it is final); 408 for "ask again"; 410 for a lost sample."""
-    name = RequestName.parse(wire.decode(RetrieveFutureRequest, call.body).request_id)
+    # `allow_metadata_only` may be ignored: clients take the result itself where they asked for its size
+    request_id = wire.decode(RetrieveFutureRequest, call.body).request_id
+    name = RequestName.parse(request_id)
     is_sample = name is not None and name.is_sample
     try:
-        found = await call.service.retrieve(call.caller, call.body)
+        result = await call.service.retrieve(call.caller, request_id)
     except NotFoundError as error:
-        return answer_json(wire.encode_error(error), status=410 if is_sample else 200)
+        return respond_json(wire.encode_error(error), status=410 if is_sample else 200)
     except MintError as error:
         if error.status >= 500:
             await asyncio.sleep(SLOW_ERROR_S)
         raise
-    if found is None:
-        request_id, facts = call.service.queue_facts(call.caller, call.body)
-        body = pydantic_core.to_json(facts.body(request_id))
-        return answer_json(body, status=408, headers=facts.headers())
-    return _told(call, found, is_sample=is_sample)
+    if result is not None:
+        return await _respond_result(call, result, SampleResponse if is_sample else ForwardBackwardOutput)
+    position = call.service.queue_position(call.caller, request_id)
+    body = pydantic_core.to_json(position.body(request_id))
+    return respond_json(body, status=408, headers=position.headers())
 
 
 async def retrieve_futures(call: Call) -> Response:
-    """Long poll for whatever of a sampler's results comes next; each is then fetched with `retrieve_future`."""
-    return answer(await call.service.retrieve_many(call.caller, call.body))
+    """Long poll for whichever of a sampler's results comes next; each is then fetched with `retrieve_future`."""
+    return respond(await call.service.retrieve_many(call.caller, call.body))
 
 
-async def cancel_future(call: Call) -> Response:
-    """Calls a sample request off; training requests keep their place, and nothing happens to them."""
+def cancel_future(call: Call) -> Response:
+    """Cancels a sample request; training requests keep their place, and nothing happens to them."""
     call.service.cancel(call.caller, call.body)
-    return answer_json(b"{}")
+    return respond_json(b"{}")
 
 
-async def join_sampling_session(call: Call) -> Response:
+def join_sampling_session(call: Call) -> Response:
     """A number for one more client of a sampler."""
-    return answer(call.service.join_sampling_session(call.caller, call.body))
+    return respond(call.service.join_sampling_session(call.caller, call.body))
 
 
-async def unload_model(call: Call) -> Response:
-    """Lets a model go at once, with all that waits for it; checkpoints and samplers stay."""
-    return answer(call.service.unload_model(call.caller, call.body))
+def unload_model(call: Call) -> Response:
+    """Drops a model at once, with all that waits for it; checkpoints and samplers stay."""
+    model_id = wire.decode(messages.UnloadModelRequest, call.body).model_id
+    return respond(call.service.unload_model(call.caller, model_id))
 
 
-async def list_models(call: Call) -> Response:
+def list_models(call: Call) -> Response:
     """The caller's models that can be trained now."""
-    return answer(call.service.live_models(call.caller))
+    return respond(call.service.live_models(call.caller))
 
 
-async def delete_model(call: Call) -> Response:
-    """As `unload_model`, for clients that know the model's address alone."""
+def delete_model(call: Call) -> Response:
+    """As `unload_model`, for clients that know only the model's address."""
     name = call.request.path_params["model_id"]
-    call.service.unload_model(call.caller, wire.encode(messages.UnloadModelRequest(model_id=name)))
-    return answer(UnloadModelResponse(model_id=name))
+    call.service.unload_model(call.caller, name)
+    return respond(UnloadModelResponse(model_id=name))
 
 
-async def weights_info(call: Call) -> Response:
+def weights_info(call: Call) -> Response:
     """What a checkpoint was saved from."""
-    return answer(call.service.weights_info(call.caller, call.body))
+    return respond(call.service.weights_info(call.caller, call.body))
 
 
-async def get_server_capabilities(call: Call) -> Response:
+def get_server_capabilities(call: Call) -> Response:
     """The base models on offer."""
-    return answer(call.service.capabilities())
+    return respond(call.service.capabilities())
 
 
 def _post(path: str, operation: Operation, request: Message = None, response: Message = None) -> RouteRow:
@@ -214,9 +220,9 @@ def _post(path: str, operation: Operation, request: Message = None, response: Me
 
 
 def _refused(method: str, path: str, remedy: str) -> RouteRow:
-    """A route of other servers of this protocol that this one has not, and what to do instead."""
+    """A route that other servers of this protocol have, and this one has not; says what to do instead."""
 
-    async def operation(_call: Call) -> Response:
+    def operation(_call: Call) -> Response:
         raise InvalidRequestError("is not offered by this server", field="route", value=path, remedy=remedy)
 
     operation.__doc__ = f"Not offered: always 400. {remedy}."

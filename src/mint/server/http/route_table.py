@@ -1,9 +1,10 @@
-"""One HTTP call as operations see it, and a row of the route table. Decides nothing."""
+"""A row of the route table, and the call that its operation gets. Decides nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -14,47 +15,41 @@ from mint.errors import MintError
 from mint.server.callers import Caller
 from mint.server.service.service import Service
 
+T = TypeVar("T")
+
+
+class RunBlocking(Protocol):
+    """Runs a function that may take time, as the application was told to: on a thread, or at once."""
+
+    async def __call__(self, function: Callable[..., T], /, *arguments: object) -> T: ...
+
 
 @dataclass(frozen=True)
 class Call:
-    """A call whose sender is known and whose body is whole, decompressed and within bounds.
+    """A request whose sender is known and whose body is complete, decompressed and within its limits.
 
-    `let_go` gives the memory of the body back before the call is over.
+    `release_body` gives the memory of the body back before the call is over.
     """
 
     service: Service
     request: Request
-    body: bytes
     caller: Caller
-    let_go: Callable[[], Awaitable[None]] | None = None
-
-    @property
-    def encoding(self) -> wire.Encoding:
-        """How the body is written, by its header; JSON unless it says protobuf."""
-        media_type = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        return wire.Encoding.PROTO if media_type == wire.Encoding.PROTO.value else wire.Encoding.JSON
-
-    @property
-    def prefers_to_wait(self) -> bool:
-        """Whether the sender wants the result itself, instead of a promise that he would have to come back with."""
-        return self.request.headers.get(wire.PREFER) == wire.WAIT
-
-    @property
-    def accepts_proto(self) -> bool:
-        """Whether the sender can read a protobuf answer."""
-        return wire.Encoding.PROTO.value in self.request.headers.get("accept", "")
+    run_blocking: RunBlocking
+    body: bytes = b""
+    release_body: Callable[[], None] = lambda: None
 
 
-Operation = Callable[[Call], Awaitable[Response]]
+Operation = Callable[[Call], Response] | Callable[[Call], Awaitable[Response]]
+"""A coroutine runs on the event loop, and hands what takes time to `Call.run_blocking`; a plain function runs in it."""
 
 
 @dataclass(frozen=True)
 class RouteRow:
     """One route. `request` and `response` describe the bodies; the operation's docstring says what it is for.
 
-    `is_open` rows answer without a key. `streams_body` rows read the body themselves, and get it empty.
-    `refuse` is for rows whose protocol writes errors in a shape of its own, which `refusal` describes. What `streams`
-    may answer with server-sent events instead of one message.
+    `is_open` rows answer without a key. `streams_body` rows read the body themselves, and get it empty. `refuse` is
+    for rows whose protocol writes errors in a shape of its own, which `refusal` describes. A row that `streams` may
+    answer with server-sent events instead of one message.
     """
 
     method: str
@@ -69,11 +64,11 @@ class RouteRow:
     streams: bool = False
 
 
-def answer(message: BaseModel, *, status: int = 200) -> Response:
+def respond(message: BaseModel, *, status: int = 200) -> Response:
     """A message as JSON."""
-    return answer_json(wire.encode(message), status=status)
+    return respond_json(wire.encode(message), status=status)
 
 
-def answer_json(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def respond_json(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Bytes that are JSON already."""
     return Response(body, status_code=status, media_type=wire.MEDIA_TYPE, headers=headers)

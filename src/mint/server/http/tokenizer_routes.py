@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.responses import Response
 
 import mint.wire as wire
-from mint.server.http.route_table import Call, RouteRow, answer
+from mint.server.http.route_table import Call, RouteRow, respond
 from mint.tokenizer import tokenizer_files
 from mint.types import TokenizerFilesResponse
 
 
-async def get_tokenizer(call: Call) -> Response:
+def get_tokenizer(call: Call) -> Response:
     """The text files that a base model's tokenizer is made of."""
     base_model = call.request.path_params["base_model"]
-    folder = call.service.bases.folder(base_model)
-    files = await asyncio.to_thread(tokenizer_files, folder)
-    return answer(TokenizerFilesResponse(base_model=base_model, files=files))
+    folder = call.service.base_models.folder(base_model)
+    return respond(TokenizerFilesResponse(base_model=base_model, files=tokenizer_files(folder)))
 
 
 ROUTES: tuple[RouteRow, ...] = (

@@ -92,7 +92,7 @@ def order_completion(service: Service, caller: Caller, request: CompletionReques
         InvalidRequestError: a prompt cannot be used.
     """
     weights = find_weights(service, caller, request.model)
-    vocabulary = read_vocabulary(service.bases.folder(weights.base_model))
+    vocabulary = read_vocabulary(service.base_models.folder(weights.base_model))
     if len(request.prompts) * request.n > MAX_SEQUENCES:
         remedy = f"Ask for at most {MAX_SEQUENCES} choices at once"
         raise InvalidRequestError("times the prompts is too much", field="n", value=request.n, remedy=remedy)
@@ -130,7 +130,7 @@ def order_chat(service: Service, caller: Caller, request: ChatRequest) -> Order:
         InvalidRequestError: the model has no chat template, or it cannot render the conversation.
     """
     weights = find_weights(service, caller, request.model)
-    vocabulary = read_vocabulary(service.bases.folder(weights.base_model))
+    vocabulary = read_vocabulary(service.base_models.folder(weights.base_model))
     text = _render(vocabulary.tokenizer, request)
     reads_calls = bool(request.offered_tools)
     hidden = vocabulary.hidden(skip_special=request.skip_special_tokens, calls=reads_calls)

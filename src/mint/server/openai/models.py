@@ -30,9 +30,9 @@ def find_weights(service: Service, caller: Caller, model: str) -> SamplerRow:
             return _saved(service, caller, model)
         if service.journal.run(model) is not None:
             return _newest(service, caller, model)
-        if model not in service.bases.names and _is_path(model):
+        if model not in service.base_models.names and _is_path(model):
             raise NotFoundError("names a folder")  # which of the server's files are models is the operator's to say
-        service.bases.folder(model)
+        service.base_models.folder(model)
     except (NotFoundError, InvalidRequestError) as error:
         why = error.message if isinstance(error, _NoWeightsError) else "is not a model here"
         raise NotFoundError(why, field="model", value=model, remedy="See GET /v1/models") from error
@@ -56,7 +56,7 @@ def list_models(service: Service, caller: Caller) -> list[Model]:
 
     Slow: it reads a folder for each.
     """
-    models = [_model(service, base, base, OWNED_BY_MINT, 0) for base in service.bases.names]
+    models = [_model(service, base, base, OWNED_BY_MINT, 0) for base in service.base_models.names]
     bases: dict[str, str] = {}
     for run in service.run_catalog.runs(caller.owner).training_runs:
         bases[run.training_run_id] = run.base_model
@@ -106,7 +106,7 @@ def _is_path(model: str) -> bool:
 
 def _model(service: Service, name: str, base: str, owner: str, created: int) -> Model:
     try:
-        length = service.bases.context_length(base)
+        length = service.base_models.context_length(base)
     except (MintError, OSError, ValueError):  # its folder has gone since; that is not the list's business
         length = None
     return Model(id=name, created=created, owned_by=owner, root=base, max_model_len=length)

@@ -39,21 +39,20 @@ M = TypeVar("M", bound=BaseModel)
 Writer = CompletionWriter | ChatWriter
 
 
-async def models(call: Call) -> Response:
+def models(call: Call) -> Response:
     """Everything that the caller can sample from by name: bases, training runs, checkpoints."""
-    return _answer(ModelList(data=await asyncio.to_thread(list_models, call.service, call.caller)))
+    return _respond(ModelList(data=list_models(call.service, call.caller)))
 
 
-async def model(call: Call) -> Response:
+def model(call: Call) -> Response:
     """One of them."""
-    name = call.request.path_params["model"]
-    return _answer(await asyncio.to_thread(find_model, call.service, call.caller, name))
+    return _respond(find_model(call.service, call.caller, call.request.path_params["model"]))
 
 
 async def completions(call: Call) -> Response:
     """Continues text or token ids; with `stream`, as server-sent events."""
-    request = _read(CompletionRequest, call.body)
-    order = await asyncio.to_thread(order_completion, call.service, call.caller, request)
+    request = await call.run_blocking(_read, CompletionRequest, call.body)
+    order = await call.run_blocking(order_completion, call.service, call.caller, request)
     return await _carry_out(
         call, order, CompletionWriter(request, order), stream=request.stream, usage=request.wants_usage
     )
@@ -61,15 +60,15 @@ async def completions(call: Call) -> Response:
 
 async def chat_completions(call: Call) -> Response:
     """The next message of a conversation; with `stream`, as server-sent events."""
-    request = _read(ChatRequest, call.body)
-    order = await asyncio.to_thread(order_chat, call.service, call.caller, request)
+    request = await call.run_blocking(_read, ChatRequest, call.body)
+    order = await call.run_blocking(order_chat, call.service, call.caller, request)
     return await _carry_out(call, order, ChatWriter(request, order), stream=request.stream, usage=request.wants_usage)
 
 
 async def _carry_out(call: Call, order: Order, writer: Writer, *, stream: bool, usage: bool) -> Response:
     source = pieces(call.service, order, live=stream)
     if not stream:
-        return _answer(await _unless_client_leaves(call.request, _whole(source, writer)))
+        return _respond(await _unless_client_leaves(call.request, _whole(source, writer)))
     # what is refused is refused with its status, before a stream begins
     first = await _unless_client_leaves(call.request, anext(source))
     return StreamingResponse(_events(source, first, writer, usage=usage), media_type="text/event-stream")
@@ -144,7 +143,7 @@ def _event(message: BaseModel) -> bytes:
     return b"data: " + message.model_dump_json().encode() + b"\n\n"
 
 
-def _answer(message: BaseModel) -> Response:
+def _respond(message: BaseModel) -> Response:
     return Response(message.model_dump_json().encode(), media_type=wire.MEDIA_TYPE)
 
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from mint.server.http.access_log import Exchange, request_id
+from mint.server.http.access_log import AccessRecord, request_id
 
 access_log = logging.getLogger("mint.access")
 
@@ -61,21 +61,21 @@ def configure_logs(*, format: str, level: str, stream: TextIO | None = None) -> 
         logger.propagate = True
 
 
-def log_exchange(exchange: Exchange) -> None:
-    """One line for a request and its answer; routine ones of probes only where everything is logged."""
-    level = logging.DEBUG if exchange.route in _ROUTINE and exchange.status < 400 else logging.INFO
+def log_access(record: AccessRecord) -> None:
+    """One line for a request and its response; probes are logged at level debug unless they fail."""
+    level = logging.DEBUG if record.route in _ROUTINE and record.status < 400 else logging.INFO
     access_log.log(
         level,
         "request",
         extra={
-            "request_id": exchange.request_id,
-            "method": exchange.method,
-            "route": exchange.route,
-            "status": exchange.status,
-            "ms": round(exchange.seconds * 1000, 2),
-            "received_bytes": exchange.received_bytes,
-            "sent_bytes": exchange.sent_bytes,
-            "owner": exchange.owner,
+            "request_id": record.request_id,
+            "method": record.method,
+            "route": record.route,
+            "status": record.status,
+            "ms": round(record.seconds * 1000, 2),
+            "received_bytes": record.received_bytes,
+            "sent_bytes": record.sent_bytes,
+            "owner": record.owner,
         },
     )
 

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from mint.engine.protocol import Engine, SampleBatch, SampleResult
-from mint.server.http.access_log import NO_ROUTE, Exchange
+from mint.server.http.access_log import NO_ROUTE, AccessRecord
 from mint.server.service.service import Service
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -59,12 +59,12 @@ class Metrics:
         self._engine: object = None
         self._state: _ServiceState | None = None
 
-    def observe(self, exchange: Exchange) -> None:
-        """Counts an exchange."""
+    def observe(self, record: AccessRecord) -> None:
+        """Counts a request and its response."""
         # the method of a request that no route takes is the sender's invention: not a label
-        method = "-" if exchange.route == NO_ROUTE else exchange.method
-        self._requests.labels(method, exchange.route, exchange.status).inc()
-        self._seconds.labels(exchange.route).observe(exchange.seconds)
+        method = "-" if record.route == NO_ROUTE else record.method
+        self._requests.labels(method, record.route, record.status).inc()
+        self._seconds.labels(record.route).observe(record.seconds)
 
     def watch(self, service: Service) -> None:
         """Shows the state of a service from now on."""
@@ -210,14 +210,14 @@ class _ServiceState(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The gauges."""
-        waiting = self._service.waiting
+        waiting = self._service.pending
         queue = GaugeMetricFamily("mint_waiting_requests", "Accepted and not finished.", labels=("kind",))
         queue.add_metric(("training",), len(waiting.training))
         queue.add_metric(("sample",), len(waiting.samples))
         yield queue
-        rows = self._service.sampled_rows
+        rows = self._service.sampled_sequences
         yield GaugeMetricFamily("mint_sampled_rows", "Sequences that are being sampled together.", value=rows)
-        yield GaugeMetricFamily("mint_open_sessions", "Sessions that live.", value=self._service.open_sessions)
+        yield GaugeMetricFamily("mint_open_sessions", "Sessions that live.", value=len(self._service.session_owners))
         yield GaugeMetricFamily("mint_journal_bytes", "Size of the journal's files.", value=self.journal_bytes())
         yield GaugeMetricFamily(
             "mint_working", "1 while requests are being worked on.", value=float(self._service.is_working)

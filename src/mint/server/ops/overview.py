@@ -39,19 +39,19 @@ class Overview:
     def __call__(self) -> dict[str, Any]:
         """The numbers; bytes, seconds, and unix seconds where a name ends in `_at`."""
         service, work = self._service, self._metrics.totals()
-        waiting = service.waiting
+        waiting = service.pending
         return {
             "available": True,
             "version": VERSION,
             "began_at": self._began_at,
             "now_at": time.time(),
             "is_working": service.is_working,
-            "base_models": list(service.bases.names),
+            "base_models": list(service.base_models.names),
             "tenants": self._tenants(),
             "queue": {
                 "training": len(waiting.training),
                 "samples": len(waiting.samples),
-                "sampled_rows": service.sampled_rows,
+                "sampled_rows": service.sampled_sequences,
             },
             "futures": {"open": service.futures.open_count, "waited_for": service.futures.waiter_count},
             "memory": {"resident_bytes": resident_bytes(), "machine_bytes": machine_bytes()},
@@ -66,7 +66,7 @@ class Overview:
 
     def _tenants(self) -> list[dict[str, Any]]:
         """What each owner has here now, those who wait for most first."""
-        service, waiting = self._service, self._service.waiting
+        service, waiting = self._service, self._service.pending
         owners = service.session_owners
         sessions = Counter(owners.values())
         models = Counter(owner for session_id, owner in owners.items() for _ in service.journal.models_of(session_id))

@@ -38,15 +38,15 @@ class KeyCount:
 
 
 @dataclass(frozen=True)
-class Door:
-    """Who may come in: `asks_keys`, and `is_local` where nobody else can reach the address."""
+class Access:
+    """Who can use a server: whether it asks for keys, and whether only this machine can reach it."""
 
     asks_keys: bool
     is_local: bool
 
 
-def decide_door(host: str, *, api_keys: bool | None, insecure: bool, keys: KeyCount) -> Door:
-    """Whether keys are asked for (None: if any was ever made), and that nobody is let in by mistake.
+def decide_access(host: str, *, api_keys: bool | None, insecure: bool, keys: KeyCount) -> Access:
+    """Whether to ask for keys (`api_keys` None: if any was ever made).
 
     Raises:
         InvalidRequestError: others could reach the server, and no key would keep them out.
@@ -54,10 +54,10 @@ def decide_door(host: str, *, api_keys: bool | None, insecure: bool, keys: KeyCo
     asks_keys = keys.ever > 0 if api_keys is None else api_keys
     is_local = is_loopback(host)
     if is_local or insecure:
-        return Door(asks_keys, is_local)
+        return Access(asks_keys, is_local)
     where = host or "(every address)"
     if asks_keys and keys.active:
-        return Door(asks_keys, is_local)
+        return Access(asks_keys, is_local)
     if api_keys is False:
         problem, remedy = "others can reach this address, and --no-api-keys would let them all in", "Leave it out"
     else:
@@ -126,8 +126,8 @@ def examine(
 ) -> list[Finding]:
     """Every check, in the order in which a start would meet them; `offered` empty stands for every registered name."""
 
-    def door() -> str:
-        decided = decide_door(host, api_keys=api_keys, insecure=insecure, keys=count_keys(data_dir))
+    def access() -> str:
+        decided = decide_access(host, api_keys=api_keys, insecure=insecure, keys=count_keys(data_dir))
         reach = "this machine only" if decided.is_local else "other machines too"
         return f"{host} is reached from {reach}; keys are {'asked for' if decided.asks_keys else 'not asked for'}"
 
@@ -139,7 +139,7 @@ def examine(
     return [
         _finding("data directory", lambda: _data_dir(data_dir)),
         _finding("schema", lambda: _schema(data_dir / JOURNAL_FILE)),
-        _finding("address", door),
+        _finding("address", access),
         _finding("port", free_port),
         *(
             _finding("model", lambda name=name: f"{name} is {registry.resolve(name, names)}")

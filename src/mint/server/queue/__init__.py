@@ -1,1 +1,1 @@
-"""What waits for the engine: accepted requests, the order in which they run, and their futures."""
+"""The queue in front of the engine: requests as data, scheduling, fairness, estimates and futures."""

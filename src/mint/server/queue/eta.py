@@ -1,13 +1,13 @@
-"""What the engine is busy with, and how long such work has taken lately.
+"""Which requests the engine works on, and how long such requests have taken lately: estimates, never promises.
 
-The worker tells; whoever asks gets an estimate, never a promise. Any thread may ask. Knows no queue.
+The worker reports; any thread may ask. Knows no queue.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 WEIGHT_OF_NEWEST = 0.3
@@ -16,50 +16,51 @@ SAMPLE = "sample"
 
 
 @dataclass(frozen=True)
-class Running:
-    """A request that is being worked on; `since` is in monotonic seconds."""
+class StartedRequest:
+    """A request that the engine works on; `started_at` is in monotonic seconds."""
 
     kind: str
-    since: float
+    started_at: float
 
 
-class Pace:
-    """A running mean per kind of request, that forgets."""
+class Eta:
+    """An exponential moving average of the duration of each kind of request."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._typical_s: dict[str, float] = {}
-        self._together = 1.0
-        self._running: dict[str, Running] = {}
+        self._concurrent_samples = 1.0
+        self._started: dict[str, StartedRequest] = {}
 
-    def began(self, names: Iterable[str], kind: str) -> None:
-        """The engine works on these from now on, besides those that it has begun already."""
-        running = Running(kind, time.monotonic())
+    def start(self, request_ids: Iterable[str], kind: str) -> None:
+        """The engine works on these from now on, besides those that it has started already."""
+        started = StartedRequest(kind, self._clock())
         with self._lock:
-            self._running.update(dict.fromkeys(names, running))
+            self._started.update(dict.fromkeys(request_ids, started))
 
-    def ended(self, names: Iterable[str]) -> None:
-        """It does so no longer."""
-        now = time.monotonic()
+    def end(self, request_ids: Iterable[str]) -> None:
+        """These are done."""
+        now = self._clock()
         with self._lock:
-            samples = sum(running.kind == SAMPLE for running in self._running.values())
-            for name in names:
-                done = self._running.pop(name, None)
+            samples = sum(started.kind == SAMPLE for started in self._started.values())
+            for request_id in request_ids:
+                done = self._started.pop(request_id, None)
                 if done is None:
                     continue
-                self._typical_s[done.kind] = _moved(self._typical_s.get(done.kind), now - done.since)
+                self._typical_s[done.kind] = _moved(self._typical_s.get(done.kind), now - done.started_at)
                 if done.kind == SAMPLE:
-                    self._together = _moved(self._together, float(samples))
+                    self._concurrent_samples = _moved(self._concurrent_samples, float(samples))
 
-    def running(self, name: str) -> Running | None:
-        """The request, if it is being worked on."""
+    def started(self, request_id: str) -> StartedRequest | None:
+        """The request, if the engine works on it."""
         with self._lock:
-            return self._running.get(name)
+            return self._started.get(request_id)
 
-    def training(self) -> Running | None:
-        """The training request that is being worked on, which everything else waits for."""
+    def started_training(self) -> StartedRequest | None:
+        """The training request that the engine works on, which all others wait for."""
         with self._lock:
-            return next((running for running in self._running.values() if running.kind != SAMPLE), None)
+            return next((started for started in self._started.values() if started.kind != SAMPLE), None)
 
     def typical_s(self, kind: str) -> float:
         """How long a request of a kind takes from its start to its end; 0 while nothing is known."""
@@ -67,9 +68,9 @@ class Pace:
             known = self._typical_s.get(kind)
             return max(self._typical_s.values(), default=0.0) if known is None else known
 
-    def each_s(self, kind: str) -> float:
+    def delay_s(self, kind: str) -> float:
         """What one request of a kind adds to the wait of those behind it; sample requests run together."""
-        return self.typical_s(kind) / (max(1.0, self._together) if kind == SAMPLE else 1.0)
+        return self.typical_s(kind) / (max(1.0, self._concurrent_samples) if kind == SAMPLE else 1.0)
 
 
 def _moved(mean: float | None, newest: float) -> float:

@@ -1,8 +1,8 @@
-"""How the engine's time was shared lately: between training and sampling, and among those who train.
+"""How the engine's time is shared between training and sampling, and among those who train.
 
-Only time that somebody else wanted counts. Whoever has had less goes first, and whoever comes (back) begins level with
-those who are there: time that nobody used is not saved up. Values only: each change gives a new one, and the scheduler
-decides by them. Knows no queue, no clock and no engine.
+Owners, and the models of an owner, take turns by start-time fair queuing (Goyal, Vin and Cheng, 1996): the one that has
+used the least time goes next, and one that was idle starts level with the others, so unused time is not saved up.
+Values only: every change gives a new one. Knows no queue, no clock and no engine.
 """
 
 from __future__ import annotations
@@ -12,42 +12,44 @@ from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Whose turn it is among some names, by the seconds each has had; `level_s` is where a newcomer begins."""
+class FairQueue:
+    """The time that each of some names has used, in seconds; `virtual_time_s` is where a newcomer starts."""
 
-    had_s: Mapping[str, float] = field(default_factory=dict)
-    level_s: float = 0.0
+    used_s: Mapping[str, float] = field(default_factory=dict)
+    virtual_time_s: float = 0.0
 
-    def place(self, name: str) -> float:
-        """The lowest goes first."""
-        return max(self.had_s.get(name, 0.0), self.level_s)
+    def start_tag(self, name: str) -> float:
+        """The name with the lowest tag goes next."""
+        return max(self.used_s.get(name, 0.0), self.virtual_time_s)
 
-    def after(self, name: str, seconds: float) -> Turns:
-        """`name`, whose turn it was, has had so much more."""
-        level_s = self.place(name)
-        ahead = {other: had_s for other, had_s in self.had_s.items() if had_s > level_s}
-        return Turns({**ahead, name: level_s + seconds}, level_s)
+    def charge(self, name: str, seconds: float) -> FairQueue:
+        """The queue after `name`, whose turn it was, has used `seconds` more."""
+        virtual_time_s = self.start_tag(name)
+        ahead = {other: used_s for other, used_s in self.used_s.items() if used_s > virtual_time_s}
+        return FairQueue({**ahead, name: virtual_time_s + seconds}, virtual_time_s)
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Seconds of the engine's time. `lead_s` is by how much training is ahead of samples that wait or run beside it."""
+class Fairness:
+    """Who has used how much of the engine's time.
 
-    lead_s: float = 0.0
-    owners: Turns = Turns()
-    models: Mapping[str, Turns] = field(default_factory=dict)
+    `training_lead_s` is the time that training has had while samples waited or ran, less the time of the samples.
+    """
 
-    def of_models(self, owner: str) -> Turns:
-        """The turns of an owner's models."""
-        return self.models.get(owner, Turns())
+    training_lead_s: float = 0.0
+    owners: FairQueue = FairQueue()
+    models: Mapping[str, FairQueue] = field(default_factory=dict)  # by owner
 
-    def after_training(self, owner: str, model_id: str, seconds: float, *, beside_samples: bool) -> Shares:
-        """A training request has run; `beside_samples` says whether samples could have used the time."""
-        owners = self.owners.after(owner, seconds)
-        models = {name: turns for name, turns in self.models.items() if name in owners.had_s}
-        models[owner] = self.of_models(owner).after(model_id, seconds)
-        return Shares(self.lead_s + seconds if beside_samples else 0.0, owners, models)
+    def models_of(self, owner: str) -> FairQueue:
+        return self.models.get(owner, FairQueue())
 
-    def after_sampling(self, seconds: float) -> Shares:
-        """Samples have got a step further."""
-        return replace(self, lead_s=max(0.0, self.lead_s - seconds))
+    def after_training(self, owner: str, model_id: str, seconds: float, *, beside_samples: bool) -> Fairness:
+        """After a training request; `beside_samples` says whether samples could have used the time."""
+        owners = self.owners.charge(owner, seconds)
+        models = {name: queue for name, queue in self.models.items() if name in owners.used_s}
+        models[owner] = self.models_of(owner).charge(model_id, seconds)
+        return Fairness(self.training_lead_s + seconds if beside_samples else 0.0, owners, models)
+
+    def after_sampling(self, seconds: float) -> Fairness:
+        """After a step of the sampling batch."""
+        return replace(self, training_lead_s=max(0.0, self.training_lead_s - seconds))

@@ -1,7 +1,7 @@
-"""The answers that clients wait for: kept for a while, and handed over the moment the worker has them.
+"""The results that clients wait for: kept in memory for a while, and handed to waiters without polling.
 
-Any thread may finish an answer; waiting happens on the event loop of whoever waits. Nobody polls. Training answers
-also lie in the journal, so forgetting them here costs a read; sample answers exist only here.
+Any thread may finish a future; waiting happens on the waiter's own event loop. The results of training requests are
+also in the journal, so one that is forgotten here is read from there; the results of sample requests exist only here.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+import mint.wire as wire
+from mint.errors import MintError, RequestFailedError
 
 KEEP_S = 900.0
 KEEP_BYTES = 64 * 1024 * 1024
@@ -19,142 +22,144 @@ RELEASED_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class FutureResult:
     """The body of a result, or of an error."""
 
     body: bytes
     failed: bool = False
 
+    @classmethod
+    def of_error(cls, error: Exception) -> FutureResult:
+        """The result of a request that failed; an engine may raise anything, and the client must be told."""
+        if not isinstance(error, MintError):
+            text = f"the engine failed: {type(error).__name__}: {error}"
+            error = RequestFailedError(text, remedy="See the server's log")
+        return cls(wire.encode_error(error), failed=True)
+
 
 @dataclass(frozen=True)
-class _Known:
-    stored_at: float
-    answer: Answer
+class _Finished:
+    at: float
+    result: FutureResult
     fingerprint: str
-    place: int  # counts upwards over all answers
+    number: int  # counts upwards over all results
 
 
-@dataclass(eq=False)
-class _Waiter:
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Answer | None]
-
-
-class FutureBook:
-    """Who waits for what, and what is known."""
+class Futures:
+    """The requests whose results are expected, the results that are known, and who waits for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[str, str] = {}
-        self._waiters: defaultdict[str, list[_Waiter]] = defaultdict(list)
-        self._answers: OrderedDict[str, _Known] = OrderedDict()
+        self._open: dict[str, str] = {}  # request id → fingerprint
+        self._finished: OrderedDict[str, _Finished] = OrderedDict()
+        self._waiters: defaultdict[str, list[asyncio.Future[FutureResult | None]]] = defaultdict(list)
         self._size_bytes = 0
         self._count = 0
         self._released = False
 
     def open(self, request_id: str, fingerprint: str = "") -> None:
-        """Notes that an answer will come, to the request with this fingerprint."""
+        """Notes that a result will come, for the request with this fingerprint."""
         with self._lock:
             self._open[request_id] = fingerprint
 
     def fingerprint(self, request_id: str) -> str | None:
-        """That of the request whose answer is here or will come; None if there is none."""
+        """That of the request whose result is known or expected; None if there is none."""
         with self._lock:
-            known = self._answers.get(request_id)
+            known = self._finished.get(request_id)
             return known.fingerprint if known is not None else self._open.get(request_id)
 
     @property
     def open_count(self) -> int:
-        """How many answers are still to come."""
+        """How many results are still to come."""
         with self._lock:
             return len(self._open)
 
     @property
+    def finished_count(self) -> int:
+        """How many results are in memory."""
+        with self._lock:
+            return len(self._finished)
+
+    @property
     def waiter_count(self) -> int:
-        """How many requests are held open because somebody waits."""
+        """How many requests are held open until a result comes."""
         with self._lock:
             return sum(map(len, self._waiters.values()))
 
     def abandon(self, request_id: str) -> None:
-        """No answer will come after all."""
+        """No result will come after all."""
         with self._lock:
             self._open.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
-        """Nobody will ask for the answer (again)."""
+        """Drops a result, known or expected, that nobody will ask for again."""
         with self._lock:
             self._open.pop(request_id, None)
             self._drop(request_id)
 
-    def open_of(self, session_id: str) -> list[str]:
-        """The requests of a session that still wait for their answer."""
+    def open_of(self, prefix: str) -> list[str]:
+        """The requests of a session or model whose results are still to come."""
         with self._lock:
-            return [name for name in self._open if name.startswith(f"{session_id}:")]
+            return [name for name in self._open if name.startswith(f"{prefix}:")]
 
-    def finish(self, answers: Mapping[str, Answer]) -> None:
-        """Stores answers and wakes their waiters at once. What nobody waits for (any more) is let go."""
-        woken: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Waiter, Answer]]] = defaultdict(list)
+    def finish(self, results: Mapping[str, FutureResult]) -> None:
+        """Stores results and wakes their waiters. Results of requests that are not open (any more) are dropped."""
+        resolved: list[tuple[asyncio.Future[FutureResult | None], FutureResult]] = []
         with self._lock:
-            for request_id, answer in answers.items():
+            for request_id, result in results.items():
                 fingerprint = self._open.pop(request_id, None)
                 if fingerprint is None:
                     continue
-                self._store(request_id, answer, fingerprint)
+                self._store(request_id, result, fingerprint)
                 owner = request_id.rpartition(":")[0]
-                for waiter in [*self._waiters.pop(request_id, []), *self._waiters.pop(_any_of(owner), [])]:
-                    woken[waiter.loop].append((waiter, answer))
-        for loop, resolved in woken.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, resolved)
+                for key in (request_id, f"{owner}:*"):
+                    resolved += [(waiter, result) for waiter in self._waiters.pop(key, ())]
+        _resolve(resolved)
 
     def release(self) -> None:
-        """Lets go of everybody who waits, now and from now on: they may ask again, elsewhere or later."""
-        woken: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Waiter, None]]] = defaultdict(list)
+        """Lets all waiters go without a result, now and from now on; they may ask again, elsewhere or later."""
         with self._lock:
             self._released = True
-            for waiter in (waiter for waiters in self._waiters.values() for waiter in waiters):
-                woken[waiter.loop].append((waiter, None))
+            waiters = [waiter for waiters in self._waiters.values() for waiter in waiters]
             self._waiters.clear()
-        for loop, released in woken.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, released)
+        _resolve((waiter, None) for waiter in waiters)
 
-    async def wait(self, request_id: str, timeout_s: float | None) -> Answer | None:
-        """The answer; None if it has not come in time, or none is expected, or everybody was let go."""
+    async def wait(self, request_id: str, timeout_s: float | None) -> FutureResult | None:
+        """The result; None if it has not come in time, or none is expected, or the waiters were released."""
         with self._lock:
-            if request_id in self._answers:
-                return self._answers[request_id].answer
+            known = self._finished.get(request_id)
+            if known is not None:
+                return known.result
             if request_id not in self._open:
                 return None
-            waiter = self._enter(request_id)
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters[request_id].append(waiter)
         return await self._wait(request_id, waiter, timeout_s)
 
     async def wait_for_any(self, owner: str, after: int, timeout_s: float) -> list[tuple[int, str, bool]]:
-        """The answers of an owner's requests beyond place `after`: their places, ids, and whether they failed.
+        """The results of an owner's requests with numbers beyond `after`: number, request id, and whether it failed.
 
         Waits for one if there is none yet; empty if none has come in time.
         """
+        any_of_owner = f"{owner}:*"  # no request has such an id
         with self._lock:
             found = self._beyond(owner, after)
             if found or timeout_s <= 0:
                 return found
-            waiter = self._enter(_any_of(owner))
-        await self._wait(_any_of(owner), waiter, timeout_s)
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters[any_of_owner].append(waiter)
+        await self._wait(any_of_owner, waiter, timeout_s)
         with self._lock:
             return self._beyond(owner, after)
 
-    def _enter(self, key: str) -> _Waiter:
-        loop = asyncio.get_running_loop()
-        waiter = _Waiter(loop, loop.create_future())
-        self._waiters[key].append(waiter)
-        return waiter
-
-    async def _wait(self, key: str, waiter: _Waiter, timeout_s: float | None) -> Answer | None:
-        if self._released:  # whoever asks again must not do so in a tight loop
+    async def _wait(
+        self, key: str, waiter: asyncio.Future[FutureResult | None], timeout_s: float | None
+    ) -> FutureResult | None:
+        if self._released:  # a client that asks again must not do so in a tight loop
             timeout_s = RELEASED_WAIT_S
         try:
             async with asyncio.timeout(timeout_s):
-                return await waiter.future
+                return await waiter
         except TimeoutError:
             return None
         finally:
@@ -168,35 +173,43 @@ class FutureBook:
     def _beyond(self, owner: str, after: int) -> list[tuple[int, str, bool]]:
         prefix = f"{owner}:"
         return [
-            (known.place, name, known.answer.failed)
-            for name, known in self._answers.items()
-            if known.place > after and name.startswith(prefix)
+            (known.number, name, known.result.failed)
+            for name, known in self._finished.items()
+            if known.number > after and name.startswith(prefix)
         ]
 
-    def _store(self, request_id: str, answer: Answer, fingerprint: str) -> None:
+    def _store(self, request_id: str, result: FutureResult, fingerprint: str) -> None:
         now = time.monotonic()
         self._drop(request_id)
         self._count += 1
-        self._answers[request_id] = _Known(now, answer, fingerprint, self._count)
-        self._size_bytes += len(answer.body)
-        while len(self._answers) > 1:
-            oldest, known = next(iter(self._answers.items()))
-            if self._size_bytes <= KEEP_BYTES and now - known.stored_at <= KEEP_S:
+        self._finished[request_id] = _Finished(now, result, fingerprint, self._count)
+        self._size_bytes += len(result.body)
+        while len(self._finished) > 1:
+            oldest, known = next(iter(self._finished.items()))
+            if self._size_bytes <= KEEP_BYTES and now - known.at <= KEEP_S:
                 break
             self._drop(oldest)
 
     def _drop(self, request_id: str) -> None:
-        known = self._answers.pop(request_id, None)
+        known = self._finished.pop(request_id, None)
         if known is not None:
-            self._size_bytes -= len(known.answer.body)
+            self._size_bytes -= len(known.result.body)
 
 
-def _any_of(owner: str) -> str:
-    """The key of those who wait for whatever of an owner comes next; no request has such an id."""
-    return f"{owner}:*"
+_Resolved = tuple[asyncio.Future[FutureResult | None], FutureResult | None]
 
 
-def _resolve(resolved: Sequence[tuple[_Waiter, Answer | None]]) -> None:
-    for waiter, answer in resolved:
-        if not waiter.future.done():
-            waiter.future.set_result(answer)
+def _resolve(resolved: Iterable[_Resolved]) -> None:
+    """Gives waiters their results, each on its own event loop; one wake-up for each loop."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Resolved]] = defaultdict(list)
+    for waiter, result in resolved:
+        by_loop[waiter.get_loop()].append((waiter, result))
+
+    def set_results(pairs: list[_Resolved]) -> None:
+        for waiter, result in pairs:
+            if not waiter.done():
+                waiter.set_result(result)
+
+    for loop, pairs in by_loop.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(set_results, pairs)

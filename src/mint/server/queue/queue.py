@@ -1,63 +1,65 @@
-"""What waits for the engine: accepted requests in memory, and the condition on which the worker sleeps.
+"""The queue in front of the engine: accepted requests in memory, and the condition on which the worker sleeps.
 
-Any thread adds; only the worker takes. Bounds what waits, for each owner and in all. Holds no rule about what goes
-first (`scheduler`) and no durability (`journal`).
+Any thread adds; only the worker takes. Limits what waits, for each owner and in all. Does not decide what runs next
+(`scheduler`), and keeps nothing across a restart (the journal does).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mint.errors import OverloadedError
+from mint.server.queue.jobs import QueuedSample, TrainingJob
 from mint.server.queue.scheduler import Pending, SampleItem, TrainingItem
-from mint.server.worker.samplers import SampleWork
-from mint.server.worker.trainer import TrainingJob
 
-MOMENT_S, MOST_MOMENTS = 0.001, 5
+BURST_PAUSE_S = 0.001
+MAX_BURST_PAUSES = 5
 """How long an idle engine waits for more samples once some have come, and how often: the requests of one loop come one
-by one, and their prompts are computed together faster than one after another."""
+by one, and computing their prompts together is faster than one after another."""
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """How many requests of one owner may wait, how large they may be together, and those of everybody."""
+class QueueLimits:
+    """How many requests of one owner may wait, how large they may be together, and those of all owners."""
 
     owner_requests: int = 4096
     owner_bytes: int = 256 * 1024 * 1024
     total_bytes: int = 2 * 1024 * 1024 * 1024
 
 
-class Inbox:
-    """Requests by model and place, and sample requests in order of arrival."""
+class RequestQueue:
+    """Training requests by model and number, and sample requests in order of arrival."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
-        self._bounds = bounds or Bounds()
-        self._changed = threading.Condition()
+    def __init__(self, limits: QueueLimits | None = None, *, condition: threading.Condition | None = None) -> None:
+        """The worker sleeps on `condition`, which holds the queue's lock."""
+        self._limits = limits or QueueLimits()
+        self._changed = condition or threading.Condition()
         self._next_seq: dict[str, int] = {}
         self._training: dict[tuple[str, int], TrainingJob] = {}
-        self._samples: OrderedDict[str, SampleWork] = OrderedDict()
-        self._charged: dict[Hashable, tuple[str, int]] = {}  # waiting request → owner, bytes
-        self._requests: Counter[str] = Counter()
+        self._samples: OrderedDict[str, QueuedSample] = OrderedDict()
+        self._requests: Counter[str] = Counter()  # by owner
         self._bytes: Counter[str] = Counter()
         self._woken = False
         self._pending: Pending | None = None  # made again after a change: the scheduler asks before every step
 
+    # --- adding --------------------------------------------------------------------------------------------------
+
     def require_room(self, owner: str, size_bytes: int, *, max_requests: int | None = None) -> None:
-        """That one more request of this size may wait; `max_requests` is the owner's own bound.
+        """Checks that one more request of this size may wait; `max_requests` is the owner's own limit.
 
         Raises:
-            OverloadedError: it may not; names the bound.
+            OverloadedError: it may not; names the limit.
         """
-        bounds = self._bounds
+        limits = self._limits
         with self._changed:
-            most = bounds.owner_requests if max_requests is None else min(max_requests, bounds.owner_requests)
+            most = limits.owner_requests if max_requests is None else min(max_requests, limits.owner_requests)
             for name, used, limit in (
                 ("max_waiting_requests", self._requests[owner] + 1, most),
-                ("max_waiting_bytes", self._bytes[owner] + size_bytes, bounds.owner_bytes),
-                ("max_waiting_bytes of this server", self._bytes.total() + size_bytes, bounds.total_bytes),
+                ("max_waiting_bytes", self._bytes[owner] + size_bytes, limits.owner_bytes),
+                ("max_waiting_bytes of this server", self._bytes.total() + size_bytes, limits.total_bytes),
             ):
                 if used > limit:
                     raise OverloadedError(
@@ -75,15 +77,14 @@ class Inbox:
             return True
         return False
 
-    def add_training(self, job: TrainingJob, *, next_seq: int, owner: str = "", size_bytes: int = 0) -> None:
-        """A training request; `next_seq` is the model's place, used if the model is not known here yet."""
+    def add_training(self, job: TrainingJob, *, next_seq: int) -> None:
+        """Adds a training request; `next_seq` is the number its model waits for, if the queue does not know it yet."""
         with self._changed:
             self._pending = None
-            place = self._next_seq.setdefault(job.model_id, next_seq)
-            key = (job.model_id, job.seq_id)
-            if job.seq_id >= place and key not in self._training:
-                self._training[key] = job
-                self._charge(key, owner, size_bytes)
+            place = (job.model_id, job.seq_id)
+            if job.seq_id >= self._next_seq.setdefault(job.model_id, next_seq) and place not in self._training:
+                self._training[place] = job
+                self._count(job, 1)
             self._wake()
 
     def next_seq(self, model_id: str) -> int | None:
@@ -91,38 +92,33 @@ class Inbox:
         with self._changed:
             return self._next_seq.get(model_id)
 
-    def add_sample(
-        self, work: SampleWork, *, owner: str = "", size_bytes: int = 0, max_requests: int | None = None
-    ) -> None:
-        """A sample request.
+    def add_sample(self, sample: QueuedSample, *, max_requests: int | None = None) -> None:
+        """Adds a sample request.
 
         Raises:
             OverloadedError: as `require_room`.
         """
         with self._changed:
-            self.require_room(owner, size_bytes, max_requests=max_requests)
+            self.require_room(sample.owner, sample.size_bytes, max_requests=max_requests)
             is_first = not self._samples
-            self._samples[work.request_id] = work
-            self._charge(work.request_id, owner, size_bytes)
-            if is_first:  # whoever has been woken for one comes back by himself
+            self._samples[sample.request_id] = sample
+            self._count(sample, 1)
+            if is_first:  # for the others the worker is awake already
                 self._wake()
 
-    def owner_of(self, job: TrainingJob) -> str:
-        """Who sent a training request that waits."""
-        with self._changed:
-            return self._charged.get((job.model_id, job.seq_id), ("", 0))[0]
+    # --- taking --------------------------------------------------------------------------------------------------
 
     def pending(self) -> Pending:
         """What the scheduler decides on."""
         with self._changed:
             if self._pending is None:
                 training = [
-                    TrainingItem(job.model_id, job.seq_id, job.arrived_at, job.kind, self._charged[place][0])
-                    for place, job in self._training.items()
+                    TrainingItem(job.model_id, job.seq_id, job.arrived_at, job.kind, job.owner)
+                    for job in self._training.values()
                 ]
                 samples = [
-                    SampleItem(name, work.request.num_samples, work.arrived_at, self._charged[name][0])
-                    for name, work in self._samples.items()
+                    SampleItem(name, sample.request.num_samples, sample.arrived_at, sample.owner)
+                    for name, sample in self._samples.items()
                 ]
                 self._pending = Pending(dict(self._next_seq), training, samples)
             return self._pending
@@ -133,51 +129,51 @@ class Inbox:
             return self._training.get((model_id, seq_id))
 
     def advance(self, model_id: str, seq_id: int) -> None:
-        """Everything of a model up to `seq_id` is finished."""
+        """Removes the requests of a model up to `seq_id`, which are finished."""
         with self._changed:
-            if model_id not in self._next_seq:
-                return
-            self._pending = None
-            self._next_seq[model_id] = seq_id + 1
-            self._drop_training(place for place in self._training if place[0] == model_id and place[1] <= seq_id)
+            if model_id in self._next_seq:
+                self._next_seq[model_id] = seq_id + 1
+                self._drop_training(place for place in self._training if place[0] == model_id and place[1] <= seq_id)
 
-    def take_samples(self, request_ids: Iterable[str]) -> list[SampleWork]:
-        """Sample requests, which wait here no longer; those that are gone are left out."""
+    def take_samples(self, request_ids: Iterable[str]) -> list[QueuedSample]:
+        """Removes and returns sample requests; those that are no longer here are left out."""
         with self._changed:
-            works = [self._samples.pop(request_id) for request_id in request_ids if request_id in self._samples]
-            for work in works:
-                self._discharge(work.request_id)
-            return works
+            samples = [self._samples.pop(request_id) for request_id in request_ids if request_id in self._samples]
+            for sample in samples:
+                self._count(sample, -1)
+            return samples
 
-    def drop(self, models: Iterable[str], session_id: str) -> None:
-        """Takes out all that waits for a session's models and samplers."""
+    def drop_session(self, session_id: str, models: Iterable[str]) -> None:
+        """Drops the waiting requests of a session: those of its models, and its sample requests."""
         self.drop_models(models)
         with self._changed:
-            names = [name for name in self._samples if name.startswith(f"{session_id}:")]
-        self.take_samples(names)
+            self.take_samples([name for name in self._samples if name.startswith(f"{session_id}:")])
 
     def drop_models(self, models: Iterable[str]) -> None:
-        """Takes out all that waits for these models."""
+        """Drops the waiting requests of these models."""
         gone = set(models)
         with self._changed:
             self._drop_training(place for place in self._training if place[0] in gone)
-            self._pending = None
             for model_id in gone:
                 self._next_seq.pop(model_id, None)
 
+    # --- sleeping ------------------------------------------------------------------------------------------------
+
     def wait(self, timeout_s: float | None) -> None:
-        """Until something is added or `wake` is called, or the time has passed; where samples come, until a moment has
-        passed without another."""
+        """Sleeps until something is added, `wake` is called, or the time has passed.
+
+        While sample requests keep coming it sleeps on for short pauses, so that they start in one batch.
+        """
         with self._changed:
             if not self._woken:
                 self._changed.wait(timeout_s)
             self._woken = False
-            for _ in range(MOST_MOMENTS):
+            for _ in range(MAX_BURST_PAUSES):
                 before = len(self._samples)
                 if not before or self._training:
                     return
-                # whoever comes with others wakes nobody: this is true for other news alone
-                if self._changed.wait(MOMENT_S) or len(self._samples) == before:
+                # later samples of a burst do not notify, so a notification is other news
+                if self._changed.wait(BURST_PAUSE_S) or len(self._samples) == before:
                     return
 
     def wake(self) -> None:
@@ -186,23 +182,16 @@ class Inbox:
             self._wake()
 
     def _drop_training(self, places: Iterable[tuple[str, int]]) -> None:
+        self._pending = None
         for place in list(places):
-            del self._training[place]
-            self._discharge(place)
+            self._count(self._training.pop(place), -1)
 
-    def _charge(self, key: Hashable, owner: str, size_bytes: int) -> None:
+    def _count(self, request: TrainingJob | QueuedSample, sign: int) -> None:
         self._pending = None
-        self._charged[key] = (owner, size_bytes)
-        self._requests[owner] += 1
-        self._bytes[owner] += size_bytes
-
-    def _discharge(self, key: Hashable) -> None:
-        self._pending = None
-        owner, size_bytes = self._charged.pop(key)
-        for counter, amount in ((self._requests, 1), (self._bytes, size_bytes)):
-            counter[owner] -= amount
-            if not counter[owner]:
-                del counter[owner]
+        for counter, amount in ((self._requests, sign), (self._bytes, sign * request.size_bytes)):
+            counter[request.owner] += amount
+            if not counter[request.owner]:
+                del counter[request.owner]
 
     def _wake(self) -> None:
         self._woken = True

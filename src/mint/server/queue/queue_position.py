@@ -1,6 +1,6 @@
-"""What somebody who waits is told: how many go before, about how long it takes, and what for. Pure.
+"""What a client that waits is told: how many requests go before its own, how long it will take about, and why.
 
-Knows no HTTP; the names of the fields are the protocol's.
+Knows no HTTP; the names of the fields and headers are the protocol's.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from mint.server.ids import RequestName, request_id
-from mint.server.queue.eta import SAMPLE, Pace
+from mint.server.queue.eta import SAMPLE, Eta
 from mint.server.queue.scheduler import Pending
 
 LONG_WAIT_S = 60.0
-NAMED_GAPS = 3
+MAX_NAMED_GAPS = 3
 RETRY_AFTER_S = 1
-"""Waiting is done here, in the long poll: whoever asks again need not wait as well."""
+"""The server holds a poll open while the request waits, so a client that asks again need not pause first."""
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 @dataclass(frozen=True)
-class QueueFacts:
-    """`position` counts the requests that go before, a training request that runs included; samples that are under way
-    hold nobody up. `wait_s` is until the result."""
+class QueuePosition:
+    """Where a request is.
+
+    `position` counts the requests that go before it, with the training request that runs, but without running samples
+    (they hold up nobody). `wait_s` is the time until the result; `depth` is how many requests wait in all.
+    """
 
     status: Literal["running", "queued", "held"]
     state: QueueState
@@ -39,7 +42,7 @@ class QueueFacts:
     progress: float | None = None
 
     def body(self, name: str) -> dict[str, Any]:
-        """The answer to whoever asks too early."""
+        """The body of the "try again" response."""
         known = {"estimated_wait_s": self.wait_s, "progress": self.progress}
         return {
             "type": "try_again",
@@ -54,7 +57,7 @@ class QueueFacts:
         }
 
     def headers(self) -> dict[str, str]:
-        """The same as headers."""
+        """The headers of the "try again" response."""
         known = {} if self.wait_s is None else {"X-Queue-ETA-S": f"{self.wait_s:.1f}"}
         return {
             "Retry-After": str(RETRY_AFTER_S),
@@ -65,11 +68,11 @@ class QueueFacts:
         }
 
 
-class QueueView:
-    """All that waits at one moment, so arranged that any number of waiters can be told about it."""
+class QueueSnapshot:
+    """The queue at one moment, indexed so that any number of waiting clients can be told their positions."""
 
-    def __init__(self, pending: Pending, pace: Pace) -> None:
-        self._pace = pace
+    def __init__(self, pending: Pending, eta: Eta) -> None:
+        self._eta = eta
         self.depth = len(pending.training) + len(pending.samples)
         self._kinds = {(item.model_id, item.seq_id): item.kind for item in pending.training}
         numbers: defaultdict[str, list[int]] = defaultdict(list)
@@ -85,39 +88,39 @@ class QueueView:
             + [(item.arrived_at, item.request_id, SAMPLE) for item in pending.samples]
         )
         self._place = {name: place for place, (_, name, _) in enumerate(by_arrival)}
-        each_s = {kind: pace.each_s(kind) for kind in {kind for _, _, kind in by_arrival}}
-        self._before_s = list(accumulate((each_s[kind] for _, _, kind in by_arrival), initial=0.0))
+        delay_s = {kind: eta.delay_s(kind) for kind in {kind for _, _, kind in by_arrival}}
+        self._before_s = list(accumulate((delay_s[kind] for _, _, kind in by_arrival), initial=0.0))
 
-    def facts(self, name: RequestName, now: float, *, at_bound: bool = False) -> QueueFacts:
-        """What is known of a request that waits or runs. `at_bound`: its owner may not have more waiting requests."""
+    def position(self, name: RequestName, now: float, *, at_limit: bool = False) -> QueuePosition:
+        """Where a request that waits or runs is. `at_limit`: its owner may have no more waiting requests."""
         text = request_id(name.owner, name.number)
-        running = self._pace.running(text)
-        if running is not None or text not in self._place:
-            elapsed_s = 0.0 if running is None else now - running.since
-            typical_s = 0.0 if running is None else self._pace.typical_s(running.kind)
+        started = self._eta.started(text)
+        if started is not None or text not in self._place:
+            elapsed_s = 0.0 if started is None else now - started.started_at
+            typical_s = 0.0 if started is None else self._eta.typical_s(started.kind)
             progress = min(0.99, elapsed_s / typical_s) if typical_s else None
             left_s = max(0.0, typical_s - elapsed_s)
-            return QueueFacts("running", "active", "is being worked on", self.depth, 0, left_s, progress)
+            return QueuePosition("running", "active", "is being worked on", self.depth, 0, left_s, progress)
         place = self._place[text]
         missing = [number for number in self._missing.get(name.owner, ()) if number < name.number]
         if missing:
             numbers = ", ".join(map(str, missing))
             reason = f"waits for request {numbers} of {name.owner}, which has not arrived"
             earlier = bisect_left(self._numbers[name.owner], name.number)
-            return QueueFacts("held", "active", reason, self.depth, earlier, None)
-        own_s = self._pace.typical_s(self._kinds.get((name.owner, name.number), SAMPLE))
-        before = self._pace.training()
-        left_s = 0.0 if before is None else max(0.0, self._pace.typical_s(before.kind) - (now - before.since))
+            return QueuePosition("held", "active", reason, self.depth, earlier, None)
+        own_s = self._eta.typical_s(self._kinds.get((name.owner, name.number), SAMPLE))
+        before = self._eta.started_training()
+        left_s = 0.0 if before is None else max(0.0, self._eta.typical_s(before.kind) - (now - before.started_at))
         wait_s = self._before_s[place] + own_s + left_s
-        return self._queued(place + (before is not None), wait_s, at_bound=at_bound)
+        return self._queued(place + (before is not None), wait_s, at_limit=at_limit)
 
-    def _queued(self, position: int, wait_s: float, *, at_bound: bool) -> QueueFacts:
+    def _queued(self, position: int, wait_s: float, *, at_limit: bool) -> QueuePosition:
         state: QueueState = "paused_capacity" if position and wait_s > LONG_WAIT_S else "active"
-        if at_bound:
+        if at_limit:
             state = "paused_rate_limit"
         told = f"{position} requests go before it" if position != 1 else "1 request goes before it"
         reason = f"{told}; its result is expected in about {math.ceil(wait_s)} s" if wait_s else told
-        return QueueFacts("queued", state, reason, self.depth, position, wait_s)
+        return QueuePosition("queued", state, reason, self.depth, position, wait_s)
 
 
 def _first_missing(start: int, numbers: Sequence[int]) -> list[int]:
@@ -125,10 +128,10 @@ def _first_missing(start: int, numbers: Sequence[int]) -> list[int]:
     missing: list[int] = []
     expected = start
     for number in numbers:
-        while expected < number and len(missing) < NAMED_GAPS:
+        while expected < number and len(missing) < MAX_NAMED_GAPS:
             missing.append(expected)
             expected += 1
         expected = max(expected, number + 1)
-        if len(missing) == NAMED_GAPS:
+        if len(missing) == MAX_NAMED_GAPS:
             break
     return missing

@@ -1,10 +1,10 @@
-"""What the engine does next: a pure function of what waits, of what is being sampled, and of how its time was shared.
+"""What the engine does next: a pure function of what waits, what is being sampled, and how its time was shared.
 
-Samples run together, whatever weights they ask for, and a request joins them between two steps. Training goes first,
-for what it finishes lets more samples run together, until it is `SLICE_S` ahead of them; then they catch up. Among
-training requests owners take turns by the time they have had, then an owner's models; a model's own run strictly in
-`seq_id` order, and one that is missing holds up those behind it for `gap_timeout_s`, after which all of them are given
-up.
+All sample requests run in one batch, whatever weights they use; a request joins it between two steps. Training goes
+first, because samples that wait meanwhile then run in a larger batch. Once training is `SLICE_S` ahead, samples catch
+up. Among training requests, owners take turns by the time they have used, then the models of an owner. The requests of
+a model run strictly in `seq_id` order. A missing one holds up those behind it for `gap_timeout_s`; then all of them are
+given up.
 
 Knows nothing of engines, threads or journals.
 """
@@ -15,15 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mint.server.queue.fairness import Shares
+from mint.server.queue.fairness import Fairness
 
 GAP_TIMEOUT_S = 600.0
 """Long, because a client's own code may run between two requests (a custom loss reserves its second number early)."""
 
 SLICE_S = 0.1
-"""How far training may get ahead of samples that wait for it. Longer: larger batches; shorter: steadier streams."""
+"""How far training may get ahead of waiting samples. Longer: larger batches; shorter: steadier streams."""
 
 MAX_BATCH_SEQUENCES = 1024
+
+NEW_FAIRNESS = Fairness()
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class SampleItem:
 
 @dataclass(frozen=True)
 class Pending:
-    """All that waits, samples in order of arrival. `next_seq` is, for each model, the only number that may run now."""
+    """What waits, samples in order of arrival. `next_seq` is the only number of each model that may run now."""
 
     next_seq: Mapping[str, int] = field(default_factory=dict)
     training: Sequence[TrainingItem] = ()
@@ -72,8 +74,8 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Running:
-    """What is being sampled: sequences per owner. Nothing may join one that `is_closed`."""
+class SamplingLoad:
+    """The sequences that are being sampled, by owner. No request may join while `is_closed`."""
 
     sequences: Mapping[str, int] = field(default_factory=dict)
     is_closed: bool = False
@@ -89,14 +91,14 @@ class RunTraining:
 
 @dataclass(frozen=True)
 class StepSamples:
-    """Let these sample requests join those that run, and get all of them one step further."""
+    """Let these sample requests join the batch, then decode one token for each of its sequences."""
 
     joining: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Requests that never arrived, and those that have waited behind them for too long."""
+    """Fail the requests that never arrived (`missing`), and those that have waited behind them for too long."""
 
     model_id: str
     missing: tuple[int, ...]
@@ -110,6 +112,8 @@ class Wait:
     until: float | None
 
 
+NO_LOAD = SamplingLoad()
+
 Plan = RunTraining | StepSamples | GiveUp | Wait
 
 
@@ -117,37 +121,38 @@ def plan(
     pending: Pending,
     now: float,
     *,
-    running: Running | None = None,
-    shares: Shares | None = None,
+    sampling: SamplingLoad = NO_LOAD,
+    fairness: Fairness = NEW_FAIRNESS,
     gap_timeout_s: float = GAP_TIMEOUT_S,
 ) -> Plan:
     """The next thing to do."""
-    running, shares = running or Running(), shares or Shares()
     for model_id, since in pending.held_up.items():
         if since + gap_timeout_s <= now:
             return _give_up(pending, model_id)
-    has_samples = bool(pending.samples or running.sequences)
-    if pending.heads and not (has_samples and shares.lead_s > SLICE_S):
-        head = _next_in_turn(pending.heads, shares)
+    has_samples = bool(pending.samples or sampling.sequences)
+    if pending.heads and not (has_samples and fairness.training_lead_s > SLICE_S):
+        head = _next_in_turn(pending.heads, fairness)
         return RunTraining(head.model_id, head.seq_id)
     if has_samples:
-        return StepSamples(_joining(pending.samples, running))
+        return StepSamples(_joining(pending.samples, sampling))
     return Wait(min((since + gap_timeout_s for since in pending.held_up.values()), default=None))
 
 
-def _next_in_turn(heads: Sequence[TrainingItem], shares: Shares) -> TrainingItem:
-    """Of the owner who has had least, the model that has had least; the longest wait decides between equals."""
-    owner = min(heads, key=lambda item: (shares.owners.place(item.owner), item.arrived_at)).owner
-    models = shares.of_models(owner)
+def _next_in_turn(heads: Sequence[TrainingItem], fairness: Fairness) -> TrainingItem:
+    """Of the owner with the least used time, the model with the least; the longest wait decides between equals."""
+    if len(heads) == 1:
+        return heads[0]
+    owner = min(heads, key=lambda item: (fairness.owners.start_tag(item.owner), item.arrived_at)).owner
+    models = fairness.models_of(owner)
     own = (item for item in heads if item.owner == owner)
-    return min(own, key=lambda item: (models.place(item.model_id), item.arrived_at))
+    return min(own, key=lambda item: (models.start_tag(item.model_id), item.arrived_at))
 
 
-def _joining(samples: Sequence[SampleItem], running: Running) -> tuple[str, ...]:
-    """As many as there is room for, those first whose owner has the fewest sequences; one at least where none runs."""
-    if running.is_closed or not samples:
+def _joining(samples: Sequence[SampleItem], sampling: SamplingLoad) -> tuple[str, ...]:
+    """As many as fit, owners with the fewest sequences first; at least one if nothing is being sampled."""
+    if sampling.is_closed or not samples:
         return ()
-    has = dict(running.sequences)
+    has = dict(sampling.sequences)
     used = sum(has.values())
     if used + sum(item.sequences for item in samples) <= MAX_BATCH_SEQUENCES:
         return tuple(item.request_id for item in samples)
@@ -159,7 +164,7 @@ def _joining(samples: Sequence[SampleItem], running: Running) -> tuple[str, ...]
         owner = min(waiting, key=lambda name: (has.get(name, 0), waiting[name][-1].arrived_at))
         item = waiting[owner].pop()
         if used and used + item.sequences > MAX_BATCH_SEQUENCES:
-            break  # no smaller one overtakes it, or it might wait for ever
+            break  # no smaller one may overtake it, or it could wait for ever
         if not waiting[owner]:
             del waiting[owner]
         used += item.sequences

@@ -1,59 +1,98 @@
-"""The operations of the service: check whose it is, accept it durably, enqueue it, look it up.
+"""The operations of the server: who asks, is it possible, accept, look up.
 
-Every operation takes the bytes of a request and returns a message, or raises a `MintError`. What an accepted request
-does is the worker's business. Knows no HTTP.
+Operations take the caller first. They take the bytes of a request where bytes arrive, return a message, and raise a
+`MintError` to refuse. What an accepted request does is the worker's business. Knows no HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
 import re
-import shutil
+import secrets
+import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel
 
 import mint.wire as wire
 from mint.engine.protocol import Engine
 from mint.errors import (
+    ConflictError,
+    ConnectionLostError,
     InvalidRequestError,
     JournalError,
     MintError,
+    NotFoundError,
+    OverloadedError,
+    RequestCancelledError,
     RequestFailedError,
     SessionEndedError,
+    from_wire,
 )
 from mint.server.callers import Caller
-from mint.server.ids import RequestName
-from mint.server.queue.futures import Answer, FutureBook
-from mint.server.queue.queue import Inbox
+from mint.server.ids import RequestName, request_id, sampler_id, seed_root, session_of
+from mint.server.queue.futures import FutureResult, Futures
+from mint.server.queue.jobs import (
+    QueuedSample,
+    TrainingJob,
+    decode_request,
+    is_repeat,
+    read_sample_request,
+    read_training_request,
+)
+from mint.server.queue.queue import RequestQueue
+from mint.server.queue.queue_position import QueuePosition, QueueSnapshot
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
-from mint.server.service.results import Retrieval
-from mint.server.service.sampling_requests import SamplingDesk
 from mint.server.service.sessions import STALE_S, Sessions
-from mint.server.service.training_requests import TrainingDesk
 from mint.server.store import checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
 from mint.server.store.journal import Journal
-from mint.server.store.rows import JobRow
+from mint.server.store.obsolete_files import sweep_orphans
+from mint.server.store.rows import JobRow, ModelRow, RunRow, SamplerRow
 from mint.server.store.run_catalog import RunCatalog
 from mint.server.store.session_catalog import SessionCatalog
-from mint.server.worker.base_models import Bases
+from mint.server.worker.base_models import BaseModels
+from mint.server.worker.live_models import LiveModels
 from mint.server.worker.samplers import Samplers
-from mint.server.worker.trainer import Trainer, TrainingJob
+from mint.server.worker.trainer import Trainer
 from mint.server.worker.worker import Worker
 from mint.types import (
+    CreateSamplingSessionResponse,
     CreateSessionResponse,
+    GetInfoResponse,
     GetServerCapabilitiesResponse,
+    ModelData,
+    SampleResponse,
+    SamplerInfo,
     SupportedModel,
+    UntypedPromise,
     WeightsInfoResponse,
 )
 from mint.wire.requests import (
+    CancelFutureRequest,
+    CreateSamplingSessionRequest,
     CreateSessionRequest,
+    JoinSamplingSessionRequest,
+    ModelRequest,
+    RetrieveFuturesRequest,
+    SampleRequest,
     SessionRequest,
     WeightsInfoRequest,
+)
+from mint.wire.responses import (
+    FutureCompletion,
+    JoinSamplingSessionResponse,
+    LiveModel,
+    LiveModelsResponse,
+    RetrieveFuturesResponse,
+    UnloadModelResponse,
 )
 
 log = logging.getLogger("mint.service")
@@ -62,14 +101,36 @@ MAX_ATTEMPTS = 5
 """A request in whose run the process has died this often is failed instead of being run again."""
 
 NEWEST_TRIED_SDK = (0, 38, 0)
-"""Of the public SDKs that have been run against this server."""
+"""The newest public SDK that this server was tried with."""
 
 MAX_SESSION_BYTES = 256 * 1024
-ORPHAN_AGE_S = 3600.0
+
+UNLOAD_SEQ_ID = 2**31
+"""The number of a model's last request, beyond all that have a place in its order."""
+
+MAX_AHEAD = 100_000
+"""How far beyond its model's next request another may be: no client has so many under way."""
+
+SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
+
+MAX_SAMPLE_SEQ_ID = 2**63 - 1
+MAX_SEQUENCE_IDS = 65_536
+CLONE_SEQ_IDS = 10**9
+"""A clone of a sampling client numbers its requests from its own number times this."""
+
+MAX_CLONES = 2**32
+"""A clone's number times `CLONE_SEQ_IDS` must fit 63 bits."""
+
+LONG_POLL_S = 25.0
+SNAPSHOT_AGE_S = 0.1
+"""How old the queue snapshot may be from which waiting clients are told: thousands of them may ask at once."""
 
 
 class Service:
-    """One data directory, one engine."""
+    """The operations on one data directory, with one engine.
+
+    Methods may be called from any thread; coroutines from any event loop, which they never block.
+    """
 
     def __init__(
         self,
@@ -80,10 +141,14 @@ class Service:
         offered: Collection[str] | None = None,
         is_server: bool = False,
         gap_timeout_s: float = GAP_TIMEOUT_S,
+        long_poll_s: float = LONG_POLL_S,
+        queue: RequestQueue | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Opens the data directory; `start` begins to work. `offered` are the base models' names, None for any.
+        """Opens the data directory; `start` begins to work.
 
-        `is_server`: others reach it over a socket, and come back after its death.
+        `offered` are the names of the base models, None for any. `is_server`: clients reach it over a socket, and come
+        back after its death. By `clock`, in seconds, the engine's time is shared.
         """
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
@@ -91,45 +156,42 @@ class Service:
         except OSError as error:
             raise JournalError(f"{data_dir} cannot be used: {error}", remedy="Set MINT_HOME to a folder") from error
         self.data_dir = data_dir
+        self.long_poll_s = long_poll_s
         self.journal = Journal(data_dir / checkpoints.JOURNAL_FILE)
         self.run_catalog = RunCatalog(self.journal, data_dir)
         self.checkpoint_catalog = CheckpointCatalog(self.journal, data_dir)
         self.session_catalog = SessionCatalog(self.journal)
-        self.bases = Bases(engine, aliases, offered)
-        self.futures = FutureBook()
-        self._inbox = Inbox()
+        self.base_models = BaseModels(engine, aliases, offered)
+        self.futures = Futures()
+        self._queue = queue or RequestQueue()
         self._sessions = Sessions(self.journal, self.instance.instance_id)
-        self._trainer = Trainer(engine, self.journal, self.bases, data_dir)
-        self._samplers = Samplers(engine, self.journal, self.bases, data_dir)
+        self._samplers = Samplers(engine, self.journal, self.base_models, data_dir)
         self._worker = Worker(
-            self._inbox,
+            self._queue,
             self.futures,
-            self._trainer,
+            Trainer(LiveModels(engine, self.base_models), self.journal, data_dir),
             self._samplers,
-            housekeeping=self._housekeeping,
-            mark=self.instance.mark,
+            self.journal,
+            data_dir,
+            housekeeping=self._keep_house,
+            note_running=self.instance.mark,
             gap_timeout_s=gap_timeout_s,
+            clock=clock,
         )
-        self._training = TrainingDesk(
-            self.journal, self._sessions, self.futures, self._inbox, self._trainer, self.bases, run_soon=self.run_soon
-        )
-        self.submit, self.get_info = self._training.submit, self._training.get_info
-        self.unload_model, self.live_models = self._training.unload, self._training.live_models
-        desk = SamplingDesk(
-            self.journal, self._sessions, self.futures, self._inbox, self._samplers, self.bases, data_dir
-        )
-        self.create_sampling_session, self.sampler_info = desk.create_sampling_session, desk.sampler_info
-        self.join_sampling_session, self.sample_now = desk.join, desk.sample_now
-        self.sample, self.cancel = desk.sample, desk.cancel
-        retrieval = Retrieval(self.journal, self._sessions, self.futures, self._inbox, self._worker.pace)
-        self.retrieve, self.retrieve_many = retrieval.retrieve, retrieval.retrieve_many
-        self.queue_facts = retrieval.facts
+        self._known_models: set[str] = set()  # a cache of the journal
+        self._cancels: WeakValueDictionary[str, threading.Event] = WeakValueDictionary()  # alive while the sample is
+        self._snapshot = QueueSnapshot(self._queue.pending(), self._worker.eta)
+        self._snapshot_at = 0.0
+        # What is checked must still hold when it is written: one thread at a time accepts or ends something. Decoding
+        # comes before, waiting for the disk after.
+        self._accepting = threading.RLock()
+        self._accepting_samples = threading.Lock()  # of its own, so that samples never wait for the database
 
     def start(self) -> None:
-        """Takes over what dead processes have left, and begins to work."""
+        """Takes over the sessions of dead processes, and begins to work."""
         with self.instance.sole_adopter():
-            self._adopt()
-            self._sweep_orphans()
+            self._adopt_sessions()
+            sweep_orphans(self.journal, self.data_dir)
         self._worker.start()
 
     def stop(self) -> None:
@@ -142,43 +204,38 @@ class Service:
         self.journal.close()
         self.instance.close()
 
+    def release_waiters(self) -> None:
+        """Answers all who wait for a result with "ask again", now and from now on."""
+        self.futures.release()
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Runs something on the engine's thread, between two requests."""
+        self._worker.call_soon(callback)
+
     @property
     def is_working(self) -> bool:
         """Whether requests are being worked on."""
         return self._worker.is_alive
 
-    def release_waiters(self) -> None:
-        """Answers everybody who waits for a result with "ask again", now and from now on."""
-        self.futures.release()
-
-    def run_soon(self, errand: Callable[[], None]) -> None:
-        """Runs something on the engine's thread, between two requests."""
-        self._worker.run_soon(errand)
+    @property
+    def pending(self) -> Pending:
+        """The requests that wait for the engine."""
+        return self._queue.pending()
 
     @property
-    def waiting(self) -> Pending:
-        """What has been accepted and is not finished."""
-        return self._inbox.pending()
-
-    @property
-    def sampled_rows(self) -> int:
+    def sampled_sequences(self) -> int:
         """Sequences that are being sampled."""
-        return self._worker.sampled_rows
+        return self._worker.sampled_sequences
 
     @property
     def session_owners(self) -> dict[str, str]:
-        """Whose each session is that lives here."""
+        """The owner of each session that lives here."""
         return self._sessions.owners()
-
-    @property
-    def open_sessions(self) -> int:
-        """How many sessions live here, whoever owns them."""
-        return len(self._sessions.last_seen())
 
     # --- sessions ------------------------------------------------------------------------------------------------
 
     def create_session(self, caller: Caller, body: bytes) -> CreateSessionResponse:
-        """Opens a session; whoever comes with an SDK newer than those tried is told so.
+        """Opens a session; warns clients whose SDK is newer than those that were tried.
 
         Raises:
             OverloadedError: the caller's quota of sessions is used up.
@@ -187,9 +244,10 @@ class Service:
             remedy = f"Send at most {MAX_SESSION_BYTES} bytes of tags and user_metadata"
             raise InvalidRequestError("is too large", field="body", value=f"{len(body)} bytes", remedy=remedy)
         request = wire.decode(CreateSessionRequest, body)
-        self._sessions.require_room(caller)
         details = request.model_dump(include={"tags", "sdk_version", "project_id", "display_name"}, exclude_none=True)
-        session_id = self._sessions.create(caller.owner, request.user_metadata, details)
+        with self._accepting:
+            caller.quotas.require_session(len(self._sessions.of(caller.owner)))
+            session_id = self._sessions.create(caller.owner, request.user_metadata, details)
         return CreateSessionResponse(session_id=session_id, warning_message=_version_warning(request.sdk_version))
 
     def heartbeat(self, caller: Caller, body: bytes) -> None:
@@ -202,32 +260,395 @@ class Service:
         self._end_session(session_id)
 
     def _end_session(self, session_id: str) -> None:
-        if not self._sessions.end(session_id):
-            return
-        models = [row.model_id for row in self.journal.models_of(session_id)]
-        self._training.forget(models)
-        self._inbox.drop(models, session_id)
-        files = tuple(self.journal.end_session(session_id, time.time()))
+        with self._accepting:
+            if not self._sessions.end(session_id):
+                return
+            models = [row.model_id for row in self.journal.models_of(session_id)]
+            self._known_models.difference_update(models)
+            self._queue.drop_session(session_id, models)
+            files = self.journal.end_session(session_id, time.time())
         error = SessionEndedError("has ended", field="session_id", value=session_id, remedy="Make a new ServiceClient")
-        body = wire.encode_error(error)
-        self.futures.finish({name: Answer(body, failed=True) for name in self.futures.open_of(session_id)})
+        self.futures.finish(dict.fromkeys(self.futures.open_of(session_id), FutureResult.of_error(error)))
+        self._worker.end_session(session_id, models, files)
 
-        def let_go() -> None:
-            self._worker.cancel_samples(session_id)
-            self._samplers.end_session(session_id)
-            for name in models:
-                self._trainer.forget(name)
-            self._trainer.discard(files)
+    # --- training ------------------------------------------------------------------------------------------------
 
-        self._worker.run_soon(let_go)
+    def submit(
+        self, caller: Caller, kind: str, body: bytes, encoding: wire.Encoding = wire.Encoding.JSON
+    ) -> UntypedPromise:
+        """Accepts a training request (`forward_backward`, `optim_step`, …: the keys of `jobs.REQUESTS`).
 
-    # --- looking up ----------------------------------------------------------------------------------------------
+        On return it is in the journal and survives a power failure. The same request again gets the same promise.
+
+        Raises:
+            InvalidRequestError: not even its place in the order of its model can be read.
+            ConflictError: its place is taken by another request.
+            NotFoundError, SessionEndedError: there is no such model.
+            OverloadedError: a quota is used up, or too much waits already.
+        """
+        row, request = read_training_request(kind, body, encoding)
+        with self._accepting:
+            commit = self._accept(caller, row, request)
+        self.journal.durability.wait_durable(commit)
+        return UntypedPromise(request_id=request_id(row.model_id, row.seq_id), model_id=row.model_id)
+
+    def _accept(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> int:
+        """Writes a request to the journal and to the queue; returns the commit that must be durable."""
+        session_id, now = session_of(row.model_id), time.time()
+        model = run = None
+        if row.seq_id == 0:
+            self._sessions.require_or_open(session_id, caller)
+            self._require_new_model(caller, row.model_id)
+            metadata = getattr(request, "user_metadata", None)
+            model = ModelRow(row.model_id, session_id)
+            run = RunRow(row.model_id, session_id, caller.owner, now, now, user_metadata=metadata)
+        else:
+            self._sessions.require(session_id, caller.owner)
+            self._require_model(row.model_id)
+        next_seq = self._next_seq(row.model_id)
+        self._require_room(caller, row, next_seq)
+        if row.kind in SAVES:
+            request = self._save_error(caller) or request
+        existing = self.journal.add_job(row, now=now, model=model, run=run)
+        commit = self.journal.durability.newest_commit
+        if existing is None:
+            self._enqueue(row, request, caller.owner, next_seq=next_seq, commit=commit)
+        elif not is_repeat(existing, row, request):
+            raise ConflictError(
+                f"was used before by another request ({existing.kind}) of {row.model_id}",
+                field="seq_id" if row.seq_id else "model_seq_id",
+                value=row.seq_id,
+                remedy="Count upwards by one for every new request; send a repeated one unchanged",
+            )
+        return commit
+
+    def _enqueue(
+        self, row: JobRow, request: BaseModel | MintError, owner: str, *, next_seq: int, commit: int = 0
+    ) -> None:
+        self.futures.open(request_id(row.model_id, row.seq_id))
+        size_bytes = len(row.payload or b"")
+        job = TrainingJob(row.model_id, row.seq_id, row.kind, request, time.monotonic(), commit, owner, size_bytes)
+        self._queue.add_training(job, next_seq=next_seq)
+
+    def _next_seq(self, name: str) -> int:
+        """The number of the request that a model waits for."""
+        known = self._queue.next_seq(name)
+        if known is not None:
+            return known
+        model = self.journal.model(name)
+        return 0 if model is None else model.applied_seq + 1
+
+    def _require_new_model(self, caller: Caller, name: str) -> None:
+        """Checks that a model may be created under a name that was not used before, and within the caller's quota."""
+        run = self.journal.run(name)
+        if run is not None and run.ended_at is not None:
+            remedy = "Make the next one under another number"
+            raise NotFoundError("was unloaded", field="model_id", value=name, remedy=remedy)
+        if run is None and caller.quotas.max_models is not None:
+            caller.quotas.require_model(len(self._models_of(caller)))
+
+    def _require_model(self, name: str) -> None:
+        if name in self._known_models:
+            return
+        if self.journal.model(name) is None:
+            raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
+        self._known_models.add(name)
+
+    def _require_room(self, caller: Caller, row: JobRow, next_seq: int) -> None:
+        """Checks that the request may wait, and that those before it can still come."""
+        if row.seq_id > next_seq + MAX_AHEAD:
+            raise InvalidRequestError(
+                f"is far beyond the next request of {row.model_id}, which is {next_seq}",
+                field="seq_id",
+                value=row.seq_id,
+                remedy="Count upwards by one for every new request",
+            )
+        try:
+            most = caller.quotas.max_waiting_requests
+            self._queue.require_room(caller.owner, len(row.payload or b""), max_requests=most)
+        except OverloadedError:
+            # the request that runs next is always accepted: otherwise a full queue could not move on
+            if row.seq_id != next_seq and self.journal.job(row.model_id, row.seq_id) is None:
+                raise
+
+    def _save_error(self, caller: Caller) -> MintError | None:
+        """Why the caller may save no more, if so: the request takes its place, and its future fails with this."""
+        if caller.quotas.max_checkpoint_bytes is None:
+            return None
+        return caller.quotas.save_error(self.journal.checkpoint_bytes(caller.owner))
+
+    def get_info(self, caller: Caller, body: bytes) -> GetInfoResponse:
+        """What a model is, and every setting that took effect."""
+        name = wire.decode(ModelRequest, body).model_id
+        self._sessions.require(session_of(name), caller.owner)
+        row = self.journal.model(name)
+        if row is None or row.base_model is None or row.lora is None:
+            raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
+        effective = row.effective or {}
+        folder = str(self.base_models.folder(row.base_model))
+        arch = str(effective.get("arch", "qwen3"))
+        return GetInfoResponse(
+            model_id=name,
+            model_data=ModelData(model_name=row.base_model, tokenizer_id=folder, arch=arch),
+            lora_rank=row.lora["rank"],
+            model_name=row.base_model,
+            effective=effective,
+        )
+
+    def live_models(self, caller: Caller) -> LiveModelsResponse:
+        """The caller's models, oldest first."""
+        return LiveModelsResponse(
+            models=[
+                LiveModel(
+                    model_id=row.model_id,
+                    session_id=row.session_id,
+                    base_model=row.base_model,
+                    lora_rank=None if row.lora is None else row.lora["rank"],
+                )
+                for row in self._models_of(caller)
+            ]
+        )
+
+    def _models_of(self, caller: Caller) -> list[ModelRow]:
+        return [row for session_id in self._sessions.of(caller.owner) for row in self.journal.models_of(session_id)]
+
+    def unload_model(self, caller: Caller, model_id: str) -> UntypedPromise:
+        """Drops a model at once, with all requests that wait for it. Its checkpoints and samplers stay.
+
+        Raises:
+            NotFoundError, SessionEndedError: there is no such model (any more).
+        """
+        self._sessions.require(session_of(model_id), caller.owner)
+        promise = UntypedPromise(request_id=request_id(model_id, UNLOAD_SEQ_ID), model_id=model_id)
+        with self._accepting:
+            if self.futures.fingerprint(promise.request_id) is not None:
+                return promise
+            self._require_model(model_id)
+            self._known_models.discard(model_id)
+            self._queue.drop_models([model_id])
+            files = self.journal.end_model(model_id, time.time())
+            error = NotFoundError("was unloaded", field="model_id", value=model_id, remedy="Create another one")
+            self.futures.finish(dict.fromkeys(self.futures.open_of(model_id), FutureResult.of_error(error)))
+            self.futures.open(promise.request_id)
+            unloaded = FutureResult(wire.encode(UnloadModelResponse(model_id=model_id)))
+            self.futures.finish({promise.request_id: unloaded})
+        self._worker.drop_model(model_id, files)
+        return promise
+
+    # --- sampling ------------------------------------------------------------------------------------------------
+
+    def create_sampling_session(self, caller: Caller, body: bytes) -> CreateSamplingSessionResponse:
+        """A sampler over a base model or over a checkpoint."""
+        request = wire.decode(CreateSamplingSessionRequest, body)
+        name = sampler_id(request.session_id, request.sampling_session_seq_id)
+        with self._accepting:
+            self._sessions.require_or_open(request.session_id, caller)
+            existing = self.journal.sampler(name)
+            if existing is None:
+                self.journal.add_sampler(self._new_sampler(caller, name, request))
+            elif existing.model_path != request.model_path or request.base_model not in (None, existing.base_model):
+                raise ConflictError(
+                    "was used before by another request",
+                    field="sampling_session_seq_id",
+                    value=request.sampling_session_seq_id,
+                    remedy="Count upwards by one for every new sampler",
+                )
+        return CreateSamplingSessionResponse(sampling_session_id=name)
+
+    def _new_sampler(self, caller: Caller, name: str, request: CreateSamplingSessionRequest) -> SamplerRow:
+        number = request.sampling_session_seq_id
+        if request.model_path is not None:
+            found = checkpoints.find_checkpoint(self.journal, request.model_path, reader=caller.owner)
+            manifest = checkpoints.read_manifest(self.data_dir / found.folder)
+            if request.base_model not in (None, manifest.base_model):
+                raise InvalidRequestError(
+                    f"does not fit the checkpoint, which was saved from {manifest.base_model}",
+                    field="base_model",
+                    value=request.base_model,
+                    remedy="Leave it out",
+                )
+            root = seed_root(manifest.lora["seed"] if manifest.seed_given else None, number)
+            path, base = request.model_path, manifest.base_model
+            return SamplerRow(name, request.session_id, base, path, found.folder, None, manifest.lora, root)
+        if request.base_model is None:
+            raise InvalidRequestError(
+                "is missing", field="model_path", value="(none)", remedy="Give model_path or base_model"
+            )
+        self.base_models.folder(request.base_model)
+        # the seed of the first model of the session that was given one
+        models = self.journal.models_of(request.session_id)
+        seeds = [row.lora["seed"] for row in models if row.seed_given is True and row.lora is not None]
+        root = seed_root(seeds[0] if seeds else None, number)
+        return SamplerRow(name, request.session_id, request.base_model, None, None, None, None, root)
+
+    def sampler_info(self, caller: Caller, name: str) -> SamplerInfo:
+        """What a sampler samples from."""
+        row = self._require_sampler(caller, name)
+        folder = str(self.base_models.folder(row.base_model))
+        return SamplerInfo(sampler_id=name, base_model=row.base_model, model_path=row.model_path, tokenizer_id=folder)
+
+    def join_sampling_session(self, caller: Caller, body: bytes) -> JoinSamplingSessionResponse:
+        """A number for one more client of a sampler, which no other client has; the first client's is 0."""
+        self._require_sampler(caller, wire.decode(JoinSamplingSessionRequest, body).sampling_session_id)
+        return JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(MAX_CLONES))
+
+    def _require_sampler(self, caller: Caller, name: str) -> SamplerRow:
+        self._sessions.require(session_of(name), caller.owner)
+        return self._samplers.row(name)
+
+    def sample(self, caller: Caller, body: bytes) -> UntypedPromise:
+        """Accepts a sample request. It is not journaled: clients send a lost one again, and get the same samples.
+
+        Raises:
+            InvalidRequestError: not even its sampler and number can be read.
+            ConflictError: its number is taken by another request.
+            OverloadedError: too much of this owner, or of all owners, waits already.
+        """
+        sampler, number, count, request = read_sample_request(body)
+        self._require_sampler(caller, sampler)
+        if not 0 <= number <= MAX_SAMPLE_SEQ_ID:
+            remedy = "Count from 0, below 2**63"
+            raise InvalidRequestError("is not a request's number", field="seq_id", value=number, remedy=remedy)
+        name, fingerprint = request_id(sampler, number), hashlib.sha256(body).hexdigest()
+        with self._accepting_samples:
+            known = self.futures.fingerprint(name)
+            if known is None and isinstance(request, SampleRequest):
+                self._cancels[name] = cancelled = threading.Event()
+                sample = QueuedSample(name, request, time.monotonic(), caller.owner, len(body), cancelled=cancelled)
+                self._enqueue_sample(caller, sample, fingerprint)
+            elif known is None and isinstance(request, InvalidRequestError):
+                self.futures.open(name, fingerprint)
+                self.futures.finish({name: FutureResult.of_error(request)})
+            elif known != fingerprint:
+                raise ConflictError("was used before by another request", field="seq_id", value=number)
+        # clients insist on one id for each sample, even of a request that will fail
+        count = min(max(count, 0), MAX_SEQUENCE_IDS)
+        return UntypedPromise(request_id=name, sample_sequence_ids=[f"{name}-{index}" for index in range(count)])
+
+    def _enqueue_sample(self, caller: Caller, sample: QueuedSample, fingerprint: str = "") -> None:
+        self.futures.open(sample.request_id, fingerprint)
+        try:
+            self._queue.add_sample(sample, max_requests=caller.quotas.max_waiting_requests)
+        except OverloadedError:
+            self.futures.abandon(sample.request_id)
+            raise
+
+    async def sample_now(
+        self,
+        caller: Caller,
+        weights: SamplerRow,
+        request: SampleRequest,
+        *,
+        cancelled: threading.Event,
+        on_token: Callable[[int, int, float], None] | None = None,
+    ) -> SampleResponse:
+        """Samples from weights that the caller may read, without a session, in the same batch as all other samples.
+
+        Raises:
+            MintError: what the request failed with; `OverloadedError` if too many wait.
+        """
+        name = f"now:{uuid.uuid4().hex}"
+        sample = QueuedSample(
+            name,
+            request,
+            time.monotonic(),
+            caller.owner,
+            8 * request.prompt.length,
+            on_token=on_token,
+            cancelled=cancelled,
+            # weights published without a name may be dropped while the request waits: the worker looks them up itself
+            weights=None if weights.file is not None else weights,
+        )
+        self._enqueue_sample(caller, sample)
+        try:
+            result = await self.futures.wait(name, None)
+        finally:
+            if self._queue.take_samples([name]):
+                self.futures.abandon(name)
+            self.futures.forget(name)
+        if result is None:
+            raise ConnectionLostError("the server stops before the request is done", remedy="Send it again later")
+        if result.failed:
+            raise from_wire(wire.decode_error(result.body) or {})
+        return wire.decode_result(SampleResponse, result.body)
+
+    def cancel(self, caller: Caller, body: bytes) -> None:
+        """Cancels a sample request: it leaves the queue or the engine, and its future fails.
+
+        Training requests keep their place in the order, and nothing happens to them.
+        """
+        name = wire.decode(CancelFutureRequest, body).request_id
+        parsed = RequestName.parse(name)
+        if parsed is None or not parsed.is_sample:
+            return
+        self._sessions.require(session_of(parsed.owner), caller.owner)
+        self._queue.take_samples([name])
+        event = self._cancels.get(name)
+        if event is not None:
+            event.set()
+        error = RequestCancelledError("the request was called off by its client", request_id=name)
+        self.futures.finish({name: FutureResult.of_error(error)})
+
+    # --- results -------------------------------------------------------------------------------------------------
+
+    async def retrieve(self, caller: Caller, name: str) -> FutureResult | None:
+        """The result of an accepted request, as soon as it is there; None if that takes longer than a long poll.
+
+        Raises:
+            NotFoundError: no such request; a lost sample request may be sent again.
+            SessionEndedError: its session has ended.
+        """
+        parsed = _parse_request_id(name)
+        session_id = session_of(parsed.owner)
+        if not self._sessions.touch(session_id, caller.owner):
+            await asyncio.to_thread(self._sessions.require, session_id, caller.owner)
+        result = await self.futures.wait(name, self.long_poll_s)
+        if result is not None or self.futures.fingerprint(name) is not None:
+            return result
+        # no longer in memory
+        row = None if parsed.is_sample else await asyncio.to_thread(self.journal.job, parsed.owner, parsed.number)
+        if row is None or row.result is None:
+            raise NotFoundError("is not a request here (any more)", field="request_id", value=name)
+        return FutureResult(row.result, failed=row.status == "failed")
+
+    async def retrieve_many(self, caller: Caller, body: bytes) -> RetrieveFuturesResponse:
+        """Which of a sampler's requests have finished since the last time; waits for one as `retrieve` does."""
+        request = wire.decode(RetrieveFuturesRequest, body)
+        sampler, cursor = request.target.sampling_session_id, request.prev_cursor
+        if not self._sessions.touch(session_of(sampler), caller.owner):
+            await asyncio.to_thread(self._sessions.require, session_of(sampler), caller.owner)
+        for name in request.retrieved_request_ids:
+            if name.startswith(f"{sampler}:"):
+                self.futures.forget(name)
+        wanted_s = self.long_poll_s if request.timeout is None else request.timeout
+        deadline = time.monotonic() + (min(wanted_s, self.long_poll_s) if wanted_s > 0 else 0.0)
+        while True:
+            found = await self.futures.wait_for_any(sampler, cursor, deadline - time.monotonic())
+            cursor = max([cursor, *(number for number, _, _ in found)])
+            own = [
+                FutureCompletion(state="failed" if failed else "finished", request_id=name)
+                for _, name, failed in found
+                if _clone_of(name) == request.target.cloned_sampler_id
+            ]
+            if own or not found:
+                return RetrieveFuturesResponse(completions=own, cursor=cursor)
+
+    def queue_position(self, caller: Caller, name: str) -> QueuePosition:
+        """Where a request is that has no result yet."""
+        parsed = _parse_request_id(name)
+        at_limit = self._queue.is_full(caller.owner, max_requests=caller.quotas.max_waiting_requests)
+        now = time.monotonic()
+        if now - self._snapshot_at > SNAPSHOT_AGE_S:
+            self._snapshot, self._snapshot_at = QueueSnapshot(self._queue.pending(), self._worker.eta), now
+        return self._snapshot.position(parsed, now, at_limit=at_limit)
+
+    # --- base models and checkpoints -----------------------------------------------------------------------------
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """The base models that can be used by name."""
         models = [
-            SupportedModel(model_name=name, max_context_length=self.bases.context_length(name))
-            for name in self.bases.names
+            SupportedModel(model_name=name, max_context_length=self.base_models.context_length(name))
+            for name in self.base_models.names
         ]
         return GetServerCapabilitiesResponse(supported_models=models)
 
@@ -239,10 +660,10 @@ class Service:
         trained = {key: manifest.lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
         return WeightsInfoResponse(base_model=manifest.base_model, lora_rank=manifest.lora["rank"], **trained)
 
-    # --- keeping house -------------------------------------------------------------------------------------------
+    # --- housekeeping --------------------------------------------------------------------------------------------
 
-    def _adopt(self) -> None:
-        """Takes over the sessions of dead processes, with all that they had accepted and not finished."""
+    def _adopt_sessions(self) -> None:
+        """Takes over the sessions of dead processes, with the requests that they had accepted and not finished."""
         live = self.journal.live_sessions()
         dead = self.instance.dead_among(row.instance_id for row in live)
         if not dead:
@@ -259,20 +680,10 @@ class Service:
                 continue
             for model in self.journal.models_of(session.session_id):
                 for job in self.journal.jobs(model.model_id, after=model.applied_seq, status=("pending",)):
-                    self._training.enqueue(job, _adopted_request(job), owner=session.owner)
+                    self._enqueue(job, _adopted_request(job), session.owner, next_seq=model.applied_seq + 1)
         log.info("took over the sessions of %d dead processes", len(dead))
 
-    def _sweep_orphans(self) -> None:
-        """Removes files that a death has left between writing and committing; young ones may still be in the making."""
-        named = self.journal.named_files()
-        limit = time.time() - ORPHAN_AGE_S
-        for folder in ("snapshots", "published", "checkpoints"):
-            for path in (self.data_dir / folder).glob("*"):
-                if str(path.relative_to(self.data_dir)) not in named and path.stat().st_mtime < limit:
-                    log.info("orphan %s removed", path)
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-    def _housekeeping(self) -> None:
+    def _keep_house(self) -> None:
         self.journal.touch_sessions(self._sessions.last_seen())
         for session_id in self._sessions.expired():
             log.info("session %s expired", session_id)
@@ -292,9 +703,21 @@ def _version_warning(sdk_version: str) -> str | None:
 
 
 def _adopted_request(row: JobRow) -> BaseModel | MintError:
-    """What a dead process had accepted, unless it is what keeps killing processes."""
+    """The request of a dead process, or an error if it is what keeps killing processes."""
     if row.attempts < MAX_ATTEMPTS:
-        return TrainingJob.decode(row.kind, row.payload or b"", wire.Encoding(row.encoding))
+        return decode_request(row.kind, row.payload or b"", wire.Encoding(row.encoding))
     return RequestFailedError(
         f"the process died {row.attempts} times while it ran this request", remedy="See the server's log"
     )
+
+
+def _parse_request_id(name: str) -> RequestName:
+    parsed = RequestName.parse(name)
+    if parsed is None:
+        raise NotFoundError("is not a request here", field="request_id", value=name)
+    return parsed
+
+
+def _clone_of(name: str) -> int:
+    parsed = RequestName.parse(name)
+    return 0 if parsed is None else parsed.number // CLONE_SEQ_IDS

@@ -1,7 +1,7 @@
-"""Which sessions live, who serves them, and when they were last heard of.
+"""The sessions that this process serves, and when each was last heard of.
 
-A session ends when its client says so, or after `EXPIRY_S` without a request or heartbeat. Whatever belongs to it goes
-with it, except named checkpoints. Any thread may ask.
+A session ends when its client says so, or after `EXPIRY_S` without a request or heartbeat. Everything in it ends with
+it, except named checkpoints. Any thread may call.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ import threading
 import time
 from typing import Any
 
-from mint.errors import NotFoundError, OverloadedError, SessionEndedError
+from mint.errors import NotFoundError, SessionEndedError
 from mint.server.callers import Caller
 from mint.server.ids import new_session_id
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SessionRow
 
 EXPIRY_S = 900.0
-MADE_UP_SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)
 STALE_S = 24 * 3600.0
-"""Sessions of a dead process that were silent for this long before are not taken over."""
+"""Sessions of a dead process that had been silent for this long are not taken over."""
+
+CLIENT_MADE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)
 
 
 class Sessions:
-    """The sessions that this process serves."""
+    """The live sessions of one process."""
 
     def __init__(self, journal: Journal, instance_id: str) -> None:
         self._journal = journal
         self._instance_id = instance_id
         self._lock = threading.Lock()
-        self._heard_at: dict[str, float] = {}  # monotonic seconds; this process's live sessions
+        self._heard_at: dict[str, float] = {}  # monotonic seconds
         self._owners: dict[str, str] = {}
 
     def create(
@@ -41,7 +42,7 @@ class Sessions:
         *,
         session_id: str | None = None,
     ) -> str:
-        """A new session's id; `session_id` is one that a client has made up, and that is free."""
+        """A new session's id; `session_id` is an unused one that a client has chosen."""
         session_id = session_id or new_session_id()
         now = time.time()
         row = SessionRow(session_id, self._instance_id, user_metadata, now, None, owner, details, now)
@@ -56,60 +57,32 @@ class Sessions:
             self._owners[session_id] = owner
 
     def of(self, owner: str) -> list[str]:
-        """The sessions of an owner that live here, oldest first."""
+        """The live sessions of an owner, oldest first."""
         with self._lock:
             return [session_id for session_id, known in self._owners.items() if known == owner]
 
-    def owner(self, session_id: str) -> str | None:
-        """Whose session it is; None if it is not served here."""
-        with self._lock:
-            return self._owners.get(session_id)
-
     def owners(self) -> dict[str, str]:
-        """Whose each live session is."""
+        """The owner of each live session."""
         with self._lock:
             return dict(self._owners)
 
-    def is_known(self, session_id: str) -> bool:
-        """Whether there is, or ever was, a session of that id, whoever owns it."""
-        return self.owner(session_id) is not None or self._journal.session(session_id) is not None
-
-    def require_room(self, caller: Caller) -> None:
-        """That the caller may have one more session.
-
-        Raises:
-            OverloadedError: the quota is used up.
-        """
-        limit, used = caller.quotas.max_sessions, len(self.of(caller.owner))
-        if limit is not None and used >= limit:
-            raise OverloadedError(
-                f"{limit} sessions may live at once, and so many do",
-                field="max_sessions",
-                value=used + 1,
-                remedy="Close one (ServiceClient.close), or ask the operator for more",
-            )
-
-    def require_or_open(self, session_id: str, caller: Caller) -> None:
-        """As `require`; a session that its client has made up without asking is opened.
-
-        MinT's own scripts for raw HTTP do so. An id that is, or was, in use stays whose it is.
-        """
-        if MADE_UP_SESSION.fullmatch(session_id) and not self.is_known(session_id):
-            self.require_room(caller)
-            self.create(caller.owner, None, session_id=session_id)
-        self.require(session_id, caller.owner)
+    def touch(self, session_id: str, owner: str) -> bool:
+        """Notes that the owner of a live session was heard of; False if there is no such session here."""
+        with self._lock:
+            if self._owners.get(session_id) != owner:
+                return False
+            self._heard_at[session_id] = time.monotonic()
+            return True
 
     def require(self, session_id: str, owner: str) -> None:
-        """Notes that the session was heard of by its owner.
+        """As `touch`; reads the journal to say why there is no such session.
 
         Raises:
-            NotFoundError: there never was such a session of this owner here, or another process serves it.
+            NotFoundError: there never was such a session of this owner, or another process serves it.
             SessionEndedError: it has ended.
         """
-        with self._lock:
-            if self._owners.get(session_id) == owner:
-                self._heard_at[session_id] = time.monotonic()
-                return
+        if self.touch(session_id, owner):
+            return
         row = self._journal.session(session_id)
         if row is not None and row.owner != owner:
             row = None
@@ -122,6 +95,19 @@ class Sessions:
             value=session_id,
             remedy="Make a new ServiceClient, and load a named checkpoint with create_training_client_from_state",
         )
+
+    def require_or_open(self, session_id: str, caller: Caller) -> None:
+        """As `require`, but opens a session under an unused id that the client has chosen.
+
+        MinT's own scripts for raw HTTP do so. An id that is, or was, in use stays its owner's.
+        """
+        if not self.touch(session_id, caller.owner) and CLIENT_MADE_ID.fullmatch(session_id):
+            with self._lock:
+                is_known = session_id in self._owners
+            if not is_known and self._journal.session(session_id) is None:
+                caller.quotas.require_session(len(self.of(caller.owner)))
+                self.create(caller.owner, None, session_id=session_id)
+        self.require(session_id, caller.owner)
 
     def end(self, session_id: str) -> bool:
         """Forgets a session; False if it was not served here."""

@@ -156,7 +156,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def evaluate_checkpoint(folder: Path, *, optimizer: bool) -> tuple[Manifest, ModelState]:
+def read_checkpoint(folder: Path, *, optimizer: bool) -> tuple[Manifest, ModelState]:
     """The manifest and the state, every file checked against its hash; moments are None unless asked for.
 
     Raises:
@@ -238,7 +238,7 @@ def open_checkpoint(data_dir: Path, path: str) -> tuple[Manifest, dict[str, np.n
         row = find_checkpoint(journal, path, reader=None)
     finally:
         journal.close()
-    manifest, state = evaluate_checkpoint(data_dir / row.folder, optimizer=False)
+    manifest, state = read_checkpoint(data_dir / row.folder, optimizer=False)
     return manifest, dict(state.weights)
 
 

@@ -16,7 +16,7 @@ from mint.errors import UnknownBaseModelError
 from mint.models import registry
 
 
-class Bases:
+class BaseModels:
     """Base models by name."""
 
     def __init__(self, engine: Engine, aliases: Mapping[str, str], offered: Collection[str] | None = None) -> None:

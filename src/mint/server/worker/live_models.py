@@ -1,0 +1,159 @@
+"""The models that are in the engine, and what training requests do to them.
+
+Keeps the promise that there is never half a step: after a failed pass the next step is refused, and the gradient is
+cleared. Used on the worker's thread only. Knows no journal, no files and no jobs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mint.engine.protocol import LOSSES, BaseInfo, Engine, LoraSpec, LossSpec, ModelState, PassResult
+from mint.errors import InvalidRequestError, StepRefusedError
+from mint.server.store.checkpoints import Manifest
+from mint.server.worker import validation
+from mint.server.worker.base_models import BaseModels
+from mint.server.worker.lint import lint
+from mint.server.worker.snapshots import SnapshotHistory
+from mint.types import ForwardBackwardOutput, TensorData
+from mint.wire.requests import ForwardBackwardInput, OptimStepRequest
+
+
+@dataclass
+class LiveModel:
+    """A model in the engine.
+
+    `gradient_is_incomplete`: a pass has failed since the last step, so the next step is refused. The `seq` fields name
+    the requests that last changed the weights, and last published them for sampling.
+    """
+
+    base_model: str
+    base: BaseInfo
+    lora: LoraSpec
+    seed_given: bool
+    gradient_is_incomplete: bool = False
+    weights_seq: int = 0
+    published_seq: int = 0
+    snapshots: SnapshotHistory = field(default_factory=SnapshotHistory)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the weights are those that were last published (a new model's are its base's)."""
+        return self.published_seq >= self.weights_seq
+
+
+class LiveModels:
+    """The models of one engine by id."""
+
+    def __init__(self, engine: Engine, bases: BaseModels) -> None:
+        self.engine = engine
+        self.bases = bases
+        self._models: dict[str, LiveModel] = {}
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._models
+
+    def __getitem__(self, model_id: str) -> LiveModel:
+        return self._models[model_id]
+
+    def create(self, model_id: str, base_model: str, spec: LoraSpec, *, seed_given: bool) -> dict[str, Any]:
+        """Puts a new model into the engine; returns the columns of its row, with every setting that took effect."""
+        base = self.bases.load(base_model)
+        self.drop(model_id)
+        settings = self.engine.create_model(model_id, self.bases.key(base_model), spec)
+        self._models[model_id] = LiveModel(base_model, base, spec, seed_given)
+        sizes = {"context_length": base.context_length, "vocab_size": base.vocab_size, "arch": base.arch}
+        effective = {**base.settings, **sizes, **asdict(spec), **settings}
+        return {"base_model": base_model, "lora": asdict(spec), "seed_given": seed_given, "effective": effective}
+
+    def drop(self, model_id: str) -> None:
+        """Takes a model out of the engine; when it is next needed, it is restored from the journal."""
+        self.engine.drop_model(model_id)
+        self._models.pop(model_id, None)
+
+    def forward(self, model_id: str, content: ForwardBackwardInput, *, gradient: bool) -> ForwardBackwardOutput:
+        """A forward pass, with `gradient` also a backward pass that adds to the model's gradient.
+
+        Raises:
+            InvalidRequestError: the data do not fit the model; nothing has changed.
+        """
+        live = self._models[model_id]
+        checked = validation.check_pass(content, live.base)
+        run = self.engine.forward_backward if gradient else self.engine.forward
+        result = run(model_id, checked.data, checked.loss)
+        doubts = lint(checked.data, checked.loss, result, stop_tokens=live.base.eos_token_ids, fresh=live.is_published)
+        warnings = [*checked.warnings, *doubts]
+        return ForwardBackwardOutput(
+            loss_fn_outputs=_outputs(checked.loss, result),
+            metrics={**result.metrics, "lint_warnings:sum": float(len(warnings))},
+            warnings=warnings,
+        )
+
+    def optim_step(self, model_id: str, seq_id: int, request: OptimStepRequest) -> tuple[dict[str, float], str]:
+        """Applies the gradient; returns the metrics, and the digest of the new state."""
+        metrics = self.engine.optim_step(model_id, validation.check_adam(request.adam_params))
+        self._models[model_id].weights_seq = seq_id
+        return metrics, self.engine.state_digest(model_id)
+
+    def load(self, model_id: str, seq_id: int, manifest: Manifest, state: ModelState) -> str:
+        """Puts the state of a checkpoint into a model of the same shape; returns the digest of the new state.
+
+        Raises:
+            InvalidRequestError: the checkpoint is of another base model, or of other lora matrices.
+        """
+        live = self._models[model_id]
+        shape, saved = _shape(live.lora), _shape(manifest.lora_spec)
+        if shape != saved or self.bases.key(live.base_model) != self.bases.key(manifest.base_model):
+            raise InvalidRequestError(
+                f"was saved from {manifest.base_model} with {saved}, but this model is {live.base_model} with {shape}",
+                field="path",
+                value=manifest.path,
+                remedy="Use create_training_client_from_state, which makes a model of the checkpoint's own shape",
+            )
+        self.engine.write_state(model_id, state)
+        live.gradient_is_incomplete = False
+        live.weights_seq = seq_id
+        return self.engine.state_digest(model_id)
+
+    def require_whole_gradient(self, model_id: str) -> None:
+        """Refuses a step after a failed pass.
+
+        Raises:
+            StepRefusedError: once after each failed pass; the gradient is cleared, and the next step may run.
+        """
+        if not self._models[model_id].gradient_is_incomplete:
+            return
+        self.note_failed(model_id, "optim_step")
+        raise StepRefusedError(
+            "the step was refused: a forward_backward since the last step failed, so the gradient is incomplete; "
+            "all of it was cleared, and the weights are unchanged",
+            remedy="Correct the pass that failed, then call forward_backward and optim_step again",
+        )
+
+    def note_failed(self, model_id: str, kind: str) -> None:
+        """Notes a failed request: a pass leaves the gradient incomplete; the step that is refused for it clears it."""
+        live = self._models.get(model_id)
+        if live is None:
+            return
+        if kind in ("forward_backward", "missing"):
+            self.engine.clear_gradient(model_id)
+            live.gradient_is_incomplete = True
+        elif kind == "optim_step" and live.gradient_is_incomplete:
+            self.engine.clear_gradient(model_id)
+            live.gradient_is_incomplete = False
+
+
+def _outputs(loss: LossSpec, result: PassResult) -> list[dict[str, TensorData]]:
+    """For each datum the logprobs of its targets, and with a policy loss the entropies of their distributions."""
+    rows = [{"logprobs": TensorData.from_numpy(row)} for row in result.logprobs]
+    if "logprobs" not in LOSSES[loss.name].required:
+        return rows
+    for row, entropies in zip(rows, result.entropies, strict=False):  # no entropies without distributions
+        row["entropies"] = TensorData.from_numpy(entropies)
+    return rows
+
+
+def _shape(lora: LoraSpec) -> str:
+    trained = [name for name in ("attn", "mlp", "unembed") if getattr(lora, f"train_{name}")]
+    return f"rank {lora.rank} on {'+'.join(trained)}"

@@ -1,0 +1,104 @@
+"""Sample requests in the engine's terms: a request as a `SampleJob`, and a `SampleResult` as the result to send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import mint.wire as wire
+from mint.engine.protocol import CANCELLED, BaseInfo, SampleJob, SampleResult, StopRule, TokenTable
+from mint.errors import RequestFailedError
+from mint.server.ids import sample_seed
+from mint.server.queue.futures import FutureResult
+from mint.server.store.rows import SamplerRow
+from mint.server.worker import validation
+from mint.tokenizer import token_bytes
+from mint.types import PromptAltTokens, SampledSequence, SampleResponse, SamplingParams, TensorData, TopkLogprobs
+from mint.wire.requests import SampleRequest
+
+
+def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: Path) -> SampleJob:
+    """The request with all that it left open filled in; `folder` is the base model's.
+
+    Raises:
+        InvalidRequestError: it does not fit the base model.
+    """
+    params = request.sampling_params
+    max_tokens = validation.check_sample(request, base)
+    seed = params.seed if params.seed is not None else sample_seed(row.seed_root, request.seq_id)
+    return SampleJob(
+        base=base.name,
+        weights_id=row.weights_id,
+        prompt=request.prompt.to_numpy(),
+        num_samples=request.num_samples,
+        max_tokens=max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=seed,
+        stop=_stop_rule(params, base.eos_token_ids, folder),
+        prompt_logprobs=bool(request.prompt_logprobs),
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        logprobs_mode=params.logprobs_mode,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        target_prompt_logprobs=validation.target_pairs(request, base),
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+    )
+
+
+def _stop_rule(params: SamplingParams, eos: tuple[int, ...], folder: Path) -> StopRule:
+    """`stop` None: the model's own end. A non-empty `stop` adds to it. `[]`: nothing but `stop_token_ids`."""
+    extra = frozenset(params.stop_token_ids or ())
+    stop = params.stop
+    if stop is None:
+        return StopRule(frozenset(eos) | extra)
+    items = [stop] if isinstance(stop, str) else list(stop)
+    ids = frozenset(item for item in items if isinstance(item, int))
+    strings = tuple(item.encode() for item in items if isinstance(item, str))
+    ends = frozenset(eos) if items else frozenset()
+    vocabulary = token_bytes(folder) if strings else ()
+    return StopRule(ids | ends | extra, strings, vocabulary)
+
+
+def sample_result(request: SampleRequest, result: SampleResult) -> FutureResult:
+    """The encoded result, or the error with which the request failed."""
+    if result.error == CANCELLED:
+        return FutureResult.of_error(RequestFailedError("The request was cancelled"))
+    if result.error is not None:
+        return FutureResult.of_error(RequestFailedError(result.error))
+    return FutureResult(wire.encode_result(_response(request, result)))
+
+
+def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
+    alternatives = result.prompt_alt_tokens
+    return SampleResponse(
+        [
+            SampledSequence(
+                sample.tokens, sample.logprobs, "stop" if sample.stopped else "length", _topk_logprobs(sample.topk)
+            )
+            for sample in result.samples
+        ],
+        prompt_logprobs=result.prompt_logprobs if request.prompt_logprobs else None,
+        topk_prompt_logprobs=result.topk_prompt_logprobs,
+        target_prompt_logprobs=_in_layout(request.target_prompt_logprobs, result.target_prompt_logprobs),
+        prompt_alt_tokens=None
+        if alternatives is None
+        else PromptAltTokens(
+            tokens=TensorData.from_numpy(alternatives.tokens), logprobs=TensorData.from_numpy(alternatives.logprobs)
+        ),
+    )
+
+
+def _topk_logprobs(table: TokenTable | None) -> TopkLogprobs | None:
+    return None if table is None else TopkLogprobs(table.tokens, table.logprobs)
+
+
+def _in_layout(asked: TensorData | None, logprobs: np.ndarray | None) -> TensorData | None:
+    """The logprobs of the cells that name a token, in the layout of `asked`; 0 in the other cells."""
+    if asked is None or logprobs is None:
+        return None
+    cells = np.zeros(len(asked.values), np.float32)
+    cells[asked.values != validation.UNASKED] = logprobs
+    return asked.with_values(cells, "float32")

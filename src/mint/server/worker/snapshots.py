@@ -1,0 +1,110 @@
+"""Saves the state of a model after steps and loads, so that recovery replays few requests.
+
+A small state is saved after every step, before the step is acknowledged; a large one every few seconds, written in the
+background. Used on the worker's thread only. Knows no engine and no request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mint.engine.protocol import ModelState
+from mint.models.tensor_files import sync_file
+from mint.server.ids import file_stem
+from mint.server.store.durability import Durability
+from mint.server.store.rows import SnapshotRow
+from mint.server.store.snapshot_files import size_bytes, write_snapshot
+
+SMALL_STATE_BYTES = 20 * 1024 * 1024
+"""States up to this size are saved before every step is acknowledged."""
+
+SNAPSHOT_INTERVAL_S = 10.0
+MAX_SNAPSHOTS = 3
+
+
+def _written() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+@dataclass
+class SnapshotHistory:
+    """The snapshots of a live model.
+
+    `written` is done once the newest one survives a power failure. Requests with `seq_id < pruned_below` have no
+    payload in the journal any more.
+    """
+
+    rows: list[SnapshotRow] = field(default_factory=list)  # newest first
+    saved_at: float | None = None  # monotonic seconds
+    state_bytes: int = 0
+    pruned_below: int = 0
+    written: Future[None] = field(default_factory=_written)
+
+
+class Snapshots:
+    """Writes the snapshots of one data directory."""
+
+    def __init__(self, durability: Durability, data_dir: Path) -> None:
+        self._durability = durability
+        self._data_dir = data_dir
+
+    def save(
+        self,
+        history: SnapshotHistory,
+        model_id: str,
+        seq_id: int,
+        read_state: Callable[[], ModelState],
+        digest: str,
+        *,
+        force: bool,
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Saves the state after request `seq_id`, if it is time or with `force`.
+
+        Returns the fields of `Finish` to commit, and the files to delete after that commit.
+        """
+        now = time.monotonic()
+        due = history.saved_at is None or now - history.saved_at >= SNAPSHOT_INTERVAL_S
+        if not (force or due or history.state_bytes <= SMALL_STATE_BYTES):
+            return {}, ()
+        state = read_state()
+        history.state_bytes, history.saved_at = size_bytes(state), now
+        file = f"snapshots/{file_stem(model_id)}-{seq_id}.safetensors"
+        history.written.result()  # so that a power failure can cost only the newest: replay starts at the one before
+        path = self._data_dir / file
+        if history.state_bytes <= SMALL_STATE_BYTES:
+            write_snapshot(path, state, digest=digest)
+            history.written = self._durability.submit(sync_file, path)
+        else:
+            history.written = self._durability.submit(_write_durably, path, state, digest)
+        row = SnapshotRow(model_id, seq_id, file, digest)
+        rows = [row, *history.rows]
+        history.rows, old = rows[:MAX_SNAPSHOTS], rows[MAX_SNAPSHOTS:]
+        changes: dict[str, Any] = {"snapshot": row, "dropped_snapshots": tuple(gone.seq_id for gone in old)}
+        if old:
+            first, history.pruned_below = history.pruned_below, history.rows[-1].seq_id + 1
+            changes["pruned_payloads"] = (first, history.pruned_below)
+        return changes, tuple(gone.file for gone in old)
+
+
+def file_of(history: SnapshotHistory, seq_id: int) -> str | None:
+    """The file of the newest snapshot, if it holds the state after request `seq_id`.
+
+    Waits for a large file, which may still be in the making, and raises what went wrong with writing it.
+    """
+    if not history.rows or history.rows[0].seq_id != seq_id:
+        return None
+    if history.state_bytes > SMALL_STATE_BYTES or history.written.done():
+        history.written.result()
+    return history.rows[0].file
+
+
+def _write_durably(path: Path, state: ModelState, digest: str) -> None:
+    write_snapshot(path, state, digest=digest)
+    sync_file(path)
