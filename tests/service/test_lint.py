@@ -128,7 +128,7 @@ def test_warnings_are_counted_in_the_metrics_of_the_response(harness: Harness) -
 
 @pytest.fixture(scope="module")
 def mutations() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "lint_mutations.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "detection" / "lint_mutations.py"
     spec = importlib.util.spec_from_file_location("lint_mutations", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
