@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mint.client.metric_reduction import reduce_metrics
 from mint.client.training_client import TrainingClient
 from mint.rl.config import RLConfig
 from mint.rl.finding import Finding
@@ -173,16 +174,9 @@ def _entropies(results: Sequence[tuple[Datum, Mapping[str, Any]]]) -> np.ndarray
 def _measured(
     outputs: Sequence[tuple[list[Datum], ForwardBackwardOutput]], steps: Sequence[OptimStepResponse]
 ) -> dict[str, float]:
-    """The server's metrics: those of passes averaged over the step's passes (maxima: the largest), the last step's."""
-    merged: dict[str, list[float]] = {}
-    for _, output in outputs:
-        for name, value in output.metrics.items():
-            merged.setdefault(name, []).append(value)
-    passes = {}
-    for name, values in merged.items():
-        short, _, reduction = name.partition(":")
-        combine = {"max": max, "min": min, "sum": sum}.get(reduction, lambda found: float(np.mean(found)))
-        passes[f"train/{short}"] = float(combine(values))
+    """The server's metrics: those of all passes of the step joined, and those of its last optimizer step."""
+    joined = reduce_metrics([output.metrics for _, output in outputs], [len(datums) for datums, _ in outputs])
+    passes = {f"train/{name.partition(':')[0]}": value for name, value in joined.items()}
     optimizer = {f"optim/{name.partition(':')[0]}": value for name, value in steps[-1].metrics.items()}
     skipped = sum(step.metrics.get("skipped_nonfinite", 0.0) for step in steps)
     return {**passes, **optimizer, "optim/skipped_nonfinite": skipped, "optim/steps": float(len(steps))}
