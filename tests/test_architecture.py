@@ -21,7 +21,7 @@ LAZY = {("mint.client.service_client", "mint.compose.embedded"), ("mint.client.r
 HOMES: dict[str, frozenset[str]] = {
     "torch": frozenset({"engine", "cluster"}),
     "ray": frozenset({"cluster"}),
-    "httpx": frozenset({"client/session.py", "client/file_transfers.py", "rl/tasks/openai_judge.py"}),
+    "httpx": frozenset({"client/connection/http_transport.py", "rl/tasks/openai_judge.py"}),
     "starlette": frozenset({"server/http", "server/openai", "dashboard", "compose/dashboard.py"}),
     "uvicorn": frozenset({"compose/http_server.py"}),
     "structlog": frozenset({"server/ops/logs.py"}),

@@ -26,8 +26,9 @@ from starlette.routing import Mount
 from waiting import HANG_S, wait_until
 
 import mint
-import mint.client.session as http_module
-from mint.client.polling import LONGEST_PAUSE_S, Pauses, WaitingRoom
+import mint.client.connection.server_connection as server_connection
+from mint.client.connection.backoff import LONGEST_PAUSE_S, Backoff
+from mint.client.connection.wait_log import WaitLog
 from mint.compose.embedded import EmbeddedService, open_embedded
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import (
@@ -106,14 +107,14 @@ def times(count: int, answer: Response) -> Answer:
 
 
 def test_pauses_grow_are_drawn_at_random_and_honour_what_the_server_asks() -> None:
-    longest, shortest = Pauses(lambda: 1.0), Pauses(lambda: 0.0)
+    longest, shortest = Backoff(lambda: 1.0), Backoff(lambda: 0.0)
     grown = [longest.next_s() for _ in range(10)]
     assert grown == sorted(grown) and grown[0] < 0.5 and grown[-1] == LONGEST_PAUSE_S
     assert [shortest.next_s() for _ in range(10)] == [pause / 2 for pause in grown]
-    assert Pauses(lambda: 0.0).next_s("7") == 7.0
-    assert Pauses().next_s("1000000") <= 60.0
+    assert Backoff(lambda: 0.0).next_s("7") == 7.0
+    assert Backoff().next_s("1000000") <= 60.0
     for nonsense in ("soon", "", "-5", "Wed, 21 Oct 2026 07:28:00 GMT", None):
-        assert Pauses(lambda: 1.0).next_s(nonsense) == grown[0]
+        assert Backoff(lambda: 1.0).next_s(nonsense) == grown[0]
 
 
 @pytest.mark.parametrize("status", [429, 503, 408])
@@ -146,7 +147,7 @@ def test_a_lasting_trouble_is_raised_at_once_as_the_class_that_the_status_means(
 def test_an_overload_that_lasts_is_an_error_in_the_end(
     door: FrontDoor, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_module, "SUBMIT_PATIENCE_S", 1.0)
+    monkeypatch.setattr(server_connection, "SUBMIT_PATIENCE_S", 1.0)
     with mint.ServiceClient(base_url=url) as client:
         door.answers["create_model"] = times(1000, Response("busy", status_code=429))
         with pytest.raises(OverloadedError, match="429"):
@@ -199,7 +200,7 @@ def test_a_server_that_does_not_hold_the_question_is_not_asked_in_a_loop(door: F
 
 def test_a_long_wait_is_told_about_once_in_a_while_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    room = WaitingRoom(clock=lambda: now[0])
+    waits = WaitLog(clock=lambda: now[0])
     body = {
         "queue_state": "paused_capacity",
         "queue_state_reason": "3 tenants",
@@ -207,12 +208,12 @@ def test_a_long_wait_is_told_about_once_in_a_while_with_its_reason(caplog: pytes
         "estimated_wait_s": 12.0,
     }
     with caplog.at_level(logging.WARNING, logger="mint.client"):
-        room.enter("sess:train:0:5")
-        room.enter("sess:train:0:6")
+        waits.start("sess:train:0:5")
+        waits.start("sess:train:0:6")
         for second in range(0, 200, 5):
             now[0] = float(second)
-            room.not_yet("sess:train:0:5", body)
-            room.not_yet("sess:train:0:6", body)
+            waits.try_again("sess:train:0:5", body)
+            waits.try_again("sess:train:0:6", body)
     assert len(caplog.messages) == 3
     for text in ("sess:train:0:5", "60 s", "2 results", "paused_capacity", "3 tenants", "4 requests", "about 12 s"):
         assert text in caplog.messages[0]

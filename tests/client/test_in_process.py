@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from mint.client.transport import InProcess
+from mint.client.connection.transport import InProcessTransport
+from mint.client.connection.transport import Request as Asked
+from mint.client.connection.transport import Response as Answer
 
 
 async def mirror(request: Request) -> Response:
@@ -42,21 +45,43 @@ APP = Starlette(
 )
 
 
-def ask(method: str, path: str, content: bytes | None = None, **headers: str) -> Any:
-    caller = InProcess(APP, "http://mint.embedded/below/", {"X-All": "always", "x-own": "usually"})
-    return asyncio.run(caller.request(method, path, content=content, headers=headers))
+def ask(method: str, url: str, content: Any = b"", **options: Any) -> Answer:
+    transport = InProcessTransport(APP, "http://mint.embedded/below/")
+    headers = {"x-all": "always", **options.pop("headers", {})}
+    return asyncio.run(transport.send(Asked(method, url, headers, content, **options)))
 
 
 def test_a_request_arrives_whole_and_so_does_the_answer() -> None:
-    reply = ask("POST", "mirror/a%20b?c=d%26", b"content", **{"x-own": "now"})
-    assert (reply.status_code, reply.content) == (203, b"content|c=d%26|a b")
-    assert reply.url == "http://mint.embedded/below/mirror/a%20b?c=d%26"
-    seen = {name.removeprefix("seen-"): value for name, value in reply.headers.items() if name.startswith("seen-")}
+    response = ask("POST", "mirror/a%20b?c=d%26", b"content", headers={"x-own": "now"})
+    assert (response.status_code, response.content) == (203, b"content|c=d%26|a b")
+    assert response.url == "http://mint.embedded/below/mirror/a%20b?c=d%26"
+    seen = {name.removeprefix("seen-"): value for name, value in response.headers.items() if name.startswith("seen-")}
     assert seen == {"x-own": "now", "x-all": "always", "content-length": "7", "host": "mint.embedded"}
+
+
+def test_a_body_in_pieces_arrives_whole() -> None:
+    async def content() -> AsyncIterator[bytes]:
+        for piece in (b"one", b"two"):
+            yield piece
+
+    headers = {"x-own": "now", "content-length": "6"}
+    assert ask("POST", "mirror/a", content(), headers=headers).content == b"onetwo||a"
 
 
 def test_an_answer_in_pieces_is_put_together() -> None:
     assert ask("GET", "pieces").content == b"abc"
+
+
+def test_an_answer_goes_to_its_sink_piece_by_piece_and_a_refusal_does_not() -> None:
+    found: list[bytes] = []
+    assert ask("GET", "pieces", sink=found.append).content == b""
+    assert b"".join(found) == b"abc" and len(found) > 1
+    assert ask("GET", "nothing", sink=found.append).content == b"Not Found"
+    assert b"".join(found) == b"abc"
+
+
+def test_an_absolute_url_is_asked_as_it_is() -> None:
+    assert ask("GET", "http://mint.embedded/below/pieces").content == b"abc"
 
 
 def test_an_unknown_route_is_an_answer_and_an_error_of_the_application_is_raised() -> None:

@@ -12,9 +12,11 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote, urlencode
 
 import mint.wire as wire
-from mint.client import file_transfers as transfers
+from mint.client.async_twins import awaited
+from mint.client.connection import file_transfers
+from mint.client.connection.address import Address
 from mint.client.futures import APIFuture
-from mint.client.session import Address, EmbeddedServer, Session
+from mint.client.session import EmbeddedServer, Session
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.types import GetServerCapabilitiesResponse, SamplerInfo, WeightsInfoResponse
@@ -72,19 +74,15 @@ class RestClient:
 
     def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
         """The base models on offer."""
-        return self._ask(lambda: self._session.get("get_server_capabilities", GetServerCapabilitiesResponse))
+        return self._ask(lambda: self._session.server.get("get_server_capabilities", GetServerCapabilitiesResponse))
 
-    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        """As `get_server_capabilities`."""
-        return await self.get_server_capabilities()
+    get_server_capabilities_async = awaited(get_server_capabilities)
 
     def get_sampler(self, sampler_id: str) -> APIFuture[SamplerInfo]:
         """What a sampler samples from."""
-        return self._ask(lambda: self._session.get(f"samplers/{_part(sampler_id)}", SamplerInfo))
+        return self._ask(lambda: self._session.server.get(f"samplers/{_part(sampler_id)}", SamplerInfo))
 
-    async def get_sampler_async(self, sampler_id: str) -> SamplerInfo:
-        """As `get_sampler`."""
-        return await self.get_sampler(sampler_id)
+    get_sampler_async = awaited(get_sampler)
 
     # --- training runs -------------------------------------------------------------------------------------------
 
@@ -93,22 +91,16 @@ class RestClient:
     ) -> APIFuture[TrainingRunsResponse]:
         """A page of training runs, newest first; `accessible` adds those of which something is published."""
         query = {"limit": limit, "offset": offset, "access_scope": access_scope, "project_id": project_id}
-        return self._ask(lambda: self._session.get(_with("training_runs", query), TrainingRunsResponse))
+        return self._ask(lambda: self._session.server.get(_with("training_runs", query), TrainingRunsResponse))
 
-    async def list_training_runs_async(
-        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned", project_id: str | None = None
-    ) -> TrainingRunsResponse:
-        """As `list_training_runs`."""
-        return await self.list_training_runs(limit, offset, access_scope, project_id)
+    list_training_runs_async = awaited(list_training_runs)
 
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> APIFuture[TrainingRun]:
         """One training run."""
         path = _with(f"training_runs/{_part(training_run_id)}", {"access_scope": access_scope})
-        return self._ask(lambda: self._session.get(path, TrainingRun))
+        return self._ask(lambda: self._session.server.get(path, TrainingRun))
 
-    async def get_training_run_async(self, training_run_id: str, access_scope: AccessScope = "owned") -> TrainingRun:
-        """As `get_training_run`."""
-        return await self.get_training_run(training_run_id, access_scope)
+    get_training_run_async = awaited(get_training_run)
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
@@ -118,96 +110,72 @@ class RestClient:
         async def ask() -> TrainingRun:
             parsed = await self._located(tinker_path)
             path = _with(f"training_runs/{_part(parsed.training_run_id)}", {"access_scope": access_scope})
-            return await self._session.get(path, TrainingRun)
+            return await self._session.server.get(path, TrainingRun)
 
         return self._ask(ask)
 
-    async def get_training_run_by_tinker_path_async(
-        self, tinker_path: str, access_scope: AccessScope = "owned"
-    ) -> TrainingRun:
-        """As `get_training_run_by_tinker_path`."""
-        return await self.get_training_run_by_tinker_path(tinker_path, access_scope)
+    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
         """All checkpoints of a run, newest first."""
         path = f"training_runs/{_part(training_run_id)}/checkpoints"
-        return self._ask(lambda: self._session.get(path, CheckpointsListResponse))
+        return self._ask(lambda: self._session.server.get(path, CheckpointsListResponse))
 
-    async def list_checkpoints_async(self, training_run_id: str) -> CheckpointsListResponse:
-        """As `list_checkpoints`."""
-        return await self.list_checkpoints(training_run_id)
+    list_checkpoints_async = awaited(list_checkpoints)
 
     def list_user_checkpoints(
         self, limit: int = 100, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> APIFuture[CheckpointsListResponse]:
         """A page of the checkpoints of all runs, newest first; `accessible` adds what others have published."""
         query = {"limit": limit, "offset": offset, "access_scope": access_scope}
-        return self._ask(lambda: self._session.get(_with("checkpoints", query), CheckpointsListResponse))
+        return self._ask(lambda: self._session.server.get(_with("checkpoints", query), CheckpointsListResponse))
 
-    async def list_user_checkpoints_async(
-        self, limit: int = 100, offset: int = 0, access_scope: AccessScope = "owned"
-    ) -> CheckpointsListResponse:
-        """As `list_user_checkpoints`."""
-        return await self.list_user_checkpoints(limit, offset, access_scope)
+    list_user_checkpoints_async = awaited(list_user_checkpoints)
 
     def get_checkpoint(self, path: str) -> APIFuture[Checkpoint]:
         """One checkpoint, by its path or `ckpt_…` id."""
         return self._ask(lambda: self._described(path))
 
-    async def get_checkpoint_async(self, path: str) -> Checkpoint:
-        """As `get_checkpoint`."""
-        return await self.get_checkpoint(path)
+    get_checkpoint_async = awaited(get_checkpoint)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
         """What a checkpoint was saved from."""
         request = WeightsInfoRequest(tinker_path=tinker_path)
-        return self._ask(lambda: self._session.post("weights_info", request, WeightsInfoResponse))
+        return self._ask(lambda: self._session.server.post("weights_info", request, WeightsInfoResponse))
 
-    async def get_weights_info_by_tinker_path_async(self, tinker_path: str) -> WeightsInfoResponse:
-        """As `get_weights_info_by_tinker_path`."""
-        return await self.get_weights_info_by_tinker_path(tinker_path)
+    get_weights_info_by_tinker_path_async = awaited(get_weights_info_by_tinker_path)
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
         """Deletes a checkpoint for good; `checkpoint_id` is `weights/NAME` or `sampler_weights/NAME`."""
         return self.delete_checkpoint_from_tinker_path(f"mint://{training_run_id}/{checkpoint_id}")
 
-    async def delete_checkpoint_async(self, training_run_id: str, checkpoint_id: str) -> None:
-        """As `delete_checkpoint`."""
-        await self.delete_checkpoint(training_run_id, checkpoint_id)
+    delete_checkpoint_async = awaited(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Deletes a checkpoint for good."""
         return self._change("DELETE", tinker_path)
 
-    async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        """As `delete_checkpoint_from_tinker_path`."""
-        await self.delete_checkpoint_from_tinker_path(tinker_path)
+    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Makes a checkpoint readable by everyone who knows its path."""
         return self._change("POST", tinker_path, "/publish")
 
-    async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        """As `publish_checkpoint_from_tinker_path`."""
-        await self.publish_checkpoint_from_tinker_path(tinker_path)
+    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Makes a checkpoint readable by its owner alone."""
         return self._change("DELETE", tinker_path, "/publish")
 
-    async def unpublish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        """As `unpublish_checkpoint_from_tinker_path`."""
-        await self.unpublish_checkpoint_from_tinker_path(tinker_path)
+    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
         """Keeps a checkpoint for so long from now on; None keeps it for good."""
         return self._change("PUT", tinker_path, "/ttl", SetCheckpointTtlRequest(ttl_seconds=ttl_seconds))
 
-    async def set_checkpoint_ttl_from_tinker_path_async(self, tinker_path: str, ttl_seconds: int | None) -> None:
-        """As `set_checkpoint_ttl_from_tinker_path`."""
-        await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds)
+    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
 
     def copy_weights(
         self,
@@ -226,22 +194,11 @@ class RestClient:
         )
 
         async def ask() -> str:
-            return (await self._session.post("copy_weights", request, CopyWeightsResponse)).tinker_path
+            return (await self._session.server.post("copy_weights", request, CopyWeightsResponse)).tinker_path
 
         return self._ask(ask)
 
-    async def copy_weights_async(
-        self,
-        path: str,
-        destination_project_id: str | None = None,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: str | None = None,
-    ) -> str:
-        """As `copy_weights`."""
-        return await self.copy_weights(
-            path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
-        )
+    copy_weights_async = awaited(copy_weights)
 
     # --- files ---------------------------------------------------------------------------------------------------
 
@@ -251,19 +208,13 @@ class RestClient:
         """Where a checkpoint's .tar.gz can be fetched, without a key, for a while."""
         return self.get_checkpoint_archive_url_from_tinker_path(f"mint://{training_run_id}/{checkpoint_id}")
 
-    async def get_checkpoint_archive_url_async(
-        self, training_run_id: str, checkpoint_id: str
-    ) -> CheckpointArchiveUrlResponse:
-        """As `get_checkpoint_archive_url`."""
-        return await self.get_checkpoint_archive_url(training_run_id, checkpoint_id)
+    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
 
     def get_checkpoint_archive_url_from_tinker_path(self, tinker_path: str) -> APIFuture[CheckpointArchiveUrlResponse]:
         """As `get_checkpoint_archive_url`, by path."""
         return self._ask(lambda: self._archive(tinker_path))
 
-    async def get_checkpoint_archive_url_from_tinker_path_async(self, tinker_path: str) -> CheckpointArchiveUrlResponse:
-        """As `get_checkpoint_archive_url_from_tinker_path`."""
-        return await self.get_checkpoint_archive_url_from_tinker_path(tinker_path)
+    get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
 
     get_checkpoint_archive_url_from_mint_path = get_checkpoint_archive_url_from_tinker_path
     get_checkpoint_archive_url_from_mint_path_async = get_checkpoint_archive_url_from_tinker_path_async
@@ -273,13 +224,11 @@ class RestClient:
 
         async def ask() -> ExternalWeightsUrlsResponse:
             route = _route(await self._located(tinker_path))
-            return await self._session.get(f"{route}/external_weights_urls", ExternalWeightsUrlsResponse)
+            return await self._session.server.get(f"{route}/external_weights_urls", ExternalWeightsUrlsResponse)
 
         return self._ask(ask)
 
-    async def get_external_weights_urls_async(self, tinker_path: str) -> ExternalWeightsUrlsResponse:
-        """As `get_external_weights_urls`."""
-        return await self.get_external_weights_urls(tinker_path)
+    get_external_weights_urls_async = awaited(get_external_weights_urls)
 
     def download_checkpoint(self, path: str, output: str | Path) -> APIFuture[Path]:
         """Writes a checkpoint's .tar.gz to `output`: all of it or nothing. In a folder it is named after itself."""
@@ -290,13 +239,11 @@ class RestClient:
             if target.is_dir():
                 target /= f"{located.checkpoint_id.replace('/', '-')}.tar.gz"
             url = (await self._archive(located.tinker_path)).url
-            return await self._session.transfer(lambda http: transfers.fetch(http, url, target))
+            return await file_transfers.download(self._session.server, url, target)
 
         return self._ask(ask)
 
-    async def download_checkpoint_async(self, path: str, output: str | Path) -> Path:
-        """As `download_checkpoint`."""
-        return await self.download_checkpoint(path, output)
+    download_checkpoint_async = awaited(download_checkpoint)
 
     def upload_checkpoint(
         self, path: str | Path, *, base_model: str | None = None, name: str | None = None
@@ -308,16 +255,12 @@ class RestClient:
         fields = {key: value for key, value in (("base_model", base_model), ("name", name)) if value is not None}
 
         async def ask() -> UploadCheckpointResponse:
-            send = lambda http: transfers.send(http, "checkpoints/upload", Path(path), fields)  # noqa: E731
-            return wire.decode(UploadCheckpointResponse, await self._session.transfer(send))
+            body = await file_transfers.upload(self._session.server, "checkpoints/upload", Path(path), fields)
+            return wire.decode(UploadCheckpointResponse, body)
 
         return self._ask(ask)
 
-    async def upload_checkpoint_async(
-        self, path: str | Path, *, base_model: str | None = None, name: str | None = None
-    ) -> UploadCheckpointResponse:
-        """As `upload_checkpoint`."""
-        return await self.upload_checkpoint(path, base_model=base_model, name=name)
+    upload_checkpoint_async = awaited(upload_checkpoint)
 
     # --- sessions ------------------------------------------------------------------------------------------------
 
@@ -326,52 +269,44 @@ class RestClient:
     ) -> APIFuture[ListSessionsResponse]:
         """A page of session ids, living or ended, newest first."""
         query = {"limit": limit, "offset": offset, "access_scope": access_scope}
-        return self._ask(lambda: self._session.get(_with("sessions", query), ListSessionsResponse))
+        return self._ask(lambda: self._session.server.get(_with("sessions", query), ListSessionsResponse))
 
-    async def list_sessions_async(
-        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
-    ) -> ListSessionsResponse:
-        """As `list_sessions`."""
-        return await self.list_sessions(limit, offset, access_scope)
+    list_sessions_async = awaited(list_sessions)
 
     def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> APIFuture[GetSessionResponse]:
         """The runs and samplers of a session."""
         path = _with(f"sessions/{_part(session_id)}", {"access_scope": access_scope})
-        return self._ask(lambda: self._session.get(path, GetSessionResponse))
+        return self._ask(lambda: self._session.server.get(path, GetSessionResponse))
 
-    async def get_session_async(self, session_id: str, access_scope: AccessScope = "owned") -> GetSessionResponse:
-        """As `get_session`."""
-        return await self.get_session(session_id, access_scope)
+    get_session_async = awaited(get_session)
 
     def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
         """A page of sessions that fit, newest first."""
-        return self._ask(lambda: self._session.post("sessions/search", request, SessionSearchResponse))
+        return self._ask(lambda: self._session.server.post("sessions/search", request, SessionSearchResponse))
 
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
         """Puts a session, and with it its runs, into a project."""
         request = AssignSessionProjectRequest(project_id=project_id)
 
         async def ask() -> None:
-            await self._session.call("PUT", f"sessions/{_part(session_id)}/project", request)
+            await self._session.server.call("PUT", f"sessions/{_part(session_id)}/project", request)
 
         return self._ask(ask)
 
-    async def assign_session_project_async(self, session_id: str, project_id: str) -> None:
-        """As `assign_session_project`."""
-        await self.assign_session_project(session_id, project_id)
+    assign_session_project_async = awaited(assign_session_project)
 
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> APIFuture[T]:
         """Runs `work()` on the session's thread; the session is opened first, where it is not yet."""
-        _ = self._session.session_id
+        self._session.open()
         return APIFuture(self._session.run(work()))
 
     def _change(
         self, method: str, path: str, action: str = "", message: SetCheckpointTtlRequest | None = None
     ) -> APIFuture[None]:
         async def ask() -> None:
-            await self._session.call(method, _route(await self._located(path)) + action, message)
+            await self._session.server.call(method, _route(await self._located(path)) + action, message)
 
         return self._ask(ask)
 
@@ -382,12 +317,12 @@ class RestClient:
 
     def _described(self, path: str) -> Coroutine[Any, Any, Checkpoint]:
         if path.startswith("ckpt_"):
-            return self._session.get(f"checkpoints/{_part(path)}", Checkpoint)
-        return self._session.get(_route(ParsedCheckpointTinkerPath.from_tinker_path(path)), Checkpoint)
+            return self._session.server.get(f"checkpoints/{_part(path)}", Checkpoint)
+        return self._session.server.get(_route(ParsedCheckpointTinkerPath.from_tinker_path(path)), Checkpoint)
 
     async def _archive(self, path: str) -> CheckpointArchiveUrlResponse:
         route = f"{_route(await self._located(path))}/archive"
-        return await self._session.transfer(lambda http: transfers.archive_url(http, route))
+        return await file_transfers.archive_url(self._session.server, route)
 
 
 def _part(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import concurrent.futures
 import itertools
@@ -12,8 +11,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mint.client.async_twins import awaited
+from mint.client.connection.address import Address
+from mint.client.connection.server_connection import EncodedRequest
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
-from mint.client.session import Address, Outgoing, Session
+from mint.client.session import Session
 from mint.client.tokenizers import tokenizer_of
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
@@ -89,33 +91,9 @@ class SamplingClient(ClientFuture):
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )
-        return APIFuture(self._session.run(self._sample(self._session.prepare(request)), may_cancel=True))
+        return APIFuture(self._session.run(self._sample(self._session.server.encode(request)), may_cancel=True))
 
-    async def sample_async(
-        self,
-        prompt: ModelInput,
-        num_samples: int,
-        sampling_params: SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: TensorData | None = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> SampleResponse:
-        """As `sample`; awaiting it gives the response itself. Cancelled, it tells the server to stop."""
-        future = self.sample(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_alt_tokens_k,
-            prompt_logprobs_last_n,
-        )
-        return await _or_cancel(future)
+    sample_async = awaited(sample)
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
@@ -130,13 +108,11 @@ class SamplingClient(ClientFuture):
             prompt_logprobs=True,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
-        return APIFuture(self._session.run(self._prompt_logprobs(self._session.prepare(request)), may_cancel=True))
+        return APIFuture(
+            self._session.run(self._prompt_logprobs(self._session.server.encode(request)), may_cancel=True)
+        )
 
-    async def compute_logprobs_async(
-        self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> list[float | None]:
-        """As `compute_logprobs`; awaiting it gives the list itself."""
-        return await _or_cancel(self.compute_logprobs(prompt, prompt_logprobs_last_n))
+    compute_logprobs_async = awaited(compute_logprobs)
 
     # --- looking up ----------------------------------------------------------------------------------------------
 
@@ -181,7 +157,9 @@ class SamplingClient(ClientFuture):
 
     def __reduce__(self) -> tuple[Callable[..., SamplingClient], tuple[dict[str, Any]]]:
         address = self._session.address
-        return _joined_sampler, ({**self._identity(), "api_key": address.api_key, "headers": dict(address.headers)},)
+        return _joined_sampler, (
+            {**self._identity(), "api_key": address.api_key, "headers": dict(address.extra_headers)},
+        )
 
     def _identity(self) -> dict[str, Any]:
         if self._session.is_embedded:
@@ -194,35 +172,27 @@ class SamplingClient(ClientFuture):
         self.result()
         return {
             "base_url": self._session.address.base_url,
-            "session_id": self._session.session_id,
+            "session_id": self._session.open(),
             "sampler_id": self.sampling_session_id,
             "record_stability_info": self._record_stability_info,
         }
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    async def _sample(self, outgoing: Outgoing) -> SampleResponse:
+    async def _sample(self, outgoing: EncodedRequest) -> SampleResponse:
         await wait_async(self._made, None)
-        return await self._session.submit("asample", outgoing, SampleResponse)
+        return await self._session.server.submit("asample", outgoing, SampleResponse)
 
-    async def _prompt_logprobs(self, outgoing: Outgoing) -> list[float | None]:
+    async def _prompt_logprobs(self, outgoing: EncodedRequest) -> list[float | None]:
         return (await self._sample(outgoing)).prompt_logprobs or []
 
     async def _get_info(self) -> SamplerInfo:
         await wait_async(self._made, None)
-        return self._info or await self._session.get(f"samplers/{self.sampling_session_id}", SamplerInfo)
+        return self._info or await self._session.server.get(f"samplers/{self.sampling_session_id}", SamplerInfo)
 
     def _known_info(self, info: SamplerInfo) -> SamplerInfo:
         self._info = info
         return info
-
-
-async def _or_cancel(future: APIFuture[Any]) -> Any:
-    try:
-        return await future
-    except asyncio.CancelledError:
-        future.cancel()
-        raise
 
 
 _joined: dict[tuple[str, str, str], Session] = {}
@@ -238,7 +208,7 @@ def _joined_sampler(identity: Mapping[str, Any]) -> SamplingClient:
         if key not in _joined:
             _joined[key] = Session(address, joined=session_id)
         session = _joined[key]
-    _ = session.session_id
+    session.open()
     made: concurrent.futures.Future[Any] = concurrent.futures.Future()
     made.set_result(None)
     return SamplingClient(

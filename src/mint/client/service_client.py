@@ -11,10 +11,12 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from mint.client.async_twins import awaited
+from mint.client.connection.address import Address
 from mint.client.futures import ClientFuture, wait, wait_async
 from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClient
-from mint.client.session import Address, EmbeddedServer, Outcome, Session
+from mint.client.session import EmbeddedServer, Outcome, Session
 from mint.client.training_client import TrainingClient, create_sampler
 from mint.config import read_settings
 from mint.errors import InvalidRequestError, NotFoundError
@@ -97,8 +99,8 @@ class ServiceClient:
 
     @property
     def session_id(self) -> str:
-        """The session's id."""
-        return self._session.session_id
+        """The session's id; opens the session."""
+        return self._session.open()
 
     def close(self, status: Outcome = "success", detail: str | None = None) -> None:
         """Ends the session, and says how it went. Again is fine; takes seconds at most where the server is gone."""
@@ -133,21 +135,7 @@ class ServiceClient:
         lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
         return _made(self._new_model(base_model, lora, user_metadata, optimizer))
 
-    async def create_lora_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 16,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: dict[str, Any] | None = None,
-        optimizer: Any = None,
-    ) -> TrainingClient:
-        """As `create_lora_training_client`, once the model is there."""
-        await self._opened()
-        lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
-        return await self._new_model(base_model, lora, user_metadata, optimizer)
+    create_lora_training_client_async = awaited(create_lora_training_client)
 
     def create_training_client_from_state(
         self,
@@ -165,19 +153,7 @@ class ServiceClient:
             self._loaded_model(path, base_model, user_metadata, weights_access_token, optimizer, with_moments=False)
         )
 
-    async def create_training_client_from_state_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, Any] | None = None,
-        weights_access_token: str | None = None,
-        optimizer: Any = None,
-    ) -> TrainingClient:
-        """As `create_training_client_from_state`, once the model is there."""
-        await self._opened()
-        return await self._loaded_model(
-            path, base_model, user_metadata, weights_access_token, optimizer, with_moments=False
-        )
+    create_training_client_from_state_async = awaited(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -189,16 +165,7 @@ class ServiceClient:
         """A new model that goes on where a checkpoint was saved, optimizer and all."""
         return _made(self._loaded_model(path, base_model, user_metadata, weights_access_token, None, with_moments=True))
 
-    async def create_training_client_from_state_with_optimizer_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, Any] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        """As `create_training_client_from_state_with_optimizer`, once the model is there."""
-        await self._opened()
-        return await self._loaded_model(path, base_model, user_metadata, weights_access_token, None, with_moments=True)
+    create_training_client_from_state_with_optimizer_async = awaited(create_training_client_from_state_with_optimizer)
 
     # --- sampling and looking up ---------------------------------------------------------------------------------
 
@@ -215,16 +182,7 @@ class ServiceClient:
         """
         return _made(create_sampler(self._session, model_path, base_model, record_stability_info))
 
-    async def create_sampling_client_async(
-        self,
-        model_path: str | None = None,
-        base_model: str | None = None,
-        retry_config: Any = None,
-        record_stability_info: bool = False,
-    ) -> SamplingClient:
-        """As `create_sampling_client`, once the sampler is there."""
-        await self._opened()
-        return await create_sampler(self._session, model_path, base_model, record_stability_info)
+    create_sampling_client_async = awaited(create_sampling_client)
 
     def create_sampling_client_from_checkpoint(self, checkpoint_name: str) -> SamplingClient:
         """A sampler of a checkpoint of one's own, by its path, its `ckpt_…` id, or the name that it was saved under.
@@ -253,18 +211,14 @@ class ServiceClient:
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
         """As `get_server_capabilities`."""
-        await self._opened()
+        await self._session.open_async()
         return await wait_async(self._get_capabilities(), None)
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    async def _opened(self) -> None:
-        """Opens the session without blocking the caller's event loop."""
-        await asyncio.to_thread(lambda: self._session.session_id)
-
     def _get_capabilities(self) -> concurrent.futures.Future[GetServerCapabilitiesResponse]:
-        _ = self._session.session_id
-        return self._session.run(self._session.get("get_server_capabilities", GetServerCapabilitiesResponse))
+        self._session.open()
+        return self._session.run(self._session.server.get("get_server_capabilities", GetServerCapabilitiesResponse))
 
     def _new_model(
         self, base_model: str, lora: LoraConfig, user_metadata: dict[str, Any] | None, optimizer: Any
@@ -300,10 +254,10 @@ class ServiceClient:
     def _model(
         self, route: str, kind: type[BaseModel], answer: type[BaseModel], fields: dict[str, Any]
     ) -> TrainingClient:
-        session_id = self._session.session_id
+        session_id = self._session.open()
         number = next(self._session.model_numbers)
         request = _checked(kind, session_id=session_id, model_seq_id=number, **fields)
-        made = self._session.run(self._session.submit(route, self._session.prepare(request), answer))
+        made = self._session.run(self._session.server.submit(route, self._session.server.encode(request), answer))
         return TrainingClient(self._session, f"{session_id}:train:{number}", made)
 
 

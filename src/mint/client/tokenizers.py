@@ -35,7 +35,9 @@ def tokenizer_of(session: Session, tokenizer_id: str, base_model: str) -> Any:
     key = (session.address.url, base_model)
     if key not in _folders:
         try:
-            answer = wait(session.run(session.get(f"tokenizers/{quote(base_model)}", TokenizerFilesResponse)), None)
+            answer = wait(
+                session.run(session.server.get(f"tokenizers/{quote(base_model)}", TokenizerFilesResponse)), None
+            )
         except NotFoundError:  # a server that sends none: another one of this protocol
             return load_tokenizer("", tokenizer_id or base_model)
         _folders[key] = str(_keep(answer.files, read_settings().home_dir / "tokenizers"))

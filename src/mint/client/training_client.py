@@ -15,11 +15,13 @@ from pydantic import BaseModel, ValidationError
 
 import mint.wire as wire
 from mint.client import chunking as chunks
+from mint.client.async_twins import awaited, submitted
+from mint.client.connection.server_connection import EncodedRequest
 from mint.client.custom_loss import CustomLoss, gradient, reweighted, without_loss
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
 from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClient
-from mint.client.session import Outgoing, Session
+from mint.client.session import Session
 from mint.client.tokenizers import tokenizer_of
 from mint.errors import InvalidRequestError
 from mint.types import (
@@ -72,11 +74,7 @@ class TrainingClient(ClientFuture):
         """Logprobs of the targets and the loss; no gradient, and the model does not change."""
         return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
 
-    async def forward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
-    ) -> APIFuture[ForwardBackwardOutput]:
-        """As `forward`: awaiting it gives the future."""
-        return self.forward(data, loss_fn, loss_fn_config)
+    forward_async = submitted(forward)
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
@@ -84,11 +82,7 @@ class TrainingClient(ClientFuture):
         """As `forward`, and adds the gradient of the summed loss to what the next `optim_step` applies."""
         return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
 
-    async def forward_backward_async(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
-    ) -> APIFuture[ForwardBackwardOutput]:
-        """As `forward_backward`: awaiting it gives the future."""
-        return self.forward_backward(data, loss_fn, loss_fn_config)
+    forward_backward_async = submitted(forward_backward)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], fn: CustomLoss, *, loss_type_input: str | None = None
@@ -109,11 +103,7 @@ class TrainingClient(ClientFuture):
         forward, backward = self._take_numbers(len(parts)), self._take_numbers(len(parts))
         return APIFuture(self._session.run(self._custom(data, parts, fn, forward, backward)))
 
-    async def forward_backward_custom_async(
-        self, data: Sequence[Datum], fn: CustomLoss, *, loss_type_input: str | None = None
-    ) -> APIFuture[ForwardBackwardOutput]:
-        """As `forward_backward_custom`: awaiting it gives the future."""
-        return self.forward_backward_custom(data, fn, loss_type_input=loss_type_input)
+    forward_backward_custom_async = submitted(forward_backward_custom)
 
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
@@ -132,11 +122,7 @@ class TrainingClient(ClientFuture):
         request = self._numbered(OptimStepRequest, adam_params=params)
         return self._send("optim_step", request, OptimStepResponse)
 
-    async def optim_step_async(
-        self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
-    ) -> APIFuture[OptimStepResponse]:
-        """As `optim_step`: awaiting it gives the future."""
-        return self.optim_step(optim_params, adam_params=adam_params)
+    optim_step_async = submitted(optim_step)
 
     # --- saving and loading --------------------------------------------------------------------------------------
 
@@ -156,25 +142,13 @@ class TrainingClient(ClientFuture):
         )
         return self._send("save_weights", request, SaveWeightsResponse)
 
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[SaveWeightsResponse]:
-        """As `save_state`: awaiting it gives the future."""
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+    save_state_async = submitted(save_state)
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> APIFuture[LoadWeightsResponse]:
         """Loads the weights of a checkpoint; the optimizer starts afresh."""
         return self._load(path, weights_access_token, optimizer=False)
 
-    async def load_state_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[LoadWeightsResponse]:
-        """As `load_state`: awaiting it gives the future."""
-        return self.load_state(path, weights_access_token)
+    load_state_async = submitted(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -182,11 +156,7 @@ class TrainingClient(ClientFuture):
         """Loads the weights and the optimizer of a checkpoint."""
         return self._load(path, weights_access_token, optimizer=True)
 
-    async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[LoadWeightsResponse]:
-        """As `load_state_with_optimizer`: awaiting it gives the future."""
-        return self.load_state_with_optimizer(path, weights_access_token)
+    load_state_with_optimizer_async = submitted(load_state_with_optimizer)
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
@@ -197,11 +167,7 @@ class TrainingClient(ClientFuture):
         )
         return self._send("save_weights_for_sampler", request, SaveWeightsForSamplerResponse)
 
-    async def save_weights_for_sampler_async(
-        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
-    ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        """As `save_weights_for_sampler`: awaiting it gives the future."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+    save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
@@ -215,11 +181,7 @@ class TrainingClient(ClientFuture):
         )
         return self._send("save_weights_external", request, SaveWeightsExternalResponse)
 
-    async def save_weights_external_async(
-        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
-    ) -> APIFuture[SaveWeightsExternalResponse]:
-        """As `save_weights_external`: awaiting it gives the future."""
-        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+    save_weights_external_async = submitted(save_weights_external)
 
     def save_weights_and_get_sampling_client(
         self,
@@ -236,18 +198,10 @@ class TrainingClient(ClientFuture):
         sampler = next(self._session.sampler_numbers)
         request = self._numbered(SaveWeightsForSamplerRequest, sampling_session_seq_id=sampler, kind=kind)
         made = self._send("save_weights_for_sampler", request, SaveWeightsForSamplerResponse)
-        name = f"{self._session.session_id}:sample:{sampler}"
+        name = f"{self._session.open()}:sample:{sampler}"
         return SamplingClient(self._session, name, made.future(), record_stability_info=record_stability_info)
 
-    async def save_weights_and_get_sampling_client_async(
-        self,
-        name: str | None = None,
-        retry_config: Any = None,
-        record_stability_info: bool = False,
-        kind: str = "snapshot",
-    ) -> SamplingClient:
-        """As `save_weights_and_get_sampling_client`, once the sampler is there."""
-        return await self.save_weights_and_get_sampling_client(name, retry_config, record_stability_info, kind)
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
 
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
@@ -255,11 +209,7 @@ class TrainingClient(ClientFuture):
         """A sampler of a saved checkpoint."""
         return create_sampler(self._session, model_path, None, record_stability_info)
 
-    async def create_sampling_client_async(
-        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
-    ) -> SamplingClient:
-        """As `create_sampling_client`, once the sampler is there."""
-        return await self.create_sampling_client(model_path, retry_config, record_stability_info)
+    create_sampling_client_async = awaited(create_sampling_client)
 
     # --- looking up ----------------------------------------------------------------------------------------------
 
@@ -329,15 +279,15 @@ class TrainingClient(ClientFuture):
         except ValidationError as error:
             raise invalid_request(error, "forward_backward") from error
 
-    def _pass_body(self, content: ForwardBackwardInput, number: int, *, forward_only: bool = False) -> Outgoing:
+    def _pass_body(self, content: ForwardBackwardInput, number: int, *, forward_only: bool = False) -> EncodedRequest:
         request = ForwardBackwardRequest(
             model_id=self.model_id, seq_id=number, forward_backward_input=content, forward_only=forward_only
         )
-        return self._session.prepare(request)
+        return self._session.server.encode(request)
 
-    async def _submit_passes(self, bodies: Sequence[Outgoing]) -> ForwardBackwardOutput:
+    async def _submit_passes(self, bodies: Sequence[EncodedRequest]) -> ForwardBackwardOutput:
         await wait_async(self._made, None)
-        outputs = [self._session.submit("forward_backward", body, ForwardBackwardOutput) for body in bodies]
+        outputs = [self._session.server.submit("forward_backward", body, ForwardBackwardOutput) for body in bodies]
         return chunks.merge(await asyncio.gather(*outputs))
 
     async def _custom(
@@ -374,26 +324,26 @@ class TrainingClient(ClientFuture):
         return self._send("load_weights", request, LoadWeightsResponse)
 
     def _send(self, route: str, request: BaseModel, kind: type[M]) -> APIFuture[M]:
-        return APIFuture(self._session.run(self._submit(route, self._session.prepare(request), kind)))
+        return APIFuture(self._session.run(self._submit(route, self._session.server.encode(request), kind)))
 
-    async def _submit(self, route: str, outgoing: Outgoing, kind: type[M]) -> M:
+    async def _submit(self, route: str, outgoing: EncodedRequest, kind: type[M]) -> M:
         await wait_async(self._made, None)
-        return await self._session.submit(route, outgoing, kind)
+        return await self._session.server.submit(route, outgoing, kind)
 
     async def _get_info(self) -> GetInfoResponse:
         await wait_async(self._made, None)
-        return await self._session.post("get_info", ModelRequest(model_id=self.model_id), GetInfoResponse)
+        return await self._session.server.post("get_info", ModelRequest(model_id=self.model_id), GetInfoResponse)
 
 
 def create_sampler(
     session: Session, model_path: str | None, base_model: str | None, record_stability_info: bool = False
 ) -> SamplingClient:
     """A sampler of a checkpoint or of a base model, under way."""
-    session_id = session.session_id
+    session_id = session.open()
     number = next(session.sampler_numbers)
     request = CreateSamplingSessionRequest(
         session_id=session_id, sampling_session_seq_id=number, model_path=model_path, base_model=base_model
     )
-    made = session.run(session.post("create_sampling_session", request, CreateSamplingSessionResponse))
+    made = session.run(session.server.post("create_sampling_session", request, CreateSamplingSessionResponse))
     name = f"{session_id}:sample:{number}"
     return SamplingClient(session, name, made, record_stability_info=record_stability_info)
