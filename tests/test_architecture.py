@@ -88,8 +88,16 @@ def import_rules() -> dict[str, frozenset[str]]:
     """Room or module → what it may import: the table in ARCHITECTURE.md. Longer names win over shorter ones."""
     text = (ROOT / "ARCHITECTURE.md").read_text().split("## Who may import whom")[1].split("\n## ")[0]
     rows = [(row["rooms"], row["targets"]) for row in ROW.finditer(text)]
-    split = [(rooms.split(", "), frozenset(targets.strip().split(", "))) for rooms, targets in rows[2:]]
-    return {room.strip(): targets for rooms, targets in split for room in rooms}
+    groups: dict[str, list[str]] = {}
+    rules: dict[str, frozenset[str]] = {}
+    for rooms, targets in rows[2:]:
+        name, colon, members = rooms.partition(": ")
+        modules = (members if colon else rooms).strip().split(", ")
+        if colon:
+            groups[name] = modules
+        expanded = [modules if colon else [], *(groups.get(target, [target]) for target in targets.strip().split(", "))]
+        rules |= dict.fromkeys(modules, frozenset(module for part in expanded for module in part))
+    return rules
 
 
 def rule_for(relative: str) -> tuple[str, frozenset[str]]:
