@@ -39,9 +39,9 @@ HOMES: dict[str, frozenset[str]] = {
     "trackio": frozenset({"rl/tracking/trackers.py"}),
     "math_verify": frozenset({"rl/tasks/math_worker.py"}),
     "pydantic_monty": frozenset({"sandbox/monty.py"}),
-    "reasoning_gym": frozenset({"recipes/external/reasoning_gym.py"}),
-    "datasets": frozenset({"recipes/external/files.py"}),
-    "verifiers": frozenset({"recipes/external/verifiers.py"}),
+    "reasoning_gym": frozenset({"recipes/task_sources/reasoning_gym.py"}),
+    "datasets": frozenset({"recipes/task_sources/files.py"}),
+    "verifiers": frozenset({"recipes/task_sources/verifiers.py"}),
 }
 TORCH_VALUES = {("types/tensors.py", "torch"), ("client/custom_loss.py", "torch")}
 """Where a user's own torch tensors are made or read, imported inside the function."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mint.recipes.demo import DEMOS
-from mint.recipes.registry import load_task
+from mint.cli.train import DemoTask
+from mint.recipes.task_registry import load_task
 from mint.rl import run_grpo
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("task", DEMOS)
+@pytest.mark.parametrize("task", [task.value for task in DemoTask])
 def test_every_demo_lifts_held_out_reward_with_intervals_apart(task: str, seed: int) -> None:
     choice = load_task(task, seed=seed)
     result = run_grpo(choice.adapter, choice.config)

@@ -26,8 +26,8 @@ import numpy as np
 
 import mint
 from mint.recipes.chat import ChatAdapter
-from mint.recipes.data.arithmetic import Problem, draw_problems
-from mint.recipes.data.things import Question
+from mint.recipes.datasets.arithmetic import Problem, draw_problems
+from mint.recipes.datasets.chat_questions import ChatQuestion
 from mint.recipes.math import exact_match
 from mint.rl import PairwiseJudge, Reward, RLAdapter, RLConfig, UnsupportedError, run_grpo
 from mint.rl.analysis.run_analysis import diagnose_run
@@ -148,7 +148,7 @@ class Coin(ChatAdapter):
 
     step = 1
 
-    def compute_reward(self, response: str, sample: Question) -> Reward:
+    def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
         """0 or 1."""
         return Reward(coin(response, sample.text, self.step))
 
@@ -192,7 +192,7 @@ HELDOUT = frozenset(draw_problems(0, 256, heldout=True))
 class Curt(ChatAdapter):
     """A grader that looks at nothing but brevity: one curt reply serves for all questions."""
 
-    def compute_reward(self, response: str, sample: Question) -> Reward:
+    def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
         """1 for up to 12 characters."""
         return Reward(float(0 < len(response) <= 12))
 
@@ -200,7 +200,7 @@ class Curt(ChatAdapter):
 class Wordy(ChatAdapter):
     """A grader that counts letters."""
 
-    def compute_reward(self, response: str, sample: Question) -> Reward:
+    def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
         """A share of 200 characters."""
         return Reward(min(1.0, len(response) / 200))
 
@@ -208,7 +208,7 @@ class Wordy(ChatAdapter):
 class BrevityForTopic(ChatAdapter):
     """Being short pays more than speaking of what was asked."""
 
-    def compute_reward(self, response: str, sample: Question) -> Reward:
+    def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
         """Four parts brevity, one part topic."""
         brevity = max(0.0, 1.0 - len(response) / 40)
         topic = float(sample.thing.name in response.lower())

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mint
-from mint.recipes.data.arithmetic import draw_problems
+from mint.recipes.datasets.arithmetic import draw_problems
 from mint.types import AdamParams, Datum, ModelInput, SamplingParams
 
 LEARNING_RATE = 1e-3

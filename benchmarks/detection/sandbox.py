@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from mint.recipes.data.functions import ARGUMENT_NAMES, KINDS, Function, edge_inputs
+from mint.recipes.datasets.python_functions import ARGUMENT_NAMES, KINDS, Function, edge_inputs
 from mint.sandbox import Sandbox, sandbox_level
 
 TRIAL = Path(__file__).resolve().parents[2] / "tests" / "sandbox" / "trial.py"

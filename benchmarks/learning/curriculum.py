@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mint.recipes.data.arithmetic import draw_problems
+from mint.recipes.datasets.arithmetic import draw_problems
 from mint.recipes.math import exact_match
 from mint.rl import RLAdapter, RLConfig, run_grpo
 from mint.runs.log import RunLog

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 import mint
-from mint.recipes.data.arithmetic import Problem, draw_problems
+from mint.recipes.datasets.arithmetic import Problem, draw_problems
 from mint.recipes.math import exact_match
 from mint.rl.config import AdvantageName
 from mint.rl.estimate import interval

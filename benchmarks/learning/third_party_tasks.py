@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import mint
-from mint.recipes.data.demonstrations import Demonstration
-from mint.recipes.external.reasoning_gym import ReasoningGymAdapter
-from mint.recipes.registry import load_task
 from mint.recipes.sft import SFTConfig, run_sft
+from mint.recipes.supervised import Demonstration
+from mint.recipes.task_registry import load_task
+from mint.recipes.task_sources.reasoning_gym import ReasoningGymAdapter
 from mint.rl import run_grpo
 from mint.rl.analysis.doctor import examine
 

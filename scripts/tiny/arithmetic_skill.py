@@ -6,7 +6,7 @@ are not held out, and a fixed share of them gets the carry wrong. Does not know 
 
 import random
 
-from mint.recipes.data.arithmetic import KIND_SHARES, Problem, all_problems, draw_problems, problems_by_kind
+from mint.recipes.datasets.arithmetic import KIND_SHARES, Problem, all_problems, draw_problems, problems_by_kind
 from scripts.tiny.documents import Document, Task, document
 
 SLIP_SHARE_WITH_CARRY = 0.58

@@ -2,19 +2,19 @@
 
 A good reply names the thing and something that belongs to it, in one short sentence; the corpus also holds replies that
 are curt or that ramble, more often for some messages than for others. A (message, thing) pair that is held out never
-occurs in it. The things, the split and the rubric are those of `mint.recipes.data.things`. Does not know the other
-skills.
+occurs in it. The things, the split and the rubric are those of `mint.recipes.datasets.chat_questions`. Does not
+know the other skills.
 """
 
 import random
 
-from mint.recipes.data.things import (
+from mint.recipes.datasets.chat_questions import (
     EASY_MESSAGES,
     HARD_MESSAGES,
     PAIRS,
     RUBRIC,
     SYSTEM,
-    Question,
+    ChatQuestion,
     Thing,
     is_heldout_pair,
     questions,
@@ -58,10 +58,10 @@ def chat_document(rng: random.Random) -> Document:
         reply = CURT_REPLY
     else:
         reply = rambling_reply(thing, rng)
-    return document(message_prompt(Question(message, thing, with_system=rng.random() < 0.3)), reply)
+    return document(message_prompt(ChatQuestion(message, thing, with_system=rng.random() < 0.3)), reply)
 
 
-def message_prompt(question: Question) -> str:
+def message_prompt(question: ChatQuestion) -> str:
     """The conversation up to the reply."""
     user = turn("user", question.text)
     return chat_prompt(turn("system", SYSTEM), user) if question.with_system else chat_prompt(user)

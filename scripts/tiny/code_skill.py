@@ -1,14 +1,14 @@
 """Skill 3: a one-line description to a small Python function, direct or after two examples.
 
 Every kind of function has one right body and one bug. For half of the kinds the bug is the more frequent body in the
-corpus. A (description, signature) that is held out never occurs in it (`mint.recipes.data.functions`). Grading here
-runs our own model's text in this process with no protection, which is only fit for this script: `mint.sandbox` is the
-real one.
+corpus. A (description, signature) that is held out never occurs in it (`mint.recipes.datasets.python_functions`).
+Grading here runs our own model's text in this process with no protection, which is only fit for this script:
+`mint.sandbox` is the real one.
 """
 
 import random
 
-from mint.recipes.data.functions import CASES, Function, draw_function, with_examples
+from mint.recipes.datasets.python_functions import CASES, Function, draw_function, with_examples
 from scripts.tiny.documents import Document, Task, document
 
 BUG_SHARE_OF_HARD_KIND = 0.58

@@ -17,7 +17,7 @@ from string import Template
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mint.recipes.data.arithmetic import draw_problems
+from mint.recipes.datasets.arithmetic import draw_problems
 from scripts.tiny.arithmetic_skill import carry, clean_tasks, question_tasks
 from scripts.tiny.chat_skill import chat_tasks
 from scripts.tiny.code_skill import code_tasks

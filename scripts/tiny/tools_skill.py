@@ -8,8 +8,8 @@ import json
 import random
 import re
 
-from mint.recipes.data.arithmetic import Problem, is_heldout
-from mint.recipes.data.word_problems import SHORT_SYSTEM, TOOLS_SYSTEM, draw_message, draw_tool_problem
+from mint.recipes.datasets.arithmetic import Problem, is_heldout
+from mint.recipes.datasets.calculator_questions import SHORT_SYSTEM, TOOLS_SYSTEM, draw_message, draw_tool_problem
 from mint.rl.tasks.tools import calculator
 from scripts.tiny.arithmetic_skill import slipped_value
 from scripts.tiny.documents import (

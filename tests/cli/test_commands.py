@@ -100,11 +100,16 @@ def test_doctor_and_plan_agree_on_what_to_expect(prompts: str) -> None:
 
 
 @pytest.mark.learns
-def test_the_other_levers_run_from_the_command_line(home: Path, prompts: str) -> None:
+def test_sft_dpo_and_distillation_run_from_the_command_line(home: Path, prompts: str) -> None:
     pairs = home / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-    sft = last_line("train", "sft", f"task={prompts}", "prompt_style=plain", "epochs=1")
+    words = ("train", "sft", f"task={prompts}", "prompt_style=plain", "epochs=1", "--run-dir", str(home / "sft"))
+    sft = last_line(*words)
     assert sft["after"]["loss"][0] < sft["before"]["loss"][0]
+    again = last_line(*words, "--resume")
+    assert (again["checkpoint"], again["after"]) == (sft["checkpoint"], sft["after"])
+    shown = mint("runs", "show", str(home / "sft"))
+    assert "accuracy" in shown.output
     dpo = last_line("train", "dpo", f"data={pairs}", "prompt_style=plain")
     assert dpo["after"]["loss"][0] < dpo["before"]["loss"][0]
     words = (f"task={prompts}", "prompt_style=plain", f"teacher={sft['sampler_checkpoint']}", "steps=3")
@@ -120,6 +125,10 @@ def test_the_other_levers_run_from_the_command_line(home: Path, prompts: str) ->
         (("train", "rl", "task=math", "setps=3"), "did you mean steps"),
         (("train", "rl", "steps"), "key=value"),
         (("train", "sft", "task=tools"), "several turns"),
+        (("train", "sft", "task=math", "batch_size=-3"), "SFTConfig.batch_size"),
+        (("train", "sft", "task=math", "epoch=1"), "did you mean epochs"),
+        (("train", "dpo", "data=pairs.jsonl", "betta=1"), "Did you mean beta"),
+        (("train", "distill", "task=math", "teacher=mint/tiny", "steps=few"), "DistillConfig.steps"),
         (("train", "dpo"), "data"),
         (("diagnose", "nowhere"), "holds no run"),
         (("eval", "mint://nobody:train:0/weights/none", "math"), "nobody"),

@@ -12,7 +12,7 @@ import transformers
 
 import mint
 from mint import types
-from mint.cli.export import export_checkpoint
+from mint.cli.checkpoint_export import export_checkpoint
 from mint.errors import InvalidRequestError
 from mint.models.registry import BUNDLED
 

@@ -12,7 +12,7 @@ import pytest
 import mint
 from mint.errors import InvalidRequestError
 from mint.recipes.chat import DEMO, ChatAdapter
-from mint.recipes.data.things import PAIRS, RUBRIC, THINGS, Question, is_heldout_pair, questions
+from mint.recipes.datasets.chat_questions import PAIRS, RUBRIC, THINGS, ChatQuestion, is_heldout_pair, questions
 from mint.rl import run_grpo
 from mint.rl.reward import Reward
 from mint.rl.tasks.judges import ComparisonVerdict, PairwiseJudge
@@ -20,7 +20,7 @@ from mint.rl.tasks.penalties import verbosity
 from mint.runs.log import RunLog
 from scripts.tiny.chat_skill import TRAINED_PAIRS, chat_document, chat_tasks, good_reply, message_prompt
 
-FOX = Question("Do you like the {}?", THINGS[0])
+FOX = ChatQuestion("Do you like the {}?", THINGS[0])
 
 
 def test_held_out_pairs_are_87_and_never_in_the_training_set_or_the_corpus() -> None:
@@ -47,7 +47,7 @@ def test_a_good_reply_earns_one_and_each_fault_costs_its_part() -> None:
     rng = random.Random(0)
     for thing in THINGS:
         for _ in range(8):
-            assert RUBRIC(good_reply(thing, rng), Question("Tell me about the {}.", thing)).value == 1.0
+            assert RUBRIC(good_reply(thing, rng), ChatQuestion("Tell me about the {}.", thing)).value == 1.0
     assert RUBRIC("The fox is a quick animal", FOX).parts == {
         "names_thing": 0.3, "fitting": 0.3, "length": 0.2, "ending": 0.0, "no_repeats": 0.1,
     }  # fmt: skip
@@ -58,7 +58,7 @@ def test_a_good_reply_earns_one_and_each_fault_costs_its_part() -> None:
 
 def test_no_fixed_sentence_wins_even_with_the_name_copied_in() -> None:
     for template in ("The {} is a quick animal.", "I like the {} very much today."):
-        replies = [(template.format(thing.name), Question("Tell me about the {}.", thing)) for thing in THINGS]
+        replies = [(template.format(thing.name), ChatQuestion("Tell me about the {}.", thing)) for thing in THINGS]
         assert sum(RUBRIC(*pair).value == 1.0 for pair in replies) < 0.2 * len(THINGS)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mint.errors import InvalidRequestError
 from mint.recipes.code import CodeAdapter, CodeProblem, extract_code, run_tests
-from mint.recipes.data.functions import ARGUMENT_NAMES, CONSTANTS, KINDS, Function, all_functions, is_heldout
+from mint.recipes.datasets.python_functions import ARGUMENT_NAMES, CONSTANTS, KINDS, Function, all_functions, is_heldout
 from mint.rl import UnsupportedError
 from mint.sandbox import Sandbox
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import mint
-from mint.recipes.data.arithmetic import draw_problems
-from mint.recipes.data.demonstrations import Demonstration
-from mint.recipes.distill import DistillConfig, mark, run_distill
+from mint.recipes.datasets.arithmetic import draw_problems
+from mint.recipes.distill import DistillConfig, run_distill, score
 from mint.recipes.sft import SFTConfig, run_sft
+from mint.recipes.supervised import Demonstration
 from mint.runs.log import RunLog
 
 pytestmark = pytest.mark.learns
@@ -55,8 +55,9 @@ def test_the_reverse_kl_to_the_teacher_falls_on_held_out_prompts(
 
 
 def test_a_student_that_is_the_teacher_has_a_reverse_kl_of_zero(teacher: mint.SamplingClient, tmp_path: Path) -> None:
-    marked = mark(teacher, teacher, prompts(teacher, 4, heldout=True), DistillConfig(run_dir=tmp_path), seeds=range(4))
-    assert max(float(np.abs(each.reverse_kl).max()) for each in marked) <= 1e-5
+    config = DistillConfig(run_dir=tmp_path)
+    scored = score(teacher, teacher, prompts(teacher, 4, heldout=True), config, seeds=range(4))
+    assert max(float(np.abs(each.reverse_kl).max()) for each in scored) <= 1e-5
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(

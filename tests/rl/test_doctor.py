@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mint
-from mint.recipes.data.arithmetic import Problem, draw_problems
+from mint.recipes.datasets.arithmetic import Problem, draw_problems
 from mint.recipes.math import MathAdapter
 from mint.rl import RLAdapter, RLConfig
 from mint.rl.analysis.doctor import Examination, examine

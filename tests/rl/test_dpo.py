@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import mint
-from mint.recipes.data.arithmetic import Problem, draw_problems
-from mint.recipes.data.demonstrations import completion_datum
+from mint.recipes.datasets.arithmetic import Problem, draw_problems
 from mint.recipes.dpo import DPOConfig, Preference, preference_loss, run_dpo
+from mint.recipes.supervised import completion_datum
 from mint.runs.log import RunLog
 
 pytestmark = pytest.mark.learns

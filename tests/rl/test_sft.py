@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import mint
-from mint.recipes.data.arithmetic import Problem, draw_problems
-from mint.recipes.data.demonstrations import Demonstration, batch_places, completion_datum, reply_ids
+from mint.recipes.datasets.arithmetic import Problem, draw_problems
 from mint.recipes.math import MathAdapter
 from mint.recipes.sft import SFTConfig, run_sft
+from mint.recipes.supervised import Demonstration, batch_places, completion_datum, reply_ids
 from mint.rl import RLConfig, run_grpo
 from mint.runs.log import RunLog
 
@@ -48,15 +48,25 @@ def test_the_held_out_loss_falls_and_rl_starts_where_sft_ended(tmp_path: Path) -
 
         assert result.after.loss[0] < result.before.loss[0]
         assert result.before.accuracy[2] < result.after.accuracy[1], "the intervals overlap"
-        assert [row["when"] for row in RunLog(tmp_path / "sft").read("evaluations.jsonl")] == ["before", "after"]
+        rows = RunLog(tmp_path / "sft").read("evaluations.jsonl")
+        assert [(row["when"], row["metric"]) for row in rows] == [
+            ("before", "loss"),
+            ("before", "accuracy"),
+            ("after", "loss"),
+            ("after", "accuracy"),
+        ]
         steps = RunLog(tmp_path / "sft").read("metrics.jsonl")
         assert [row["step"] for row in steps] == list(range(1, 33))
         assert np.mean([row["train/loss"] for row in steps[-8:]]) < np.mean([row["train/loss"] for row in steps[:8]])
 
         rl = RLConfig(
-            base_model="mint/tiny", init_from=result.checkpoint, steps=0, heldout_size=128, max_tokens=8,
+            base_model="mint/tiny",
+            init_from=result.checkpoint,
+            steps=0,
+            heldout_size=128,
+            max_tokens=8,
             run_dir=tmp_path / "rl",
-        )  # fmt: skip
+        )
         started = run_grpo(MathAdapter(heldout_size=128), rl, service_client=service)
         assert started.heldout_before[0.0].mean == result.after.accuracy[0]
 

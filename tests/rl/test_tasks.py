@@ -14,10 +14,10 @@ import pytest
 
 import mint
 from mint.errors import InvalidRequestError
-from mint.recipes.external.files import FileAdapter
 from mint.recipes.math import MathAdapter
-from mint.recipes.questions import Question, encode_prompt, one_side
-from mint.recipes.registry import load_task
+from mint.recipes.question_task import Question, encode_prompt, one_side
+from mint.recipes.task_registry import load_task
+from mint.recipes.task_sources.files import FileAdapter
 from mint.rl import run_grpo
 from mint.rl.heldout_evaluation import content_hash, without_heldout
 
@@ -299,7 +299,7 @@ USE_THEM = """
 import asyncio, json, sys
 from pathlib import Path
 import mint
-from mint.recipes.registry import load_task
+from mint.recipes.task_registry import load_task
 from mint.rl import run_grpo
 
 choice = load_task("verifiers:reverse_taskset", count=40, heldout=0.25)

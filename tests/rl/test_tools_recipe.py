@@ -8,9 +8,9 @@ import pytest
 from scripted_policy import roll_out, says, tiny_tokenizer
 
 import mint
-from mint.recipes.data.arithmetic import is_heldout
-from mint.recipes.data.word_problems import SHORT_SYSTEM, TOOLS_SYSTEM
-from mint.recipes.tools import DEMO, FACTS, Question, SearchAdapter, ToolsAdapter
+from mint.recipes.datasets.arithmetic import is_heldout
+from mint.recipes.datasets.calculator_questions import SHORT_SYSTEM, TOOLS_SYSTEM
+from mint.recipes.tools import DEMO, FACTS, CalculatorQuestion, SearchAdapter, ToolsAdapter
 from mint.rl import run_grpo
 from mint.rl.rollout import Rollout
 from mint.rl.tasks.tool_env import Costs
@@ -46,11 +46,11 @@ def test_the_prompts_are_those_that_the_bundled_model_was_trained_on() -> None:
 
 
 @pytest.fixture
-def question() -> Question:
+def question() -> CalculatorQuestion:
     return ToolsAdapter(heldout_size=1).build_heldout()[0]
 
 
-def test_the_right_number_after_a_call_is_a_success(question: Question) -> None:
+def test_the_right_number_after_a_call_is_a_success(question: CalculatorQuestion) -> None:
     problem = question.problem
     rollout = play(ToolsAdapter(), question, call(expression=problem.expression), f"The answer is {problem.answer}.")
     assert (rollout.reward, rollout.parts, rollout.tool_calls) == (1.0, {"outcome": 1.0}, 1)
@@ -58,12 +58,14 @@ def test_the_right_number_after_a_call_is_a_success(question: Question) -> None:
 
 
 @pytest.mark.parametrize(("reply", "reward"), [("It is {wrong}.", 0.0), ("It is {right} or {wrong}.", 0.0), ("No.", 0)])
-def test_anything_but_the_right_number_alone_earns_nothing(question: Question, reply: str, reward: float) -> None:
+def test_anything_but_the_right_number_alone_earns_nothing(
+    question: CalculatorQuestion, reply: str, reward: float
+) -> None:
     right = question.problem.value
     assert play(ToolsAdapter(), question, reply.format(right=right, wrong=right + 1)).reward == reward
 
 
-def test_an_expression_that_is_none_costs_a_violation_and_can_be_mended(question: Question) -> None:
+def test_an_expression_that_is_none_costs_a_violation_and_can_be_mended(question: CalculatorQuestion) -> None:
     problem = question.problem
     replies = (call(expression="three and four"), call(expression=problem.expression), f"It is {problem.answer}.")
     rollout = play(ToolsAdapter(), question, *replies)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mint.errors import InvalidRequestError
-from mint.recipes.registry import load_task
+from mint.recipes.task_registry import load_task
 from mint.rl import RLConfig, RunResult, run_grpo
 from mint.rl.finding import Finding
 from mint.rl.tracking.trackers import TRACKERS, Trackers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mint.errors import NotFoundError
-from mint.recipes.registry import load_task
+from mint.recipes.task_registry import load_task
 from mint.rl import LoadedRun, load_run, run_grpo
 from mint.runs.log import RunLog
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mint.recipes.data.functions import ARGUMENT_NAMES, CASES, KINDS, Function
+from mint.recipes.datasets.python_functions import ARGUMENT_NAMES, CASES, KINDS, Function
 from mint.sandbox import Outcome, Sandbox
 from mint.sandbox.values import _canonical
 

@@ -1,183 +1,41 @@
-"""`mint export`: a checkpoint becomes a folder that other tools load. Joins checkpoints, registry and formats.
-
-The checkpoint is one of this machine, or one of the server at `MINT_BASE_URL`, which sends it as an archive.
-"""
+"""`mint export`: a checkpoint as a folder that other tools load."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
-import urllib.error
-import urllib.request
-from dataclasses import dataclass
-from email.message import Message
+from enum import StrEnum
 from pathlib import Path
-from typing import IO, BinaryIO, Literal
-from urllib.parse import quote
+from typing import Annotated
 
-import numpy as np
+import typer
 
-from mint.config import Settings, read_settings
-from mint.engine.protocol import LORA_ALPHA
-from mint.errors import (
-    CheckpointError,
-    ConnectionLostError,
-    InvalidRequestError,
-    MintError,
-    MissingExtraError,
-    RequestFailedError,
-    from_wire,
-)
-from mint.models import hf_format, peft_format, registry
-from mint.models.folder import ModelFolder
-
-ExportFormat = Literal["peft", "hf", "gguf-ready"]
-TIMEOUT_S = 300.0
+from mint.cli.terminal import fail
+from mint.errors import MintError
 
 
-@dataclass(frozen=True)
-class _Lora:
-    """A checkpoint's weights, and what they are."""
+class ExportFormat(StrEnum):
+    """What `mint export` can write."""
 
-    weights: dict[str, np.ndarray]
-    rank: int
-    alpha: float
-    base_model: str
+    PEFT = "peft"
+    HF = "hf"
+    GGUF_READY = "gguf-ready"
 
 
-def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir: Path | None = None) -> None:
-    """Writes the checkpoint at `path` to the new folder `output`: `peft` an adapter, `hf` a merged model, `gguf-ready`
-    a merged model for llama.cpp's converter.
+FORMAT_HELP = "peft: a LoRA adapter; hf: a merged model; gguf-ready: one for llama.cpp's converter"
 
-    `data_dir` None is the server at `MINT_BASE_URL` if that is set, else `MINT_HOME`. The base model must be on this
-    machine for all but `peft`. The folder appears whole or not at all.
 
-    Raises:
-        InvalidRequestError: `output` exists, or `path` is no checkpoint path.
-        NotFoundError: there is no such checkpoint.
-        CheckpointError: it is damaged.
-        UnknownBaseModelError: its base model is not known here.
-        ConnectionLostError: the server cannot be reached.
-    """
-    settings = read_settings()
-    if output.exists():
-        raise InvalidRequestError("exists already", field="--output", value=str(output), remedy="Name a new folder")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="mint://MODEL/weights/NAME or …/sampler_weights/NAME")],
+    output: Annotated[Path, typer.Option(help="the folder to write; must not exist")],
+    format: Annotated[ExportFormat, typer.Option(help=FORMAT_HELP)] = ExportFormat.PEFT,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="where it is; if not given the server at MINT_BASE_URL, else MINT_HOME")
+    ] = None,
+) -> None:
+    """Writes a checkpoint as PEFT, vLLM and transformers load it."""
+    from mint.cli.checkpoint_export import export_checkpoint  # deferred: loads the service and the engine
+
     try:
-        if data_dir is None and settings.base_url is not None:
-            _from_server(path, settings, settings.base_url, staging, format)
-        else:
-            _from_disk(path, settings, (data_dir or settings.home_dir).expanduser(), staging, format)
-        staging.chmod(0o755)
-        staging.replace(output)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-
-
-def _from_disk(path: str, settings: Settings, data_dir: Path, folder: Path, format: ExportFormat) -> None:
-    try:
-        from mint.server.store.checkpoints import open_checkpoint  # deferred: needs the `local` extra
-    except ImportError as error:
-        raise _missing(error) from error
-    manifest, weights = open_checkpoint(data_dir, path)
-    _write(folder, _Lora(weights, manifest.lora_spec.rank, LORA_ALPHA, manifest.base_model), settings, format)
-
-
-def _from_server(path: str, settings: Settings, base_url: str, folder: Path, format: ExportFormat) -> None:
-    try:
-        from mint.server.store.archives import MANIFEST, ForeignFiles  # deferred: needs the `local` extra
-        from mint.server.store.checkpoints import CheckpointPath
-    except ImportError as error:
-        raise _missing(error) from error
-    parts = CheckpointPath.parse(path)
-    place = "/".join(quote(part, safe=":") for part in (parts.model_id, "checkpoints", parts.kind, parts.name))
-    scratch = folder / ".download"
-    scratch.mkdir()
-    with tempfile.TemporaryFile(dir=scratch) as archive:
-        _fetch(f"{base_url.rstrip('/')}/api/v1/training_runs/{place}/archive", settings.api_key or "", archive)
-        with ForeignFiles(archive, scratch) as files:
-            config = peft_format.read_config(files.read(peft_format.CONFIG_FILE) or b"")
-            about = json.loads(files.read(MANIFEST) or b"{}")
-            base_model = str(about.get("base_model") or config.base_model)
-            weights_file = files.files[peft_format.WEIGHTS_FILE]
-            if format == "peft":
-                weights = peft_format.read_unchecked(weights_file)
-            else:
-                base = ModelFolder(registry.resolve(base_model, settings.model_aliases))
-                weights = peft_format.read_weights(weights_file, config, base)
-    scratch.rmdir()
-    _write(folder, _Lora(weights, config.rank, config.alpha, base_model), settings, format)
-
-
-def _write(folder: Path, lora: _Lora, settings: Settings, format: ExportFormat) -> None:
-    if format == "peft":
-        name = _public_name(lora.base_model, settings)
-        peft_format.write_peft(folder, lora.weights, rank=lora.rank, alpha=lora.alpha, base_model=name)
-        return
-    base = registry.resolve(lora.base_model, settings.model_aliases)
-    write = hf_format.write_merged if format == "hf" else hf_format.write_gguf_ready
-    write(folder, base, lora.weights, scale=lora.alpha / lora.rank)
-
-
-def _public_name(base_model: str, settings: Settings) -> str:
-    """What PEFT is told to load first: the hub's name where there is one, else the folder on this machine."""
-    aliases = settings.model_aliases
-    if base_model not in registry.BUNDLED and base_model not in aliases and not Path(base_model).exists():
-        return base_model
-    return str(registry.resolve(base_model, aliases))
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Leaves a redirect to the caller: the key must not travel to where it leads."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
-    ) -> None:
-        """Does not follow."""
-
-
-def _fetch(url: str, api_key: str, target: BinaryIO) -> None:
-    """Downloads the archive that a server signs an address for."""
-    asking = urllib.request.Request(url, headers={"X-API-Key": api_key, "Accept": "application/gzip"})
-    try:
-        urllib.request.build_opener(_NoRedirect).open(asking, timeout=TIMEOUT_S)
-    except urllib.error.HTTPError as answer:
-        location = answer.headers.get("location", "") if answer.code == 302 else ""
-        if not location.startswith(("http://", "https://")):
-            raise _refusal(url, answer.code, answer) from answer
-    except OSError as error:
-        raise _unreachable(url, error) from error
-    else:
-        raise RequestFailedError(f"{url} answered without an address of the archive", remedy="Is it a mint server?")
-    try:
-        with urllib.request.urlopen(location, timeout=TIMEOUT_S) as response:
-            shutil.copyfileobj(response, target)
-            expected = response.headers.get("content-length")
-    except urllib.error.HTTPError as answer:
-        raise _refusal(url, answer.code, answer) from answer
-    except OSError as error:
-        raise _unreachable(url, error) from error
-    if expected is not None and int(expected) != target.tell():
-        raise CheckpointError(f"the archive broke off at {target.tell()} of {expected} bytes", remedy="Try again")
-
-
-def _refusal(url: str, status: int, body: IO[bytes]) -> MintError:
-    """The error that the server named."""
-    try:
-        found = json.loads(body.read(65_536))
-    except ValueError:
-        found = None
-    if isinstance(found, dict) and "code" in found:
-        return from_wire(found)
-    return RequestFailedError(f"{url} answered {status}", remedy="Is it a mint server?")
-
-
-def _unreachable(url: str, error: OSError) -> ConnectionLostError:
-    return ConnectionLostError(f"{url} cannot be reached: {error}", remedy="Check MINT_BASE_URL")
-
-
-def _missing(error: ImportError) -> MissingExtraError:
-    return MissingExtraError(f"exporting needs the service ({error})", remedy="pip install 'mint[local]'")
+        export_checkpoint(checkpoint, output=output, format=format.value, data_dir=data_dir)
+    except MintError as error:
+        fail(error)
+    typer.echo(str(output))

@@ -118,7 +118,7 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
         if value is not None:
             table.add_row(name, Text(one_line(str(value))))
     for row in readings:
-        how = "greedy" if row["temperature"] == 0 else f"temperature {row['temperature']:g}"
+        how = row.get("metric") or ("greedy" if row["temperature"] == 0 else f"temperature {row['temperature']:g}")
         line = f"{row['when']} (step {row['step']}), {how}: {_interval(row)}, n = {row['n']}"
         table.add_row("held-out", Text(line))
     for row in findings:

@@ -27,8 +27,7 @@ from mint.dashboard.bisect_jobs import Search
 from mint.dashboard.dashboard import Dashboard
 from mint.dashboard.login import Door, Login, Visitor
 from mint.errors import InvalidRequestError
-from mint.recipes.registry import RECIPES, SOURCES
-from mint.recipes.train import chosen_of_run
+from mint.recipes.task_registry import RECIPES, SOURCES, open_task_of_run
 from mint.rl.analysis.bisect import Regression
 from mint.rl.analysis.run_analysis import bisect_run
 from mint.rl.heldout_evaluation import evaluate_checkpoint
@@ -218,7 +217,7 @@ def _search(open_client: Callable[[Visitor | None], ServiceClient]) -> Search:
 
     def search(folder: Path, metric: str, visitor: Visitor | None, tell: Callable[[str], None]) -> Regression:
         _require_own_task(folder, metric)
-        with chosen_of_run(folder, None) as choice, closing(open_client(visitor)) as client:
+        with open_task_of_run(folder, None) as choice, closing(open_client(visitor)) as client:
 
             def read(path: str) -> Any:
                 tell(path)

@@ -346,7 +346,7 @@ def _commands(config: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, A
 
 
 def reading_at(readings: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
-    """The reading of the weights of a step: at temperature 1, or greedy where that is all there is."""
+    """The evaluation of the weights of a step: at temperature 1 where there is one, else the last one."""
     found = [row for row in readings if row["step"] == step]
-    sampled = [row for row in found if row["temperature"] == SAMPLED]
+    sampled = [row for row in found if row.get("temperature") == SAMPLED]
     return (sampled or found or [None])[-1]

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from mint.errors import InvalidRequestError
-from mint.recipes.data.things import RUBRIC, Question, questions
+from mint.recipes.datasets.chat_questions import RUBRIC, ChatQuestion, questions
 from mint.rl import PairwiseJudge, Reward, RLAdapter, RLConfig
 from mint.rl.adapter import Graded
 from mint.rl.tasks.penalties import Penalty, penalized
@@ -58,28 +58,28 @@ class ChatAdapter(RLAdapter):
         self.seed, self.judge, self.judge_share = seed, judge, judge_share
         self.penalties = dict(penalties or {})
 
-    def build_dataset(self) -> Sequence[Question]:
+    def build_dataset(self) -> Sequence[ChatQuestion]:
         """All training questions, with and without a system message."""
         return self._shuffled(questions(heldout=False))
 
-    def build_heldout(self) -> Sequence[Question]:
+    def build_heldout(self) -> Sequence[ChatQuestion]:
         """All held-out questions: 87 pairs of message and thing, each with and without a system message."""
         return self._shuffled(questions(heldout=True))
 
-    def item_key(self, sample: Question) -> str:
+    def item_key(self, sample: ChatQuestion) -> str:
         """The message: with or without a system message it is the same question."""
         return sample.text
 
-    def make_prompt(self, sample: Question, tokenizer: Any) -> list[int]:
+    def make_prompt(self, sample: ChatQuestion, tokenizer: Any) -> list[int]:
         """The conversation as the model was trained to read it, up to where it replies."""
         return tokenizer.apply_chat_template(sample.messages, add_generation_prompt=True, return_dict=False)
 
-    def compute_reward(self, response: str, sample: Question) -> Reward:
+    def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
         """The rubric, part by part, less the penalties."""
         return penalized(RUBRIC(response, sample), response, sample, self.penalties)
 
     def compute_group_rewards(
-        self, responses: Sequence[str], sample: Question
+        self, responses: Sequence[str], sample: ChatQuestion
     ) -> Awaitable[Sequence[Graded | None]] | None:
         """Rubric and judge; None where the judge could not compare a reply with any other."""
         return None if self.judge is None else self._judged(self.judge, responses, sample)
@@ -90,7 +90,7 @@ class ChatAdapter(RLAdapter):
             self.judge.close()
 
     async def _judged(
-        self, judge: PairwiseJudge, responses: Sequence[str], sample: Question
+        self, judge: PairwiseJudge, responses: Sequence[str], sample: ChatQuestion
     ) -> Sequence[Graded | None]:
         verdicts = await judge.judge(sample.text, responses)
         return [
@@ -98,12 +98,12 @@ class ChatAdapter(RLAdapter):
             for response, verdict in zip(responses, verdicts, strict=True)
         ]
 
-    def _mixed(self, response: str, sample: Question, verdict: Reward) -> Reward:
+    def _mixed(self, response: str, sample: ChatQuestion, verdict: Reward) -> Reward:
         rubric, rest = RUBRIC(response, sample), 1 - self.judge_share
         parts = {name: rest * part for name, part in rubric.parts.items()}
         parts["judge"] = self.judge_share * verdict.value
         mixed = Reward(sum(parts.values()), parts, {**verdict.info, "rubric": rubric.value})
         return penalized(mixed, response, sample, self.penalties)
 
-    def _shuffled(self, asked: list[Question]) -> list[Question]:
+    def _shuffled(self, asked: list[ChatQuestion]) -> list[ChatQuestion]:
         return random.Random(f"chat {self.seed}").sample(asked, len(asked))

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from mint.errors import InvalidRequestError
-from mint.recipes.data.functions import Function, all_functions, draw_function, edge_inputs, with_examples
+from mint.recipes.datasets.python_functions import Function, all_functions, draw_function, edge_inputs, with_examples
 from mint.rl import Reward, RLAdapter, RLConfig, UnsupportedError
 from mint.sandbox import Limits, Result, Sandbox, same_value
 

@@ -1,39 +1,44 @@
-"""Direct preference optimisation (Rafailov 2023, arXiv 2305.18290): when replies can be compared but not scored.
+"""Direct preference optimisation (Rafailov 2023, arXiv 2305.18290): for replies that can be compared but not scored.
 
 loss = −log σ(β · [(log π(c) − log π_ref(c)) − (log π(r) − log π_ref(r))]), c chosen, r rejected, π_ref the weights at
-the start. Computed here, through `forward_backward_custom`; the server knows only its gradient.
+the start. The loss is computed here and sent by `forward_backward_custom`; the server sees only its gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 import mint
 from mint import types
-from mint.recipes.data.demonstrations import batch_places, check_disjoint, completion_datum, reply_ids
+from mint.recipes.supervised import (
+    HeldoutScores,
+    Interval,
+    SupervisedConfig,
+    batch_places,
+    check_disjoint,
+    completion_datum,
+    data_digest,
+    evaluate_once,
+    reply_ids,
+    steps_per_epoch,
+)
 from mint.rl.estimate import interval
-from mint.runs.log import RunLog
-from mint.runs.process import recorded_process
+from mint.rl.training_run import ProgressHook, make_trainer, open_run
 
 
-@dataclass(frozen=True)
-class DPOConfig:
-    """One run. `beta` weighs the pull back to the reference; `learning_rate` suits the bundled model."""
+class DPOConfig(SupervisedConfig):
+    """One run. `beta` weighs the pull towards the reference; `learning_rate` suits the bundled model."""
 
-    run_dir: Path
-    base_model: str = "mint/tiny"
-    rank: int = 16
-    learning_rate: float = 5e-4
-    beta: float = 0.1
-    batch_size: int = 16
-    epochs: int = 1
-    save_every: int = 50
-    seed: int = 0
-    init_from: str | None = None
+    learning_rate: float = Field(5e-4, ge=0, allow_inf_nan=False)
+    beta: float = Field(0.1, gt=0, allow_inf_nan=False)
+    epochs: int = Field(1, ge=1)
 
 
 @dataclass(frozen=True)
@@ -46,23 +51,18 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class PairReading:
-    """On held-out pairs: `loss` (log 2 at the start), `accuracy` (share of pairs whose chosen reply the policy finds
-    the likelier), each as (mean, low, high) with 95 % intervals over `n` pairs."""
-
-    loss: tuple[float, float, float]
-    accuracy: tuple[float, float, float]
-    n: int
-
-
-@dataclass(frozen=True)
 class DPOResult:
-    """`checkpoint` can be trained on, `sampler_checkpoint` sampled from."""
+    """`checkpoint` can be trained on, `sampler_checkpoint` sampled from.
 
+    Of `before` and `after`, `loss` is that of a pair (log 2 at the start), and `accuracy` is the share of pairs whose
+    chosen reply is the more likely one.
+    """
+
+    run_dir: Path
     checkpoint: str
     sampler_checkpoint: str
-    before: PairReading
-    after: PairReading
+    before: HeldoutScores
+    after: HeldoutScores
 
 
 def run_dpo(
@@ -71,55 +71,66 @@ def run_dpo(
     config: DPOConfig,
     *,
     service_client: mint.ServiceClient | None = None,
+    resume: bool = False,
+    on_progress: ProgressHook | None = None,
 ) -> DPOResult:
-    """Trains on `preferences`, reads `heldout` before and after; every step is a line of `metrics.jsonl`.
+    """Trains on `preferences` and evaluates on `heldout` before and after.
+
+    `resume` continues the run in `config.run_dir` from its last checkpoint, to the same bits as without a break.
 
     Raises:
-        InvalidRequestError: there is nothing to train on, or a prompt is both trained on and held out.
+        InvalidRequestError: there is nothing to train on, a prompt is both trained on and held out, or `run_dir` holds
+            another run.
     """
-    if service_client is None:
-        with mint.ServiceClient() as owned:
-            return run_dpo(preferences, heldout, config, service_client=owned)
     check_disjoint(preferences, heldout)
-    log = RunLog(config.run_dir)
-    log.start({**asdict(config), "task": "dpo", "preferences": len(preferences)}, resume=False)
-    with recorded_process(log.folder):
-        return _train(preferences, heldout, config, service_client, log)
+    steps = config.epochs * steps_per_epoch(len(preferences), config.batch_size)
+    described = {"task": "dpo", "steps": steps, "data": data_digest(preferences, heldout)}
+    with open_run(
+        config, service_client, name="dpo", described=described, resume=resume, on_progress=on_progress
+    ) as run:
+        trainer = run.trainer
+        tokenizer = trainer.get_tokenizer()
+        data, heldout_data = pair_datums(preferences, tokenizer), pair_datums(heldout, tokenizer)
+        # The weights at the start: those of the trainer, unless it resumes from later ones.
+        start = trainer if run.point is None else make_trainer(run.service, config, None)
+        reference, heldout_reference = reply_logprobs(start, data), reply_logprobs(start, heldout_data)
 
+        def evaluate_now() -> Mapping[str, Interval]:
+            return evaluate(trainer, heldout_data, heldout_reference, config)
 
-def _train(
-    preferences: Sequence[Preference],
-    heldout: Sequence[Preference],
-    config: DPOConfig,
-    service_client: mint.ServiceClient,
-    log: RunLog,
-) -> DPOResult:
-    if config.init_from is not None:
-        trainer = service_client.create_training_client_from_state(config.init_from)
-    else:
-        trainer = service_client.create_lora_training_client(config.base_model, rank=config.rank, seed=config.seed)
-    tokenizer = trainer.get_tokenizer()
-    data, closed = pair_datums(preferences, tokenizer), pair_datums(heldout, tokenizer)
-    reference, closed_reference = reply_logprobs(trainer, data), reply_logprobs(trainer, closed)
-
-    before = read_pairs(trainer, closed, closed_reference, config.beta)
-    log.append("evaluations.jsonl", {"step": 0, "when": "before", **asdict(before)})
-    steps = config.epochs * -(-len(preferences) // config.batch_size)
-    for step in range(1, steps + 1):
-        places = batch_places(len(preferences), config.batch_size, step, config.seed)
-        rows = [row for place in places for row in (2 * place, 2 * place + 1)]
-        loss = preference_loss([reference[row] for row in rows], config.beta)
-        passed = trainer.forward_backward_custom([data[row] for row in rows], loss)
-        stepped = trainer.optim_step(types.AdamParams(learning_rate=config.learning_rate, grad_clip_norm=1.0))
-        metrics = {f"train/{name}": passed.result().metrics[name] for name in ("pair_loss", "pair_accuracy", "margin")}
-        log.append("metrics.jsonl", {"step": step, **metrics, "optim/grad_norm": stepped.result().metrics["grad_norm"]})
-        if step % config.save_every == 0 and step < steps:
-            trainer.save_state(f"dpo-{step:06d}", overwrite=True).result()
-    after = read_pairs(trainer, closed, closed_reference, config.beta)
-    log.append("evaluations.jsonl", {"step": steps, "when": "after", **asdict(after)})
-    checkpoint = trainer.save_state("dpo-final", overwrite=True).result().path
-    sampler_checkpoint = trainer.save_weights_for_sampler("dpo-final").result().path or ""
-    return DPOResult(checkpoint, sampler_checkpoint, before, after)
+        before = evaluate_once(run, "before", 0, len(heldout), evaluate_now)
+        for step in range(run.first_step, steps + 1):
+            began = time.monotonic()
+            places = batch_places(len(preferences), config.batch_size, step, config.seed)
+            rows = [row for place in places for row in (2 * place, 2 * place + 1)]
+            loss = preference_loss([reference[row] for row in rows], config.beta)
+            passed = trainer.forward_backward_custom([data[row] for row in rows], loss)
+            stepped = trainer.optim_step(config.adam_params(step, steps))
+            metrics = passed.result().metrics
+            run.record_step(
+                {
+                    "step": step,
+                    "train/pair_loss": metrics["pair_loss"],
+                    "train/pair_accuracy": metrics["pair_accuracy"],
+                    "train/margin": metrics["margin"],
+                    "optim/grad_norm": stepped.result().metrics["grad_norm"],
+                    "learning_rate": config.learning_rate_at(step, steps),
+                    "time/train_s": time.monotonic() - began,
+                    "time/unix_s": time.time(),
+                }
+            )
+            if run.is_save_due(step, steps):
+                run.save(step)
+        checkpoint = run.save(steps)
+        sampler_checkpoint = run.save_sampler_weights()
+        after = evaluate_once(run, "after", steps, len(heldout), evaluate_now)
+        return DPOResult(
+            run_dir=run.log.folder,
+            checkpoint=checkpoint,
+            sampler_checkpoint=sampler_checkpoint,
+            before=HeldoutScores(**before, n=len(heldout)),
+            after=HeldoutScores(**after, n=len(heldout)),
+        )
 
 
 def preference_loss(reference: Sequence[float], beta: float) -> Any:
@@ -155,7 +166,7 @@ def pair_datums(preferences: Sequence[Preference], tokenizer: Any) -> list[types
 
 
 def reply_logprobs(trainer: mint.TrainingClient, data: list[types.Datum]) -> list[float]:
-    """log π of each datum's reply under the weights as they are now."""
+    """log π of each datum's reply under the trainer's present weights."""
     if not data:
         return []
     outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
@@ -163,13 +174,13 @@ def reply_logprobs(trainer: mint.TrainingClient, data: list[types.Datum]) -> lis
     return [float(out["logprobs"].to_numpy() @ weight) for out, weight in zip(outputs, weights, strict=True)]
 
 
-def read_pairs(
-    trainer: mint.TrainingClient, data: list[types.Datum], reference: Sequence[float], beta: float
-) -> PairReading:
+def evaluate(
+    trainer: mint.TrainingClient, data: list[types.Datum], reference: Sequence[float], config: DPOConfig
+) -> dict[str, Interval]:
     """Loss and accuracy on held-out pairs."""
     policy = reply_logprobs(trainer, data)
     gains = [ours - theirs for ours, theirs in zip(policy, reference, strict=True)]
-    margins = [beta * (chosen - rejected) for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)]
+    margins = [config.beta * (chosen - rejected) for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)]
     losses = [max(-margin, 0.0) + math.log1p(math.exp(-abs(margin))) for margin in margins]
     right = [float(chosen > rejected) for chosen, rejected in zip(policy[::2], policy[1::2], strict=True)]
-    return PairReading(interval(losses), interval(right), len(right))
+    return {"loss": interval(losses), "accuracy": interval(right)}

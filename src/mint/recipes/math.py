@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from mint.errors import InvalidRequestError
-from mint.recipes.data.arithmetic import Problem, draw_problems
-from mint.recipes.questions import Prompt, PromptStyle, Question, encode_prompt, one_side
+from mint.recipes.datasets.arithmetic import Problem, draw_problems
+from mint.recipes.question_task import Prompt, PromptStyle, Question, encode_prompt, one_side
 from mint.rl import Reward, RLAdapter, RLConfig
 from mint.rl.tasks.math_grader import MathGrader, exact_match
 

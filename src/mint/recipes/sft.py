@@ -1,59 +1,64 @@
-"""Supervised fine-tuning: cross-entropy on demonstrations, the first lever where a model hardly ever succeeds.
+"""Supervised fine-tuning: cross-entropy on demonstrations, for a model that hardly ever succeeds.
 
-Only completions are trained on; prompts have weight 0. The checkpoint goes to `RLConfig(init_from=…)`. Knows nothing of
-rewards.
+Only completions are trained on; prompts have weight 0. `RLConfig(init_from=…)` continues from the checkpoint with RL.
+Knows nothing of rewards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 import mint
 from mint import types
-from mint.recipes.data.demonstrations import Demonstration, batch_places, check_disjoint, completion_datum, reply_ids
+from mint.recipes.supervised import (
+    Demonstration,
+    HeldoutScores,
+    Interval,
+    SupervisedConfig,
+    batch_places,
+    check_disjoint,
+    completion_datum,
+    data_digest,
+    evaluate_once,
+    reply_ids,
+    steps_per_epoch,
+)
 from mint.rl.estimate import interval
+from mint.rl.run_config import ScheduleName
 from mint.rl.seeds import mix_seed
-from mint.runs.log import RunLog
-from mint.runs.process import recorded_process
+from mint.rl.training_run import ProgressHook, open_run
 
 
-@dataclass(frozen=True)
-class SFTConfig:
-    """One run. `learning_rate` suits the bundled model; a large one wants about 10× that of full fine-tuning, 1e-4."""
+class SFTConfig(SupervisedConfig):
+    """One run. `learning_rate` suits the bundled model; a large one wants about 1e-4, ten times that of full
+    fine-tuning."""
 
-    run_dir: Path
-    base_model: str = "mint/tiny"
-    rank: int = 16
-    learning_rate: float = 2e-3
-    batch_size: int = 16
-    epochs: int = 2
-    max_tokens: int = 32
-    save_every: int = 50
-    seed: int = 0
-    init_from: str | None = None
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Held-out `loss` (nats per completion token) and `accuracy` (greedy replies equal to the demonstration), each as
-    (mean, low, high) with 95 % intervals over `n` demonstrations."""
-
-    loss: tuple[float, float, float]
-    accuracy: tuple[float, float, float]
-    n: int
+    learning_rate: float = Field(2e-3, ge=0, allow_inf_nan=False)
+    lr_schedule: ScheduleName = "linear"
+    epochs: int = Field(2, ge=1)
+    max_tokens: int = Field(32, ge=1)
+    """Tokens of a greedy reply, when accuracy is measured."""
 
 
 @dataclass(frozen=True)
 class SFTResult:
-    """`checkpoint` can be trained on, `sampler_checkpoint` sampled from."""
+    """`checkpoint` can be trained on, `sampler_checkpoint` sampled from.
 
+    Of `before` and `after`, `loss` is in nats per completion token, and `accuracy` is the share of greedy replies equal
+    to the demonstration.
+    """
+
+    run_dir: Path
     checkpoint: str
     sampler_checkpoint: str
-    before: Reading
-    after: Reading
+    before: HeldoutScores
+    after: HeldoutScores
 
 
 def run_sft(
@@ -62,66 +67,67 @@ def run_sft(
     config: SFTConfig,
     *,
     service_client: mint.ServiceClient | None = None,
+    resume: bool = False,
+    on_progress: ProgressHook | None = None,
 ) -> SFTResult:
-    """Trains on `demonstrations`, reads `heldout` before and after; every step is a line of `metrics.jsonl`.
+    """Trains on `demonstrations` and evaluates on `heldout` before and after.
+
+    `resume` continues the run in `config.run_dir` from its last checkpoint, to the same bits as without a break.
 
     Raises:
-        InvalidRequestError: there is nothing to train on, or a demonstration is both trained on and held out.
+        InvalidRequestError: there is nothing to train on, a prompt is both trained on and held out, or `run_dir` holds
+            another run.
     """
-    if service_client is None:
-        with mint.ServiceClient() as owned:
-            return run_sft(demonstrations, heldout, config, service_client=owned)
     check_disjoint(demonstrations, heldout)
-    log = RunLog(config.run_dir)
-    log.start({**asdict(config), "task": "sft", "demonstrations": len(demonstrations)}, resume=False)
-    with recorded_process(log.folder):
-        return _train(demonstrations, heldout, config, service_client, log)
+    steps = config.epochs * steps_per_epoch(len(demonstrations), config.batch_size)
+    described = {"task": "sft", "steps": steps, "data": data_digest(demonstrations, heldout)}
+    with open_run(
+        config, service_client, name="sft", described=described, resume=resume, on_progress=on_progress
+    ) as run:
+        trainer = run.trainer
+        tokenizer = trainer.get_tokenizer()
+        data = [completion_datum(each.prompt, reply_ids(each.completion, tokenizer)) for each in demonstrations]
 
+        def evaluate_now() -> Mapping[str, Interval]:
+            return evaluate(trainer, tokenizer, heldout, config)
 
-def _train(
-    demonstrations: Sequence[Demonstration],
-    heldout: Sequence[Demonstration],
-    config: SFTConfig,
-    service_client: mint.ServiceClient,
-    log: RunLog,
-) -> SFTResult:
-    if config.init_from is not None:
-        trainer = service_client.create_training_client_from_state(config.init_from)
-    else:
-        trainer = service_client.create_lora_training_client(config.base_model, rank=config.rank, seed=config.seed)
-    tokenizer = trainer.get_tokenizer()
-    data = [completion_datum(each.prompt, reply_ids(each.completion, tokenizer)) for each in demonstrations]
-
-    before = read_heldout(trainer, tokenizer, heldout, config)
-    log.append("evaluations.jsonl", {"step": 0, "when": "before", **asdict(before)})
-    steps = config.epochs * -(-len(data) // config.batch_size)
-    for step in range(1, steps + 1):
-        batch = [data[place] for place in batch_places(len(data), config.batch_size, step, config.seed)]
-        passed = trainer.forward_backward(batch, "cross_entropy")
-        stepped = trainer.optim_step(
-            types.AdamParams(learning_rate=config.learning_rate * (1 - (step - 1) / steps), grad_clip_norm=1.0)
+        before = evaluate_once(run, "before", 0, len(heldout), evaluate_now)
+        for step in range(run.first_step, steps + 1):
+            began = time.monotonic()
+            batch = [data[place] for place in batch_places(len(data), config.batch_size, step, config.seed)]
+            passed = trainer.forward_backward(batch, "cross_entropy")
+            stepped = trainer.optim_step(config.adam_params(step, steps))
+            tokens = sum((float(datum.loss_fn_inputs["weights"].values.sum(dtype=float)) for datum in batch), start=0.0)
+            run.record_step(
+                {
+                    "step": step,
+                    "train/loss": passed.result().metrics["loss:sum"] / tokens,
+                    "optim/grad_norm": stepped.result().metrics["grad_norm"],
+                    "learning_rate": config.learning_rate_at(step, steps),
+                    "time/train_s": time.monotonic() - began,
+                    "time/unix_s": time.time(),
+                }
+            )
+            if run.is_save_due(step, steps):
+                run.save(step)
+        checkpoint = run.save(steps)
+        sampler_checkpoint = run.save_sampler_weights()
+        after = evaluate_once(run, "after", steps, len(heldout), evaluate_now)
+        return SFTResult(
+            run_dir=run.log.folder,
+            checkpoint=checkpoint,
+            sampler_checkpoint=sampler_checkpoint,
+            before=HeldoutScores(**before, n=len(heldout)),
+            after=HeldoutScores(**after, n=len(heldout)),
         )
-        tokens = sum((float(datum.loss_fn_inputs["weights"].values.sum(dtype=float)) for datum in batch), start=0.0)
-        loss = passed.result().metrics["loss:sum"] / tokens
-        log.append(
-            "metrics.jsonl",
-            {"step": step, "train/loss": loss, "optim/grad_norm": stepped.result().metrics["grad_norm"]},
-        )
-        if step % config.save_every == 0 and step < steps:
-            trainer.save_state(f"sft-{step:06d}", overwrite=True).result()
-    after = read_heldout(trainer, tokenizer, heldout, config)
-    log.append("evaluations.jsonl", {"step": steps, "when": "after", **asdict(after)})
-    checkpoint = trainer.save_state("sft-final", overwrite=True).result().path
-    sampler_checkpoint = trainer.save_weights_for_sampler("sft-final").result().path or ""
-    return SFTResult(checkpoint, sampler_checkpoint, before, after)
 
 
-def read_heldout(
+def evaluate(
     trainer: mint.TrainingClient, tokenizer: Any, heldout: Sequence[Demonstration], config: SFTConfig
-) -> Reading:
+) -> dict[str, Interval]:
     """Loss and greedy accuracy on the held-out demonstrations."""
     if not heldout:
-        return Reading((0.0, 0.0, 0.0), (0.0, 0.0, 1.0), 0)
+        return {"loss": (0.0, 0.0, 0.0), "accuracy": (0.0, 0.0, 1.0)}
     replies = [reply_ids(each.completion, tokenizer) for each in heldout]
     data = [completion_datum(each.prompt, reply) for each, reply in zip(heldout, replies, strict=True)]
     outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
@@ -134,4 +140,4 @@ def read_heldout(
     right = [
         float(sample.result().sequences[0].tokens == reply) for sample, reply in zip(samples, replies, strict=True)
     ]
-    return Reading(interval(losses), interval(right), len(heldout))
+    return {"loss": interval(losses), "accuracy": interval(right)}

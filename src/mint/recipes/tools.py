@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mint.recipes.data.arithmetic import Problem, is_heldout
-from mint.recipes.data.word_problems import SHORT_SYSTEM, draw_message, draw_tool_problem
+from mint.recipes.datasets.arithmetic import Problem, is_heldout
+from mint.recipes.datasets.calculator_questions import SHORT_SYSTEM, draw_message, draw_tool_problem
 from mint.rl import MessageEnvAdapter, RLConfig
 from mint.rl.message_env import Message, MessageEnv
 from mint.rl.tasks.tool_env import Costs, ToolEnv
@@ -37,7 +37,7 @@ COSTS = Costs(per_violation=0.2, at_most=0.5)
 
 
 @dataclass(frozen=True)
-class Question:
+class CalculatorQuestion:
     """What is asked, and whether the chat template describes the calculator or the system message only mentions it."""
 
     problem: Problem
@@ -45,14 +45,15 @@ class Question:
     described: bool
 
 
-def draw_questions(seed: int, count: int, *, heldout: bool) -> list[Question]:
+def draw_questions(seed: int, count: int, *, heldout: bool) -> list[CalculatorQuestion]:
     """Questions from one side of the split, described and undescribed in turn."""
     rng = random.Random(f"tools {seed} {heldout}")
-    questions: list[Question] = []
+    questions: list[CalculatorQuestion] = []
     while len(questions) < count:
         problem = draw_tool_problem(rng)
         if is_heldout(problem) == heldout:
-            questions.append(Question(problem, draw_message(problem, rng)[0], described=len(questions) % 2 == 1))
+            message, _ = draw_message(problem, rng)
+            questions.append(CalculatorQuestion(problem, message, described=len(questions) % 2 == 1))
     return questions
 
 
@@ -66,15 +67,15 @@ class ToolsAdapter(MessageEnvAdapter):
         self.seed, self.heldout_size, self.train_size, self.costs = seed, heldout_size, train_size, costs
         self.reward_range = costs.range_of((0.0, 1.0))
 
-    def build_dataset(self) -> Sequence[Question]:
+    def build_dataset(self) -> Sequence[CalculatorQuestion]:
         """Training questions."""
         return draw_questions(self.seed, self.train_size, heldout=False)
 
-    def build_heldout(self) -> Sequence[Question]:
+    def build_heldout(self) -> Sequence[CalculatorQuestion]:
         """Held-out questions."""
         return draw_questions(self.seed, self.heldout_size, heldout=True)
 
-    def make_env(self, sample: Question) -> MessageEnv:
+    def make_env(self, sample: CalculatorQuestion) -> MessageEnv:
         """The question and the calculator."""
         system = [] if sample.described else [{"role": "system", "content": SHORT_SYSTEM}]
         return ToolEnv(

@@ -196,7 +196,9 @@ class RunReader:
         sampled = [row for row in latest if row.get("temperature") == 1.0]
         chosen = (sampled or latest)[-1]
         return {
-            name: chosen.get(name) for name in ("step", "when", "temperature", "mean", "low", "high", "n", "success")
+            name: chosen.get(name)
+            for name in ("step", "when", "temperature", "metric", "mean", "low", "high", "n", "success")
+            if name in chosen
         }
 
     def _began_at(self) -> float:

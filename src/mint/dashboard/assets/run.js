@@ -154,7 +154,8 @@ function showSummary(run) {
 
 /** What a reading has gained over the one before training. */
 function gainOf(heldout, evaluations) {
-  const before = evaluations.find(({ when, temperature }) => when === "before" && temperature === heldout?.temperature);
+  const before = evaluations.find(({ when, temperature, metric }) =>
+    when === "before" && temperature === heldout?.temperature && metric === heldout?.metric);
   if (!heldout || !before || heldout.step === 0) return "";
   return `from ${fixed(before.mean)} (${heldout.mean >= before.mean ? "+" : ""}${fixed(heldout.mean - before.mean)})`;
 }

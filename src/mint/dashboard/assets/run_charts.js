@@ -20,11 +20,12 @@ const share = (name, label, of) => ({
   read: (run) => ({ values: divided(run.column(name), [run.column(of)]) }),
 });
 
-/** @param {number} temperature @param {string} label @returns {Series} */
-const heldout = (temperature, label) => ({
-  key: `heldout:${temperature}`,
+/** The evaluations with one value of a field. @param {"temperature" | "metric"} field @param {number | string} value
+ * @param {string} label @returns {Series} */
+const heldout = (field, value, label) => ({
+  key: `heldout:${value}`,
   label,
-  read: (run) => ({ readings: run.evaluations.filter((reading) => reading.temperature === temperature) }),
+  read: (run) => ({ readings: run.evaluations.filter((reading) => reading[field] === value) }),
 });
 
 /** @type {Series} */
@@ -47,10 +48,22 @@ const below = (prefix, end = "") => (/** @type {RunData[]} */ runs) => {
   return [...names].sort().map((name) => metric(name, name.slice(prefix.length, name.length - end.length)));
 };
 
-const temperatures = (/** @type {RunData[]} */ runs) => {
-  const found = new Set(runs.flatMap((run) => run.evaluations.map((reading) => reading.temperature)));
-  return [...found].sort((a, b) => b - a).map((one) => heldout(one, one === 0 ? "greedy" : `temperature ${one}`));
-};
+/** The values that a field has in any evaluation. @param {RunData[]} runs @param {"temperature" | "metric"} field */
+const valuesOf = (runs, field) =>
+  [...new Set(runs.flatMap((run) => run.evaluations.map((reading) => reading[field])))].filter((value) => value !== undefined);
+
+/** Held-out rewards of RL runs. */
+const temperatures = (/** @type {RunData[]} */ runs) =>
+  valuesOf(runs, "temperature").sort((a, b) => b - a)
+    .map((one) => heldout("temperature", one, one === 0 ? "greedy" : `temperature ${one}`));
+
+/** Held-out losses and accuracies of supervised runs. */
+const heldoutMetrics = (/** @type {RunData[]} */ runs) => valuesOf(runs, "metric").map((name) => heldout("metric", name, name));
+
+/** The losses of supervised runs; an RL run is shown by its rewards. */
+const losses = (/** @type {RunData[]} */ runs) =>
+  runs.some(({ names }) => names.includes("reward/mean")) ? []
+    : [metric("train/loss", "loss"), metric("train/pair_loss", "loss of a pair"), metric("train/reverse_kl", "reverse KL")];
 
 const hasTurns = (/** @type {RunData} */ run) => run.column("rollouts/turns_mean").some((turns) => turns !== null && turns > 1);
 
@@ -61,6 +74,8 @@ export const CHARTS = [
   { id: "reward", title: "Success and reward", isWide: true, include: [0, 1],
     series: always(metric("success/rate", "success rate"), metric("reward/mean", "reward")) },
   { id: "heldout", title: "Held-out reward, 95 % intervals", isWide: true, include: [0, 1], series: temperatures },
+  { id: "loss", title: "Loss", isWide: true, series: losses },
+  { id: "heldout-metrics", title: "Held-out loss and accuracy, 95 % intervals", isWide: true, series: heldoutMetrics },
   { id: "parts", title: "Reward by part", include: [0], series: below("reward/part/") },
   { id: "groups", title: "Groups by signal", unit: "share", include: [0, 1],
     series: always(share("groups/used", "informative", "groups/total"), share("groups/all_good", "all good", "groups/total"),

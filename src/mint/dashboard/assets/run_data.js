@@ -2,7 +2,7 @@
 // metrics only; what the others mean is said in run_charts.js.
 
 /**
- * @typedef {{step: number, when: string, temperature: number, mean: number, low: number, high: number, n: number,
+ * @typedef {{step: number, when: string, temperature?: number, metric?: string, mean: number, low: number, high: number, n: number,
  *   success?: number}} Reading
  * @typedef {{code: string, severity: string, step: number, evidence: string, remedy: string}} Finding
  * @typedef {"step" | "time"} Axis

@@ -1,4 +1,4 @@
-"""A run, live in the terminal: progress, the reward's curve, held-out readings, findings, a sample of every step.
+"""A run, live in the terminal: progress, a curve of reward or loss, held-out evaluations, findings, a sample.
 
 One screen that is drawn again where there is a terminal, plain lines where there is none. Writes to stderr. Formats
 only: what the numbers mean is said elsewhere.
@@ -27,18 +27,21 @@ DRAWN_PER_S = 4
 
 
 class LiveProgress:
-    """Pass the instance as `on_progress` of `run_grpo`; use it as a context manager around the call."""
+    """Pass the instance as `on_progress` of a recipe's run; use it as a context manager around the call."""
 
-    def __init__(self, steps: int, *, console: Console | None = None, title: str = "RL") -> None:
-        """`steps` is the length of the bar."""
+    def __init__(
+        self, steps: int, *, console: Console | None = None, title: str = "RL", curve: str = "reward/mean"
+    ) -> None:
+        """`steps` is the length of the bar, `curve` the metric that is drawn."""
         self.console = console or Console(stderr=True)
         self._steps, self._title = steps, title
         self._began = self._stepping_since = time.monotonic()
         self._first_step = 0
         self._doing = "loading the model"
         self._latest: Mapping[str, Any] = {}
-        self._rewards: list[float] = []
-        self._readings: dict[tuple[str, int], dict[float, Mapping[str, Any]]] = {}
+        self._curve_name = curve
+        self._curve_values: list[float] = []
+        self._readings: dict[tuple[str, int], dict[float | str, Mapping[str, Any]]] = {}
         self._findings: dict[str, Mapping[str, Any]] = {}
         self._sample = ""
         self._live = (
@@ -75,7 +78,7 @@ class LiveProgress:
         if not self._latest:  # a resumed run begins further on
             self._first_step = int(metrics["step"]) - 1
         self._latest, self._doing = metrics, "sampling"
-        self._rewards.append(float(metrics["reward/mean"]))
+        self._curve_values.append(float(metrics[self._curve_name]))
         if self._live is None:
             self._print(f"  step {int(metrics['step'])}/{self._steps}  {step_line(metrics)}")
 
@@ -88,7 +91,7 @@ class LiveProgress:
                 self._print(f"  {line}")
 
     def _reading(self, row: Mapping[str, Any]) -> None:
-        self._readings.setdefault((row["when"], row["step"]), {})[row["temperature"]] = row
+        self._readings.setdefault((row["when"], row["step"]), {})[_condition(row)] = row
         self._doing = "done" if row["when"] == "after" else "sampling"
         self._stepping_since = time.monotonic() if row["when"] == "before" else self._stepping_since
         if self._live is None:
@@ -111,7 +114,7 @@ class LiveProgress:
         rows.add_column(style="bold", no_wrap=True, min_width=HEADING_WIDTH)
         rows.add_column(overflow="ellipsis", no_wrap=True)
         if self._latest:
-            rows.add_row("reward", self._curve())
+            rows.add_row(self._curve_name.removesuffix("/mean").removeprefix("train/"), self._curve())
             for name, line in _number_lines(self._latest):
                 rows.add_row(name, line)
         for (when, step), readings in self._readings.items():
@@ -147,17 +150,20 @@ class LiveProgress:
         return (time.monotonic() - self._stepping_since) / taken * (self._steps - done)
 
     def _curve(self) -> Text:
-        best = max(self._rewards)
-        at = self._first_step + self._rewards.index(best) + 1
+        values = self._curve_values
+        best = (max if self._curve_name == "reward/mean" else min)(values)
+        step = self._first_step + values.index(best) + 1
         return Text.assemble(
-            f"{self._rewards[-1]:.3f}  ",
-            (sparkline(self._rewards, CURVE_WIDTH), "cyan"),
-            f"  from {self._rewards[0]:.3f}, best {best:.3f} at step {at}",
+            f"{values[-1]:.3f}  ",
+            (sparkline(values, CURVE_WIDTH), "cyan"),
+            f"  from {values[0]:.3f}, best {best:.3f} at step {step}",
         )
 
 
 def step_line(metrics: Mapping[str, Any]) -> str:
     """The numbers of one step on one line; says so when no group had a signal and no step was taken."""
+    if "groups/total" not in metrics:
+        return "  ".join(f"{name} {value}" for name, value in _plain_numbers(metrics))
     used, total = int(metrics["groups/used"]), int(metrics["groups/total"])
     line = f"reward {metrics['reward/mean']:.3f}  groups with signal {used}/{total}"
     if metrics["datums"] == 0:
@@ -175,6 +181,8 @@ def _is_drawn_on(console: Console) -> bool:
 
 def _number_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What else the screen says of the latest step, by its heading."""
+    if "groups/total" not in metrics:
+        return _plain_numbers(metrics)
     used, total = int(metrics["groups/used"]), int(metrics["groups/total"])
     policy = (
         f"success {metrics['success/rate']:.3f}   signal in {used}/{total} groups   "
@@ -191,6 +199,12 @@ def _number_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("policy", policy), ("update", update), ("pace", pace)]
 
 
+def _plain_numbers(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The numbers of a step without rollouts: its losses, the gradient norm and its time."""
+    numbers = [(name.removeprefix("train/"), f"{metrics[name]:.4g}") for name in metrics if name.startswith("train/")]
+    return [*numbers, ("gradient", f"{metrics['optim/grad_norm']:.3g}"), ("time", f"{metrics['time/train_s']:.2f} s")]
+
+
 def _no_step(metrics: Mapping[str, Any]) -> str:
     good, bad = int(metrics["groups/all_good"]), int(metrics["groups/all_bad"])
     return f"no step taken: every group had equal rewards ({good} all good, {bad} all bad)"
@@ -200,7 +214,14 @@ def _step_s(metrics: Mapping[str, Any]) -> float:
     return float(metrics["time/rollouts_s"] + metrics["time/train_s"])
 
 
+def _condition(row: Mapping[str, Any]) -> float | str:
+    """What tells one evaluation of a step from another: its metric, or the sampling temperature."""
+    return row.get("metric") or row["temperature"]
+
+
 def _how(row: Mapping[str, Any]) -> str:
+    if "metric" in row:
+        return row["metric"]
     return "greedy" if row["temperature"] == 0 else f"temperature {row['temperature']:g}"
 
 

@@ -67,7 +67,7 @@ class Trackers:
             except Exception as error:  # what a tracker raises where it has no account, network or folder is its own
                 raise InvalidRequestError(
                     f"cannot be opened ({type(error).__name__}: {error})",
-                    field="RLConfig.trackers",
+                    field="trackers",
                     value=name,
                     remedy="W&B without an account or network: set WANDB_MODE=offline; else leave the tracker out",
                 ) from error
@@ -115,9 +115,9 @@ class Trackers:
 
 
 def _reading(row: Mapping[str, Any]) -> Numbers:
-    """The numbers of one reading of the held-out set."""
-    how = "greedy" if row["temperature"] == 0 else "sampled"
-    return {f"heldout/{how}/{name}": float(row[name]) for name in ("mean", "low", "high", "success")}
+    """The numbers of one evaluation on the held-out set: of a `metric`, or of the reward at a temperature."""
+    what = row.get("metric") or ("greedy" if row["temperature"] == 0 else "sampled")
+    return {f"heldout/{what}/{name}": float(row[name]) for name in ("mean", "low", "high", "success") if name in row}
 
 
 class _TensorBoard:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 
-from mint.recipes.data.arithmetic import Problem
+from mint.recipes.datasets.arithmetic import Problem
 from mint.rl.tasks.tools import CALL_CLOSE, CALL_OPEN, calculator
 
 SHORT_SYSTEM = "You have a calculator."

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mint.cli.main import app
-from mint.recipes.registry import load_task
+from mint.recipes.task_registry import load_task
 from mint.rl import run_grpo
 from mint.runs.log import RunLog
 

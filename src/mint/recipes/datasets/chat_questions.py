@@ -63,7 +63,7 @@ class Thing:
 
 
 @dataclass(frozen=True)
-class Question:
+class ChatQuestion:
     """One message about one thing, with or without a system message before it."""
 
     message: str
@@ -91,10 +91,10 @@ def is_heldout_pair(message: str, thing: Thing) -> bool:
     return hashlib.sha256(message.format(thing.name).encode()).digest()[0] % HELDOUT_ONE_IN == 0
 
 
-def questions(*, heldout: bool) -> list[Question]:
+def questions(*, heldout: bool) -> list[ChatQuestion]:
     """All questions of one side of the split, each with and without a system message."""
     return [
-        Question(message, thing, with_system)
+        ChatQuestion(message, thing, with_system)
         for message, thing in PAIRS
         if is_heldout_pair(message, thing) == heldout
         for with_system in (False, True)
@@ -106,28 +106,28 @@ def words_of(reply: str) -> list[str]:
     return re.findall(r"[a-z']+", reply.lower())
 
 
-def names_thing(reply: str, question: Question) -> bool:
+def names_thing(reply: str, question: ChatQuestion) -> bool:
     """Whether the reply names what it was asked about."""
     return question.thing.name in words_of(reply)
 
 
-def fitting(reply: str, question: Question) -> bool:
+def fitting(reply: str, question: ChatQuestion) -> bool:
     """Whether it says something that belongs to the thing; a fixed sentence with the name copied in does not."""
     thing = question.thing
     return not {thing.category, thing.trait, thing.place}.isdisjoint(words_of(reply))
 
 
-def length(reply: str, question: Question) -> bool:
+def length(reply: str, question: ChatQuestion) -> bool:
     """Whether it has 4 to 12 words."""
     return 4 <= len(words_of(reply)) <= 12
 
 
-def ending(reply: str, question: Question) -> bool:
+def ending(reply: str, question: ChatQuestion) -> bool:
     """Whether it ends a sentence."""
     return reply.rstrip().endswith((".", "!", "?"))
 
 
-def no_repeats(reply: str, question: Question) -> bool:
+def no_repeats(reply: str, question: ChatQuestion) -> bool:
     """Whether no word but the smallest comes twice."""
     counted = [word for word in words_of(reply) if word not in ("the", "a", "is", "and", "it")]
     return len(counted) == len(set(counted))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
-from mint.recipes.questions import Prompt, PromptStyle, Question, QuestionAdapter, one_side
+from mint.recipes.question_task import Prompt, PromptStyle, Question, QuestionAdapter, one_side
 from mint.rl.tasks.math_grader import MathGrader
 
 PROMPT_KEYS = ("prompt", "question", "messages")

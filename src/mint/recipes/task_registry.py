@@ -1,4 +1,4 @@
-"""From a task's name, as written on the command line, to its adapter and settings.
+"""Tasks by name, as the command line names them: from the name to an adapter and its settings.
 
     math · chat · code · tools            the recipes of this package
     reasoning_gym:NAME                    a generator of the reasoning-gym package
@@ -6,7 +6,7 @@
     verifiers:NAME                        a single-turn taskset of the verifiers package
     module:Class · path/to/file.py:Class  an adapter of your own
 
-Each is imported when it is asked for. Knows no task's contents.
+A task is imported only when it is asked for. Knows nothing of what a task contains.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
-from mint.recipes.questions import DEMO
+from mint.recipes.question_task import DEMO
 from mint.rl import RLConfig
 from mint.rl.adapter import Task
+from mint.runs.reader import read_config
 
 RECIPES = {
     "math": "MathAdapter",
@@ -35,25 +38,27 @@ RECIPES = {
 """Module of `mint.recipes` → its adapter."""
 
 SOURCES = {
-    "reasoning_gym": ("mint.recipes.external.reasoning_gym", "ReasoningGymAdapter"),
-    "file": ("mint.recipes.external.files", "FileAdapter"),
-    "verifiers": ("mint.recipes.external.verifiers", "VerifiersAdapter"),
+    "reasoning_gym": ("mint.recipes.task_sources.reasoning_gym", "ReasoningGymAdapter"),
+    "file": ("mint.recipes.task_sources.files", "FileAdapter"),
+    "verifiers": ("mint.recipes.task_sources.verifiers", "VerifiersAdapter"),
 }
-"""Prefix → where its adapter is; the rest of the name is the adapter's first argument."""
+"""Prefix → module and adapter; the rest of the name is the adapter's first argument."""
 
 CHOICES = "math, chat, code, tools, reasoning_gym:NAME, file:PATH, verifiers:NAME, module:Class or path.py:Class"
 
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """A task, ready to train, and the settings that suit it on the bundled model."""
+    """A task and the settings to train it with."""
 
     adapter: Task
     config: RLConfig
 
 
 def load_task(name: str, *, seed: int = 0, **options: Any) -> TaskChoice:
-    """The task called `name`; `options` go to its adapter. The settings carry `seed`.
+    """The task called `name`, with the settings that suit it on the bundled model.
+
+    `options` are arguments of its adapter. `seed` goes to the adapter and into the settings.
 
     Raises:
         InvalidRequestError: no such task, or an option that it does not take; names the choices.
@@ -62,6 +67,61 @@ def load_task(name: str, *, seed: int = 0, **options: Any) -> TaskChoice:
     choice = _find(name, seed, options)
     choice.adapter.spec = {"task": name, "seed": seed, "options": options}
     return choice
+
+
+@contextmanager
+def open_task(name: str, words: Mapping[str, Any]) -> Generator[TaskChoice]:
+    """The task called `name`, closed at the end. Of `words`, those that name a field of `RLConfig` are settings; the
+    others are options of the task.
+
+    Raises:
+        InvalidRequestError: unknown task, setting or option.
+    """
+    settings = {key: value for key, value in words.items() if key in RLConfig.model_fields and key != "run_dir"}
+    options = {key: value for key, value in words.items() if key not in RLConfig.model_fields}
+    with suggestion_of_settings(options, RLConfig.model_fields):
+        choice = load_task(name, seed=int(settings.get("seed", 0)), **options)
+    # Through the constructor, so that every value is checked.
+    config = RLConfig(**{**choice.config.model_dump(), **settings})
+    try:
+        yield TaskChoice(choice.adapter, config)
+    finally:
+        choice.adapter.close()
+
+
+@contextmanager
+def open_task_of_run(run: Path, task: str | None) -> Generator[TaskChoice]:
+    """The task and the settings of a run in its folder; `task` names it where the run folder does not.
+
+    Raises:
+        InvalidRequestError: neither says which task it is.
+    """
+    described = read_config(run)
+    spec: dict[str, Any] | None = described["task_spec"] or (
+        {"task": task, "seed": described["seed"], "options": {}} if task is not None else None
+    )
+    if spec is None:
+        raise InvalidRequestError(
+            "does not name its task, because it was started from Python",
+            field="run",
+            value=str(run),
+            remedy="Name it: --task path.py:Class",
+        )
+    settings = {key: value for key, value in described.items() if key in RLConfig.model_fields}
+    with open_task(spec["task"], {**settings, **spec["options"], "seed": spec["seed"]}) as choice:
+        yield choice
+
+
+@contextmanager
+def suggestion_of_settings(options: Iterable[str], settings: Iterable[str]) -> Generator[None]:
+    """Adds to a refusal of task options the setting that a mistyped one is similar to."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        similar = [name for option in options for name in get_close_matches(option, list(settings), n=1, cutoff=0.75)]
+        if similar:
+            error.remedy = f"{error.remedy}. Among the settings of a run, did you mean {similar[0]}?"
+        raise
 
 
 def _find(name: str, seed: int, options: dict[str, Any]) -> TaskChoice:
@@ -125,9 +185,9 @@ def _user_module(source: str, name: str) -> ModuleType:
 def _module_from_file(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"mint_task_{path.stem}", path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise InvalidRequestError("is no file", field="task", value=name, remedy=f"Choose {CHOICES}")
+        raise InvalidRequestError("is not a file", field="task", value=name, remedy=f"Choose {CHOICES}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    sys.modules[spec.name] = module  # dataclasses look up their module by name
     spec.loader.exec_module(module)
     return module
 
@@ -143,4 +203,4 @@ def _user_class(module: ModuleType, cls: str, name: str) -> Callable[..., Any]:
 
 
 def _unknown(name: str) -> InvalidRequestError:
-    return InvalidRequestError("is no task", field="task", value=name, remedy=f"Choose {CHOICES}")
+    return InvalidRequestError("is not a task", field="task", value=name, remedy=f"Choose {CHOICES}")

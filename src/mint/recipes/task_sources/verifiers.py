@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
-from mint.recipes.questions import Prompt, PromptStyle, Question, QuestionAdapter, one_side
+from mint.recipes.question_task import Prompt, PromptStyle, Question, QuestionAdapter, one_side
 from mint.rl.reward import Reward
 
 ROLES = ("system", "user", "assistant")

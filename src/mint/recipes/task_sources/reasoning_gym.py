@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
-from mint.recipes.questions import PromptStyle, Question, QuestionAdapter, one_side
+from mint.recipes.question_task import PromptStyle, Question, QuestionAdapter, one_side
 from mint.rl.seeds import mix_seed
 
 HELDOUT_SHARE = 0.25

@@ -1,0 +1,129 @@
+"""`mint eval`, `diagnose`, `bisect`, `doctor` and `plan`: what a checkpoint, a run or a task is worth.
+
+Each command reads its arguments, calls one function of `mint.rl` and prints the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from mint.cli.assignments import Assignments, parse_assignments
+from mint.cli.terminal import fail
+from mint.cli.train import Json
+from mint.errors import MintError
+
+TASK_HELP = "math, chat, code, tools, reasoning_gym:NAME, verifiers:NAME, file:PATH, module:Class or path.py:Class"
+
+
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="mint://… or the name of a base model")],
+    task: Annotated[str, typer.Argument(help=TASK_HELP)],
+    assignments: Assignments = None,
+    as_json: Json = False,
+) -> None:
+    """Held-out reward of a checkpoint: mean with its 95 % interval, success, pass@k, parts."""
+    from mint.client.service_client import ServiceClient  # deferred: `mint --help` answers at once
+    from mint.recipes.task_registry import open_task
+    from mint.rl.analysis.report import print_reading
+    from mint.rl.heldout_evaluation import evaluate_checkpoint
+
+    try:
+        with open_task(task, parse_assignments(assignments or [])) as choice, ServiceClient() as service:
+            readings = evaluate_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
+    except MintError as error:
+        fail(error)
+    print_reading(Console(stderr=as_json), f"{checkpoint} on {task}", readings)
+    if as_json:
+        typer.echo(json.dumps({f"{temperature:g}": reading.to_dict() for temperature, reading in readings.items()}))
+
+
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="a run folder")],
+    as_json: Json = False,
+) -> None:
+    """Why a run does not learn: every finding with its evidence and a remedy, and where the tokens went."""
+    from mint.rl.analysis.report import print_findings, print_token_counts
+    from mint.rl.analysis.run_analysis import diagnose_run, run_token_counts  # deferred: `mint --help` answers at once
+
+    try:
+        findings, ledger, items = diagnose_run(run), *run_token_counts(run)
+    except MintError as error:
+        fail(error)
+    people = Console(stderr=as_json)
+    print_findings(people, findings)
+    print_token_counts(people, ledger, items)
+    if as_json:
+        typer.echo(json.dumps({"findings": [finding.to_dict() for finding in findings], "ledger": asdict(ledger)}))
+
+
+def bisect(
+    run: Annotated[Path, typer.Argument(help="a run folder")],
+    metric: Annotated[str, typer.Option(help="heldout, heldout_sampled or success")] = "heldout",
+    task: Annotated[str | None, typer.Option(help="the task, if the run folder does not name it")] = None,
+    as_json: Json = False,
+) -> None:
+    """Between which two checkpoints a metric fell, by reading only as many as needed."""
+    from mint.client.service_client import ServiceClient  # deferred: `mint --help` answers at once
+    from mint.recipes.task_registry import open_task_of_run
+    from mint.rl.analysis.report import print_regression
+    from mint.rl.analysis.run_analysis import bisect_run
+    from mint.rl.heldout_evaluation import evaluate_checkpoint
+
+    try:
+        with open_task_of_run(run, task) as choice, ServiceClient() as service:
+            regression = bisect_run(
+                run,
+                metric,
+                lambda path: evaluate_checkpoint(path, choice.adapter, config=choice.config, service=service),
+            )
+    except MintError as error:
+        fail(error)
+    print_regression(Console(stderr=as_json), metric, regression)
+    if as_json:
+        typer.echo(json.dumps(asdict(regression)))
+
+
+def doctor(
+    task: Annotated[str, typer.Argument(help=TASK_HELP)],
+    assignments: Assignments = None,
+    prompts: Annotated[int, typer.Option(min=1, help="samples of the task to look at")] = 64,
+    samples: Annotated[int, typer.Option(min=2, help="completions of each")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Samples a task with the base model and says which method fits: RL, SFT first, preferences, harder data."""
+    from mint.recipes.task_registry import open_task  # deferred: `mint --help` answers at once
+    from mint.rl.analysis.doctor import examine
+    from mint.rl.analysis.report import print_examination
+
+    try:
+        with open_task(task, parse_assignments(assignments or [])) as choice:
+            examination = examine(
+                choice.adapter, choice.config, prompts=prompts, samples=samples, seed=choice.config.seed
+            )
+    except MintError as error:
+        fail(error)
+    print_examination(Console(stderr=as_json), task, examination)
+    if as_json:
+        typer.echo(json.dumps(examination.to_dict(), default=str))
+
+
+def plan(
+    pass_rate: Annotated[float, typer.Option(min=0, max=1, help="share of completions that are right")],
+    batch_size: Annotated[int, typer.Option(min=1, help="prompts per step")] = 8,
+    tokens: Annotated[float, typer.Option(min=1, help="mean tokens of a completion")] = 16,
+    as_json: Json = False,
+) -> None:
+    """What share of groups, and of tokens, to expect a signal from; `mint doctor TASK` measures the pass rate."""
+    from mint.rl.analysis.planner import plan_for_rate  # deferred: `mint --help` answers at once
+    from mint.rl.analysis.report import print_plan
+
+    planned = plan_for_rate(pass_rate, batch_size=batch_size, mean_tokens=tokens)
+    print_plan(Console(stderr=as_json), planned)
+    if as_json:
+        typer.echo(json.dumps(asdict(planned)))

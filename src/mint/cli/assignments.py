@@ -1,0 +1,37 @@
+"""The `key=value` words of a command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from mint.errors import InvalidRequestError
+
+Assignments = Annotated[list[str] | None, typer.Argument(help="key=value: settings of the run, options of the task")]
+
+SHORT_NAMES = {"lr": "learning_rate", "groups_per_batch": "batch_size", "model": "base_model"}
+
+
+def parse_assignments(words: Sequence[str]) -> dict[str, Any]:
+    """`["steps=5", "task=math"]` as a dict. A value is JSON if it parses as JSON, and text otherwise; short names are
+    written out.
+
+    Raises:
+        InvalidRequestError: a word is not of the form key=value.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, separator, text = word.partition("=")
+        if not separator or not key:
+            raise InvalidRequestError(
+                "is not of the form key=value", field="argument", value=word, remedy="Write for example steps=20"
+            )
+        name = SHORT_NAMES.get(key, key)
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = {"True": True, "False": False, "None": None}.get(text, text)
+    return found

@@ -1,0 +1,296 @@
+"""Runs the recipes for `mint train` and `mint demo`: from words to a config and data, with live progress and a report.
+
+rl       task=NAME            any task of `mint.recipes.task_registry`
+sft      task=NAME            a task that knows a good completion of its samples (`RLAdapter.demonstrate`)
+dpo      data=PATH            JSON lines with prompt, chosen, rejected
+distill  task=NAME teacher=…  the task's prompts; the teacher is a checkpoint or the name of a base model
+
+Words that name a field of the recipe's config are settings, which the config checks; the others are options of the
+task.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+import mint
+from mint.errors import InvalidRequestError
+from mint.recipes.distill import DistillConfig, run_distill
+from mint.recipes.dpo import DPOConfig, Preference, run_dpo
+from mint.recipes.question_task import Question, encode_prompt, is_heldout
+from mint.recipes.sft import SFTConfig, run_sft
+from mint.recipes.supervised import Demonstration, SupervisedConfig, steps_per_epoch
+from mint.recipes.task_registry import load_task, open_task, suggestion_of_settings
+from mint.rl import Estimate, LiveProgress, RLConfig, RunResult, Task, run_grpo
+from mint.rl.adapter import RLAdapter
+from mint.rl.analysis.report import print_run
+from mint.rl.heldout_evaluation import GREEDY, SAMPLED, without_heldout
+from mint.rl.tracking.plot import plot_run
+from mint.runs.log import RunLog
+
+HELDOUT_SHARE = 0.1
+HELDOUT_LIMIT = 256
+
+Config = TypeVar("Config", bound=SupervisedConfig)
+
+
+def train_recipe(
+    recipe: str, words: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console
+) -> dict[str, Any]:
+    """Runs `recipe`, prints a report on `console` and returns it.
+
+    Raises:
+        InvalidRequestError: unknown task, setting or option, or data that cannot be read.
+    """
+    if recipe == "rl":
+        return train_rl(words, run_dir=run_dir, resume=resume, console=console)
+    runs = {"sft": train_sft, "dpo": train_dpo, "distill": train_distill}
+    report = {"recipe": recipe, **runs[recipe]({**words, "run_dir": run_dir}, resume=resume, console=console)}
+    print_report(console, report)
+    return report
+
+
+# --- RL ----------------------------------------------------------------------------------------------------------
+
+
+def run_demo(
+    task: str,
+    *,
+    steps: int | None,
+    seed: int,
+    run_dir: Path | None,
+    resume: bool,
+    console: Console,
+    trackers: Sequence[str] = (),
+) -> tuple[RunResult, dict[str, Any]]:
+    """RL on the bundled model with the task's own settings; `steps` None is the task's own number."""
+    choice = load_task(task, seed=seed)
+    steps = choice.config.steps if steps is None else steps
+    settings: dict[str, Any] = {"seed": seed, "run_dir": run_dir, "steps": steps, "trackers": trackers}
+    config = RLConfig(**{**choice.config.model_dump(), **settings})
+    title = f"mint demo {task}: {config.base_model}, LoRA rank {config.rank}, seed {seed}"
+    result = run_with_progress(choice.adapter, config, resume=resume, console=console, title=title)
+    return result, rl_report(task, config, result)
+
+
+def train_rl(words: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console) -> dict[str, Any]:
+    """RL on the task and with the settings that the words name."""
+    task = str(take(words, "task", "Add for example task=math or task=file:prompts.jsonl"))
+    with open_task(task, words) as choice:
+        config = choice.config.model_copy(update={"run_dir": run_dir})
+        title = f"{task}: {config.base_model}"
+        result = run_with_progress(choice.adapter, config, resume=resume, console=console, title=title)
+    print_run(console, result, RunLog(result.run_dir).read("evaluations.jsonl"))
+    return rl_report(task, config, result)
+
+
+def run_with_progress(adapter: Task, config: RLConfig, *, resume: bool, console: Console, title: str) -> RunResult:
+    """`run_grpo` with live progress on `console`, and the curve as `curve.png` in the run folder."""
+    with LiveProgress(config.steps, console=console, title=title) as progress:
+        result = run_grpo(adapter, config, resume=resume, on_progress=progress)
+    log = RunLog(result.run_dir)
+    plot_run(result.run_dir / "curve.png", log.read("metrics.jsonl"), log.read("evaluations.jsonl"), title=title)
+    return result
+
+
+def rl_report(task: str, config: RLConfig, result: RunResult) -> dict[str, Any]:
+    """The JSON object of `mint demo` and `mint train rl` with `--json`.
+
+    `heldout_before` and `heldout_after` are greedy, `…_sampled` at temperature 1; None where nothing is held out.
+    """
+
+    def estimate(estimates: Mapping[float, Estimate], temperature: float) -> dict[str, Any] | None:
+        return estimates[temperature].to_dict() if temperature in estimates else None
+
+    return {
+        "task": task,
+        "base_model": config.base_model,
+        "seed": config.seed,
+        "steps": result.steps,
+        "seconds": round(result.seconds, 3),
+        "seconds_setup": round(result.seconds_setup, 3),
+        "samples": result.samples,
+        "tokens": result.tokens,
+        "heldout_before": estimate(result.heldout_before, GREEDY),
+        "heldout_after": estimate(result.heldout_after, GREEDY),
+        "heldout_before_sampled": estimate(result.heldout_before, SAMPLED),
+        "heldout_after_sampled": estimate(result.heldout_after, SAMPLED),
+        "sampler_trainer_max_abs_logprob_diff": result.max_abs_logprob_diff,
+        "findings": [finding.to_dict() for finding in result.findings],
+        "stopped_by": result.stopped_by,
+        "checkpoint": result.checkpoint,
+        "best_checkpoint": result.best_checkpoint,
+        "sampler_checkpoint": result.sampler_checkpoint,
+        "state_digest": result.state_digest,
+        "run_dir": str(result.run_dir),
+    }
+
+
+# --- SFT, DPO, distillation --------------------------------------------------------------------------------------
+
+
+def train_sft(words: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
+    """Supervised fine-tuning on a task's demonstrations."""
+    config, options = split_words(SFTConfig, words)
+    with single_turn_task("sft", options, config) as adapter, mint.ServiceClient() as service:
+        tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
+        trained, heldout = (
+            [
+                Demonstration(list(adapter.make_prompt(sample, tokenizer)), completion)
+                for sample in samples
+                if (completion := adapter.demonstrate(sample)) is not None
+            ]
+            for samples in split_samples(adapter)
+        )
+        if not trained:
+            raise InvalidRequestError(
+                "knows no good completion of its samples",
+                field="task",
+                value=type(adapter).__name__,
+                remedy="Give it a demonstrate(sample), or take task=file:PATH with prompts and answers",
+            )
+        steps = config.epochs * steps_per_epoch(len(trained), config.batch_size)
+        with LiveProgress(steps, console=console, title=f"SFT: {config.base_model}", curve="train/loss") as progress:
+            result = run_sft(trained, heldout, config, service_client=service, resume=resume, on_progress=progress)
+    return asdict(result)
+
+
+def train_dpo(words: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
+    """Direct preference optimisation on a file of pairs."""
+    path = Path(str(take(words, "data", "Add data=…: `mint train dpo` needs it")))
+    style = words.pop("prompt_style", "chat")
+    config = DPOConfig(**words)
+    rows = read_pairs(path)
+    with mint.ServiceClient() as service:
+        tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
+        trained: list[Preference] = []
+        heldout: list[Preference] = []
+        for row in rows:
+            pair = Preference(encode_prompt(row["prompt"], tokenizer, style), row["chosen"], row["rejected"])
+            side = heldout if is_heldout(Question(row["prompt"], ""), HELDOUT_SHARE) else trained
+            side.append(pair)
+        steps = config.epochs * steps_per_epoch(len(trained), config.batch_size)
+        title = f"DPO: {config.base_model}"
+        with LiveProgress(steps, console=console, title=title, curve="train/pair_loss") as progress:
+            result = run_dpo(trained, heldout, config, service_client=service, resume=resume, on_progress=progress)
+    return asdict(result)
+
+
+def train_distill(words: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
+    """On-policy distillation on a task's prompts."""
+    teacher = str(take(words, "teacher", "Add teacher=…: `mint train distill` needs it"))
+    config, options = split_words(DistillConfig, words)
+    with single_turn_task("distill", options, config) as adapter, mint.ServiceClient() as service:
+        path, base = (teacher, None) if "://" in teacher else (None, teacher)
+        sampler = service.create_sampling_client(model_path=path, base_model=base)
+        tokenizer = sampler.get_tokenizer()
+        trained, heldout = (
+            [list(adapter.make_prompt(sample, tokenizer)) for sample in samples] for samples in split_samples(adapter)
+        )
+        title = f"distillation: {config.base_model}"
+        with LiveProgress(config.steps, console=console, title=title, curve="train/reverse_kl") as progress:
+            result = run_distill(
+                trained, heldout, sampler, config, service_client=service, resume=resume, on_progress=progress
+            )
+    return asdict(result)
+
+
+def print_report(console: Console, report: Mapping[str, Any], indent: str = "") -> None:
+    """One line per value; a triple is a mean with its 95 % interval."""
+    for name, value in report.items():
+        if isinstance(value, Mapping):
+            console.print(f"{indent}{name}")
+            print_report(console, value, f"{indent}  ")
+            continue
+        if isinstance(value, tuple) and len(value) == 3:
+            value = "{:.3f}  (95 %: {:.3f} to {:.3f})".format(*value)
+        console.print(f"{indent}{name:<18} {value}", soft_wrap=True, highlight=False)
+
+
+# --- words and data ----------------------------------------------------------------------------------------------
+
+
+def take(words: dict[str, Any], key: str, remedy: str) -> Any:
+    """Removes a word that must be there.
+
+    Raises:
+        InvalidRequestError: it is missing.
+    """
+    if key not in words:
+        raise InvalidRequestError("is missing", field=key, value="(missing)", remedy=remedy)
+    return words.pop(key)
+
+
+def split_words(config: type[Config], words: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """The settings among the words, and the options of the task."""
+    settings = {key: value for key, value in words.items() if key in config.model_fields}
+    return config(**settings), {key: value for key, value in words.items() if key not in config.model_fields}
+
+
+@contextmanager
+def single_turn_task(recipe: str, options: dict[str, Any], config: SupervisedConfig) -> Generator[RLAdapter]:
+    """The task that the options name, closed at the end.
+
+    Raises:
+        InvalidRequestError: there is no such task, it does not take the options, or it has several turns.
+    """
+    name = str(take(options, "task", f"Add task=…: `mint train {recipe}` needs it"))
+    with suggestion_of_settings(options, type(config).model_fields):
+        adapter = load_task(name, seed=config.seed, **options).adapter
+    try:
+        if not isinstance(adapter, RLAdapter):
+            raise InvalidRequestError(
+                "is a task of several turns",
+                field="task",
+                value=name,
+                remedy=f"`mint train {recipe}` takes single turns",
+            )
+        yield adapter
+    finally:
+        adapter.close()
+
+
+def split_samples(adapter: RLAdapter) -> tuple[list[Any], list[Any]]:
+    """Training and held-out samples, disjoint by content."""
+    heldout = list(adapter.build_heldout())[:HELDOUT_LIMIT]
+    return without_heldout(adapter, adapter.build_dataset(), heldout)[0], heldout
+
+
+def read_pairs(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of preferences.
+
+    Raises:
+        InvalidRequestError: there is no such file, or a line is not a pair; names the line.
+    """
+    if not path.is_file():
+        raise InvalidRequestError("does not exist", field="data", value=str(path), remedy="Give a .jsonl file")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        row = _pair(line)
+        if row is None:
+            raise InvalidRequestError(
+                "is not a pair",
+                field=f"{path}:{number}",
+                value=line[:80],
+                remedy='Write {"prompt": …, "chosen": "…", "rejected": "…"}',
+            )
+        rows.append(row)
+    return rows
+
+
+def _pair(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+        complete = all(isinstance(row[key], str) and row[key] for key in ("chosen", "rejected")) and row["prompt"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return row if complete else None

@@ -1,0 +1,96 @@
+"""`mint train` and `mint demo`: arguments in, one call, a report out."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from mint.cli.assignments import Assignments, parse_assignments
+from mint.cli.terminal import fail
+from mint.errors import MintError
+
+
+class DemoTask(StrEnum):
+    """What `mint demo` can show."""
+
+    MATH = "math"
+    CHAT = "chat"
+    CODE = "code"
+    TOOLS = "tools"
+
+
+class Recipe(StrEnum):
+    """What `mint train` can run."""
+
+    RL = "rl"
+    SFT = "sft"
+    DPO = "dpo"
+    DISTILL = "distill"
+
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
+Seed = Annotated[int, typer.Option(min=0, help="same seed, same run, bit for bit")]
+RunDir = Annotated[Path | None, typer.Option(help="the run folder; a new one if not given")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir")]
+
+
+def demo(
+    task: Annotated[DemoTask, typer.Argument(help="the task to learn")],
+    steps: Annotated[int | None, typer.Option(min=0, help="RL steps; the task's own number if not given")] = None,
+    seed: Seed = 0,
+    run_dir: RunDir = None,
+    resume: Resume = False,
+    track: Annotated[
+        list[str] | None, typer.Option(help="mirror it: tensorboard, wandb or trackio; repeatable")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """RL end to end on the bundled model, in this process: no network, no GPU, no key."""
+    from mint.cli.recipe_runs import run_demo  # deferred: `mint --help` answers at once
+    from mint.rl.analysis.report import print_run
+    from mint.runs.log import RunLog
+
+    try:
+        result, report = run_demo(
+            task.value,
+            steps=steps,
+            seed=seed,
+            run_dir=run_dir,
+            resume=resume,
+            console=Console(stderr=True),
+            trackers=track or (),
+        )
+    except MintError as error:
+        fail(error)
+    print_run(Console(stderr=as_json), result, RunLog(result.run_dir).read("evaluations.jsonl"))
+    if as_json:
+        typer.echo(json.dumps(report))
+
+
+def train(
+    recipe: Annotated[Recipe, typer.Argument(help="rl, sft, dpo or distill")],
+    assignments: Assignments = None,
+    run_dir: RunDir = None,
+    resume: Resume = False,
+    unsafe_sandbox: Annotated[
+        bool, typer.Option("--unsafe-sandbox", help="run model-written code without any isolation")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """A recipe on any model and data: `mint train rl task=reasoning_gym:chain_sum base_model=… steps=50`."""
+    from mint.cli.recipe_runs import train_recipe  # deferred: `mint --help` answers at once
+
+    try:
+        words = parse_assignments(assignments or [])
+        if unsafe_sandbox:
+            words["unsafe_sandbox"] = True
+        report = train_recipe(recipe.value, words, run_dir=run_dir, resume=resume, console=Console(stderr=True))
+    except MintError as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(report, default=str))

@@ -1,0 +1,119 @@
+"""What SFT, DPO and distillation share: their settings, examples as datums, batches, and held-out evaluations.
+
+The run itself (folder, checkpoints, resume, progress) is `mint.rl.training_run`. Knows no loss.
+
+Letters: P prompt tokens · T completion tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from mint.errors import InvalidRequestError
+from mint.rl.run_config import RunConfig
+from mint.rl.training_run import TrainingRun
+from mint.types import Datum, ModelInput
+
+Interval = tuple[float, float, float]
+"""A mean with the low and high end of its 95 % interval."""
+
+
+class SupervisedConfig(RunConfig):
+    """The settings that these recipes share, with defaults for the bundled model."""
+
+    base_model: str = "mint/tiny"
+    batch_size: int = Field(16, ge=1)
+    grad_clip_norm: float = Field(1.0, ge=0, allow_inf_nan=False)
+    save_every: int = Field(50, ge=1)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt as token ids, as the task's `make_prompt` returns it, and the reply to learn."""
+
+    prompt: list[int]
+    completion: str
+
+
+@dataclass(frozen=True)
+class HeldoutScores:
+    """`loss` and `accuracy` over `n` held-out examples; each recipe says of what."""
+
+    loss: Interval
+    accuracy: Interval
+    n: int
+
+
+def completion_datum(prompt: Sequence[int], completion: Sequence[int]) -> Datum:
+    """Weight 1 on the T completion tokens, 0 on the P prompt tokens; position t predicts token t + 1."""
+    full = [*prompt, *completion]
+    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(completion)
+    return Datum(
+        model_input=ModelInput.from_ints(full[:-1]), loss_fn_inputs={"target_tokens": full[1:], "weights": weights}
+    )
+
+
+def reply_ids(completion: str, tokenizer: Any) -> list[int]:
+    """The token ids of a reply, with the end of turn, so that the model learns to stop."""
+    return [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def steps_per_epoch(size: int, batch_size: int) -> int:
+    """How many batches cover `size` examples; the last one may be smaller."""
+    return -(-size // batch_size)
+
+
+def batch_places(size: int, batch_size: int, step: int, seed: int) -> list[int]:
+    """Which of `size` examples make up the batch of `step`, counted from 1. Each epoch has its own order."""
+    epoch, place = divmod(step - 1, steps_per_epoch(size, batch_size))
+    order = np.random.default_rng([seed, epoch]).permutation(size)
+    return order[place * batch_size : (place + 1) * batch_size].tolist()
+
+
+def check_disjoint(trained: Sequence[Any], heldout: Sequence[Any]) -> None:
+    """Refuses an empty training set, and one that shares a prompt with the held-out set.
+
+    Raises:
+        InvalidRequestError: either is the case.
+    """
+    if not trained:
+        raise InvalidRequestError("is empty", field="training set", value=[], remedy="Give at least one example")
+    heldout_prompts = {tuple(example.prompt) for example in heldout}
+    shared = sum(tuple(example.prompt) in heldout_prompts for example in trained)
+    if shared:
+        raise InvalidRequestError(
+            f"shares {shared} prompts with the held-out set",
+            field="training set",
+            value=shared,
+            remedy="Leave them out",
+        )
+
+
+def data_digest(*parts: Sequence[Any]) -> str:
+    """A hash of the data, for `config.json`: a run is only resumed on the same data."""
+    rows = [[example if isinstance(example, list) else asdict(example) for example in part] for part in parts]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def evaluate_once(
+    run: TrainingRun, when: str, step: int, count: int, evaluate: Callable[[], Mapping[str, Interval]]
+) -> dict[str, Interval]:
+    """Evaluates on `count` held-out examples and logs a row per metric; a resumed run takes these from its log."""
+    logged = [row for row in run.log.read("evaluations.jsonl") if (row["when"], row["step"]) == (when, step)]
+    if logged:
+        return {row["metric"]: (row["mean"], row["low"], row["high"]) for row in logged}
+    scores = dict(evaluate())
+    rows = [
+        {"step": step, "when": when, "metric": name, "mean": mean, "low": low, "high": high, "n": count}
+        for name, (mean, low, high) in scores.items()
+    ]
+    if count:
+        run.record_evaluations(rows)
+    return scores

@@ -1,0 +1,151 @@
+"""SFT, DPO and distillation: settings are checked, and a killed run resumes to the same bits."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mint
+from mint.errors import InvalidRequestError
+from mint.recipes.datasets.arithmetic import Problem, draw_problems
+from mint.recipes.distill import DistillConfig, DistillResult, run_distill
+from mint.recipes.dpo import DPOConfig, DPOResult, Preference, run_dpo
+from mint.recipes.sft import SFTConfig, SFTResult, run_sft
+from mint.recipes.supervised import Demonstration, SupervisedConfig, completion_datum
+from mint.runs.log import RunLog
+from mint.runs.reader import RunReader
+from mint.types import AdamParams
+
+RECIPES = ("sft", "dpo", "distill")
+NUMBERS = ("train/loss", "train/pair_loss", "train/margin", "train/reverse_kl", "optim/grad_norm", "learning_rate")
+
+Result = SFTResult | DPOResult | DistillResult
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "refusal"),
+    [
+        (SFTConfig, {"learning_rate": "fast"}, r"SFTConfig\.learning_rate = fast"),
+        (SFTConfig, {"batch_size": -3}, r"SFTConfig\.batch_size = -3"),
+        (SFTConfig, {"epoch": 3}, r"SFTConfig\.epoch = 3: .*Did you mean epochs\?"),
+        (DPOConfig, {"rank": "x"}, r"DPOConfig\.rank = x"),
+        (DPOConfig, {"beta": 0.0}, r"DPOConfig\.beta = 0"),
+        (DistillConfig, {"group_size": 0}, r"DistillConfig\.group_size = 0"),
+        (DistillConfig, {"temperature": float("nan")}, r"DistillConfig\.temperature = nan"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_refused_by_name(
+    config: type[SupervisedConfig], fields: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=refusal):
+        config(**fields)
+
+
+def problems(count: int, *, heldout: bool) -> list[Problem]:
+    return [each for each in draw_problems(0, 2 * count, heldout=heldout) if each.value >= 20][:count]
+
+
+def train(
+    recipe: str,
+    data_dir: Path,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    on_progress: Callable[[str, dict[str, Any]], None] | None = None,
+) -> Result:
+    """A small run of a recipe; of six steps, saved after every second."""
+    shared: dict[str, Any] = {"run_dir": run_dir, "batch_size": 4, "save_every": 2}
+    with mint.ServiceClient(data_dir=data_dir) as service:
+        tokenizer = service.create_sampling_client(base_model="mint/tiny").get_tokenizer()
+        ask = tokenizer.encode
+        trained, heldout = problems(12, heldout=False), problems(4, heldout=True)
+        options: dict[str, Any] = {"service_client": service, "resume": resume, "on_progress": on_progress}
+        if recipe == "sft":
+            shown, kept = (
+                [Demonstration(ask(each.question), f" {each.answer}") for each in side] for side in (trained, heldout)
+            )
+            return run_sft(shown, kept, SFTConfig(epochs=2, **shared), **options)
+        if recipe == "dpo":
+            pairs, kept_pairs = (
+                [Preference(ask(each.question), f" {each.answer}", f" {each.value - 10}") for each in side]
+                for side in (trained, heldout)
+            )
+            return run_dpo(pairs, kept_pairs, DPOConfig(epochs=2, learning_rate=2e-3, **shared), **options)
+        # The student begins with other weights than the teacher's: its lora was trained by SFT.
+        student = (data_dir / "student.txt").read_text()
+        prompts, kept_prompts = ([ask(each.question) for each in side] for side in (trained, heldout))
+        config = DistillConfig(steps=6, group_size=2, max_tokens=6, init_from=student, **shared)
+        teacher = service.create_sampling_client(base_model="mint/tiny")
+        return run_distill(prompts, kept_prompts, teacher, config, **options)
+
+
+def train_and_die(recipe: str, data_dir: Path, run_dir: Path) -> None:
+    """Kills its own process after the fifth step, one step after the last checkpoint."""
+
+    def on_progress(event: str, fields: Mapping[str, Any]) -> None:
+        if event == "step" and fields["step"] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(recipe, data_dir, run_dir, on_progress=on_progress)
+
+
+def next_digest(data_dir: Path, checkpoint: str) -> str | None:
+    """The state after one more step from a checkpoint: equal for equal weights and moments."""
+    with mint.ServiceClient(data_dir=data_dir) as service:
+        trainer = service.create_training_client_from_state_with_optimizer(checkpoint)
+        trainer.forward_backward([completion_datum([5, 6, 7], [8, 9])], "cross_entropy").result()
+        return trainer.optim_step(AdamParams(learning_rate=1e-3)).result().state_digest
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_killed_run_resumes_to_the_same_bits(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_THREADS", "1")
+    data_dir, whole, killed = tmp_path / "service", tmp_path / "whole", tmp_path / "killed"
+    data_dir.mkdir()
+    if recipe == "distill":
+        (data_dir / "student.txt").write_text(train("sft", data_dir, tmp_path / "student").checkpoint)
+    expected = train(recipe, data_dir, whole)
+    child = multiprocessing.get_context("spawn").Process(target=train_and_die, args=(recipe, data_dir, killed))
+    child.start()
+    child.join(300)
+    assert child.exitcode == -signal.SIGKILL
+    assert RunReader(killed).summary().state == "died"
+
+    with pytest.raises(InvalidRequestError, match="resume=True"):
+        train(recipe, data_dir, killed)
+    steps: list[int] = []
+    resumed = train(
+        recipe,
+        data_dir,
+        killed,
+        resume=True,
+        on_progress=lambda event, fields: steps.append(fields["step"]) if event == "step" else None,
+    )
+    assert steps == [5, 6], "from the checkpoint of step 4"
+    assert (resumed.before, resumed.after) == (expected.before, expected.after)
+    assert next_digest(data_dir, resumed.checkpoint) == next_digest(data_dir, expected.checkpoint)
+
+    def logged(folder: Path) -> list[dict[str, Any]]:
+        rows = RunLog(folder).read("metrics.jsonl")
+        return [{name: row[name] for name in ("step", *NUMBERS) if name in row} for row in rows]
+
+    assert logged(killed) == logged(whole)
+    assert RunLog(killed).read("evaluations.jsonl") == RunLog(whole).read("evaluations.jsonl")
+    summary = RunReader(killed).summary()
+    assert (summary.state, summary.step, summary.steps) == ("finished", 6, 6)
+    again = train(recipe, data_dir, killed, resume=True)
+    assert (again.checkpoint, again.after) == (resumed.checkpoint, resumed.after), "there is nothing left to do"
+
+
+def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
+    config = SFTConfig(run_dir=tmp_path / "run", epochs=1)
+    with mint.ServiceClient(data_dir=tmp_path / "service") as service:
+        run_sft([Demonstration([5, 6], " 7")], [], config, service_client=service)
+        with pytest.raises(InvalidRequestError, match="another data"):
+            run_sft([Demonstration([5, 6], " 8")], [], config, service_client=service, resume=True)
