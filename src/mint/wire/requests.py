@@ -1,8 +1,8 @@
 """Every request of the protocol, as strict values. Results and the values that users make are in `mint.types`.
 
-Defaults are the protocol's own (Tinker's), because old SDKs leave out whatever has its default; the mint SDK sends all
-that it means. Fields that newer SDKs may add are ignored and named in the log; known ones that cannot be honoured are
-refused where they are not at rest. Knows no encoding and no route.
+Defaults are the protocol's own (Tinker's), because old SDKs leave out a field that has its default; the mint SDK sends
+every setting. Unknown fields of newer SDKs are ignored and named in the log. Known fields that cannot be honoured are
+refused, unless they have no effect. Knows no encoding and no route.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "lora_config": {"rank": 32},
     "sampling_params": {},
 }
-"""What the protocol means where a client leaves out a part of these; the mint SDK's own defaults differ."""
+"""The protocol's values for settings that a client leaves out; the mint SDK's own defaults differ."""
 
 
 class WireRequest(StrictValue):
-    """What all requests share: a null means that the field was left out, and the protocol's defaults stand for it."""
+    """A request. A field that is null counts as left out, and gets the protocol's default."""
 
     @model_validator(mode="before")
     @classmethod
@@ -42,13 +42,13 @@ class WireRequest(StrictValue):
 
 
 class ClientConfigRequest(WireRequest):
-    """Which SDK asks, and by which version."""
+    """The version of the SDK that asks."""
 
     sdk_version: str = ""
 
 
 class CreateSessionRequest(WireRequest):
-    """Opens a session; everything else belongs to one."""
+    """Opens a session; models and samplers belong to one."""
 
     tags: list[str] = Field(default_factory=list)
     user_metadata: dict[str, Any] | None = None
@@ -59,14 +59,14 @@ class CreateSessionRequest(WireRequest):
 
 
 class SessionRequest(WireRequest):
-    """Heartbeat."""
+    """A heartbeat."""
 
     session_id: str
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class FinishReason(WireRequest):
-    """How a session's work ended."""
+    """How a session ended: `success`, `errored` or `interrupted`."""
 
     type: str = "success"
 
@@ -99,7 +99,7 @@ class ModelRequest(WireRequest):
 
 
 class UnloadModelRequest(WireRequest):
-    """A model that nobody needs any more."""
+    """Drops a model."""
 
     model_id: str
     type: Literal["unload_model"] = "unload_model"
@@ -230,14 +230,14 @@ class WeightsInfoRequest(WireRequest):
 
 
 class RetrieveFutureRequest(WireRequest):
-    """Waits for one result."""
+    """A long poll for one result."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
 class SamplingSessionTarget(WireRequest):
-    """Whose results are waited for: those of a sampler, or of one of its clones (`seq_id // 1e9`)."""
+    """A sampler whose results are polled, or one of its clones (`seq_id // 1e9`)."""
 
     sampling_session_id: str
     cloned_sampler_id: int = 0
@@ -245,7 +245,7 @@ class SamplingSessionTarget(WireRequest):
 
 
 class RetrieveFuturesRequest(WireRequest):
-    """Asks which results of a sampler are there; `prev_cursor` is the last answer's cursor, 0 the beginning.
+    """Polls for the results of a sampler; `prev_cursor` is the last answer's cursor, or 0.
 
     `timeout` is in seconds, 0 for an answer at once; results that were fetched already may be forgotten.
     """
@@ -257,14 +257,14 @@ class RetrieveFuturesRequest(WireRequest):
 
 
 class JoinSamplingSessionRequest(WireRequest):
-    """A further client of a sampler asks for a number of its own."""
+    """Gives a further client of a sampler a number of its own."""
 
     sampling_session_id: str
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 class CancelFutureRequest(WireRequest):
-    """A sample result that nobody waits for any more."""
+    """Cancels a sample request whose result is not wanted any more."""
 
     request_id: str
     type: Literal["cancel_future"] = "cancel_future"

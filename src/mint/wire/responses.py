@@ -1,4 +1,4 @@
-"""Answers that clients read for themselves; those that users see are in `mint.types`. Knows no route."""
+"""The responses that only clients read; those that users see are in `mint.types`. Knows no route."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pydantic import BaseModel, Field
 
 
 class ClientConfigResponse(BaseModel):
-    """The client's feature flags: what is left out keeps the client's own default."""
+    """The client's feature flags; a flag that is left out keeps the client's own default."""
 
     use_pyqwest_transport: bool | None = None
 
 
 class TelemetryResponse(BaseModel):
-    """Heard, and dropped."""
+    """Telemetry is accepted and dropped."""
 
     status: Literal["accepted"] = "accepted"
 
 
 class FutureCompletion(BaseModel):
-    """A result that is there."""
+    """A request that has ended."""
 
     state: Literal["finished", "failed"]
     request_id: str
 
 
 class RetrieveFuturesResponse(BaseModel):
-    """The results since the last question; `cursor` belongs into the next one."""
+    """The requests that have ended since the last poll; the next poll passes `cursor` back."""
 
     completions: list[FutureCompletion] = Field(default_factory=list)
     cursor: int
@@ -41,14 +41,14 @@ class JoinSamplingSessionResponse(BaseModel):
 
 
 class UnloadModelResponse(BaseModel):
-    """A model that is gone."""
+    """A model that was dropped."""
 
     model_id: str
     type: Literal["unload_model"] = "unload_model"
 
 
-class LiveModel(BaseModel):
-    """A model that can be trained; `lora_rank` is None until it is made."""
+class ModelSummary(BaseModel):
+    """A model in training; `lora_rank` is None until the model is made."""
 
     model_id: str
     session_id: str
@@ -59,4 +59,4 @@ class LiveModel(BaseModel):
 class LiveModelsResponse(BaseModel):
     """The caller's models."""
 
-    models: list[LiveModel]
+    models: list[ModelSummary]

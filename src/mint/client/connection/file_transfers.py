@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urljoin
 
-from mint.client.connection.responses import error_of, is_error
 from mint.client.connection.server_connection import ServerConnection
+from mint.client.connection.server_errors import error_of, is_error
 from mint.client.connection.transport import Request, Response
 from mint.errors import InvalidRequestError
 from mint.types.records import CheckpointArchiveUrlResponse

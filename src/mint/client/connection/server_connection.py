@@ -16,7 +16,7 @@ from pydantic import BaseModel
 import mint.wire as wire
 from mint.client.connection.address import Address
 from mint.client.connection.backoff import Backoff
-from mint.client.connection.responses import LostError, error_of, is_error, is_not_yet, json_of
+from mint.client.connection.server_errors import LostError, error_of, is_error, is_not_yet, json_of
 from mint.client.connection.transport import TIMEOUT_S, Request, Response, Transport, TransportError
 from mint.client.connection.wait_log import WaitLog, log
 from mint.errors import InvalidRequestError, MintError

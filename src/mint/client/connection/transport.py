@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from mint.errors import ConnectionLostError
 
@@ -81,7 +81,7 @@ class InProcessTransport:
 
     async def send(self, request: Request) -> Response:
         """The answer; an exception of the application is raised here. There are no time-outs."""
-        url = urljoin(self._base_url, request.url)
+        url = request.url if "://" in request.url else self._base_url + request.url
         target = urlsplit(url)
         host = target.netloc.encode()
         named = dict(request.headers)

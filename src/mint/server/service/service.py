@@ -89,8 +89,8 @@ from mint.wire.requests import (
 from mint.wire.responses import (
     FutureCompletion,
     JoinSamplingSessionResponse,
-    LiveModel,
     LiveModelsResponse,
+    ModelSummary,
     RetrieveFuturesResponse,
     UnloadModelResponse,
 )
@@ -399,7 +399,7 @@ class Service:
         """The caller's models, oldest first."""
         return LiveModelsResponse(
             models=[
-                LiveModel(
+                ModelSummary(
                     model_id=row.model_id,
                     session_id=row.session_id,
                     base_model=row.base_model,

@@ -1,8 +1,9 @@
-"""Is a request's content possible for this model? Pure: values in, checked arrays out, or an error.
+"""Checks whether a request's content is possible for a model. Pure: values in, checked arrays out, or an error.
 
-Every message names field, value and remedy. Types were checked when the body was decoded; here are ranges, lengths and
-what the model can hold. Letters: N tokens of one datum · K targets per position · P prompt tokens · Q tokens asked
-about in it.
+Every message names field, value and remedy. Types were checked when the body was decoded; checked here are ranges,
+lengths and the limits of the model.
+
+Letters: N tokens of one datum · K targets per position · P prompt tokens · Q tokens of the prompt that are asked about.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ MAX_STOP_CHARS = 1024
 MAX_SEED = 2**63 - 1
 
 UNASKED = -1
-"""A cell of `target_prompt_logprobs` that asks for nothing."""
+"""A cell of `target_prompt_logprobs` that names no token."""
 
 MAX_TARGET_CELLS = 1 << 23
-"""Cells of the [N, K] targets of one pass: each has a logprob in the answer, and a sparse body may ask for any."""
+"""Cells of the [N, K] targets of one pass. Each has a logprob in the answer; a small sparse body may ask for many."""
 
 MAX_ALTERNATIVES = 1 << 21
 """Alternatives (a token and its logprob) in one answer, of each kind."""
@@ -41,7 +42,7 @@ MAX_ALTERNATIVES = 1 << 21
 
 @dataclass(frozen=True)
 class CheckedPass:
-    """What the engine gets; `warnings` name data that is possible but suspicious."""
+    """The data and the loss for the engine; `warnings` name data that is possible but suspicious."""
 
     data: list[TrainDatum]
     loss: LossSpec
@@ -66,7 +67,7 @@ def check_pass(content: ForwardBackwardInput, base: BaseInfo) -> CheckedPass:
 
 
 def check_adam(params: AdamParams) -> AdamSpec:
-    """One step's settings.
+    """The settings of one step.
 
     Raises:
         InvalidRequestError: a setting is out of its range.
@@ -82,10 +83,10 @@ def check_adam(params: AdamParams) -> AdamSpec:
 
 
 def check_lora(config: LoraConfig) -> LoraConfig:
-    """The lora's shape.
+    """The shape of a lora.
 
     Raises:
-        InvalidRequestError: a rank that cannot be, a seed out of range, or nothing to train.
+        InvalidRequestError: the rank or the seed is out of range, or nothing is trained.
     """
     _require(1 <= config.rank <= MAX_RANK, "rank", config.rank, f"a whole number from 1 to {MAX_RANK}")
     if config.seed is not None:
@@ -96,7 +97,7 @@ def check_lora(config: LoraConfig) -> LoraConfig:
 
 
 def check_sample(request: SampleRequest, base: BaseInfo) -> int:
-    """How many tokens may be sampled at most.
+    """The most tokens that may be sampled.
 
     Raises:
         InvalidRequestError: the prompt or a setting cannot be honoured.
@@ -156,7 +157,7 @@ def target_pairs(request: SampleRequest, base: BaseInfo) -> np.ndarray | None:
 
 
 def _check_alternatives(request: SampleRequest, length: int, max_tokens: int, base: BaseInfo) -> None:
-    """What is asked besides tokens and their logprobs: about the prompt of `length` tokens, and about the samples."""
+    """Checks what is asked for besides tokens and logprobs, about the prompt (`length` tokens) and the samples."""
     last_n = request.prompt_logprobs_last_n
     if last_n is not None:
         scored = request.prompt_logprobs or request.topk_prompt_logprobs > 0
@@ -226,7 +227,7 @@ def _as_arrays(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDatu
         weights = weights.astype(np.float32)
     used = {key: tensors[key] for key in (*rule.required, *rule.optional) if key in tensors}
     if "logprobs" in used:
-        # a padded or filtered position may hold anything where its weight says that nobody reads it
+        # The loss does not read positions of weight 0, so padding there may hold anything, NaN too.
         used["logprobs"] = np.where(weights != 0, used["logprobs"], np.float32(0))
     return TrainDatum(tokens, targets, weights, used)
 
@@ -293,7 +294,7 @@ def _target_shape(targets: TensorData, loss: str, length: int, where: str) -> tu
 
 
 def _usual_weights(targets: TensorData, shape: tuple[int, ...]) -> np.ndarray:
-    """1 for every target; a cell that a sparse tensor does not list is none."""
+    """1 for every target; a cell that a sparse tensor does not list is no target."""
     if not targets.is_sparse:
         return np.ones(shape)
     weights = np.zeros(shape)
@@ -321,7 +322,7 @@ def _array(tensor: TensorData, shape: tuple[int, ...], where: str) -> np.ndarray
 
 
 def _placed(read: Callable[[], R], where: str) -> R:
-    """What a tensor gives; an error of its layout is told with the tensor's place in the request."""
+    """The result of `read`; an error of a tensor's layout gets the tensor's place in the request as its field."""
     try:
         return read()
     except InvalidRequestError as error:
