@@ -1,0 +1,92 @@
+"""Nothing that takes time runs on the server's event loop: while one request is held up, others are answered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_harness import API, Person, make_key, pass_input, running, sample_body
+from waiting import HANG_S
+
+from mint import wire
+from mint.compose.serving import Server
+
+
+class Held:
+    """Stands in for a function, and waits in it until the test says so."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.began.set()
+        assert self.go_on.wait(HANG_S)
+        return self._function(*arguments, **named)
+
+
+def hold_decoding(_server: Server, patch: pytest.MonkeyPatch) -> Held:
+    held = Held(wire.decode)
+    patch.setattr(wire, "decode", held)
+    return held
+
+
+def hold_database(server: Server, patch: pytest.MonkeyPatch) -> Held:
+    held = Held(server.service.journal.add_job)
+    patch.setattr(server.service.journal, "add_job", held)
+    return held
+
+
+def hold_disk(server: Server, patch: pytest.MonkeyPatch) -> Held:
+    held = Held(server.service.journal.durability.wait_durable)
+    patch.setattr(server.service.journal.durability, "wait_durable", held)
+    return held
+
+
+def hold_keys(server: Server, patch: pytest.MonkeyPatch) -> Held:
+    held = Held(server.keys.verify)
+    patch.setattr(server.keys, "verify", held)
+    return held
+
+
+@pytest.mark.parametrize("hold", [hold_decoding, hold_database, hold_disk, hold_keys])
+def test_the_server_answers_while_a_request_is_being_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Callable[..., Held]
+) -> None:
+    key = make_key(tmp_path, "ada")
+    with running(tmp_path) as server, monkeypatch.context() as patch:
+        person = Person(server, key)
+        model = person.model(person.session())
+        body = {"model_id": model, "seq_id": 1, "forward_backward_input": pass_input()}
+        held = hold(server, patch)
+        answers: list[int] = []
+        sender = threading.Thread(
+            target=lambda: answers.append(person.send("POST", f"{API}/forward_backward", body).status_code)
+        )
+        sender.start()
+        try:
+            assert held.began.wait(HANG_S)
+            assert Person(server).send("GET", "/healthz").status_code == 200
+            assert answers == []
+        finally:
+            held.go_on.set()
+            sender.join()
+        assert answers == [200]
+
+
+def test_a_sample_is_decoded_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path) as server, monkeypatch.context() as patch:
+        person = Person(server)
+        sampler = person.sampler(person.session())
+        held = hold_decoding(server, patch)
+        sender = threading.Thread(target=person.post, args=("asample", sample_body(sampler)))
+        sender.start()
+        try:
+            assert held.began.wait(HANG_S)
+            assert person.send("GET", "/healthz").status_code == 200
+        finally:
+            held.go_on.set()
+            sender.join()
