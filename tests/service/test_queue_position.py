@@ -15,11 +15,12 @@ from mint.server.callers import LOCAL
 from mint.server.ids import RequestName
 from mint.server.queue.eta import SAMPLE, Eta
 from mint.server.queue.futures import FutureResult, Futures
-from mint.server.queue.jobs import TrainingJob
+from mint.server.queue.jobs import QueuedSample, TrainingJob
 from mint.server.queue.queue import QueueLimits, RequestQueue
 from mint.server.queue.queue_position import QueuePosition, QueueSnapshot
-from mint.server.queue.scheduler import Pending, SampleItem, TrainingItem
-from mint.wire.requests import OptimStepRequest
+from mint.server.queue.scheduler import Pending
+from mint.types import ModelInput, SamplingParams
+from mint.wire.requests import OptimStepRequest, SampleRequest
 
 
 def eta(**seconds: float) -> Eta:
@@ -34,17 +35,27 @@ def eta(**seconds: float) -> Eta:
     return known
 
 
+def waiting_job(model_id: str, seq_id: int, arrived_at: float, kind: str) -> TrainingJob:
+    return TrainingJob(model_id, seq_id, kind, OptimStepRequest(model_id=model_id, seq_id=1), arrived_at)
+
+
+def waiting_sample(name: str, arrived_at: float) -> QueuedSample:
+    prompt, params = ModelInput.from_ints([1]), SamplingParams()
+    request = SampleRequest(sampling_session_id="s", seq_id=0, prompt=prompt, sampling_params=params, num_samples=4)
+    return QueuedSample(name, request, arrived_at)
+
+
 def position_of(name: RequestName, pending: Pending, seen: Eta, now: float, *, at_limit: bool = False) -> QueuePosition:
     return QueueSnapshot(pending, seen).position(name, now, at_limit=at_limit)
 
 
 def test_a_request_is_told_how_many_go_before_it_and_how_long_they_take() -> None:
     training = [
-        TrainingItem("a", 1, 10.0, "forward_backward"),
-        TrainingItem("a", 2, 12.0, "optim_step"),
-        TrainingItem("b", 1, 11.0, "forward_backward"),
+        waiting_job("a", 1, 10.0, "forward_backward"),
+        waiting_job("a", 2, 12.0, "optim_step"),
+        waiting_job("b", 1, 11.0, "forward_backward"),
     ]
-    pending = Pending({"a": 1, "b": 1}, training, [SampleItem("s:0", 4, 10.5)])
+    pending = Pending({"a": 1, "b": 1}, training, [waiting_sample("s:0", 10.5)])
     seen = eta(forward_backward=2.0, optim_step=0.5, sample=3.0)
     found = position_of(RequestName("a", 2), pending, seen, 13.0)
     assert (found.status, found.depth, found.position) == ("queued", 4, 3)
@@ -54,11 +65,11 @@ def test_a_request_is_told_how_many_go_before_it_and_how_long_they_take() -> Non
 
 
 def test_a_missing_number_is_the_reason_of_those_behind_it() -> None:
-    pending = Pending({"a": 3}, [TrainingItem("a", 5, 10.0, "optim_step"), TrainingItem("a", 6, 10.0, "optim_step")])
+    pending = Pending({"a": 3}, [waiting_job("a", 5, 10.0, "optim_step"), waiting_job("a", 6, 10.0, "optim_step")])
     found = position_of(RequestName("a", 6), pending, eta(), 11.0)
     assert found.status == "held" and found.wait_s is None
     assert found.reason == "waits for request 3, 4 of a, which has not arrived"
-    far = Pending({"a": 0}, [TrainingItem("a", 2**31 - 1, 10.0)])
+    far = Pending({"a": 0}, [waiting_job("a", 2**31 - 1, 10.0, "optim_step")])
     assert "request 0" in position_of(RequestName("a", 2**31 - 1), far, eta(), 11.0).reason
 
 
@@ -75,7 +86,7 @@ def test_what_runs_says_how_far_it_is() -> None:
 def test_a_training_request_that_runs_goes_before_the_others_and_samples_that_run_hold_nobody_up() -> None:
     seen = eta(sample=10.0, optim_step=1.0)
     seen.start(["s:0", "s:1"], SAMPLE)
-    waiting = Pending({"a": 1}, [TrainingItem("a", 1, 0.0, "optim_step")])
+    waiting = Pending({"a": 1}, [waiting_job("a", 1, 0.0, "optim_step")])
     behind = position_of(RequestName("a", 1), waiting, seen, 0.0)
     assert behind.position == 0 and behind.wait_s == pytest.approx(1.0)
     seen.start(["b:1"], "optim_step")
@@ -86,7 +97,7 @@ def test_a_training_request_that_runs_goes_before_the_others_and_samples_that_ru
 
 
 def test_the_body_and_the_headers_say_the_same() -> None:
-    pending = Pending({"a": 1}, [TrainingItem("a", 1, 10.0, "optim_step")])
+    pending = Pending({"a": 1}, [waiting_job("a", 1, 10.0, "optim_step")])
     found = position_of(RequestName("a", 1), pending, eta(optim_step=90.0), 10.0, at_limit=False)
     body, headers = found.body("a:1"), found.headers()
     assert body["type"] == "try_again" and body["request_id"] == "a:1" and body["queue_state"] == "active"

@@ -43,32 +43,18 @@ class BodyLimits:
     slowest_bytes_s: int = 64 * 1024
 
 
+@dataclass
 class Body:
     """A body that has been read, and the memory that it counts for until `release`."""
 
-    def __init__(self, bodies: Bodies, owner: str) -> None:
-        self._bodies = bodies
-        self._owner = owner
-        self._held = 0
-        self.content = b""
-
-    def hold(self, count: int) -> None:
-        """Counts so many bytes more.
-
-        Raises:
-            OverloadedError: too many bodies are being read.
-        """
-        self._bodies.hold(self._owner, count)
-        self._held += count
+    bodies: Bodies
+    owner: str
+    content: bytes = b""
+    held_bytes: int = 0
 
     def release(self) -> None:
         """Gives the memory back; a second call does nothing."""
-        held, self._held = self._held, 0
-        self._bodies.hold(self._owner, -held)
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held
+        self.bodies.hold(self, -self.held_bytes)
 
 
 class Bodies:
@@ -95,7 +81,7 @@ class Bodies:
         try:
             content = await self._receive(request, body)
             if encoding != "identity":
-                body.hold(await self._decompress(_decompressed_size[encoding], content, encoding))
+                self.hold(body, await self._decompress(_decompressed_size[encoding], content, encoding))
                 content = await self._decompress(_decompress[encoding], content, encoding)
         except BaseException:
             body.release()
@@ -103,17 +89,18 @@ class Bodies:
         body.content = content
         return body
 
-    def hold(self, owner: str, count: int) -> None:
-        """Counts bytes of an owner's bodies; fewer of them, if `count` is negative.
+    def hold(self, body: Body, count: int) -> None:
+        """Counts so many bytes more for a body, or fewer, if `count` is negative.
 
         Raises:
             OverloadedError: they would be too many.
         """
-        limits = self.limits
+        limits, owner = self.limits, body.owner
         if count > 0 and (
             self.held_bytes + count > limits.total_bytes or self._held[owner] + count > limits.owner_bytes
         ):
             raise OverloadedError("too many bodies are being read already", remedy="Send the same request again later")
+        body.held_bytes += count
         self.held_bytes += count
         self._held[owner] += count
         if not self._held[owner]:
@@ -144,7 +131,7 @@ class Bodies:
             chunk: bytes = message.get("body", b"")
             more = message.get("more_body", False)
             if chunk:
-                body.hold(len(chunk))
+                self.hold(body, len(chunk))
                 chunks.append(chunk)
             if body.held_bytes > limits.body_bytes:
                 raise self._too_large(f"more than {limits.body_bytes} bytes")

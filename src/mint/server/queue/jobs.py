@@ -82,6 +82,11 @@ class QueuedSample:
     told: Counter[int] = field(default_factory=Counter, compare=False)
     """Tokens of each sample that `on_token` has had: when a failed batch is run again, none is passed on twice."""
 
+    @property
+    def sequences(self) -> int:
+        """How many sequences are sampled for it; at least one, to score its prompt."""
+        return max(1, self.request.num_samples)
+
 
 def decode_request(kind: str, payload: bytes, encoding: wire.Encoding = wire.Encoding.JSON) -> BaseModel | MintError:
     """The request in a body; a wrong body gives the error with which its job fails in its turn."""

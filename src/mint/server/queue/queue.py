@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mint.errors import OverloadedError
 from mint.server.queue.jobs import QueuedSample, TrainingJob
-from mint.server.queue.scheduler import Pending, SampleItem, TrainingItem
+from mint.server.queue.scheduler import Pending
 
 BURST_PAUSE_S = 0.001
 MAX_BURST_PAUSES = 5
@@ -112,21 +112,9 @@ class RequestQueue:
         """What the scheduler decides on."""
         with self._changed:
             if self._pending is None:
-                training = [
-                    TrainingItem(job.model_id, job.seq_id, job.arrived_at, job.kind, job.owner)
-                    for job in self._training.values()
-                ]
-                samples = [
-                    SampleItem(name, sample.request.num_samples, sample.arrived_at, sample.owner)
-                    for name, sample in self._samples.items()
-                ]
-                self._pending = Pending(dict(self._next_seq), training, samples)
+                waiting = list(self._training.values()), list(self._samples.values())
+                self._pending = Pending(dict(self._next_seq), *waiting)
             return self._pending
-
-    def job(self, model_id: str, seq_id: int) -> TrainingJob | None:
-        """A waiting training request, which stays until `advance`; None if it was dropped meanwhile."""
-        with self._changed:
-            return self._training.get((model_id, seq_id))
 
     def advance(self, model_id: str, seq_id: int) -> None:
         """Removes the requests of a model up to `seq_id`, which are finished."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mint.server.queue.fairness import Fairness
+from mint.server.queue.jobs import QueuedSample, TrainingJob
 
 GAP_TIMEOUT_S = 600.0
 """Long, because a client's own code may run between two requests (a custom loss reserves its second number early)."""
@@ -29,36 +30,15 @@ NEW_FAIRNESS = Fairness()
 
 
 @dataclass(frozen=True)
-class TrainingItem:
-    """A training request that waits; times are monotonic seconds."""
-
-    model_id: str
-    seq_id: int
-    arrived_at: float
-    kind: str = ""
-    owner: str = ""
-
-
-@dataclass(frozen=True)
-class SampleItem:
-    """A sample request that waits."""
-
-    request_id: str
-    sequences: int
-    arrived_at: float
-    owner: str = ""
-
-
-@dataclass(frozen=True)
 class Pending:
     """What waits, samples in order of arrival. `next_seq` is the only number of each model that may run now."""
 
     next_seq: Mapping[str, int] = field(default_factory=dict)
-    training: Sequence[TrainingItem] = ()
-    samples: Sequence[SampleItem] = ()
+    training: Sequence[TrainingJob] = ()
+    samples: Sequence[QueuedSample] = ()
 
     @cached_property
-    def heads(self) -> list[TrainingItem]:
+    def heads(self) -> list[TrainingJob]:
         """The training requests that may run now."""
         return [item for item in self.training if item.seq_id == self.next_seq[item.model_id]]
 
@@ -85,8 +65,7 @@ class SamplingLoad:
 class RunTraining:
     """Run this one training request."""
 
-    model_id: str
-    seq_id: int
+    job: TrainingJob
 
 
 @dataclass(frozen=True)
@@ -102,7 +81,7 @@ class GiveUp:
 
     model_id: str
     missing: tuple[int, ...]
-    waiting: tuple[int, ...]
+    waiting: tuple[TrainingJob, ...]
 
 
 @dataclass(frozen=True)
@@ -131,14 +110,13 @@ def plan(
             return _give_up(pending, model_id)
     has_samples = bool(pending.samples or sampling.sequences)
     if pending.heads and not (has_samples and fairness.training_lead_s > SLICE_S):
-        head = _next_in_turn(pending.heads, fairness)
-        return RunTraining(head.model_id, head.seq_id)
+        return RunTraining(_next_in_turn(pending.heads, fairness))
     if has_samples:
         return StepSamples(_joining(pending.samples, sampling))
     return Wait(min((since + gap_timeout_s for since in pending.held_up.values()), default=None))
 
 
-def _next_in_turn(heads: Sequence[TrainingItem], fairness: Fairness) -> TrainingItem:
+def _next_in_turn(heads: Sequence[TrainingJob], fairness: Fairness) -> TrainingJob:
     """Of the owner with the least used time, the model with the least; the longest wait decides between equals."""
     if len(heads) == 1:
         return heads[0]
@@ -148,7 +126,7 @@ def _next_in_turn(heads: Sequence[TrainingItem], fairness: Fairness) -> Training
     return min(own, key=lambda item: (models.start_tag(item.model_id), item.arrived_at))
 
 
-def _joining(samples: Sequence[SampleItem], sampling: SamplingLoad) -> tuple[str, ...]:
+def _joining(samples: Sequence[QueuedSample], sampling: SamplingLoad) -> tuple[str, ...]:
     """As many as fit, owners with the fewest sequences first; at least one if nothing is being sampled."""
     if sampling.is_closed or not samples:
         return ()
@@ -157,7 +135,7 @@ def _joining(samples: Sequence[SampleItem], sampling: SamplingLoad) -> tuple[str
     if used + sum(item.sequences for item in samples) <= MAX_BATCH_SEQUENCES:
         return tuple(item.request_id for item in samples)
     chosen: list[str] = []
-    waiting: dict[str, list[SampleItem]] = {}
+    waiting: dict[str, list[QueuedSample]] = {}
     for item in reversed(samples):
         waiting.setdefault(item.owner, []).append(item)
     while waiting:
@@ -174,6 +152,7 @@ def _joining(samples: Sequence[SampleItem], sampling: SamplingLoad) -> tuple[str
 
 
 def _give_up(pending: Pending, model_id: str) -> GiveUp:
-    waiting = sorted(item.seq_id for item in pending.training if item.model_id == model_id)
-    missing = sorted(set(range(pending.next_seq[model_id], waiting[-1])) - set(waiting))
+    waiting = sorted((job for job in pending.training if job.model_id == model_id), key=lambda job: job.seq_id)
+    arrived = {job.seq_id for job in waiting}
+    missing = sorted(set(range(pending.next_seq[model_id], waiting[-1].seq_id)) - arrived)
     return GiveUp(model_id, tuple(missing), tuple(waiting))

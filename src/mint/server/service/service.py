@@ -304,7 +304,8 @@ class Service:
             run = RunRow(row.model_id, session_id, caller.owner, now, now, user_metadata=metadata)
         else:
             self._sessions.require(session_id, caller.owner)
-            self._require_model(row.model_id)
+            if row.model_id not in self._known_models:
+                self._require_model(row.model_id)
         next_seq = self._next_seq(row.model_id)
         self._require_room(caller, row, next_seq)
         if row.kind in SAVES:
@@ -348,8 +349,6 @@ class Service:
             caller.quotas.require_model(len(self._models_of(caller)))
 
     def _require_model(self, name: str) -> None:
-        if name in self._known_models:
-            return
         if self.journal.model(name) is None:
             raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
         self._known_models.add(name)

@@ -119,7 +119,7 @@ class SamplingBatch:
         return results
 
     def _count(self, sample: QueuedSample, sign: int) -> None:
-        change = sign * max(1, sample.request.num_samples)
+        change = sign * sample.sequences
         self.sequences += change
         self._sequences[sample.owner] += change
         if not self._sequences[sample.owner]:

@@ -140,15 +140,12 @@ class Worker:
         now = self._clock()
         pending, sampling = self._queue.pending(), self._batch.load
         match plan(pending, now, sampling=sampling, fairness=self._fairness, gap_timeout_s=self._gap_timeout_s):
-            case RunTraining(model_id, seq_id):
-                job = self._queue.job(model_id, seq_id)
-                if job is None:
-                    return
+            case RunTraining(job):
                 self._train(job)
                 beside_samples = bool(pending.samples or sampling.sequences)
                 seconds = self._clock() - now
                 self._fairness = self._fairness.after_training(
-                    job.owner, model_id, seconds, beside_samples=beside_samples
+                    job.owner, job.model_id, seconds, beside_samples=beside_samples
                 )
             case StepSamples(joining):
                 self._sample(joining)
@@ -208,7 +205,7 @@ class Worker:
             self.eta.end(results)
             self._futures.finish(results)
 
-    def _give_up(self, model_id: str, missing: tuple[int, ...], waiting: tuple[int, ...]) -> None:
+    def _give_up(self, model_id: str, missing: tuple[int, ...], waiting: tuple[TrainingJob, ...]) -> None:
         """Fails the requests of a model that wait behind missing ones, and the missing ones with them."""
         numbers = ", ".join(str(seq_id) for seq_id in missing)
         error = RequestFailedError(
@@ -216,11 +213,10 @@ class Worker:
             remedy="Send them again, with new numbers",
         )
         result = FutureResult.of_error(error)
-        jobs = {seq_id: self._queue.job(model_id, seq_id) for seq_id in waiting}
-        kinds = {seq_id: job.kind for seq_id, job in jobs.items() if job is not None}
-        self._journal.give_up(model_id, missing, waiting, result.body)
-        for seq_id in sorted([*missing, *waiting]):
+        kinds = {job.seq_id: job.kind for job in waiting}
+        self._journal.give_up(model_id, missing, list(kinds), result.body)
+        for seq_id in sorted([*missing, *kinds]):
             self._trainer.models.note_failed(model_id, kinds.get(seq_id, "missing"))
-        self._queue.advance(model_id, max(waiting))
-        self._futures.finish({request_id(model_id, seq_id): result for seq_id in waiting})
-        log.warning("%s: requests %s never arrived, %s given up", model_id, missing, waiting)
+        self._queue.advance(model_id, max(kinds))
+        self._futures.finish({request_id(model_id, seq_id): result for seq_id in kinds})
+        log.warning("%s: requests %s never arrived, %s given up", model_id, missing, list(kinds))
