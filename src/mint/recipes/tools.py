@@ -16,8 +16,10 @@ from mint.recipes.datasets.arithmetic import Problem, is_heldout
 from mint.recipes.datasets.calculator_questions import SHORT_SYSTEM, draw_message, draw_tool_problem
 from mint.rl import MessageEnvAdapter, RLConfig
 from mint.rl.message_env import Message, MessageEnv
+from mint.rl.tasks.calculator import calculator
+from mint.rl.tasks.search import Search
 from mint.rl.tasks.tool_env import Costs, ToolEnv
-from mint.rl.tasks.tools import Search, calculator, tool
+from mint.rl.tasks.tools import tool
 
 DEMO = RLConfig(
     base_model="mint/tiny",

@@ -12,10 +12,12 @@ from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, UnsupportedError
 from mint.rl.rollout import Group, Rollout, Turn
 from mint.rl.run_result import RunResult
+from mint.rl.tasks.calculator import calculator
 from mint.rl.tasks.judges import PairwiseJudge
 from mint.rl.tasks.rubric import Rubric
+from mint.rl.tasks.search import Search
 from mint.rl.tasks.tool_env import Costs, ToolEnv
-from mint.rl.tasks.tools import Search, Tool, calculator, tool
+from mint.rl.tasks.tools import Tool, tool
 from mint.rl.tracking.progress import LiveProgress
 from mint.runs.data_frames import LoadedRun, load_run
 

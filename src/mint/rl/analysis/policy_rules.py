@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mint.rl.analysis.run_record import Numbers, StepView, get, graded, informative_share, mean, reward_window, total
+from mint.rl.analysis.run_record import StepView
 from mint.rl.analysis.signal_rules import CHANGE_WINDOW, reward_collapse
+from mint.rl.analysis.step_statistics import StepMetrics, get, graded, informative_share, mean, reward_window, total
 from mint.rl.estimate import wilson
 from mint.rl.finding import Finding
 
@@ -174,7 +175,7 @@ def sampler_trainer_mismatch(view: StepView) -> Finding | None:
     )
 
 
-def _mismatched(now: Numbers) -> bool:
+def _mismatched(now: StepMetrics) -> bool:
     return get(now, "mismatch/mean_abs_logprob_diff") > MISMATCH_LOGPROB
 
 
@@ -199,7 +200,7 @@ def nonfinite_or_skipped_steps(view: StepView) -> Finding | None:
     )
 
 
-def step_promise(metrics: Numbers, config: Mapping[str, Any]) -> float | None:
+def step_promise(metrics: StepMetrics, config: Mapping[str, Any]) -> float | None:
     """The most that one step can raise the mean reward, to first order, in standard deviations of the reward.
 
     ∇E[R] · Δθ ≤ |∇E[R]| · |Δθ| (Cauchy and Schwarz), with the gradient of the summed loss divided by the rollouts as
@@ -219,7 +220,7 @@ def step_promise(metrics: Numbers, config: Mapping[str, Any]) -> float | None:
     return product * scale * steps**2 / rollouts / spread
 
 
-def _promises(steps: Sequence[Numbers], config: Mapping[str, Any]) -> list[float]:
+def _promises(steps: Sequence[StepMetrics], config: Mapping[str, Any]) -> list[float]:
     return [promise for step in steps if (promise := step_promise(step, config)) is not None]
 
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mint.rl.analysis.policy_rules import ROSE_Z
-from mint.rl.analysis.run_record import Row, StepView, get, mean, reward_window, total
+from mint.rl.analysis.run_record import Row, StepView
 from mint.rl.analysis.signal_rules import CHANGE_WINDOW, heldout_falls
+from mint.rl.analysis.step_statistics import get, mean, reward_window, total
 from mint.rl.estimate import wilson
 from mint.rl.finding import Finding, Severity
 

@@ -10,10 +10,9 @@ import statistics
 from collections.abc import Iterator
 from itertools import pairwise
 
-from mint.rl.analysis.run_record import (
-    Numbers,
-    Row,
-    StepView,
+from mint.rl.analysis.run_record import Row, StepView
+from mint.rl.analysis.step_statistics import (
+    StepMetrics,
     best_window,
     get,
     graded,
@@ -72,9 +71,9 @@ SPIKE_TIMES = 4.0
 """... and how many times the usual (median) change from step to step before."""
 
 
-def silent_window(view: StepView) -> list[Numbers] | None:
+def silent_window(view: StepView) -> list[StepMetrics] | None:
     """The last steps that hold `SILENT_STEPS` steps and `SILENT_GROUPS` judged groups; None if there are too few."""
-    steps: list[Numbers] = []
+    steps: list[StepMetrics] = []
     groups = 0.0
     for step in reversed(view.metrics):
         steps.append(step)
@@ -125,7 +124,9 @@ def no_signal(view: StepView) -> Finding | None:
     )
 
 
-def _constant_reward(view: StepView, steps: list[Numbers], evidence: str, numbers: dict[str, float]) -> Finding | None:
+def _constant_reward(
+    view: StepView, steps: list[StepMetrics], evidence: str, numbers: dict[str, float]
+) -> Finding | None:
     """One and the same reward since the first step, and not because everything is wrong."""
     rewarded = [step for step in view.metrics if graded([step]) > 0]
     values = {get(step, end) for step in rewarded for end in ("reward/min", "reward/max")}

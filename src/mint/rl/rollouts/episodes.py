@@ -1,10 +1,8 @@
-"""Rolls out episodes of many turns: all episodes of a batch go forward together, one wave of sampling per turn.
+"""Rolls out episodes of many turns. All episodes of a batch advance together, turn by turn.
 
-The first turn of a group is one request, so that its prompt is computed once; later turns are one request per living
-episode, all in flight at once. Whatever an environment raises, or how long it hangs, costs its own episode and no
-other. Sampled ids are kept as they are (`chat_format`). Knows nothing of training.
-
-Letters: P prompt tokens · T sampled tokens · G episodes of one sample.
+The first turn of a group is one request, so that its prompt is computed once. Later turns are one request per episode
+that is not finished, all in flight at once. An environment that raises or hangs ends its own episode and no other.
+Sampled ids are never tokenized again (`chat_format`). Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from mint.types import ModelInput, SampledSequence, SamplingParams
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """When an episode is cut off: turns, sampled tokens (None: only the context), seconds of its environment.
+    """Limits of an episode: turns, sampled tokens (None: only the context), seconds of its environment.
 
-    `wall_time_s` counts the episode's own calls (its tools included), not the wait for its neighbours or the sampler:
-    an episode ends no sooner in a large batch than in a small one. It is read between turns.
+    `wall_time_s` counts the calls of the episode's own environment and tools, not the wait for other episodes or the
+    sampler, so it does not depend on the batch size. It is checked between turns.
     """
 
     max_turns: int = 8
@@ -67,10 +65,10 @@ def roll_out_episodes(
         [_Episode(place, index, request.params) for index in range(group_size)]
         for place, request in enumerate(requests)
     ]
-    batch.open([episode for group in groups for episode in group], adapter, requests)
-    while living := [episode for group in groups for episode in group if episode.stop_reason is None]:
-        batch.sample(living)
-        batch.step([episode for episode in living if episode.stop_reason is None])
+    batch.start([episode for group in groups for episode in group], adapter, requests)
+    while unfinished := [episode for group in groups for episode in group if episode.stop_reason is None]:
+        batch.sample(unfinished)
+        batch.step([episode for episode in unfinished if episode.stop_reason is None])
     finished = []
     for place, (request, group) in enumerate(zip(requests, groups, strict=True)):
         error = batch.sampling_errors.get(place)
@@ -82,7 +80,7 @@ def roll_out_episodes(
 
 @dataclass(eq=False)
 class _Episode:
-    """One episode under way: `group` and `index` are its place, `conversation` what the template has rendered."""
+    """An episode in progress. `group` and `index` are its place; `conversation` holds the messages rendered so far."""
 
     group: int
     index: int
@@ -111,36 +109,36 @@ class _Episode:
         return sum(len(turn.tokens) for turn in self.turns)
 
     def fail(self, answer: CallResult) -> None:
-        """The episode ends here, without a reward."""
+        """Ends the episode without a reward."""
         self.stop_reason, self.error, self.timed_out = "error", answer.failure, answer.timed_out
         self.unsupported = isinstance(answer.error, UnsupportedError)
         self.note([{"role": "error", "content": answer.failure}], answer.seconds)
 
     def note(self, messages: Sequence[Message], seconds: float) -> None:
-        """Appends to the trace; a message's own facts (a tool's time) win over the time of the whole step."""
+        """Appends to the trace; a message's own facts (a tool's time) replace the time of the whole step."""
         for message in messages:
             shown = {key: value for key, value in message.items() if key != NOT_RENDERED}
             row = {"turn": len(self.turns), "ms": round(seconds * 1000, 3), **shown, **message.get(NOT_RENDERED, {})}
             self.trace.append(json.loads(json.dumps(row, default=str)))
 
-    def hear(self, sequence: SampledSequence, seconds: float, limits: EpisodeLimits) -> None:
-        """What the policy said."""
+    def add_reply(self, sequence: SampledSequence, seconds: float, limits: EpisodeLimits) -> None:
+        """Takes the policy's message."""
         self.turns.append(Turn(self.prompt, sequence.tokens, sequence.logprobs))
         self.texts.append(self.chat.reply(sequence.tokens))
-        self.note([self.said], seconds)
+        self.note([self.last_message], seconds)
         if sequence.stop_reason == "length":
             spent = limits.max_tokens is not None and self.tokens >= limits.max_tokens
             self.cut = "max_episode_tokens" if spent else "length"
 
     @property
-    def said(self) -> Message:
+    def last_message(self) -> Message:
         """The policy's last message."""
         message: Message = {"role": "assistant", "content": self.texts[-1]}
         calls = [call.to_message() for call in parse_tool_calls(self.texts[-1]) if call.error is None]
         return {**message, "tool_calls": calls} if calls else message
 
-    def take(self, result: MessageStepResult) -> None:
-        """Adds up what the environment made of it; a reward without parts is the part "reward"."""
+    def add_result(self, result: MessageStepResult) -> None:
+        """Adds reward, parts and metrics of the environment's answer; a reward without parts is the part "reward"."""
         reward = Reward(result.reward, result.parts)
         parts = reward.parts or ({"reward": reward.value} if reward.value else {})
         self.reward += reward.value
@@ -151,7 +149,7 @@ class _Episode:
             self.info[name] = self.info[name] + value if counted else value
         self.tool_calls += result.tool_calls
 
-    def go_on(self, following: Sequence[Message]) -> None:
+    def continue_with(self, following: Sequence[Message]) -> None:
         """Makes the next prompt."""
         turn = self.turns[-1]
         self.prompt, kept = self.chat.extend(self.conversation, following, prompt_P=turn.prompt, tokens_T=turn.tokens)
@@ -159,7 +157,7 @@ class _Episode:
         self.conversation += [{"role": "assistant", "content": self.texts[-1]}, *following]
 
     def to_rollout(self, adapter: MessageEnvAdapter, policy_step: int) -> Rollout:
-        """The episode, its reward checked against what the task declares."""
+        """The finished rollout, with its reward checked against the task's declared range."""
         reward: Reward | None = None
         if self.error is None:
             parts = {} if self.parts.keys() <= {"reward"} else self.parts
@@ -185,13 +183,13 @@ class _Episode:
 
 
 class _Formats:
-    """The chat formats by their tools, and the ids of conversations that several episodes open with."""
+    """Caches chat formats by their tools, and the ids of the conversations that several episodes begin with."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._formats: dict[str, ChatFormat] = {}
         self._prompts: dict[str, list[int]] = {}
-        self.format(())  # a tokenizer without a template fails here, once, and not in each episode
+        self.format(())  # fails here if the tokenizer has no template, instead of in each episode
 
     def format(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
         key = json.dumps(list(tools), default=str)
@@ -207,7 +205,7 @@ class _Formats:
 
 
 class _Batch:
-    """Moves episodes forward, all at once."""
+    """Advances all episodes of a batch together."""
 
     def __init__(
         self,
@@ -221,21 +219,21 @@ class _Batch:
         self._clock, self._formats = clock, formats
         self.sampling_errors: dict[int, str] = {}
 
-    def open(self, episodes: Sequence[_Episode], adapter: MessageEnvAdapter, requests: Sequence[GroupRequest]) -> None:
+    def start(self, episodes: Sequence[_Episode], adapter: MessageEnvAdapter, requests: Sequence[GroupRequest]) -> None:
         """Makes the environments and their first prompts."""
         opened = []
-        for episode, made in self._ask(episodes, lambda one: lambda: adapter.make_env(requests[one.group].item)):
+        for episode, made in self._call_each(episodes, lambda one: lambda: adapter.make_env(requests[one.group].item)):
             episode.env = made.value
             opened.append(episode)
-        for episode, observed in self._ask(opened, lambda one: one.env.initial_observation):
-            with _Charged(episode):
+        for episode, observed in self._call_each(opened, lambda one: one.env.initial_observation):
+            with _FailsEpisode(episode):
                 episode.conversation = _messages(observed.value)
                 episode.note(episode.conversation, observed.seconds)
                 episode.chat = self._formats.format(episode.env.tools)
                 episode.prompt = self._formats.prompt(episode.chat, episode.conversation)
 
     def sample(self, episodes: Sequence[_Episode]) -> None:
-        """Each episode hears the policy; a full context cuts it off, a failed request ends it."""
+        """Samples the next message of each episode; a full context cuts an episode off, a failed request ends it."""
         began = self._clock()
         requests: dict[tuple[Any, ...], list[_Episode]] = {}
         for episode in episodes:
@@ -252,13 +250,13 @@ class _Batch:
             try:
                 sequences = future.result().sequences
             except MintError as error:
-                self._unsampled(group, error)
+                self._fail_sampling(group, error)
                 continue
             for episode, sequence in zip(group, sequences, strict=True):
-                with _Charged(episode):
-                    episode.hear(sequence, self._clock() - began, self._limits)
+                with _FailsEpisode(episode):
+                    episode.add_reply(sequence, self._clock() - began, self._limits)
 
-    def _unsampled(self, episodes: Sequence[_Episode], error: MintError) -> None:
+    def _fail_sampling(self, episodes: Sequence[_Episode], error: MintError) -> None:
         for episode in episodes:
             if not episode.turns:
                 self.sampling_errors[episode.group] = str(error)
@@ -277,22 +275,24 @@ class _Batch:
         return params.model_copy(update=changes) if changes else params
 
     def step(self, episodes: Sequence[_Episode]) -> None:
-        """The environments answer; an episode that they do not end goes on, unless a limit cuts it off."""
-        for episode, answer in self._ask([one for one in episodes if one.cut is None], _step):
-            with _Charged(episode):
-                result = self._take(episode, answer)
+        """Asks the environments; an episode that they do not end continues, unless a limit cuts it off."""
+        for episode, answer in self._call_each([one for one in episodes if one.cut is None], _step):
+            with _FailsEpisode(episode):
+                result = self._add_result(episode, answer)
                 if result.episode_done:
                     episode.stop_reason = "env"
                     continue
                 episode.cut = self._limit_reached(episode)
                 if episode.cut is None:
-                    episode.go_on(_messages(result.next_messages))
-        for episode, answer in self._ask([one for one in episodes if one.cut and one.stop_reason is None], _cut_off):
-            with _Charged(episode):
-                self._take(episode, answer)
+                    episode.continue_with(_messages(result.next_messages))
+        for episode, answer in self._call_each(
+            [one for one in episodes if one.cut and one.stop_reason is None], _cut_off
+        ):
+            with _FailsEpisode(episode):
+                self._add_result(episode, answer)
                 episode.stop_reason = episode.cut
 
-    def _take(self, episode: _Episode, answer: CallResult) -> MessageStepResult:
+    def _add_result(self, episode: _Episode, answer: CallResult) -> MessageStepResult:
         result = answer.value
         if not isinstance(result, MessageStepResult):
             raise InvalidRequestError(
@@ -301,7 +301,7 @@ class _Batch:
                 value=result,
                 remedy="Return a MessageStepResult",
             )
-        episode.take(result)
+        episode.add_result(result)
         episode.note(_messages(result.next_messages), answer.seconds)
         return result
 
@@ -313,10 +313,10 @@ class _Batch:
             return "max_episode_tokens"
         return "wall_time" if episode.seconds >= limits.wall_time_s else None
 
-    def _ask(
+    def _call_each(
         self, episodes: Sequence[_Episode], call_of: Callable[[_Episode], Call]
     ) -> list[tuple[_Episode, CallResult]]:
-        """One call per episode, all together; those that failed or hung end here and are left out."""
+        """One call per episode, all together. Episodes whose call failed or hung end, and are left out."""
         answered = []
         for episode, answer in zip(episodes, self._calls.run([call_of(one) for one in episodes]), strict=True):
             episode.seconds += answer.seconds
@@ -327,8 +327,8 @@ class _Batch:
         return answered
 
 
-class _Charged:
-    """Charges what handling an answer raises to its episode: policies and environments may say anything."""
+class _FailsEpisode:
+    """Ends an episode if handling its data raises: policies and environments may return anything."""
 
     def __init__(self, episode: _Episode) -> None:
         self._episode = episode
@@ -354,8 +354,8 @@ def _messages(answered: Any) -> list[Message]:
 
 
 def _step(episode: _Episode) -> Call:
-    env, said = episode.env, episode.said
-    return lambda: env.step(said)
+    env, message = episode.env, episode.last_message
+    return lambda: env.step(message)
 
 
 def _cut_off(episode: _Episode) -> Call:

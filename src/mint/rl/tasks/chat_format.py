@@ -1,9 +1,9 @@
-"""Messages ⇄ token ids by the model's own chat template, without ever re-tokenizing what was sampled.
+"""Converts messages to token ids with the model's chat template, and never tokenizes sampled text again.
 
-The prompt of a later turn is the earlier prompt, the sampled ids, and the ids of the text that the template puts
-between a reply and the next one. That text is read off the template itself, by rendering a marker in the reply's place.
-Where the template renders earlier turns differently once the conversation goes on (a reasoning block stripped from a
-past reply), the sampled ids cannot stay; then the conversation is rendered afresh, and the caller is told.
+The prompt of a later turn is the earlier prompt, the sampled ids, and the ids of the text that the template inserts
+between a reply and the next one. To find that text, a marker is rendered in place of the reply. Some templates render
+earlier turns differently later on (they strip the reasoning from old replies). Then the sampled ids cannot be kept, the
+conversation is rendered anew, and the caller is told.
 
 Knows nothing of environments or rewards.
 """
@@ -18,10 +18,10 @@ from mint.rl.finding import Finding
 from mint.rl.message_env import Message
 
 MARKER = "MARKER7c1f0a93"
-"""Stands for a reply while the text around it is read off; letters and digits, which no template trims or escapes."""
+"""Rendered in place of a reply to find the text around it; no template trims or escapes letters and digits."""
 
 NOT_RENDERED = "trace"
-"""A message's key for facts that belong to the log and not to the conversation (times, verdicts)."""
+"""The key of a message for facts that are logged but not rendered (times, verdicts)."""
 
 
 class ChatFormat:
@@ -38,18 +38,20 @@ class ChatFormat:
         _, marked, closing = self._render([_user("Hi"), _assistant(MARKER)], ask=False).partition(MARKER)
         if not marked:
             raise InvalidRequestError(
-                "drops what the assistant says", field="chat_template", remedy="Use a model with a chat template"
+                "drops the assistant's message",
+                field="chat_template",
+                remedy="Use a model with a chat template",
             )
         self._closing = self._encode(closing)
         special = set(tokenizer.get_added_vocab().values())
         self._end_ids = {tokenizer.eos_token_id, *(special & set(self._closing[:1]))}
 
     def prompt(self, conversation: Sequence[Message]) -> list[int]:
-        """The ids that ask for the policy's next message [P]."""
+        """The ids of the conversation, ready for the policy's next message [P]."""
         return self._encode(self._render(conversation))
 
     def reply(self, tokens_T: Sequence[int]) -> str:
-        """What the policy said: tool-call markup kept, the end-of-turn token dropped."""
+        """The policy's text, with tool-call markup and without the end-of-turn token."""
         ended = bool(tokens_T) and tokens_T[-1] in self._end_ids
         return self._decode(list(tokens_T[:-1] if ended else tokens_T))
 
@@ -63,21 +65,21 @@ class ChatFormat:
     ) -> tuple[list[int], bool]:
         """The next prompt after `conversation` was answered by `tokens_T` and `following` was said.
 
-        Returns the ids, and whether they begin with `prompt_P` and `tokens_T` bit for bit; False means that the
-        template renders the past differently now, so that the ids are those of a fresh rendering.
+        Returns the ids, and whether they begin with `prompt_P` and `tokens_T`; False means that the template renders
+        earlier turns differently now, so that the whole conversation was rendered anew.
         """
         content = self.reply(tokens_T)
         before = self._render(conversation)
         after = self._render([*conversation, _assistant(content), *following])
         marked = self._render([*conversation, _assistant(MARKER), *following])
         between = marked.rpartition(MARKER)[2]
-        # White space that the template trims or adds does not count: the ids as sampled say the same.
+        # White space that the template trims or adds does not count.
         if _squeeze(after) != _squeeze(before + content + between):
             return self._encode(after), False
         return [*prompt_P, *tokens_T, *self._rest_of_turn(tokens_T, self._encode(between))], True
 
     def _rest_of_turn(self, tokens_T: Sequence[int], between: list[int]) -> list[int]:
-        """`between` without the end token where the policy has said it itself; a reply that was stopped has not."""
+        """`between` without the end token if the policy has sampled it; a reply that was cut off has none."""
         if not tokens_T or tokens_T[-1] not in self._end_ids & set(self._closing):
             return between
         said = self._closing.index(tokens_T[-1]) + 1
@@ -89,7 +91,7 @@ class ChatFormat:
             return self._tokenizer.apply_chat_template(
                 shown, tools=self._tools, tokenize=False, add_generation_prompt=ask
             )
-        except Exception as error:  # a template is a program from elsewhere and may raise anything
+        except Exception as error:  # a template is third-party code and may raise anything
             raise InvalidRequestError(
                 f"cannot render the conversation ({error})",
                 field="chat_template",
@@ -116,12 +118,12 @@ TEMPLATE_CASES: Mapping[str, tuple[str, Message]] = {
         {"role": "tool", "content": "7"},
     ),
 }
-"""What a template may render differently once it is past."""
+"""Replies that some templates render differently once they are past."""
 REASONING_CASES = [name for name in TEMPLATE_CASES if "reasoning" in name]
 
 
 def check_template(tokenizer: Any) -> Finding | None:
-    """Whether the template keeps what was said as it was said; the finding names the cases in which it does not.
+    """Checks whether the template keeps earlier turns as they were; the finding names the cases in which it does not.
 
     Raises:
         InvalidRequestError: there is no chat template.

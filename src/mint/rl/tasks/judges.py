@@ -1,9 +1,9 @@
-"""A pairwise judge: which of two responses is better, asked in both orders, as rewards for a group.
+"""A pairwise judge: compares the responses of a group two by two and turns the verdicts into rewards.
 
-Judges prefer a place (the first, the last) more often than one would think. So each pair is asked twice with the places
-swapped; only a preference that survives the swap counts, anything else is a tie. A rollout's reward is its mean score
-against the others of its group (round robin), in [0, 1]. Does not know who compares: a function, a policy
-(`SamplingComparison`), or an endpoint (`openai_judge`).
+Judges are biased towards the first or the last place. So each pair is judged twice, with the places swapped. Only a
+preference that is the same both times counts; anything else is a tie. The reward of a response is its mean score
+against the others of its group (round robin), in [0, 1]. A function, a policy (`SamplingComparison`) or an endpoint
+(`openai_judge`) does the comparing.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Compare = Callable[[str, str, str], "ComparisonVerdict | Awaitable[ComparisonVer
 """`(prompt, a, b)` → which is better; sync or async."""
 
 FLIP_ALARM = 0.2
-"""Share of pairs whose verdict changes with the order, above which a judge should not be trusted."""
+"""A judge should not be trusted if the verdict depends on the order in more than this share of pairs."""
 FLIP_ALARM_PAIRS = 20
-"""An alarm needs at least so many pairs."""
+"""The fewest pairs for an alarm."""
 
 
 class JudgeError(MintError):
-    """A judge gave no verdict that can be read."""
+    """A judge gave no readable verdict."""
 
 
 @dataclass(frozen=True)
 class JudgeStatistics:
-    """What a judge has done so far. `pairs` were asked in both orders; `flips` of them changed their verdict.
+    """Counts of a judge. `pairs` were judged in both orders; the verdict of `flips` of them depends on the order.
 
     `length_correlation` is that of the difference in characters with the outcome, from -1 (shorter wins) to 1.
     """
@@ -63,7 +63,7 @@ class JudgeStatistics:
 
     @property
     def length_correlation(self) -> float:
-        """Uncentred, since the order within a pair is arbitrary; 0 where nothing differed."""
+        """Uncentred, because the order within a pair is arbitrary; 0 without any difference."""
         scale = math.sqrt(self.length_squares * self.outcome_squares)
         return self.length_outcome / scale if scale else 0.0
 
@@ -77,7 +77,7 @@ class JudgeStatistics:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two distinct responses, what each of the two questions answered, and the outcome for `a`: 1, 0.5, 0 or None."""
+    """Two distinct responses, the verdicts of both orders, and the outcome for `a`: 1, 0.5, 0, or None on failure."""
 
     a: str
     b: str
@@ -102,15 +102,15 @@ _SWAPPED: dict[ComparisonVerdict, ComparisonVerdict] = {"a": "b", "tie": "tie", 
 class PairwiseJudge:
     """Turns comparisons into rewards; usable from several threads at once.
 
-    A comparison that fails is left out of the round robin, counted and shown; a response whose comparisons all failed
-    gets None. Equal responses are a tie without asking.
+    A comparison that fails is left out of the round robin and counted. A response whose comparisons all failed gets
+    None. Equal responses are a tie and are not judged.
     """
 
     def __init__(self, compare: Compare | SamplingClient, *, concurrency: int = 8, cache_size: int = 10_000) -> None:
         """`compare` is a function, a callable object, or a `SamplingClient`, whose weights then judge.
 
-        `concurrency` bounds the questions in flight (of one group, where `compare` is async); `cache_size` is how many
-        verdicts are kept for pairs that come again.
+        `concurrency` bounds the comparisons in flight (per group, if `compare` is async); `cache_size` bounds the
+        cached verdicts.
         """
         self._compare: Compare = SamplingComparison(compare) if isinstance(compare, SamplingClient) else compare
         self._concurrency = concurrency
@@ -125,7 +125,7 @@ class PairwiseJudge:
 
     @property
     def statistics(self) -> JudgeStatistics:
-        """Counted over all groups so far."""
+        """The counts over all groups so far."""
         with self._lock:
             return self._statistics
 
@@ -145,7 +145,7 @@ class PairwiseJudge:
         return [_reward(response, responses, pairs, self.statistics) for response in responses]
 
     def close(self) -> None:
-        """Ends the judge's threads, and what `compare` has opened; both come back when the judge is asked again."""
+        """Ends the judge's threads and closes `compare`; the next question opens them again."""
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None:
@@ -260,14 +260,14 @@ Reply B:
 {b}
 
 Answer with one letter, A or B."""
-"""What a policy or an endpoint is asked; a template of your own has the same three fields."""
+"""The question to a policy or an endpoint; your own template must have the same three fields."""
 
 
 class SamplingComparison:
     """Asks a policy or base model behind a `SamplingClient`.
 
-    The verdict is read off the logprobs of the answers "A" and "B" after the question (`compute_logprobs`), not
-    sampled: the same weights always give the same verdict, and two prompts are read instead of many tokens written.
+    The verdict comes from the logprobs of the answers "A" and "B" after the question (`compute_logprobs`). Nothing is
+    sampled, so the same weights always give the same verdict.
     """
 
     def __init__(
@@ -305,17 +305,17 @@ class SamplingComparison:
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     async def _logprob(self, question: list[int], answer: str) -> float:
-        """The logprob of `answer`, all its tokens together, after the question."""
+        """The logprob of all tokens of `answer` after the question."""
         tokens = self._tokenizer.encode(answer, add_special_tokens=False)
         logprobs = await self._sampler.compute_logprobs_async(ModelInput.from_ints([*question, *tokens]))
         return math.fsum(logprob for logprob in logprobs[len(question) :] if logprob is not None)
 
 
 def check_template(template: str) -> None:
-    """Whether a judge's question has its three fields.
+    """Checks that a judge's question has its three fields.
 
     Raises:
-        InvalidRequestError: it has not.
+        InvalidRequestError: one is missing.
     """
     missing = [field for field in ("{prompt}", "{a}", "{b}") if field not in template]
     if missing:
@@ -323,5 +323,5 @@ def check_template(template: str) -> None:
             f"lacks {', '.join(missing)}",
             field="template",
             value=template,
-            remedy="Write the question with {prompt}, {a} and {b}; braces that are text are doubled",
+            remedy="Write the question with {prompt}, {a} and {b}; double the braces that are text",
         )

@@ -1,12 +1,12 @@
-"""Whether an answer is right though written differently: exact match, then own rules, then math-verify.
+"""Compares answers in different notations: exact match, then our own rules, then math-verify.
 
-Plain numbers, quantities with units and words are decided here, exactly and at once; everything else (LaTeX, algebra,
-sets, intervals) by math-verify in worker processes that are killed and replaced when they take too long, since sympy
-can be made to compute for ever. Knows nothing of prompts or policies.
+Plain numbers, quantities with units and words are compared here, exactly and without delay. math-verify compares
+everything else (LaTeX, algebra, sets, intervals) in worker processes, which are killed and replaced after a time-out:
+sympy may compute for ever. Knows nothing of prompts or policies.
 
-What counts as equal: `1/2`, `0.5`, `3/6`, `\\frac12`, `50%` · `1,000` and `1000` · `2 km` and `2000 m` · `2 km` where
-the answer is `2` (the question names the unit) · `50%` where the answer is `50` · `x = 3` where it is `3`. What does
-not: `5 km` and `5 m` · `0.333` and `1/3` · `(1, 2)` and `[1, 2]` · `act` and `cat`.
+Equal: `1/2`, `0.5`, `3/6`, `\\frac12`, `50%` · `1,000` and `1000` · `2 km` and `2000 m` · `2 km` if the answer is `2`
+(the question names the unit) · `50%` if the answer is `50` · `x = 3` if it is `3`. Not equal: `5 km` and `5 m` ·
+`0.333` and `1/3` · `(1, 2)` and `[1, 2]` · `act` and `cat`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import importlib.util
 import json
 import os
 import queue
-import re
 import select
 import subprocess
 import sys
@@ -30,32 +29,40 @@ from typing import IO, Literal
 
 from mint.errors import MissingExtraError
 from mint.rl.reward import UnsupportedError
+from mint.rl.tasks.math_answers import (
+    EQUALS,
+    HEDGE,
+    MAX_ANSWER_CHARACTERS,
+    MAX_TAIL_CHARACTERS,
+    NAME,
+    WORDS,
+    PlainNumber,
+    as_math,
+    final_answer,
+    measure,
+    plain_number,
+    tidy,
+)
 
 Decision = Literal["exact", "number", "word", "math-verify", "too long", "timeout", "error"]
-"""Who decided: text that is the same, exact arithmetic, a word, math-verify, or why it could not be compared."""
+"""How it was decided: equal text, exact arithmetic, a word, math-verify, or why it could not be compared."""
 
-MAX_ANSWER_CHARACTERS = 500
-"""A final answer longer than this is not compared."""
-MAX_TAIL_CHARACTERS = 2000
-"""Where a response names no final answer, the last expression in so many characters at its end counts."""
-MAX_QUANTITY_CHARACTERS = 200
-"""A unit is looked for behind at most so many characters."""
 MAX_SIDES = 4
-"""Of a chain of equals signs; each is compared."""
+"""The most sides of a chain of equals signs; each side is compared."""
 START_TIMEOUT_S = 60.0
 WORKER = Path(__file__).with_name("math_worker.py")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`equal` is False wherever the two could not be compared; `decided_by` says so."""
+    """`equal` is False if the two could not be compared; then `decided_by` says why."""
 
     equal: bool
     decided_by: Decision
 
 
 def exact_match(response: str, answer: str) -> bool:
-    """Whether `response`, white space at its ends aside, is `answer`, character for character."""
+    """Whether `response` is `answer`, character for character, without white space at the ends."""
     return response.strip() == answer.strip() != ""
 
 
@@ -82,7 +89,9 @@ class MathGrader:
         return self.compare(response, answer).equal
 
     def compare(self, response: str, answer: str) -> Comparison:
-        """The same, with who decided. Takes at most the time-out, and a second more where a worker has to start.
+        """Compares the final answer of `response` with `answer`.
+
+        Takes at most the time-out, and about a second more if a worker has to start.
 
         Raises:
             UnsupportedError: the workers do not start.
@@ -103,7 +112,7 @@ class MathGrader:
             return Comparison(False, "math-verify")
         if "=" in gold or "=" not in target:
             return self._compare_expressions(target, gold)
-        # math-verify would look at the last side alone, and `8 = 7` would be 7.
+        # math-verify reads the last side alone, so `8 = 7` would be 7.
         sides = [side.strip() for side in EQUALS.split(target) if not NAME.fullmatch(side.strip())]
         if not 1 <= len(sides) <= MAX_SIDES:
             return Comparison(False, "error")
@@ -139,7 +148,7 @@ class MathGrader:
             answer = worker.ask(gold, target, self._timeout_s)
             if answer is None or answer.decided_by == "timeout":
                 self._drop(worker)
-                worker = self._start()  # at once, so that the next question need not wait for it
+                worker = self._start()  # now, so that the next question does not wait for the start
         finally:
             self._idle.put(worker)
         return answer or Comparison(False, "error")
@@ -158,7 +167,7 @@ class MathGrader:
 
 @cache
 def shared_grader() -> MathGrader:
-    """The grader of this process, for those that need no settings of their own."""
+    """The grader of this process, with default settings."""
     grader = MathGrader()
     atexit.register(grader.close)
     return grader
@@ -194,7 +203,7 @@ class _Worker:
         return self._process.poll() is None
 
     def ask(self, gold: str, target: str, timeout_s: float) -> Comparison | None:
-        """None: it died, or was too late to answer.
+        """None if the process died or did not answer in time.
 
         Raises:
             UnsupportedError: it does not start.
@@ -226,7 +235,7 @@ class _Worker:
                 continue  # a question that it never read
 
     def _line(self, timeout_s: float) -> bytes:
-        """Its next line, b"" if it ended or none came in time."""
+        """The next line; b"" if the process ended or was too late."""
         output = _pipe(self._process.stdout)
         return output.readline() if select.select([output], [], [], timeout_s)[0] else b""
 
@@ -235,163 +244,6 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     if pipe is None:
         raise UnsupportedError("the process for math-verify has no pipes")
     return pipe
-
-
-# --- Reading an answer ----------------------------------------------------------------------------------------------
-
-ANNOUNCED = re.compile(r"(?:####|\banswer(?:\s+is)?\s*[:=]?(?:\*\*)?)[ \t]*(?P<answer>\S[^\n]*)", re.IGNORECASE)
-FORMULA = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|exp|sqrt|infty)\b)[A-Za-z]{3,}|\n")
-WORDS = re.compile(r"(?!pi\b)[A-Za-z]{2,}(?: [A-Za-z]+)*", re.IGNORECASE)
-TEXT_COMMAND = r"\\(?:text|textrm|mathrm|textbf|mbox)\{([^{}]*)\}"
-HEDGE = re.compile(r"\.\.|[\w})]\s*\|\s*[\w\\(]|\\\\(?!.*\\end\{)", re.DOTALL)
-"""Two answers side by side, of which math-verify would read one."""
-EQUALS = re.compile(r"(?<![<>!:])=")
-NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?|")
-"""What may stand left of an equals sign without being compared: `x`, `a_1`, `\\theta`, `f(x)`."""
-COMMANDS = re.compile(rf"\\(?:begin|end)\{{\w+\*?\}}|{TEXT_COMMAND}")
-
-
-def final_answer(response: str) -> tuple[str, bool]:
-    """What `response` gives as its answer, and whether that is prose in which the last expression counts.
-
-    In this order: the last `\\boxed{…}`; what follows the last "answer is", "Answer:" or `####`; the last formula
-    between dollars; the whole response.
-    """
-    boxed = _last_boxed(response)
-    if boxed is not None:
-        return boxed, False
-    tail = response[-MAX_TAIL_CHARACTERS:]
-    found = [match["answer"] for match in ANNOUNCED.finditer(tail)]
-    text = found[-1] if found else tail if len(response) > MAX_ANSWER_CHARACTERS else response.strip()
-    if not PROSE.search(COMMANDS.sub("", measure(tidy(text)).text)):
-        return text, False
-    formulas = [next(filter(None, groups), "") for groups in FORMULA.findall(text)]
-    return (formulas[-1], False) if formulas else (text, not WORDS.fullmatch(tidy(text)))
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    begin = start + len("\\boxed{")
-    depth = 1
-    for place, letter in enumerate(text[begin:], start=begin):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return text[begin:place]
-    return None
-
-
-def tidy(text: str) -> str:
-    """Without dollars, bold marks, the full stop at the end, and LaTeX that only changes the looks."""
-    text = text.strip().removesuffix(".").strip().strip("*").strip()
-    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\displaystyle", "", text.replace("{,}", ","))
-    text = re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"(?<!\\)\\[,;: ]|~", " ", text))
-    text = re.sub(r"\\[()\[\]]|\\?\$", "", text)
-    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi", text.replace("π", r"\pi").replace("−", "-"))
-    whole = re.fullmatch(TEXT_COMMAND, text.strip())
-    return (whole[1] if whole else text).strip()
-
-
-def as_math(text: str) -> str:
-    """A formula for math-verify."""
-    return text if "\\boxed" in text else f"${text}$"
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is measured, and how many of the base unit one is."""
-
-    dimension: str
-    factor: Fraction
-
-
-@dataclass(frozen=True)
-class Measured:
-    """An expression and the unit behind it."""
-
-    text: str
-    unit: Unit | None
-
-
-_SCALES: dict[str, dict[str, Fraction | int]] = {
-    "length": {"mm": Fraction(1, 1000), "cm": Fraction(1, 100), "m": 1, "km": 1000, "meter": 1, "metre": 1,
-               "centimeter": Fraction(1, 100), "kilometer": 1000, "inch": Fraction("0.0254"),
-               "inches": Fraction("0.0254"), "ft": Fraction("0.3048"), "feet": Fraction("0.3048"),
-               "foot": Fraction("0.3048"), "yard": Fraction("0.9144"), "mile": Fraction("1609.344"),
-               "mi": Fraction("1609.344")},
-    "mass": {"mg": Fraction(1, 1000), "g": 1, "kg": 1000, "gram": 1, "kilogram": 1000},
-    "time": {"ms": Fraction(1, 1000), "s": 1, "sec": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "hr": 3600,
-             "hour": 3600, "day": 86400, "week": 604800},
-    "volume": {"ml": Fraction(1, 1000), "mL": Fraction(1, 1000), "l": 1, "L": 1, "liter": 1, "litre": 1},
-    "speed": {"m/s": 1, "km/h": Fraction(5, 18), "mph": Fraction("0.44704")},
-    "money": {"cent": Fraction(1, 100), "dollar": 1, "USD": 1},
-    "angle": {"degree": 1, "°": 1, "^\\circ": 1, "^{\\circ}": 1},
-}  # fmt: skip
-UNITS = {
-    name: Unit(dimension, Fraction(scale)) for dimension, table in _SCALES.items() for name, scale in table.items()
-}
-ATTACHED = "|".join(re.escape(name) for name in sorted(UNITS, key=len, reverse=True) if len(name) > 1 or name == "°")
-UNIT_AT_END = re.compile(
-    rf"(?P<body>.*[\d)}}A-Za-z])\s*(?:{TEXT_COMMAND}|(?<=\d)\s*({ATTACHED})"
-    r"|(?<=[\d)}])\s+([A-Za-z]+(?:/[A-Za-z]+)?(?: [A-Za-z]+)*))\s*(?:\^\{?(?P<power>[23])\}?)?"
-)
-
-
-def measure(text: str) -> Measured:
-    """Splits a unit off the end of an expression. A word that is no known unit (`5 apples`) is a dimension of its own;
-    one unknown letter (`3 x`) is a variable, and so is a letter without a space (`2m`)."""
-    match = UNIT_AT_END.fullmatch(text) if len(text) <= MAX_QUANTITY_CHARACTERS else None
-    name = next(filter(None, match.groups()[1:4]), "").strip() if match else ""
-    if match is None or not name:
-        return Measured(text, None)
-    unit = UNITS.get(name) or UNITS.get(name.removesuffix("s"))
-    if unit is None and len(name) < 3:
-        return Measured(text, None)
-    unit = unit or Unit(name.casefold().removesuffix("s"), Fraction(1))
-    power = int(match["power"] or 1)
-    return Measured(match["body"].strip(), Unit(f"{unit.dimension}^{power}", unit.factor**power))
-
-
-DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,60})?(?:\.\d{0,60})?"
-NUMBER = re.compile(rf"(?P<number>{DIGITS})(?:[eE](?P<exponent>[+-]?\d{{1,2}}))?", re.ASCII)
-FRACTION = re.compile(
-    rf"(?:(?P<whole>\d{{1,60}})\s+)?(?:(?P<above>{DIGITS})\s*/\s*(?P<below>{DIGITS})"
-    rf"|\\frac\{{(?P<above2>-?{DIGITS})\}}\{{(?P<below2>{DIGITS})\}}|\\frac(?P<above3>\d)(?P<below3>\d))",
-    re.ASCII,
-)
-
-
-@dataclass(frozen=True)
-class PlainNumber:
-    """An exact value; `percent` where it was written with a percent sign (and `value` is already a hundredth)."""
-
-    value: Fraction
-    percent: bool = False
-
-
-def plain_number(text: str) -> PlainNumber | None:
-    """The exact value of `-1,234.5`, `3/4`, `1 1/2`, `\\frac{3}{4}`, `2e3`, `50%`; None if it is anything else."""
-    text, percent = re.subn(r"\s*(?:\\?%|\s[Pp]er\s?cent)$", "", text.strip())
-    sign = -1 if text.startswith("-") else 1
-    text = text[1:].strip() if text[:1] in ("+", "-") else text
-    if (match := NUMBER.fullmatch(text)) and (value := _decimal(match["number"])) is not None:
-        value *= Fraction(10) ** int(match["exponent"] or 0)
-    elif match := FRACTION.fullmatch(text):
-        above, below = (match[f"{part}"] or match[f"{part}2"] or match[f"{part}3"] or "" for part in ("above", "below"))
-        top, bottom = _decimal(above.removeprefix("-")), _decimal(below)
-        if top is None or bottom is None or bottom == 0:
-            return None
-        value = int(match["whole"] or 0) + (-top if above.startswith("-") else top) / bottom
-    else:
-        return None
-    return PlainNumber(sign * value / (100 if percent else 1), bool(percent))
-
-
-def _decimal(text: str) -> Fraction | None:
-    digits = text.replace(",", "")
-    return Fraction(digits if not digits.startswith(".") else f"0{digits}") if re.search(r"\d", digits) else None
 
 
 def _same_number(measured: PlainNumber, expected: PlainNumber, ratio: Fraction) -> bool:

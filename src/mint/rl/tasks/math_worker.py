@@ -1,7 +1,7 @@
 """The process behind `math_grader`: compares two expressions with math-verify, one line of JSON per question.
 
-Run by path, not imported: it knows nothing of mint, and mint nothing of sympy. What it reads was written by a model, so
-it limits its own memory, and the kernel ends it when a question takes too long, even if its parent is gone.
+It is run by path, not imported: it imports nothing of mint, and mint imports no sympy. Its input was written by a
+model, so it limits its own memory, and a timer of the kernel ends it when a question takes too long.
 
     {"timeout_s": 3.0, "gold": "$\\\\frac{1}{2}$", "target": "$0.5$"}   →   1 equal · 0 not equal · ! error
 """
@@ -20,7 +20,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 MEMORY_BYTES = 1 << 30
 NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="all", units=False)
-"""Units are compared before; here they would be dropped, and `2m` would equal 2."""
+"""`units=False`: units are compared before; here they would be dropped, and `2m` would equal 2."""
 EXTRACTION = (LatexExtractionConfig(normalization_config=NORMALIZATION), ExprExtractionConfig())
 
 
@@ -33,8 +33,8 @@ def equal(gold: str, target: str) -> bool:
 def main() -> None:
     """Answers questions until its input ends."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a library that prints must not look like an answer
-    logging.disable(logging.CRITICAL)  # a complaint holds the whole text
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints must not be read as an answer
+    logging.disable(logging.CRITICAL)  # log lines would hold the whole text
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     equal("$\\frac{1}{2}$", "$0.5$")  # the first comparison compiles the patterns
     answers.write(b"ready\n")
@@ -43,7 +43,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, question["timeout_s"])  # SIGALRM is not handled: it ends the process
         try:
             answer = b"1\n" if equal(question["gold"], question["target"]) else b"0\n"
-        except Exception:  # noqa: BLE001 - the boundary: whatever the text made sympy raise
+        except Exception:  # noqa: BLE001 - the boundary to sympy, which may raise anything
             answer = b"!\n"
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(answer)

@@ -1,7 +1,7 @@
 """A pairwise judge behind any OpenAI-compatible endpoint (`POST {base_url}/chat/completions`).
 
-Retries what may pass (429, 5xx, lost connections) with growing pauses; everything else is an error of that comparison.
-Does not know rewards or groups: `judges.PairwiseJudge` does.
+Retries temporary failures (429, 5xx, lost connections) with growing pauses; any other failure is an error of that
+comparison. Knows nothing of rewards or groups; `judges.PairwiseJudge` does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 LONGEST_PAUSE_S = 20.0
 SHOWN_CHARACTERS = 200
 VERDICT = re.compile(r"\b(A|B|[Tt]ie|TIE)\b")
-"""The last one in a reply counts: some models think aloud first. A small a is an article."""
+"""The last match in a reply counts, because some models reason first. A small "a" is an article."""
 
 _VERDICTS: dict[str, ComparisonVerdict] = {"a": "a", "b": "b", "tie": "tie"}
 
 
 class OpenAIComparison:
-    """`compare` for `PairwiseJudge`; safe to call from several threads."""
+    """A `compare` for `PairwiseJudge`; safe to call from several threads."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class OpenAIComparison:
         first_pause_s: float = 0.5,
         max_tokens: int = 16,
     ) -> None:
-        """`base_url` ends before `/chat/completions`, often in `/v1`; `api_key` None is read from the environment
-        (`MINT_JUDGE_API_KEY` or `OPENAI_API_KEY`), and without any none is sent.
+        """`base_url` ends before `/chat/completions`, often in `/v1`; without `api_key`, the key comes from
+        `MINT_JUDGE_API_KEY` or `OPENAI_API_KEY`, if one is set.
 
-        `timeout_s` is for one attempt; the pause doubles from `first_pause_s`, or is what `Retry-After` asks for.
-        `max_tokens` must leave room for the thinking of models that think aloud.
+        `timeout_s` is for one attempt; the pause doubles from `first_pause_s`, unless `Retry-After` is given.
+        `max_tokens` must leave room for the reasoning of models that reason before they answer.
 
         Raises:
             InvalidRequestError: the template lacks one of its fields.
@@ -64,7 +64,7 @@ class OpenAIComparison:
         """The endpoint's verdict at temperature 0.
 
         Raises:
-            JudgeError: it refused, cannot be reached, or its reply has no verdict.
+            JudgeError: the endpoint refused, cannot be reached, or its reply has no verdict.
         """
         content = self._template.format(prompt=prompt, a=a, b=b)
         body = {
@@ -113,7 +113,7 @@ def read_verdict(response: httpx.Response) -> ComparisonVerdict:
     """The last "A", "B" or "tie" of the reply.
 
     Raises:
-        JudgeError: the body is no chat completion, or names none of them.
+        JudgeError: the body is no chat completion, or has no verdict.
     """
     try:
         content = response.json()["choices"][0]["message"]["content"]

@@ -1,6 +1,6 @@
-"""Named penalties: what a response loses, and why, as negative parts of its reward.
+"""Named penalties: costs that are subtracted from a reward, as negative parts.
 
-A penalty is a function of `(response, sample)` that answers a cost of 0 or more. Does not know what earns the reward.
+A penalty is a function of `(response, item)` that returns a cost of 0 or more.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from mint.errors import InvalidRequestError, MintError
 from mint.rl.reward import Reward
 
 Penalty = Callable[[str, Any], float]
-"""`(response, sample)` → cost, 0 for none."""
+"""`(response, item)` → cost, 0 for none."""
 
 CLIPPED = "clipped"
-"""The part that lifts a reward back to the low end of its range."""
+"""The part that raises a reward to the low end of its range."""
 
 
 class PenaltyError(MintError):
-    """A penalty raised, or answered something that is no cost; the message names it."""
+    """A penalty raised, or returned something that is no cost; the message names it."""
 
 
 def verbosity(
     limit: int, *, slope: float = 0.02, most: float = 1.0, unit: Literal["words", "characters"] = "words"
 ) -> Penalty:
-    """Soft length penalty: nothing up to `limit`, then `slope` per unit over it, `most` at the utmost."""
+    """Soft length penalty: nothing up to `limit`, `slope` per unit above it, at most `most`."""
     _check("slope", slope)
     return lambda response, _: min(most, slope * max(0, len(response.split() if unit == "words" else response) - limit))
 
@@ -40,7 +40,7 @@ def forbidden(patterns: Sequence[str], *, cost: float = 1.0) -> Penalty:
 
 
 def tool_spam(limit: int, *, cost: float = 0.1, most: float = 1.0, pattern: str = r"<tool_call>") -> Penalty:
-    """`cost` for each match of `pattern` over `limit`, `most` at the utmost."""
+    """`cost` for each match of `pattern` over `limit`, at most `most`."""
     _check("cost", cost)
     call = re.compile(pattern)
     return lambda response, _: min(most, cost * max(0, len(call.findall(response)) - limit))
@@ -59,19 +59,19 @@ def repetition(*, n: int = 3, cost: float = 1.0) -> Penalty:
 
 
 def penalized(
-    reward: float | Reward, response: str, sample: Any, penalties: Mapping[str, Penalty], *, low: float = 0.0
+    reward: float | Reward, response: str, item: Any, penalties: Mapping[str, Penalty], *, low: float = 0.0
 ) -> Reward:
-    """`reward` less each penalty; never below `low`: what was too much is given back as the part `clipped`.
+    """`reward` minus each penalty, but not below `low`; the part `clipped` makes up the difference.
 
     Raises:
-        PenaltyError: a penalty failed; names it.
+        PenaltyError: a penalty failed; the message names it.
     """
     earned = reward if isinstance(reward, Reward) else Reward(reward)
     parts = dict(earned.parts) or {"reward": float(earned.value)}
     for name, penalty in penalties.items():
         if name in parts:
             raise PenaltyError(f"the reward already has a part {name!r}", remedy="Give the penalty another name")
-        parts[name] = -_cost(name, penalty, response, sample)
+        parts[name] = -_cost(name, penalty, response, item)
     total = earned.value + math.fsum(parts[name] for name in penalties)
     if total < low:
         parts[CLIPPED] = low - total
@@ -82,19 +82,17 @@ def penalized(
 def with_penalties(
     reward: Callable[[str, Any], float | Reward], penalties: Mapping[str, Penalty], *, low: float = 0.0
 ) -> Callable[[str, Any], Reward]:
-    """The reward function `reward` with `penalties` taken off; `low` is the low end of its declared range."""
-    return lambda response, sample: penalized(reward(response, sample), response, sample, penalties, low=low)
+    """A reward function that subtracts `penalties` from `reward`; `low` is the low end of the declared range."""
+    return lambda response, item: penalized(reward(response, item), response, item, penalties, low=low)
 
 
-def _cost(name: str, penalty: Penalty, response: str, sample: Any) -> float:
+def _cost(name: str, penalty: Penalty, response: str, item: Any) -> float:
     try:
-        cost = float(penalty(response, sample))
+        cost = float(penalty(response, item))
     except Exception as error:
         raise PenaltyError(f"penalty {name!r} raised {type(error).__name__}: {error}") from error
     if not (math.isfinite(cost) and cost >= 0):
-        raise PenaltyError(
-            f"penalty {name!r} gave {cost:g}", remedy="Answer what it costs: a finite number, 0 for none"
-        )
+        raise PenaltyError(f"penalty {name!r} gave {cost:g}", remedy="Return a finite number of 0 or more")
     return cost
 
 

@@ -1,6 +1,6 @@
 """A rubric: named, weighted functions whose contributions add up to one reward.
 
-Each function reads `(response, sample)` and answers how far its part holds, from 0 to 1. Does not know penalties,
+Each function takes `(response, item)` and returns how far its part holds, from 0 to 1. Knows nothing of penalties,
 judges or policies.
 """
 
@@ -14,26 +14,26 @@ from mint.errors import InvalidRequestError, MintError
 from mint.rl.reward import Reward, RewardRange, UnsupportedError
 
 PartFunction = Callable[[str, Any], float]
-"""`(response, sample)` → how far this part holds, in [0, 1]; a bool is 0 or 1."""
+"""`(response, item)` → how far this part holds, in [0, 1]; a bool is 0 or 1."""
 
 DECIMALS = 9
-"""Sums are rounded here, so that parts that all hold give exactly the sum of the weights as written."""
+"""Sums are rounded to so many decimals, so that parts that all hold give exactly the sum of the weights as written."""
 
 
 class RubricError(MintError):
-    """A part of a rubric raised, or answered something outside [0, 1]; the message names the part."""
+    """A part of a rubric raised, or returned something outside [0, 1]; the message names the part."""
 
 
 class Rubric:
-    """`Rubric({"names_thing": (0.3, names_thing), …})(response, sample)` is a `Reward` with a part per name.
+    """`Rubric({"names_thing": (0.3, names_thing), …})(response, item)` is a `Reward` with a part per name.
 
-    A weight below 0 makes a penalty of its part.
+    A part with a negative weight is a penalty.
     """
 
     def __init__(
         self, parts: Mapping[str, tuple[float, PartFunction]], *, reward_range: RewardRange = (0.0, 1.0)
     ) -> None:
-        """`reward_range` is what the weighted sum can never leave.
+        """The weighted sum must always lie within `reward_range`.
 
         Raises:
             InvalidRequestError: no parts, or the weights can leave the range.
@@ -52,19 +52,19 @@ class Rubric:
                 remedy="Scale the weights, or declare the range with reward_range=(low, high)",
             )
 
-    def __call__(self, response: str, sample: Any) -> Reward:
+    def __call__(self, response: str, item: Any) -> Reward:
         """The reward of one response.
 
         Raises:
-            RubricError: a part failed; names it.
-            UnsupportedError: a part cannot judge this response here.
+            RubricError: a part failed; the message names it.
+            UnsupportedError: a part cannot judge this response on this machine.
         """
-        parts = {name: weight * self._share(name, response, sample) for name, (weight, _) in self.parts.items()}
+        parts = {name: weight * self._share(name, response, item) for name, (weight, _) in self.parts.items()}
         return Reward(round(math.fsum(parts.values()), DECIMALS), parts)
 
-    def _share(self, name: str, response: str, sample: Any) -> float:
+    def _share(self, name: str, response: str, item: Any) -> float:
         try:
-            share = float(self.parts[name][1](response, sample))
+            share = float(self.parts[name][1](response, item))
         except UnsupportedError:
             raise
         except Exception as error:
@@ -73,6 +73,6 @@ class Rubric:
         if not 0 <= share <= 1:
             raise RubricError(
                 f"part {name!r} of the rubric gave {share:g}",
-                remedy="Answer how far the part holds, from 0 to 1; its weight does the scaling",
+                remedy="Return how far the part holds, from 0 to 1; it is multiplied by its weight",
             )
         return share

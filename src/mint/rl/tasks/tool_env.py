@@ -1,4 +1,4 @@
-"""An environment with tools: it answers the policy's calls, grades its final text, and charges for the way there.
+"""An environment with tools: it answers the policy's tool calls, grades its final text, and subtracts costs.
 
 Knows nothing of tokens or training.
 """
@@ -22,14 +22,14 @@ from mint.rl.tasks.chat_format import NOT_RENDERED
 from mint.rl.tasks.tools import Tool, ToolCall, ToolError, as_text, parse_tool_calls, without_reasoning
 
 Grader = Callable[[str, Sequence[Message]], Graded | Awaitable[Graded]]
-"""(the final text, the tool results so far) → the outcome. A result's `trace` holds tool, arguments, ok and ms."""
+"""(final text, tool results so far) → the outcome. A result's `trace` holds tool, arguments, ok and ms."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the way to the outcome costs: per tool call, per message of the policy, per violation of the rules.
+    """Costs per tool call, per message of the policy, and per violation of the rules.
 
-    An episode is never charged more than `at_most`, so that its reward stays within `range_of` the outcome.
+    The costs of an episode are limited to `at_most`, so that its reward stays within `range_of` the outcome.
     """
 
     per_call: float = 0.0
@@ -38,16 +38,16 @@ class Costs:
     at_most: float = 1.0
 
     def range_of(self, outcome: RewardRange) -> RewardRange:
-        """The range of outcome minus costs, for `reward_range`."""
+        """The range of the outcome minus costs, for `reward_range`."""
         return outcome[0] - self.at_most, outcome[1]
 
 
 class ToolEnv(MessageEnv):
-    """Messages, tools, a grade for the final text. A message without a tool call is the final one.
+    """A conversation with tools and a grade for the final text, which is the first message without a tool call.
 
-    What the policy does wrong (unknown tool, bad arguments, malformed call, forbidden pattern) is a violation: counted
-    in the metrics, charged, and told to the policy as the result of its call. A tool that raises or hangs is no
-    violation; the policy reads the error.
+    An unknown tool, bad arguments, a malformed call or a forbidden pattern is a violation: the metrics count it, it
+    has a cost, and the policy reads it as the result of its call. A tool that raises or hangs is no violation; the
+    policy reads the error.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class ToolEnv(MessageEnv):
         tool_timeout_s: float = 5.0,
         describe_tools: bool = True,
     ) -> None:
-        """`forbidden` are regular expressions that no message of the policy may contain. Without `describe_tools` the
-        chat template is not given the tools, and the messages say what there is."""
+        """`forbidden` are regular expressions that no message of the policy may match. Without `describe_tools`, the
+        chat template does not get the tools; then the messages should describe them."""
         self._messages, self._grade, self._timeout_s = list(messages), grade, tool_timeout_s
         self._tools = {each.name: each for each in tools}
         if len(self._tools) < len(tools):
@@ -74,11 +74,11 @@ class ToolEnv(MessageEnv):
         self.tools = [each.schema for each in tools] if describe_tools else ()
 
     def initial_observation(self) -> Sequence[Message]:
-        """The messages given."""
+        """The opening messages."""
         return self._messages
 
     def step(self, message: Message) -> MessageStepResult | Awaitable[MessageStepResult]:
-        """Answers the calls in the message, or grades it."""
+        """Answers the tool calls in the message, or grades it as the final text."""
         content = message["content"]
         violations = Counter(forbidden=sum(1 for pattern in self._forbidden if pattern.search(content)))
         calls = parse_tool_calls(content)
@@ -133,7 +133,7 @@ class ToolEnv(MessageEnv):
         following: Sequence[Message] = (),
         outcome: Reward | None = None,
     ) -> MessageStepResult:
-        """The reward of one message: the outcome, if it was the final one, minus what the message cost."""
+        """The reward of one message: the outcome if it was the final one, minus its costs."""
         failures = counted.pop("tool_failures", 0)
         violations = counted.total()
         costs = self._costs
@@ -157,14 +157,14 @@ class ToolEnv(MessageEnv):
         )
 
     def _charge(self, price: float, count: int) -> float:
-        """A negative part; charges beyond `at_most` in all are waived."""
+        """A negative part, limited so that the episode is not charged more than `at_most`."""
         charge = max(0.0, min(price * count, self._costs.at_most * _JUST_BELOW - self._charged))
         self._charged += charge
         return -charge
 
 
 _JUST_BELOW = 1 - 1e-12
-"""Keeps the rounding of a sum of charges within the declared range."""
+"""Keeps a sum of costs within the declared range despite rounding."""
 
 
 def _outcome(graded: Graded) -> Reward:

@@ -1,20 +1,15 @@
-"""Tools: Python functions that the policy may call, the text of a call, and two that are built in.
+"""Tools: Python functions that the policy may call, and the text of a call.
 
 Knows nothing of tokens, episodes or rewards.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
-import math
-import operator
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
@@ -26,35 +21,35 @@ _CALL = re.compile(rf"{CALL_OPEN}(.*?)(?:{CALL_CLOSE}|(?={CALL_OPEN})|\Z)", re.D
 
 
 class ToolError(MintError):
-    """A call that cannot be answered; the policy reads the message as the result."""
+    """A tool call that cannot be answered; the policy reads the message as its result."""
 
     category = "user"
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the policy asked for. `error` says what is wrong with the text of the call; then the rest may be empty."""
+    """A tool call of the policy. `error` says what is wrong with its text; then the other fields may be empty."""
 
     name: str = ""
     arguments: Mapping[str, Any] | None = None
     error: str | None = None
 
     def to_message(self) -> dict[str, Any]:
-        """As `tool_calls` of an assistant's message lists it."""
+        """The call as an entry of `tool_calls` in an assistant's message."""
         return {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments or {})}}
 
 
 def parse_tool_calls(content: str) -> list[ToolCall]:
     """The calls in a reply, written `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Qwen, Hermes), in order.
 
-    Calls that the policy only considers in its reasoning do not count.
+    Calls inside a reasoning block do not count.
     """
     text = without_reasoning(content)
     return [_parse_call(match[1], closed=match[0].endswith(CALL_CLOSE)) for match in _CALL.finditer(text)]
 
 
 def without_reasoning(content: str) -> str:
-    """What a reply says after its reasoning block, if it has one."""
+    """The text of a reply after its reasoning block, if it has one."""
     return content.rpartition("</think>")[2].lstrip() if "</think>" in content else content
 
 
@@ -63,7 +58,7 @@ def _parse_call(text: str, *, closed: bool) -> ToolCall:
         return ToolCall(error=f"the call is not closed by {CALL_CLOSE}")
     try:
         call = json.loads(text)
-        json.dumps(call, ensure_ascii=False).encode()  # refuses half characters ("\\ud800"), which no prompt can hold
+        json.dumps(call, ensure_ascii=False).encode()  # refuses lone surrogates ("\\ud800"), which cannot be encoded
         name, arguments = call["name"], call.get("arguments", {})
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
@@ -85,7 +80,7 @@ class Tool:
     arguments: type[BaseModel]
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
-        """The function's own answer: a value, or an awaitable where it is `async`.
+        """Calls the function; returns its value, or an awaitable if it is `async`.
 
         Raises:
             ToolError: an argument is missing, unknown or of the wrong type; nothing is converted.
@@ -101,10 +96,10 @@ class Tool:
 def tool(function: Callable[..., Any]) -> Tool:
     """A tool from a function (sync or async, also a bound method) with a typed signature and a docstring.
 
-    The schema comes from the annotations; the first paragraph of the docstring tells the policy what it is for.
+    The schema comes from the annotations; the first paragraph of the docstring describes the tool to the policy.
 
     Raises:
-        InvalidRequestError: no docstring, or a parameter without a type that JSON can carry, `*args` or `**kwargs`.
+        InvalidRequestError: no docstring, or a parameter without a type that JSON can represent, `*args` or `**kwargs`.
     """
     name = getattr(function, "__name__", type(function).__name__)
     description = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
@@ -150,108 +145,10 @@ def _schema(name: str, description: str, model: type[BaseModel]) -> dict[str, An
 
 
 def as_text(result: Any) -> str:
-    """A tool's answer as the policy reads it."""
+    """The result of a tool as text for the policy."""
     if isinstance(result, str):
         return result
     try:
         return json.dumps(result, default=str, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(result)
-
-
-# --- the calculator ----------------------------------------------------------------------------------------------
-
-MAX_EXPRESSION, MAX_EXPONENT, MAX_MAGNITUDE = 200, 64, 1e100
-
-_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-
-
-@tool
-def calculator(expression: str) -> str:
-    """Evaluate an arithmetic expression."""
-    if len(expression) > MAX_EXPRESSION:
-        raise ToolError(f"the expression is longer than {MAX_EXPRESSION} characters")
-    try:
-        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ValueError) as error:
-        raise ToolError("not an arithmetic expression") from error
-    except ZeroDivisionError as error:
-        raise ToolError("division by zero") from error
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else str(value)
-
-
-def _evaluate(node: ast.expr) -> float:
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return _bounded(value)
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return _UNARY[type(op)](_evaluate(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            one, other = _evaluate(left), _evaluate(right)
-            if isinstance(op, ast.Pow) and (abs(other) > MAX_EXPONENT or (one < 0 and other != int(other))):
-                raise ToolError(f"exponents go to {MAX_EXPONENT}, and are whole for negative numbers")
-            return _bounded(_BINARY[type(op)](one, other))
-    raise ToolError("only numbers, parentheses and + - * / // % ** are understood")
-
-
-def _bounded(value: float) -> float:
-    if not abs(value) <= MAX_MAGNITUDE:
-        raise ToolError(f"the value is beyond {MAX_MAGNITUDE:g}")
-    return value
-
-
-# --- search ------------------------------------------------------------------------------------------------------
-
-
-class Search:
-    """Ranks local documents by Okapi BM25 (Robertson & Zaragoza 2009; k1 = 1.5, b = 0.75).
-
-    `tool(Search(documents).search)` hands it to a policy.
-    """
-
-    def __init__(self, documents: Path | Sequence[str], *, snippet_chars: int = 400) -> None:
-        """A folder of `*.txt` and `*.md` files, or the texts themselves."""
-        texts = _read_folder(documents) if isinstance(documents, Path) else list(documents)
-        self._texts = [text[:snippet_chars] for text in texts]
-        self._counts = [Counter(_words(text)) for text in texts]
-        self._lengths = [counts.total() for counts in self._counts]
-        self._mean_length = sum(self._lengths) / max(1, len(texts)) or 1.0
-        self._having = Counter(word for counts in self._counts for word in counts)
-
-    def search(self, query: str, limit: int = 1) -> str:
-        """Search the documents for words and return the best matches."""
-        words = set(_words(query))
-        scores = [self._score(words, place) for place in range(len(self._texts))]
-        best = sorted(range(len(scores)), key=lambda place: -scores[place])[: max(1, min(limit, 10))]
-        return "\n\n".join(self._texts[place] for place in best if scores[place] > 0) or "nothing found"
-
-    def _score(self, words: set[str], place: int) -> float:
-        counts, length = self._counts[place], self._lengths[place] / self._mean_length
-        total = 0.0
-        for word in words & counts.keys():
-            having = self._having[word]
-            rarity = math.log(1 + (len(self._texts) - having + 0.5) / (having + 0.5))
-            total += rarity * counts[word] * 2.5 / (counts[word] + 1.5 * (0.25 + 0.75 * length))
-        return total
-
-
-def _read_folder(folder: Path) -> list[str]:
-    texts = [path.read_text() for path in sorted(folder.rglob("*")) if path.suffix in (".txt", ".md")]
-    if not texts:
-        raise InvalidRequestError(
-            "holds no *.txt or *.md file", field="documents", value=str(folder), remedy="Name another folder"
-        )
-    return texts
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())

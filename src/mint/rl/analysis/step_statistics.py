@@ -1,0 +1,113 @@
+"""Sums and means over the metrics of steps, and mean rewards with their standard error. Pure.
+
+Knows the names of the metrics, not what is wrong with a run (`signal_rules`, `policy_rules`, `reward_rules`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+StepMetrics = Mapping[str, float]
+"""The metrics of one step by name."""
+
+LEAST_CORRELATION, UNKNOWN_CORRELATION = 0.2, 0.5
+"""Rollouts of one prompt are taken to be correlated at least this much, when a mean's standard error is estimated."""
+
+
+@dataclass(frozen=True)
+class RewardWindow:
+    """A mean over some steps, the variance of one rollout around it, and how many independent rollouts it is worth."""
+
+    mean: float
+    variance: float
+    count: float
+
+    @property
+    def mean_error(self) -> float:
+        """The standard error of the mean."""
+        return math.sqrt(self.variance / self.count) if self.count else math.inf
+
+    @property
+    def low(self) -> float:
+        """The lower end of the 95 % interval."""
+        return self.mean - 1.96 * self.mean_error
+
+    def above(self, other: RewardWindow) -> float:
+        """By how many standard errors this mean lies above `other`; infinite where neither has any noise.
+
+        The variance is pooled: a handful of equal rewards is no proof of a mean without noise.
+        """
+        if not (self.count and other.count):
+            return 0.0
+        pooled = (self.count * self.variance + other.count * other.variance) / (self.count + other.count)
+        difference, noise = self.mean - other.mean, math.sqrt(pooled * (1 / self.count + 1 / other.count))
+        if noise:
+            return difference / noise
+        return math.copysign(math.inf, difference) if difference else 0.0
+
+
+def get(metrics: StepMetrics, name: str, default: float = 0.0) -> float:
+    """A metric that a step may lack."""
+    return float(metrics.get(name, default))
+
+
+def mean(steps: Sequence[StepMetrics], name: str) -> float:
+    """The mean of a metric over steps; a step that lacks it counts as 0."""
+    return sum(get(step, name) for step in steps) / max(1, len(steps))
+
+
+def total(steps: Sequence[StepMetrics], name: str) -> float:
+    """The sum of a metric over steps."""
+    return sum(get(step, name) for step in steps)
+
+
+def graded_groups(steps: Sequence[StepMetrics]) -> float:
+    """Groups with at least two rewards."""
+    return total(steps, "groups/total") - total(steps, "groups/failed")
+
+
+def informative_share(steps: Sequence[StepMetrics]) -> float:
+    """Of those, the share with unequal rewards."""
+    return total(steps, "groups/used") / max(1.0, graded_groups(steps))
+
+
+def graded(steps: Sequence[StepMetrics]) -> float:
+    """Rollouts with a reward."""
+    return total(steps, "rollouts/count") - total(steps, "rollouts/ungraded")
+
+
+def reward_window(steps: Sequence[StepMetrics], name: str = "reward/mean") -> RewardWindow:
+    """The mean reward over steps that graded something. Rollouts of one prompt count as less than one each: Kish's
+    design effect 1 + (G − 1)·ρ, with ρ taken as the share of groups whose rewards are all equal."""
+    known = [step for step in steps if graded([step]) > 0]
+    if not known:
+        return RewardWindow(0.0, 0.0, 0.0)
+    count = 0.0
+    for step in known:
+        rollouts = graded([step])
+        per_group = rollouts / max(1.0, graded_groups([step]))
+        varied = get(step, "reward/std") > 0  # a step of equal rewards says nothing about correlation
+        correlation = max(LEAST_CORRELATION, 1.0 - informative_share([step])) if varied else UNKNOWN_CORRELATION
+        count += rollouts / (1.0 + max(0.0, per_group - 1.0) * correlation)
+    variance = sum(get(step, "reward/std") ** 2 for step in known) / len(known)
+    return RewardWindow(mean(known, name), variance, count)
+
+
+def best_window(steps: Sequence[StepMetrics], longest: int) -> tuple[int, RewardWindow] | None:
+    """The place after, and the mean of, the window of at most `longest` neighbouring steps that is most surely high
+    (highest lower end of its 95 % interval); None where nothing was graded."""
+    single = [reward_window([step]) for step in steps]
+    best: tuple[int, RewardWindow] | None = None
+    for end in range(1, len(steps) + 1):
+        mean_sum = variance_sum = count = length = 0.0
+        for window in reversed(single[max(0, end - longest) : end]):
+            length += window.count > 0
+            mean_sum, variance_sum = mean_sum + window.mean, variance_sum + window.variance
+            count += window.count
+            if length:
+                joined = RewardWindow(mean_sum / length, variance_sum / length, count)
+                if best is None or joined.low > best[1].low:
+                    best = (end, joined)
+    return best
