@@ -88,7 +88,7 @@ def _from_disk(path: str, settings: Settings, data_dir: Path, folder: Path, form
 
 def _from_server(path: str, settings: Settings, base_url: str, folder: Path, format: ExportFormat) -> None:
     try:
-        from mint.server.store.archives import MANIFEST, ForeignFiles  # deferred: needs the `local` extra
+        from mint.models.untrusted_files import MANIFEST_FILE, UntrustedFiles  # deferred: needs the `local` extra
         from mint.server.store.checkpoints import CheckpointPath
     except ImportError as error:
         raise _missing(error) from error
@@ -98,9 +98,9 @@ def _from_server(path: str, settings: Settings, base_url: str, folder: Path, for
     scratch.mkdir()
     with tempfile.TemporaryFile(dir=scratch) as archive:
         _fetch(f"{base_url.rstrip('/')}/api/v1/training_runs/{place}/archive", settings.api_key or "", archive)
-        with ForeignFiles(archive, scratch) as files:
+        with UntrustedFiles(archive, scratch) as files:
             config = peft_format.read_config(files.read(peft_format.CONFIG_FILE) or b"")
-            about = json.loads(files.read(MANIFEST) or b"{}")
+            about = json.loads(files.read(MANIFEST_FILE) or b"{}")
             base_model = str(about.get("base_model") or config.base_model)
             weights_file = files.files[peft_format.WEIGHTS_FILE]
             if format == "peft":

@@ -17,8 +17,8 @@ import numpy as np
 
 from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.folder import ModelFolder
-from mint.models.foreign_tensors import ForeignTensor, ForeignTensors
 from mint.models.tensor_files import StoredTensor, write_file, write_tensors
+from mint.models.untrusted_tensors import UntrustedTensor, UntrustedTensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 UNEMBED = "lm_head"
@@ -194,7 +194,7 @@ def read_weights(file: BinaryIO, config: AdapterConfig, base: ModelFolder) -> di
         InvalidRequestError: the file is damaged, holds something else, or is an adapter of another model.
     """
     layers = base_layers(base)
-    stored = ForeignTensors(file, WEIGHTS_FILE, expected=2 * len(layers))
+    stored = UntrustedTensors(file, WEIGHTS_FILE, expected=2 * len(layers))
     found: dict[str, str] = {}
     for name, entry in stored.entries.items():
         own = name.removeprefix(_PREFIX)
@@ -216,7 +216,7 @@ def read_unchecked(file: BinaryIO) -> dict[str, np.ndarray]:
     Raises:
         InvalidRequestError: the file is damaged, or holds anything but loras.
     """
-    stored = ForeignTensors(file, WEIGHTS_FILE, expected=_MANY)
+    stored = UntrustedTensors(file, WEIGHTS_FILE, expected=_MANY)
     odd = [name for name in stored.entries if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
     if odd:
         raise _refused(WEIGHTS_FILE, f"holds {odd[0][:120]!a}, which is no lora", "Export with --format hf")
@@ -247,7 +247,7 @@ def fill(weights: Mapping[str, np.ndarray], layers: Mapping[str, Layer], rank: i
     return filled
 
 
-def _check_shape(name: str, entry: ForeignTensor, layers: Mapping[str, Layer], rank: int) -> None:
+def _check_shape(name: str, entry: UntrustedTensor, layers: Mapping[str, Layer], rank: int) -> None:
     module, _, half = name.rpartition(".lora_")
     layer = layers.get(module)
     if layer is None or half not in ("A.weight", "B.weight"):
@@ -260,7 +260,7 @@ def _check_shape(name: str, entry: ForeignTensor, layers: Mapping[str, Layer], r
 
 
 def _require_frozen(
-    stored: ForeignTensors, entry: ForeignTensor, base: Mapping[str, StoredTensor], module: str
+    stored: UntrustedTensors, entry: UntrustedTensor, base: Mapping[str, StoredTensor], module: str
 ) -> None:
     """A copy of an embedding must be the base's own; PEFT stores it untrained when a lora is on it."""
     own = base.get(f"{module}.weight", base.get(f"{_EMBEDDING}.weight"))

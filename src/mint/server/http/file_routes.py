@@ -26,13 +26,14 @@ from starlette.responses import Response, StreamingResponse
 import mint.wire as wire
 from mint.engine.protocol import LORA_ALPHA
 from mint.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError, NotFoundError, OverloadedError
-from mint.models.peft_format import config_json, peft_header
+from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE, config_json, peft_header
+from mint.models.untrusted_files import COMPLETE_FILE, MANIFEST_FILE, MAX_UPLOAD_BYTES, OPTIMIZER_FILE
 from mint.server.http.route_table import Call, RouteRow, respond, respond_json
 from mint.server.http.signed_urls import LIFETIME_S, Signer
 from mint.server.service.service import Service
 from mint.server.service.uploads import SCRATCH, archive_manifest, full_disk_named, import_checkpoint
 from mint.server.store import archives, checkpoints
-from mint.server.store.archives import Part
+from mint.server.store.archives import ArchiveMember
 from mint.server.store.checkpoints import CheckpointPath, Manifest
 from mint.server.store.rows import CheckpointRow
 from mint.types.records import ExternalWeightsUrlsResponse, UploadCheckpointResponse
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks  # not there at run time
 
 ARCHIVE = "checkpoint.tar.gz"
-PEFT_FILES = (archives.PEFT_CONFIG, archives.PEFT_WEIGHTS)
+PEFT_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 UPLOADS_AT_ONCE = 8
 PATIENCE_S = 60.0
 MAX_FIELD_BYTES = 4096
@@ -96,7 +97,7 @@ def download(call: Call) -> Response:
         "cache-control": "private, no-store",
         "x-content-type-options": "nosniff",
     }
-    media_type = {ARCHIVE: "application/gzip", archives.PEFT_CONFIG: "application/json"}
+    media_type = {ARCHIVE: "application/gzip", CONFIG_FILE: "application/json"}
     return StreamingResponse(content, media_type=media_type.get(name, "application/octet-stream"), headers=headers)
 
 
@@ -131,7 +132,7 @@ def open_file(folder: Path, name: str) -> tuple[int, Iterator[bytes]]:
     return parts[name].size, parts[name].content()
 
 
-def _parts(folder: Path, manifest: Manifest) -> list[Part]:
+def _parts(folder: Path, manifest: Manifest) -> list[ArchiveMember]:
     """A checkpoint as others read it: the weights renamed on the way, their bytes as they lie on the disk."""
     weights = folder / checkpoints.WEIGHTS_FILE
     header, start, modules = peft_header(weights)
@@ -139,15 +140,15 @@ def _parts(folder: Path, manifest: Manifest) -> list[Part]:
     config = config_json(modules, rank=rank, alpha=LORA_ALPHA, base_model=manifest.base_model)
     size = len(header) + weights.stat().st_size - start
     parts = [
-        Part.of_bytes(archives.PEFT_CONFIG, config),
-        Part(archives.PEFT_WEIGHTS, size, lambda: _content(weights, header, start)),
-        Part.of_bytes(archives.MANIFEST, archive_manifest(manifest)),
+        ArchiveMember.of_bytes(CONFIG_FILE, config),
+        ArchiveMember(WEIGHTS_FILE, size, lambda: _content(weights, header, start)),
+        ArchiveMember.of_bytes(MANIFEST_FILE, archive_manifest(manifest)),
     ]
     optimizer = folder / checkpoints.OPTIMIZER_FILE
     if checkpoints.OPTIMIZER_FILE in manifest.files:
-        parts.append(Part(archives.OPTIMIZER, optimizer.stat().st_size, lambda: _content(optimizer)))
+        parts.append(ArchiveMember(OPTIMIZER_FILE, optimizer.stat().st_size, lambda: _content(optimizer)))
     # the last one, by which older clients see that nothing is missing
-    return [*parts, Part.of_bytes(archives.COMPLETE, b"")]
+    return [*parts, ArchiveMember.of_bytes(COMPLETE_FILE, b"")]
 
 
 def _content(path: Path, first: bytes = b"", start: int = 0) -> Iterator[bytes]:
@@ -225,7 +226,7 @@ async def _receive(call: Call, spool: BinaryIO) -> dict[str, str]:
     form = _Form(spool)
     try:
         parser = MultipartParser(boundary, form.callbacks())
-        most = min(archives.MAX_UPLOAD_BYTES, call.caller.quotas.max_checkpoint_bytes or archives.MAX_UPLOAD_BYTES)
+        most = min(MAX_UPLOAD_BYTES, call.caller.quotas.max_checkpoint_bytes or MAX_UPLOAD_BYTES)
         received = 0
         async for chunk in _chunks(call):
             received += len(chunk)

@@ -24,10 +24,11 @@ from mint.engine.protocol import LORA_ALPHA, LoraSpec, ModelState
 from mint.errors import InvalidRequestError, JournalError, MintError
 from mint.models import peft_format, registry
 from mint.models.folder import ModelFolder
-from mint.models.foreign_tensors import ForeignTensors
+from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from mint.models.untrusted_files import MANIFEST_FILE, OPTIMIZER_FILE, UntrustedFiles
+from mint.models.untrusted_tensors import UntrustedTensors
 from mint.server.ids import model_id, new_session_id
-from mint.server.store import archives, checkpoints
-from mint.server.store.archives import ForeignFiles
+from mint.server.store import checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoints import CheckpointPath, Manifest
 from mint.server.store.journal import Journal
@@ -81,7 +82,7 @@ def import_checkpoint(
     name = checkpoints.check_name(name or DEFAULT_NAME)
     find = folder_of or _registered
     with full_disk_named():
-        with ForeignFiles(source, data_dir / SCRATCH) as files:
+        with UntrustedFiles(source, data_dir / SCRATCH) as files:
             content = _read(files, base_model, find)
         catalog = CheckpointCatalog(journal, data_dir)
         catalog.check_storage(owner, max_bytes, size_bytes(content.state))
@@ -120,14 +121,14 @@ def _registered(name: str) -> Path:
     return registry.resolve(name, read_settings().model_aliases)
 
 
-def _read(files: ForeignFiles, base_model: str | None, find: Callable[[str], Path]) -> _Content:
-    config = peft_format.read_config(files.read(archives.PEFT_CONFIG) or b"")
+def _read(files: UntrustedFiles, base_model: str | None, find: Callable[[str], Path]) -> _Content:
+    config = peft_format.read_config(files.read(CONFIG_FILE) or b"")
     if config.rank > MAX_RANK:
         raise InvalidRequestError("is above what mint trains", field="r", value=config.rank, remedy=f"Up to {MAX_RANK}")
-    ours = _read_manifest(files.read(archives.MANIFEST))
+    ours = _read_manifest(files.read(MANIFEST_FILE))
     base_name, folder = _find_base(base_model, ours, config.base_model, find)
     base = ModelFolder(folder)
-    weights = peft_format.read_weights(files.files[archives.PEFT_WEIGHTS], config, base)
+    weights = peft_format.read_weights(files.files[WEIGHTS_FILE], config, base)
     layers = peft_format.base_layers(base)
     notes = []
     if config.alpha != LORA_ALPHA:
@@ -141,10 +142,10 @@ def _read(files: ForeignFiles, base_model: str | None, find: Callable[[str], Pat
     seed, seed_given = (0, False) if ours is None else (int(ours["lora"]["seed"]), bool(ours["seed_given"]))
     lora = LoraSpec(config.rank, seed, "attn" in parts, "mlp" in parts, "unembed" in parts)
     state = ModelState(whole)
-    optimizer = files.files.get(archives.OPTIMIZER)
+    optimizer = files.files.get(OPTIMIZER_FILE)
     if optimizer is not None:
         if notes:
-            raise _refused(archives.OPTIMIZER, "belongs to another adapter", "Leave it out, or send an archive of mint")
+            raise _refused(OPTIMIZER_FILE, "belongs to another adapter", "Leave it out, or send an archive of mint")
         state = _read_optimizer(optimizer, whole)
     return _Content(base_name, lora, seed_given, state, tuple(notes))
 
@@ -179,24 +180,24 @@ def _read_manifest(text: bytes | None) -> dict[str, Any] | None:
         if fine and isinstance(content["base_model"], str) and isinstance(content["seed_given"], bool):
             return content
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _refused(archives.MANIFEST, f"cannot be read: {type(error).__name__}", "Leave it out") from error
-    raise _refused(archives.MANIFEST, "says what it cannot say", "Leave it out, or upgrade mint")
+        raise _refused(MANIFEST_FILE, f"cannot be read: {type(error).__name__}", "Leave it out") from error
+    raise _refused(MANIFEST_FILE, "says what it cannot say", "Leave it out, or upgrade mint")
 
 
 def _read_optimizer(file: BinaryIO, weights: Mapping[str, np.ndarray]) -> ModelState:
     """Weights with their moments and step count, every name and shape checked."""
-    stored = ForeignTensors(file, archives.OPTIMIZER, expected=2 * len(weights))
+    stored = UntrustedTensors(file, OPTIMIZER_FILE, expected=2 * len(weights))
     wanted = {f"{part}/{name}": array.shape for part in ("exp_avg", "exp_avg_sq") for name, array in weights.items()}
     found = {name: entry.shape for name, entry in stored.entries.items() if entry.dtype == "F32"}
     step = stored.metadata.get("step", "")
     if found != wanted or len(stored.entries) != len(wanted):
-        raise _refused(archives.OPTIMIZER, "does not fit the weights", "Leave it out, or send an archive of mint")
+        raise _refused(OPTIMIZER_FILE, "does not fit the weights", "Leave it out, or send an archive of mint")
     if not (step.isascii() and step.isdigit() and len(step) < 17 and int(step) <= MAX_STEP):
-        raise _refused(archives.OPTIMIZER, "has no step count", "Leave it out, or send an archive of mint")
+        raise _refused(OPTIMIZER_FILE, "has no step count", "Leave it out, or send an archive of mint")
     exp_avg = {name: stored.read(f"exp_avg/{name}") for name in weights}
     exp_avg_sq = {name: stored.read(f"exp_avg_sq/{name}") for name in weights}
     if any((array < 0).any() for array in exp_avg_sq.values()):
-        raise _refused(archives.OPTIMIZER, "has negative second moments", "Leave it out")
+        raise _refused(OPTIMIZER_FILE, "has negative second moments", "Leave it out")
     return ModelState(weights, int(step), exp_avg, exp_avg_sq)
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mint.errors import InvalidRequestError
-from mint.models.foreign_tensors import BYTES_PER_TENSOR, MAX_HEADER_BYTES, MAX_TENSORS, ForeignTensors
+from mint.models.untrusted_tensors import BYTES_PER_TENSOR, MAX_HEADER_BYTES, MAX_TENSORS, UntrustedTensors
 
 
 def _file(count: int, padding: int = 0) -> io.BytesIO:
@@ -22,18 +22,18 @@ def _file(count: int, padding: int = 0) -> io.BytesIO:
 
 def test_a_lora_of_many_experts_is_read_where_the_base_model_has_them() -> None:
     count = MAX_TENSORS + 10_000
-    assert len(ForeignTensors(_file(count), "file", expected=count).entries) == count
+    assert len(UntrustedTensors(_file(count), "file", expected=count).entries) == count
 
 
 def test_a_header_beyond_what_the_base_model_needs_is_refused() -> None:
-    assert len(ForeignTensors(_file(5), "file").entries) == 5
+    assert len(UntrustedTensors(_file(5), "file").entries) == 5
     with pytest.raises(InvalidRequestError, match="header"):
-        ForeignTensors(_file(MAX_TENSORS + 10_000), "file")
+        UntrustedTensors(_file(MAX_TENSORS + 10_000), "file")
     with pytest.raises(InvalidRequestError, match="header"):
-        ForeignTensors(_file(5, padding=MAX_HEADER_BYTES), "file")
+        UntrustedTensors(_file(5, padding=MAX_HEADER_BYTES), "file")
     expected = 2 * MAX_TENSORS
-    assert len(ForeignTensors(_file(5, padding=4 * MAX_HEADER_BYTES), "file", expected=expected).entries) == 5
+    assert len(UntrustedTensors(_file(5, padding=4 * MAX_HEADER_BYTES), "file", expected=expected).entries) == 5
     with pytest.raises(InvalidRequestError, match="header"):
-        ForeignTensors(_file(5, padding=BYTES_PER_TENSOR * expected), "file", expected=expected)
+        UntrustedTensors(_file(5, padding=BYTES_PER_TENSOR * expected), "file", expected=expected)
     with pytest.raises(InvalidRequestError, match="tensors, more than"):
-        ForeignTensors(_file(expected + 1), "file", expected=expected)
+        UntrustedTensors(_file(expected + 1), "file", expected=expected)

@@ -1,6 +1,6 @@
-"""A safetensors file from a stranger: every number in its header is checked before any of it is believed.
+"""Reads a safetensors file from an untrusted source: checks every number of its header before it uses any.
 
-Reads one tensor at a time, as float32. Knows the format and its limits; knows no lora, no model and no place.
+Reads one tensor at a time, as float32. Knows the format and its limits; knows no lora and no model.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class ForeignTensor:
-    """Where a tensor lies in its file, in bytes from its start."""
+class UntrustedTensor:
+    """Where a tensor is in its file; `start` and `stop` are bytes from the beginning of the file."""
 
     name: str
     dtype: str
@@ -36,14 +36,14 @@ class ForeignTensor:
     stop: int
 
 
-class ForeignTensors:
-    """The checked header of an open file; `name` is what errors call it."""
+class UntrustedTensors:
+    """The tensors of an open file whose header was checked; errors call the file `name`."""
 
     def __init__(self, file: BinaryIO, name: str, *, expected: int = 0) -> None:
         """Reads the header, at most `MAX_HEADER_BYTES` and `MAX_TENSORS`, or what `expected` tensors need.
 
         Raises:
-            InvalidRequestError: the file is not exactly what its header says, or the header is not a sane one.
+            InvalidRequestError: the header is malformed, or the file is not exactly what the header says.
         """
         self._file = file
         self._name = name
@@ -69,13 +69,13 @@ class ForeignTensors:
             place = entry.stop
         if place != size:
             raise self._refused(f"has {size} bytes, its header describes {place}")
-        self.entries: Mapping[str, ForeignTensor] = {entry.name: entry for entry in entries}
+        self.entries: Mapping[str, UntrustedTensor] = {entry.name: entry for entry in entries}
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor in float32, a copy.
+        """A copy of one tensor, in float32.
 
         Raises:
-            InvalidRequestError: it holds a value that is not finite.
+            InvalidRequestError: a value is NaN or infinite.
         """
         entry = self.entries[name]
         self._file.seek(entry.start)
@@ -98,7 +98,7 @@ class ForeignTensors:
             raise self._refused("has metadata other than text")
         return metadata
 
-    def _entry(self, name: str, value: Any, first: int) -> ForeignTensor:
+    def _entry(self, name: str, value: Any, first: int) -> UntrustedTensor:
         if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
             raise self._refused(f"does not say dtype, shape and data_offsets of {_brief(name)}")
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -110,7 +110,7 @@ class ForeignTensors:
         start, stop = offsets
         if stop - start != math.prod(shape) * _ITEM_BYTES[dtype]:
             raise self._refused(f"gives {_brief(name)} another number of bytes than its shape needs")
-        return ForeignTensor(name, dtype, tuple(shape), first + start, first + stop)
+        return UntrustedTensor(name, dtype, tuple(shape), first + start, first + stop)
 
     def _refused(self, problem: str) -> InvalidRequestError:
         return InvalidRequestError(
