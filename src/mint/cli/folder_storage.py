@@ -1,6 +1,6 @@
-"""What is kept in a data directory, read and changed as its operator; no engine, no session, no server.
+"""What a data directory stores, read and changed as its operator, without an engine, a session or a server.
 
-Needs the `local` extra. Knows the catalogs and the formats of files; nothing of how answers are shown.
+Needs the `local` extra. Knows the catalogs and the formats of files; knows nothing of how answers are shown.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ from mint.types.records import (
 )
 
 OPERATOR = None
-"""As an owner: everything is there."""
+"""The owner that catalogs take for the operator, who sees everything."""
 
 
-class Folder:
-    """A data directory; opened at the first question that needs it."""
+class FolderStorage:
+    """See `storage.Storage`. Opens the database when the first question needs it."""
 
     def __init__(self, data_dir: Path, settings: Settings) -> None:
-        """`data_dir` holds what a server, or embedded runs, have written."""
         self._data_dir = data_dir
         self._aliases = settings.model_aliases
         self._opened: Journal | None = None
 
     def close(self) -> None:
-        """Lets go of the database."""
         if self._opened is not None:
             self._opened.close()
 
@@ -63,7 +61,11 @@ class Folder:
         return self._opened
 
     @property
-    def _catalog(self) -> CheckpointCatalog:
+    def _runs(self) -> RunCatalog:
+        return RunCatalog(self._journal, self._data_dir)
+
+    @property
+    def _checkpoints(self) -> CheckpointCatalog:
         return CheckpointCatalog(self._journal, self._data_dir)
 
     @property
@@ -71,43 +73,33 @@ class Folder:
         return SessionCatalog(self._journal)
 
     def runs(self, page: PageQuery) -> TrainingRunsResponse:
-        """A page of everybody's training runs."""
-        return RunCatalog(self._journal, self._data_dir).runs(OPERATOR, page)
+        return self._runs.runs(OPERATOR, page)
 
     def run(self, run_id: str) -> TrainingRun:
-        """One training run."""
-        return RunCatalog(self._journal, self._data_dir).run(OPERATOR, run_id)
+        return self._runs.run(OPERATOR, run_id)
 
     def checkpoints(self, page: PageQuery) -> CheckpointsListResponse:
-        """A page of everybody's checkpoints."""
-        return self._catalog.checkpoints(OPERATOR, page)
+        return self._checkpoints.checkpoints(OPERATOR, page)
 
     def checkpoints_of(self, run_id: str) -> CheckpointsListResponse:
-        """All checkpoints of a run."""
-        return self._catalog.checkpoints_of(OPERATOR, run_id)
+        return self._checkpoints.checkpoints_of(OPERATOR, run_id)
 
     def checkpoint(self, path: str) -> Checkpoint:
-        """One checkpoint, by path or `ckpt_…` id."""
-        return self._catalog.checkpoint(OPERATOR, path)
+        return self._checkpoints.checkpoint(OPERATOR, path)
 
     def delete(self, path: str) -> None:
-        """Deletes a checkpoint for good."""
-        self._catalog.delete(OPERATOR, path)
+        self._checkpoints.delete(OPERATOR, path)
 
     def publish(self, path: str, *, public: bool) -> None:
-        """Makes a checkpoint readable by all who know its path, or by its owner alone."""
-        self._catalog.publish(OPERATOR, path, public=public)
+        self._checkpoints.publish(OPERATOR, path, public=public)
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
-        """How long a checkpoint is kept from now on; None is for good."""
-        self._catalog.set_ttl(OPERATOR, path, seconds)
+        self._checkpoints.set_ttl(OPERATOR, path, seconds)
 
     def copy(self, request: CopyWeightsRequest) -> str:
-        """Copies a checkpoint for its own owner."""
-        return self._catalog.copy(OPERATOR, request)
+        return self._checkpoints.copy(OPERATOR, request)
 
     def download(self, path: str, output: Path) -> Path:
-        """Writes a checkpoint's .tar.gz: all of it or nothing."""
         row = find_checkpoint(self._journal, path, reader=OPERATOR)
         target = output / f"{row.kind}-{row.name}.tar.gz" if output.is_dir() else output
         _, content = open_file(self._data_dir / row.folder, ARCHIVE)
@@ -115,22 +107,19 @@ class Folder:
         return target
 
     def upload(self, file: Path, base_model: str | None, name: str | None) -> str:
-        """Makes a checkpoint of an archive or a PEFT folder; it is owned by nobody's key but by this machine."""
+        # no key owns it: it belongs to this machine
         row = uploads.import_checkpoint(
             self._journal, self._data_dir, file, owner=LOCAL_OWNER, base_model=base_model, name=name
         )
         return CheckpointPath(row.model_id, row.kind, row.name).uri
 
     def sessions(self, limit: int) -> Sequence[SessionSummary]:
-        """Everybody's newest sessions."""
         return self._sessions.search_sessions(OPERATOR, SessionSearchRequest(limit=limit)).sessions
 
     def session(self, session_id: str) -> GetSessionResponse:
-        """What belongs to a session."""
         return self._sessions.session(OPERATOR, session_id)
 
     def models(self) -> Sequence[SupportedModel]:
-        """The bundled base models and those of `MINT_MODELS`."""
         return [
             SupportedModel(model_name=name, max_context_length=self._context_length(name))
             for name in registry.available(self._aliases)
@@ -139,13 +128,14 @@ class Folder:
     def _context_length(self, name: str) -> int | None:
         try:
             config = json.loads((registry.resolve(name, self._aliases) / "config.json").read_text())
-        except (MintError, OSError, ValueError):  # it is on offer, and that it cannot be used is said at its use
+        except (MintError, OSError, ValueError):  # it is listed all the same; using it will say what is wrong
             return None
         length = config.get("max_position_embeddings")
         return length if isinstance(length, int) else None
 
 
 def _write_whole(path: Path, content: Iterator[bytes]) -> None:
+    """Writes all of a file, or leaves the old one as it is."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as part:
             staging = Path(part.name)

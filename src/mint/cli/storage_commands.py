@@ -1,0 +1,338 @@
+"""`mint runs|checkpoints|sessions|models`: lists, shows and changes what is stored.
+
+The commands ask the server at `MINT_BASE_URL`. Without that variable, or with `--data-dir`, they read the data
+directory as its operator, who sees what everyone owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.filesize import decimal
+
+from mint.cli.runs import RL_COLUMNS, rl_row, rl_runs, run_folder, show_run_folder
+from mint.cli.storage_tables import (
+    checkpoint_json,
+    metadata_text,
+    print_checkpoint,
+    print_checkpoints,
+    print_facts,
+    print_json,
+    print_sentence,
+    print_table,
+    record_json,
+    run_json,
+    time_text,
+)
+from mint.cli.terminal import fail
+from mint.errors import InvalidRequestError, MintError
+from mint.rl.tracking.terminal_text import paragraph
+from mint.types.records import (
+    AccessScope,
+    CopyWeightsRequest,
+    PageQuery,
+)
+
+if TYPE_CHECKING:
+    from mint.cli.storage import Storage
+
+runs_app = typer.Typer(no_args_is_help=True, help="Training runs: what was trained, from what, and its checkpoints.")
+checkpoints_app = typer.Typer(no_args_is_help=True, help="Saved weights: list, publish, keep, copy, move, delete.")
+sessions_app = typer.Typer(no_args_is_help=True, help="Sessions, living and ended.")
+models_app = typer.Typer(no_args_is_help=True, help="Base models that can be used by name.")
+
+DataDir = Annotated[Path | None, typer.Option(help="read this folder as its operator; MINT_HOME without a server")]
+Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
+Limit = Annotated[int, typer.Option(min=1, max=1000, help="how many at most")]
+Offset = Annotated[int, typer.Option(min=0, help="how many to leave out first")]
+Accessible = Annotated[bool, typer.Option("--accessible", help="also what others have published")]
+CheckpointArgument = Annotated[str, typer.Argument(help="mint://RUN/weights/NAME, or its ckpt_… id")]
+Ttl = Annotated[int | None, typer.Option(help="seconds until it is deleted; for good if not given")]
+
+
+@runs_app.command(name="list")
+def list_runs(
+    limit: Limit = 20,
+    offset: Offset = 0,
+    accessible: Accessible = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Training runs, newest first; and the RL runs whose folders are on this machine."""
+    with _storage(data_dir) as storage:
+        page = storage.runs(PageQuery(limit=limit, offset=offset, access_scope=_scope(accessible)))
+        if as_json:
+            document = {
+                "training_runs": [run_json(run) for run in page.training_runs],
+                "cursor": record_json(page.cursor),
+            }
+            print_json({**document, "rl_runs": rl_runs(data_dir, limit)})
+            return
+        rows = [
+            (
+                run.training_run_id,
+                run.base_model,
+                "" if run.lora_rank is None else str(run.lora_rank),
+                run.model_owner,
+                time_text(run.last_request_time),
+                "" if run.last_checkpoint is None else run.last_checkpoint.checkpoint_id,
+                "diverged" if run.corrupted else "",
+            )
+            for run in page.training_runs
+        ]
+        columns = ("run", "base model", "rank", "owner", "last request (UTC)", "last checkpoint", "")
+        print_table(columns, rows, f"{len(rows)} of {page.cursor.total_count} runs")
+        found = rl_runs(data_dir, limit)
+        if found:
+            print_table(RL_COLUMNS, [rl_row(run) for run in found], f"RL runs on this machine: {len(found)}")
+
+
+@runs_app.command(name="show")
+def show_run(
+    run_id: Annotated[str, typer.Argument(help="as `mint runs list` shows it; or the folder or name of an RL run")],
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """One training run and its checkpoints; or one RL run: state, curve, readings, findings, checkpoints."""
+    folder = run_folder(run_id) if data_dir is None else None
+    if folder is not None:
+        try:
+            show_run_folder(folder, as_json=as_json)
+        except MintError as error:
+            fail(error)
+        return
+    with _storage(data_dir) as storage:
+        run, saved = storage.run(run_id), storage.checkpoints_of(run_id).checkpoints
+        if as_json:
+            print_json({**run_json(run), "checkpoints": [checkpoint_json(one) for one in saved]})
+            return
+        print_facts(
+            {
+                "run": run.training_run_id,
+                "base model": run.base_model,
+                "rank": run.lora_rank,
+                "owner": run.model_owner,
+                "last request": time_text(run.last_request_time),
+                "metadata": metadata_text(run.user_metadata),
+                "diverged": "yes: its replay gave other bits" if run.corrupted else None,
+            }
+        )
+        print_checkpoints(saved, len(saved))
+
+
+@checkpoints_app.command(name="list")
+def list_checkpoints(
+    run_id: Annotated[str | None, typer.Argument(help="those of this run; of all runs if not given")] = None,
+    limit: Limit = 100,
+    offset: Offset = 0,
+    accessible: Accessible = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Checkpoints, newest first."""
+    with _storage(data_dir) as storage:
+        if run_id is None:
+            page = storage.checkpoints(PageQuery(limit=limit, offset=offset, access_scope=_scope(accessible)))
+        else:
+            page = storage.checkpoints_of(run_id)
+        if as_json:
+            cursor = None if page.cursor is None else record_json(page.cursor)
+            print_json({"checkpoints": [checkpoint_json(one) for one in page.checkpoints], "cursor": cursor})
+            return
+        total = len(page.checkpoints) if page.cursor is None else page.cursor.total_count
+        print_checkpoints(page.checkpoints, total)
+
+
+@checkpoints_app.command(name="show")
+def show_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """One checkpoint."""
+    with _storage(data_dir) as storage:
+        print_checkpoint(storage.checkpoint(path), as_json)
+
+
+@checkpoints_app.command(name="delete")
+def delete_checkpoints(
+    paths: Annotated[list[str], typer.Argument(help="mint://RUN/weights/NAME or ckpt_… ids")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Deletes checkpoints for good; what already samples or trains goes on."""
+    with _storage(data_dir) as storage:
+        chosen = [storage.checkpoint(path) for path in paths]
+        if not yes:
+            for one in chosen:
+                typer.echo(f"  {paragraph(one.tinker_path)} ({decimal(one.size_bytes or 0)})", err=True)
+            typer.confirm(f"Delete {len(chosen)} of them for good?", abort=True, err=True)
+        for one in chosen:
+            storage.delete(one.tinker_path)
+        if as_json:
+            print_json({"deleted": [one.tinker_path for one in chosen]})
+        else:
+            print_sentence(f"{len(chosen)} deleted")
+
+
+@checkpoints_app.command(name="publish")
+def publish_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Lets everyone who knows its path read it."""
+    with _storage(data_dir) as storage:
+        storage.publish(path, public=True)
+        print_checkpoint(storage.checkpoint(path), as_json)
+
+
+@checkpoints_app.command(name="unpublish")
+def unpublish_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Lets its owner alone read it."""
+    with _storage(data_dir) as storage:
+        storage.publish(path, public=False)
+        print_checkpoint(storage.checkpoint(path), as_json)
+
+
+@checkpoints_app.command(name="ttl")
+def set_ttl(
+    path: CheckpointArgument,
+    seconds: Annotated[str, typer.Argument(help="how long from now; `none` keeps it for good")],
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Says how long a checkpoint is kept from now on."""
+    with _storage(data_dir) as storage:
+        storage.set_ttl(path, _seconds(seconds))
+        print_checkpoint(storage.checkpoint(path), as_json)
+
+
+@checkpoints_app.command(name="copy")
+def copy_checkpoint(
+    path: CheckpointArgument,
+    project: Annotated[str | None, typer.Option(help="a name to list the copy by")] = None,
+    ttl: Ttl = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Copies a checkpoint, one's own or a published one, into a new run of one's own."""
+    request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=ttl)
+    with _storage(data_dir) as storage:
+        print_checkpoint(storage.checkpoint(storage.copy(request)), as_json)
+
+
+@checkpoints_app.command(name="download")
+def download_checkpoint(
+    path: CheckpointArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the .tar.gz to write, or a folder")] = Path(),
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Writes a checkpoint as a .tar.gz of a PEFT folder."""
+    with _storage(data_dir) as storage:
+        written = storage.download(path, output)
+        if as_json:
+            print_json({"output": str(written), "size_bytes": written.stat().st_size})
+        else:
+            print_sentence(f"{written} ({decimal(written.stat().st_size)})")
+
+
+@checkpoints_app.command(name="upload")
+def upload_checkpoint(
+    file: Annotated[Path, typer.Argument(help="a .tar.gz of a PEFT folder, such as `download` writes")],
+    base_model: Annotated[str | None, typer.Option(help="what it belongs to, if it does not say so itself")] = None,
+    name: Annotated[str | None, typer.Option(help="what to call it")] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Makes a checkpoint of an adapter that was trained elsewhere."""
+    with _storage(data_dir) as storage:
+        print_checkpoint(storage.checkpoint(storage.upload(file, base_model, name)), as_json)
+
+
+@sessions_app.command(name="list")
+def list_sessions(
+    limit: Annotated[int, typer.Option(min=1, max=200, help="how many at most")] = 20,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Sessions, newest first."""
+    with _storage(data_dir) as storage:
+        found = storage.sessions(limit)
+        if as_json:
+            print_json({"sessions": [record_json(session) for session in found]})
+            return
+        rows = [
+            (
+                session.session_id,
+                session.owner,
+                "active" if session.status is not None else "ended",
+                session.display_name or "",
+                session.project_id,
+                time_text(session.created_at),
+                str(session.checkpoints_count),
+                decimal(session.checkpoint_storage_bytes or 0),
+            )
+            for session in found
+        ]
+        columns = ("session", "owner", "state", "name", "project", "created (UTC)", "checkpoints", "stored")
+        print_table(columns, rows, f"{len(rows)} sessions")
+
+
+@sessions_app.command(name="show")
+def show_session(
+    session_id: Annotated[str, typer.Argument(help="as `mint sessions list` shows it")],
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """The runs and the living samplers of a session."""
+    with _storage(data_dir) as storage:
+        session = storage.session(session_id)
+        if as_json:
+            print_json({"session_id": session_id, **record_json(session)})
+            return
+        print_facts(
+            {
+                "session": session_id,
+                "name": session.display_name,
+                "metadata": metadata_text(session.user_metadata),
+                "runs": "\n".join(session.training_run_ids) or "none",
+                "samplers": "\n".join(session.sampler_ids) or "none",
+            }
+        )
+
+
+@models_app.command(name="list")
+def list_models(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Base models that can be used by name; others by path or Hugging Face id."""
+    with _storage(data_dir) as storage:
+        offered = storage.models()
+        if as_json:
+            print_json({"supported_models": [record_json(model) for model in offered]})
+            return
+        rows = [(model.model_name, str(model.max_context_length or "")) for model in offered]
+        print_table(("model", "context"), rows, f"{len(rows)} models")
+
+
+@contextmanager
+def _storage(data_dir: Path | None) -> Generator[Storage]:
+    """The storage to ask; prints an error as one sentence and exits with code 1."""
+    from mint.cli.storage import open_storage  # deferred: loads the SDK, or the server
+
+    try:
+        with open_storage(data_dir) as storage:
+            yield storage
+    except MintError as error:
+        fail(error)
+
+
+def _scope(accessible: bool) -> AccessScope:
+    return "accessible" if accessible else "owned"
+
+
+def _seconds(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    if text.isascii() and text.isdigit() and len(text) < 12:
+        return int(text)
+    raise InvalidRequestError(
+        "is neither a number of seconds nor `none`", field="seconds", value=text, remedy="Write 3600 or none"
+    )
