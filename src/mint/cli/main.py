@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from mint.cli import analysis, dashboard, export, runs, serve, storage_commands, train
+from mint.cli import analysis, dashboard, export, runs, serve, train
 from mint.cli.bench import bench
+from mint.cli.storage import commands as storage
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,10 +18,10 @@ app.command()(train.demo)
 app.command()(train.train)
 app.command()(serve.serve)
 app.add_typer(serve.keys_app, name="keys")
-app.add_typer(storage_commands.models_app, name="models")
-app.add_typer(storage_commands.runs_app, name="runs")
-app.add_typer(storage_commands.checkpoints_app, name="checkpoints")
-app.add_typer(storage_commands.sessions_app, name="sessions")
+app.add_typer(storage.models_app, name="models")
+app.add_typer(storage.runs_app, name="runs")
+app.add_typer(storage.checkpoints_app, name="checkpoints")
+app.add_typer(storage.sessions_app, name="sessions")
 app.command()(export.export)
 app.command()(dashboard.dashboard)
 app.command()(runs.rollouts)

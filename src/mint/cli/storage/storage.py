@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from mint.cli.server_storage import ServerStorage
+from mint.cli.storage.server_storage import ServerStorage
 from mint.client.rest_client import RestClient
 from mint.config import read_settings
 from mint.errors import MissingExtraError
@@ -83,7 +83,7 @@ def open_storage(data_dir: Path | None) -> Generator[Storage]:
             yield ServerStorage(rest)
         return
     try:
-        from mint.cli.folder_storage import FolderStorage  # deferred: the server, which remote users lack
+        from mint.cli.storage.folder_storage import FolderStorage  # deferred: the server, which remote users lack
     except ImportError as error:
         raise MissingExtraError(
             "reading a data directory needs the service", remedy="pip install 'mint[local]', or set MINT_BASE_URL"

@@ -15,7 +15,7 @@ import typer
 from rich.filesize import decimal
 
 from mint.cli.runs import RL_COLUMNS, rl_row, rl_runs, run_folder, show_run_folder
-from mint.cli.storage_tables import (
+from mint.cli.storage.tables import (
     checkpoint_json,
     metadata_text,
     print_checkpoint,
@@ -38,7 +38,7 @@ from mint.types.records import (
 )
 
 if TYPE_CHECKING:
-    from mint.cli.storage import Storage
+    from mint.cli.storage.storage import Storage
 
 runs_app = typer.Typer(no_args_is_help=True, help="Training runs: what was trained, from what, and its checkpoints.")
 checkpoints_app = typer.Typer(no_args_is_help=True, help="Saved weights: list, publish, keep, copy, move, delete.")
@@ -315,7 +315,7 @@ def list_models(data_dir: DataDir = None, as_json: Json = False) -> None:
 @contextmanager
 def _storage(data_dir: Path | None) -> Generator[Storage]:
     """The storage to ask; prints an error as one sentence and exits with code 1."""
-    from mint.cli.storage import open_storage  # deferred: loads the SDK, or the server
+    from mint.cli.storage.storage import open_storage  # deferred: loads the SDK, or the server
 
     try:
         with open_storage(data_dir) as storage:
