@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoders import open_decoder
 from plain_kernels import PlainKernels
 from small_models import write_model
 
@@ -19,14 +20,11 @@ from mint.engine.cuda.kernels import TritonKernels
 from mint.engine.cuda.step import SPLIT_CELLS, LoraPart, StepGraphs, StepRows
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import CHUNK
-from mint.engine.model.config import read_decoder_config
-from mint.engine.model.decoder import Decoder
-from mint.engine.model.linear import FrozenMatrix
-from mint.engine.model.weights import LayerWeights
+from mint.engine.model.linear import DenseMatrix
+from mint.engine.model.weights import LayerWeights, MlpWeights
 from mint.engine.protocol import LoraSpec
-from mint.engine.sampling.decode_step import EagerStep
+from mint.engine.sampling.decode_step import EagerSteps
 from mint.engine.sampling.kv_cache import KvCells
-from mint.models.folder import ModelFolder
 
 EXACT, KERNELS = PlainKernels(torch.float64), TritonKernels()
 CLOSE = {torch.float32: 3e-6, torch.float16: 4e-3}
@@ -104,12 +102,16 @@ def test_heads_are_normed_and_turned_and_lie_in_their_cells(
 ) -> None:
     rows = _rows([1, 200, 64, 0, 65], groups=3, dim=dim, side=side)
     width = (rows.query_heads + 2 * rows.kv_heads) * dim
-    empty = FrozenMatrix(torch.zeros(1, 1))
+    empty = DenseMatrix(torch.zeros(1, 1))
     layer = LayerWeights(
-        torch.ones(1), empty, empty, torch.ones(1),
+        input_norm=torch.ones(1),
+        qkv=empty,
         qkv_bias=_random(width, seed=7) if biased else None,
         head_norms=_random(rows.query_heads + rows.kv_heads, dim, seed=8) if normed else None,
-    )  # fmt: skip
+        o=empty,
+        post_norm=torch.ones(1),
+        mlp=MlpWeights(empty, empty),
+    )
     lora = _lora(5, 3, width, rank) if rank else None
     product = _random(5, width, seed=1, dtype=dtype)
     planes, expected = _planes(rows, dtype), _planes(rows, dtype)
@@ -138,10 +140,7 @@ def test_norms_swiglu_and_sums_with_a_loras_part(rank: int, dtype: torch.dtype) 
 @torch.inference_mode()
 def test_a_whole_step_has_the_logits_of_the_decoders_forward(tmp_path: Path) -> None:
     write_model(tmp_path, "tied")
-    folder = ModelFolder(tmp_path)
-    decoder = Decoder(
-        read_decoder_config(folder.config), folder.tensors(), dtype=torch.float32, device=torch.device("cpu")
-    )
+    decoder = open_decoder(tmp_path)
     cells = KvCells(decoder.config, decoder.dtype, decoder.device, 1 << 24)
     for layer in range(decoder.config.num_hidden_layers):
         for index, plane in enumerate(cells.planes(layer)):
@@ -152,6 +151,6 @@ def test_a_whole_step_has_the_logits_of_the_decoders_forward(tmp_path: Path) -> 
     graphs = StepGraphs(decoder, cells, KERNELS, capture=False, buckets=(4,))
     table, positions, tokens = np.arange(15).reshape(3, 5), np.array([3, 300, 64]), np.array([5, 6, 7])
     runs = [LoraRows(0, 3, lora)]
-    found = graphs.open(table, positions, runs).run(tokens, positions)
-    expected = EagerStep(decoder, cells, table, table[:, 0], positions, runs).run(tokens, positions)
+    found = graphs.open(table, table[:, 0], positions, runs).run(tokens, positions)
+    expected = EagerSteps(decoder, cells).open(table, table[:, 0], positions, runs).run(tokens, positions)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoders import open_decoder
 from engine_data import LORA, job, train
 from plain_kernels import PlainKernels
 from small_models import write_model
@@ -18,14 +19,12 @@ from small_models import write_model
 from mint.engine.cuda.step import SPLIT_CELLS, LoraPart, StepGraphs
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import CHUNK
-from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec
-from mint.engine.sampling.decode_step import EagerStep
+from mint.engine.sampling.decode_step import EagerSteps
 from mint.engine.sampling.kv_cache import KvCells
 from mint.engine.sampling.prefill import PromptPart, run_prompts
 from mint.engine.torch_engine import TorchEngine
-from mint.models.folder import ModelFolder
 
 OTHER = LoraSpec(rank=3, seed=1, train_attn=False, train_mlp=True, train_unembed=False)
 CELLS = 512
@@ -54,12 +53,6 @@ def _graphs(decoder: Decoder, cells: KvCells, *buckets: int) -> StepGraphs:
     return StepGraphs(decoder, cells, TritonKernels(), buckets=buckets)
 
 
-def _decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
-    opened = ModelFolder(folder)
-    config = read_decoder_config(opened.config)
-    return Decoder(config, opened.tensors(), dtype=dtype, device=torch.device(device))
-
-
 def _lora(decoder: Decoder, spec: LoraSpec, seed: int) -> LoraWeights:
     with torch.inference_mode(mode=False):
         lora = LoraWeights(decoder.config, spec, decoder.device)
@@ -79,7 +72,7 @@ def _cells(decoder: Decoder) -> KvCells:
 
 @torch.inference_mode()
 def test_rows_that_come_and_go_have_the_logits_of_the_decoders_forward(family: Path, device: str) -> None:
-    decoder = _decoder(family, device=device)
+    decoder = open_decoder(family, device=device)
     cells, rng = _cells(decoder), np.random.default_rng(0)
     graphs = _graphs(decoder, cells, 2, 4, 8)
     loras = [None, _lora(decoder, LORA, 1), _lora(decoder, LORA, 2), _lora(decoder, OTHER, 3)]
@@ -92,27 +85,27 @@ def test_rows_that_come_and_go_have_the_logits_of_the_decoders_forward(family: P
         table = rng.permutation(CELLS)[: 2 * SPLIT_CELLS * ends[-1]].reshape(ends[-1], -1)
         last = CHUNK * int(rng.integers(1, 2 * SPLIT_CELLS))
         positions = np.maximum(0, last - rng.integers(1, 9, ends[-1]) * rng.integers(1, 50, ends[-1]))
-        step = graphs.open(table, positions, runs)
+        step = graphs.open(table, table[:, 0], positions, runs)
         for _ in range(4):
             if not step.fits(positions):
-                step = graphs.open(table, positions, runs)
+                step = graphs.open(table, table[:, 0], positions, runs)
             tokens = rng.integers(0, decoder.config.vocab_size, ends[-1])
             found = step.run(tokens, positions)
-            expected = EagerStep(decoder, cells, table, table[:, 0], positions, runs).run(tokens, positions)
+            expected = EagerSteps(decoder, cells).open(table, table[:, 0], positions, runs).run(tokens, positions)
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
             positions = positions + 1
 
 
 @torch.inference_mode()
 def test_nothing_is_written_but_the_new_keys_and_values_of_the_rows(family: Path, device: str) -> None:
-    decoder = _decoder(family, device=device)
+    decoder = open_decoder(family, device=device)
     cells = _cells(decoder)
     before = [
         plane[:CELLS].clone() for layer in range(decoder.config.num_hidden_layers) for plane in cells.planes(layer)
     ]
     table, positions = np.array([[5, 9], [7, 3], [5, 1]]), np.array([70, 63, 64])
     graphs = _graphs(decoder, cells, 8)
-    graphs.open(table, positions, [LoraRows(0, 3, None)]).run(np.array([1, 2, 3]), positions)
+    graphs.open(table, table[:, 0], positions, [LoraRows(0, 3, None)]).run(np.array([1, 2, 3]), positions)
     after = [plane[:CELLS] for layer in range(decoder.config.num_hidden_layers) for plane in cells.planes(layer)]
     for old, new in zip(before, after, strict=True):
         changed = (old != new).any(-1).any(1).nonzero().tolist()
@@ -121,7 +114,7 @@ def test_nothing_is_written_but_the_new_keys_and_values_of_the_rows(family: Path
 
 @torch.inference_mode()
 def test_a_rows_logits_do_not_depend_on_its_company_within_a_bucket(family: Path, device: str) -> None:
-    decoder = _decoder(family, device=device)
+    decoder = open_decoder(family, device=device)
     cells, rng = _cells(decoder), np.random.default_rng(0)
     graphs = _graphs(decoder, cells, 16)
     lora = _lora(decoder, LORA, 1)
@@ -140,15 +133,15 @@ def test_a_rows_logits_do_not_depend_on_its_company_within_a_bucket(family: Path
 
 @torch.inference_mode()
 def test_weights_that_change_are_seen_by_the_next_step_that_is_opened(family: Path, device: str) -> None:
-    decoder = _decoder(family, device=device)
+    decoder = open_decoder(family, device=device)
     cells = _cells(decoder)
     graphs = _graphs(decoder, cells, 2)
     lora, table, positions, tokens = _lora(decoder, LORA, 1), np.array([[5]]), np.array([20]), np.array([3])
     runs = [LoraRows(0, 1, lora)]
-    before = graphs.open(table, positions, runs).run(tokens, positions)
+    before = graphs.open(table, table[:, 0], positions, runs).run(tokens, positions)
     lora.flat.mul_(-3)
-    after = graphs.open(table, positions, runs).run(tokens, positions)
-    expected = EagerStep(decoder, cells, table, table[:, 0], positions, runs).run(tokens, positions)
+    after = graphs.open(table, table[:, 0], positions, runs).run(tokens, positions)
+    expected = EagerSteps(decoder, cells).open(table, table[:, 0], positions, runs).run(tokens, positions)
     torch.testing.assert_close(after, expected, rtol=0, atol=2e-5)
     assert not torch.allclose(before, after, atol=1e-2)
 
@@ -191,7 +184,7 @@ def test_a_whole_batch_samples_the_same_tokens(family: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Path, dtype: torch.dtype) -> None:
     # Tensors without data: mixing them with others on a CPU raises, and so does reading anything back.
-    decoder = _decoder(family, dtype, "meta")
+    decoder = open_decoder(family, dtype, "meta")
     cells = KvCells(decoder.config, dtype, decoder.device, 1 << 24)
     graphs = StepGraphs(decoder, cells, PlainKernels(), capture=False, buckets=(64,))
     lora = LoraWeights(decoder.config, LORA, decoder.device)
@@ -209,7 +202,7 @@ def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Pat
 
 @torch.inference_mode()
 def test_a_prompt_is_run_without_reading_anything_back(family: Path) -> None:
-    decoder = _decoder(family, device="meta")
+    decoder = open_decoder(family, device="meta")
     cells = KvCells(decoder.config, decoder.dtype, decoder.device, 1 << 24)
     lora = LoraWeights(decoder.config, LORA, decoder.device)
     parts = [

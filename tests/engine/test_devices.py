@@ -18,11 +18,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mint.engine import activation_memory
+from mint.engine import memory_budget
 from mint.engine.cuda.attention import FlexPackedAttention
 from mint.engine.lora import LoraWeights
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
+from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.packing import AttentionBlock, pack
 from mint.engine.protocol import LoraSpec
@@ -74,26 +75,29 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask,
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=enable_gqa)
 
 
+class _MetaOperations(TorchOperations):
+    """As on a GPU."""
+
+    max_rows = 64
+
+    def packed_attention(
+        self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int
+    ) -> FlexPackedAttention:
+        attention = FlexPackedAttention(blocks, query_heads, kv_heads, self.device)
+        attention.attend = _attend
+        return attention
+
+
 @pytest.fixture
 def make_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype], Decoder]:
     """A decoder on `meta` that attends as one on a GPU does."""
-    monkeypatch.setattr(activation_memory, "MIN_ROWS", 64)
-    monkeypatch.setattr(activation_memory, "MAX_ROWS", 64)
+    monkeypatch.setattr(memory_budget, "MIN_ROWS", 64)
 
     def make(family: str, dtype: torch.dtype) -> Decoder:
         write_model(tmp_path, "tied", family=family)
         folder = ModelFolder(tmp_path)
         config = read_decoder_config(folder.config)
-        decoder = Decoder(config, folder.tensors(), dtype=dtype, device=META)
-        heads = (config.num_attention_heads, config.num_key_value_heads)
-
-        def packed_attention(blocks: Sequence[AttentionBlock]) -> FlexPackedAttention:
-            attention = FlexPackedAttention(blocks, *heads, META)
-            attention.attend = _attend
-            return attention
-
-        monkeypatch.setattr(decoder, "packed_attention", packed_attention)
-        return decoder
+        return Decoder(config, folder.tensors(), _MetaOperations(dtype, META))
 
     return make
 

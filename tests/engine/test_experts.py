@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from decoders import open_decoder
 from engine_data import CROSS_ENTROPY, LORA, datum
 from small_models import write_model
 from torch import Tensor
 
 from mint.engine.cpu.build import COMPILERS
-from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
 from mint.engine.lora import LoraRows, LoraWeights, SiteWeights, rows_of
-from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec, SampleJob, StopRule
 from mint.engine.torch_engine import TorchEngine
@@ -45,10 +45,8 @@ def _decoder(place: Path, dtype: torch.dtype, compiled: Path | None, **changes: 
     """A random mixture; with the kernels in C, if they are `compiled` somewhere."""
     widths: dict[str, Any] = (WIDE if compiled is None else EVEN) | changes
     write_model(place, "tied", family="qwen3_moe", **widths)
-    folder = ModelFolder(place)
-    config, kernels = read_decoder_config(folder.config), None if compiled is None else NativeKernels(compiled)
-    decoder = Decoder(config, folder.tensors(), dtype=dtype, device=torch.device("cpu"), kernels=kernels)
-    if compiled is not None and not decoder._grouped:
+    decoder = open_decoder(place, dtype, native=compiled)
+    if compiled is not None and not isinstance(decoder.mixtures[0], NativeMixtureOfExperts):
         pytest.skip("this processor has no vectors of 16 numbers, or does not multiply bfloat16")
     return decoder
 
@@ -170,7 +168,7 @@ def test_native_mixtures_and_their_gradients_are_those_of_float64(
     x = torch.randn(70, 192, generator=generator)
     slope = torch.randn(70, 192, generator=generator)
     inputs = (x.clone().requires_grad_(), x.double().requires_grad_())
-    found = decoder._grouped[0].mix(inputs[0], [LoraRows(0, 70, lora)])
+    found = decoder.mixtures[0](inputs[0], [LoraRows(0, 70, lora)])
     eps = decoder.config.rms_norm_eps
     doubles = {name: own.double() for name, own in layer.items()}
     expected = _exact(inputs[1], doubles, exact_sites, lora.scale, normed=normed, eps=eps)
@@ -214,7 +212,7 @@ def test_weights_that_have_diverged_are_routed_somewhere(tmp_path: Path, compile
     broken = x.clone()
     broken[4, 7] = torch.nan
     with torch.no_grad():
-        whole, found = (decoder._grouped[1].mix(rows, [LoraRows(0, 9, None)]) for rows in (x, broken))
+        whole, found = (decoder.mixtures[1](rows, [LoraRows(0, 9, None)]) for rows in (x, broken))
     assert found[4].isnan().all()
     rest = [0, 1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(found[rest], whole[rest])

@@ -15,7 +15,8 @@ from small_models import write_model
 from transformers import Qwen3ForCausalLM
 
 from mint.engine import training_pass as training
-from mint.engine.activation_memory import ACTIVATION_BYTES, MAX_ROWS, MIN_ROWS, bytes_per_row, ran_out, rows_at_once
+from mint.engine.cpu.operations import CpuOperations
+from mint.engine.memory_budget import MIN_ROWS, bytes_per_row, is_out_of_memory, rows_at_once
 from mint.engine.model.blocks import Mlp
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
@@ -27,7 +28,6 @@ QWEN3_06B = {
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
 }  # fmt: skip
-CPU = torch.device("cpu")
 
 
 def _engine(folder: Path, *, dtype: str = "float32", recompute: bool | None = None) -> TorchEngine:
@@ -77,11 +77,11 @@ def test_a_sequence_beyond_the_budget_is_computed_again_without_being_asked(
 
 def test_the_rows_of_a_micro_batch_follow_from_the_shape_alone() -> None:
     config = read_decoder_config(QWEN3_06B)
-    bfloat16, float32 = (rows_at_once(config, dtype, CPU) for dtype in (torch.bfloat16, torch.float32))
-    assert MIN_ROWS <= float32 < bfloat16 < MAX_ROWS
-    assert bfloat16 * bytes_per_row(config, torch.bfloat16) <= ACTIVATION_BYTES
+    bfloat16, float32 = (rows_at_once(config, CpuOperations(dtype)) for dtype in (torch.bfloat16, torch.float32))
+    assert MIN_ROWS <= float32 < bfloat16 < CpuOperations.max_rows
+    assert bfloat16 * bytes_per_row(config, torch.bfloat16) <= CpuOperations.activation_bytes
     small = read_decoder_config({**QWEN3_06B, "num_hidden_layers": 2, "vocab_size": 512})
-    assert rows_at_once(small, torch.float32, CPU) == MAX_ROWS
+    assert rows_at_once(small, CpuOperations(torch.float32)) == CpuOperations.max_rows
 
 
 class _FailsOnce:
@@ -130,7 +130,8 @@ def test_memory_that_never_suffices_is_an_error_that_names_the_way_out_and_adds_
 def test_other_errors_are_not_taken_for_a_lack_of_memory(
     tied: tuple[Path, Qwen3ForCausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ran_out(_allocator_error()) and ran_out(MemoryError()) and ran_out(torch.OutOfMemoryError())
+    for error in (_allocator_error(), MemoryError(), torch.OutOfMemoryError()):
+        assert is_out_of_memory(error)
     engine = _engine(tied[0])
     monkeypatch.setattr(Mlp, "backward", staticmethod(_FailsOnce(RuntimeError("a bug"), fail=1)))
     with pytest.raises(RuntimeError, match="a bug"):

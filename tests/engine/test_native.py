@@ -14,9 +14,17 @@ from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, train
 from small_models import write_model
 from torch import Tensor
 
-from mint.engine.cpu.attention import NativePackedAttention
+from mint.engine.cpu.attention import (
+    DecodedRows,
+    NativePackedAttention,
+    PackedRows,
+    attend_cells,
+    attend_packed,
+    attend_packed_backward,
+)
 from mint.engine.cpu.build import COMPILERS
-from mint.engine.cpu.kernels import HEAD_DIMS, DecodedRows, NativeKernels, PackedRows
+from mint.engine.cpu.kernels import HEAD_DIMS, NativeKernels
+from mint.engine.cpu.operations import NativeOperations
 from mint.engine.model.attention import CHUNK
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.protocol import SampleResult
@@ -33,6 +41,11 @@ SHAPE: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def kernels(native_folder: Path) -> NativeKernels:
     return NativeKernels(native_folder)
+
+
+@pytest.fixture(scope="session")
+def operations(kernels: NativeKernels) -> NativeOperations:
+    return NativeOperations(torch.float32, kernels)
 
 
 def _attend_in_float64(heads: Tensor, query_heads: int, kv_heads: int, visible: np.ndarray) -> Tensor:
@@ -83,8 +96,7 @@ def test_a_token_alone_gets_the_bits_that_it_gets_among_others(kernels: NativeKe
     count, kv_heads, dim = 150, 2, 32
     heads = torch.randn(count, 8, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
     rows = PackedRows(4, kv_heads, np.arange(count), *(np.zeros(count, np.int64) for _ in range(3)))
-    whole = heads.new_empty(count, 4 * dim)
-    kernels.attend_packed(rows, heads, whole)
+    whole = attend_packed(kernels, rows, heads)
     cells = heads.new_zeros(2, 5, kv_heads, CHUNK, dim)
     table = np.array([[3, 0, 4]])
     for position in range(count):
@@ -93,26 +105,25 @@ def test_a_token_alone_gets_the_bits_that_it_gets_among_others(kernels: NativeKe
             cells[plane, table[0, position // CHUNK], :, position % CHUNK] = own
     for wanted in (np.array([0]), np.array([63]), np.array([64]), np.array([149, 5, 15, 16, 128, 127])):
         decoded = DecodedRows(4, kv_heads, 1, CHUNK, np.repeat(table, len(wanted), axis=0), wanted)
-        out = heads.new_empty(len(wanted), 4 * dim)
-        kernels.attend_cells(decoded, heads[wanted].contiguous(), cells[0], cells[1], out)
+        out = attend_cells(kernels, decoded, heads[wanted].contiguous(), cells[0], cells[1])
         assert torch.equal(out, whole[wanted])
 
 
-def test_norms_heads_and_swiglu_are_those_of_float64(kernels: NativeKernels) -> None:
+def test_norms_heads_and_swiglu_are_those_of_float64(operations: NativeOperations) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(37, 96, generator=generator) * 5, torch.rand(96, generator=generator) + 0.5
-    out, inverse = kernels.rms_norm(x, weight, 1e-6)
+    out, inverse = operations.rms_norm(x, weight, 1e-6)
     exact = (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt()
     torch.testing.assert_close(inverse.double(), exact, rtol=1e-6, atol=0)
     torch.testing.assert_close(out.double(), x.double() * exact * weight.double(), rtol=1e-6, atol=1e-6)
     wide = torch.randn(37, 64, generator=generator) * torch.logspace(-3, 2, 37)[:, None]
     wide[0, 0], wide[1, 1] = 200.0, -200.0
     gate, up = wide.double().chunk(2, dim=1)
-    torch.testing.assert_close(kernels.swiglu(wide).double(), gate * gate.sigmoid() * up, rtol=2e-6, atol=1e-30)
+    torch.testing.assert_close(operations.swiglu(wide).double(), gate * gate.sigmoid() * up, rtol=2e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("normed", [True, False])
-def test_heads_are_biased_normed_and_turned_as_in_float64(kernels: NativeKernels, *, normed: bool) -> None:
+def test_heads_are_biased_normed_and_turned_as_in_float64(operations: NativeOperations, *, normed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     qkv, bias = torch.randn(11, 8, 64, generator=generator), torch.randn(8 * 64, generator=generator)
     norms = torch.rand(6, 64, generator=generator) + 0.5 if normed else None
@@ -125,9 +136,7 @@ def test_heads_are_biased_normed_and_turned_as_in_float64(kernels: NativeKernels
     first, second = turned.chunk(2, dim=-1)
     cos, sin = angles.double().cos(), angles.double().sin()
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    heads, inverse = kernels.finish_heads(
-        qkv, bias, norms, angles.cos(), angles.sin(), eps=1e-6, rotated=6, dtype=torch.float32
-    )
+    heads, inverse = operations.finish_heads(qkv, bias, norms, angles.cos(), angles.sin(), eps=1e-6, rotated=6)
     torch.testing.assert_close(heads.double(), torch.cat([turned, exact[:, 6:]], dim=1), rtol=1e-5, atol=1e-5)
     assert (inverse is None) == (scale is None)
     if inverse is not None and scale is not None:
@@ -138,17 +147,17 @@ def _gradients_in_float64(value: Tensor, slope: Tensor, *leaves: Tensor) -> list
     return list(torch.autograd.grad((value * slope.double()).sum(), leaves))
 
 
-def test_gradients_of_norms_and_swiglu_are_those_of_float64(kernels: NativeKernels) -> None:
+def test_gradients_of_norms_and_swiglu_are_those_of_float64(operations: NativeOperations) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(37, 96, generator=generator) * 5, torch.rand(96, generator=generator) + 0.5
     slope, residual = (torch.randn(37, 96, generator=generator) for _ in range(2))
-    out, inverse = kernels.rms_norm(x, weight, 1e-6)
-    assert torch.equal(kernels.rms_norm_again(x, inverse, weight), out)
+    out, inverse = operations.rms_norm(x, weight, 1e-6)
+    assert torch.equal(operations.rms_norm_again(x, inverse, weight), out)
     exact = x.double().requires_grad_()
     normed = exact * (exact.square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
     (expected,) = _gradients_in_float64(normed, slope, exact)
     for added in (None, residual):
-        found = kernels.rms_norm_backward(slope, x, inverse, weight, added).double()
+        found = operations.rms_norm_backward(slope, x, inverse, weight, added).double()
         whole = expected if added is None else expected + added.double()
         torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
     wide = torch.randn(37, 64, generator=generator) * torch.logspace(-3, 2, 37)[:, None]
@@ -156,13 +165,13 @@ def test_gradients_of_norms_and_swiglu_are_those_of_float64(kernels: NativeKerne
     slope, exact = torch.randn(37, 32, generator=generator), wide.double().requires_grad_()
     gate, up = exact.chunk(2, dim=1)
     (expected,) = _gradients_in_float64(gate * gate.sigmoid() * up, slope, exact)
-    torch.testing.assert_close(kernels.swiglu_backward(slope, wide).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(operations.swiglu_backward(slope, wide).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [True, False])
 def test_the_gradient_of_finished_heads_is_that_of_float64(
-    kernels: NativeKernels, *, normed: bool, dtype: torch.dtype
+    operations: NativeOperations, *, normed: bool, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     qkv, slope = torch.randn(11, 8, 64, generator=generator), torch.randn(11, 8, 64, generator=generator).to(dtype)
@@ -177,7 +186,7 @@ def test_the_gradient_of_finished_heads_is_that_of_float64(
     cos, sin = angles.double().cos(), angles.double().sin()
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     (expected,) = _gradients_in_float64(torch.cat([turned, exact[:, 6:]], dim=1), slope, exact)
-    found = kernels.finish_heads_backward(slope, qkv, inverse, norms, angles.cos(), angles.sin(), rotated=6)
+    found = operations.finish_heads_backward(slope, qkv, inverse, norms, angles.cos(), angles.sin(), rotated=6)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -188,9 +197,7 @@ def test_the_gradient_of_attention_has_the_same_bits_for_any_number_of_threads(k
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            grads = torch.zeros(heads.shape)
-            kernels.attend_packed_backward(rows, heads, slope, grads)
-            found.append(grads)
+            found.append(attend_packed_backward(kernels, rows, heads, slope))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -200,8 +207,7 @@ def test_what_is_not_finite_stays_so(kernels: NativeKernels) -> None:
     heads = torch.randn(20, 3, 32)
     heads[4, 1, 7] = math.nan
     rows = PackedRows(1, 1, np.arange(20), *(np.zeros(20, np.int64) for _ in range(3)))
-    out = torch.empty(20, 32)
-    kernels.attend_packed(rows, heads, out)
+    out = attend_packed(kernels, rows, heads)
     assert out[:4].isfinite().all() and out[4:].isnan().all()
 
 

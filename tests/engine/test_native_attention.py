@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mint.engine.cpu.attention import DecodedRows, PackedRows, attend_cells, attend_packed
 from mint.engine.cpu.build import COMPILERS
-from mint.engine.cpu.kernels import DecodedRows, NativeKernels, PackedRows
+from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.operations import NativeOperations
 from mint.engine.model.attention import CHUNK
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
@@ -66,9 +68,7 @@ def _lay_out(rng: np.random.Generator) -> Layout:
 
 def _packed(kernels: NativeKernels, heads: Tensor, kv_heads: int, rows: np.ndarray) -> Tensor:
     query_heads = heads.shape[1] - 2 * kv_heads
-    out = heads.new_empty(rows.shape[1], query_heads * heads.shape[2])
-    kernels.attend_packed(PackedRows(query_heads, kv_heads, *rows), heads, out)
-    return out
+    return attend_packed(kernels, PackedRows(query_heads, kv_heads, *rows), heads)
 
 
 def _in_cells(heads: Tensor, kv_heads: int, side: int, layout: Layout) -> tuple[Tensor, np.ndarray]:
@@ -104,9 +104,7 @@ def _decoded(
     positions = np.array([len(own) - 1 for own in seen])
     rows = DecodedRows(query_heads, kv_heads, side, CHUNK, table, positions)
     own = heads[[places[-1] for places in seen]].contiguous()
-    out = heads.new_empty(len(seen), query_heads * heads.shape[2])
-    kernels.attend_cells(rows, own, cells[0].contiguous(), cells[1].contiguous(), out)
-    return out
+    return attend_cells(kernels, rows, own, cells[0].contiguous(), cells[1].contiguous())
 
 
 @pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "dtype"), KINDS)
@@ -166,11 +164,10 @@ def test_normalisers_entropies_and_shares_of_logits_are_those_of_float64(
     rng = np.random.default_rng(width)
     logits = torch.from_numpy(rng.normal(0, 1, (9, width)) * np.logspace(-2, 1.5, 9)[:, None]).float()
     exact, before = torch.log_softmax(logits.double(), dim=1), logits.clone()
-    pulled = torch.from_numpy(rng.integers(0, 2, 9))
-    normalisers, entropies = kernels.weigh_rows(logits, pulled, dtype)
+    pulled = rng.integers(0, 2, 9).astype(bool)
+    normalisers, entropies, pulls = NativeOperations(dtype, kernels).softmax_statistics(logits, pulled)
     torch.testing.assert_close(normalisers.double(), torch.logsumexp(before.double(), 1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(1), rtol=1e-5, atol=2e-5)
     near: float = 1e-6 if dtype == torch.float32 else 4e-3
-    shares = logits.view(dtype)[pulled.bool(), :width].double()
-    torch.testing.assert_close(shares, -exact.exp()[pulled.bool()], rtol=near, atol=1e-7)
-    assert torch.equal(logits[~pulled.bool()], before[~pulled.bool()])
+    torch.testing.assert_close(pulls.double(), -exact.exp()[pulled], rtol=near, atol=1e-7)
+    assert torch.equal(logits[~pulled], before[~pulled])

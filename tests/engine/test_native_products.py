@@ -10,7 +10,9 @@ import torch
 
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.cpu.linear import NativeProducts, PackedMatrix
+from mint.engine.cpu.loras import NativeLoras
+from mint.engine.cpu.panels import NativeProducts, PanelMatrix
+from mint.engine.lora import SiteWeights
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 
@@ -25,11 +27,16 @@ def products(native_folder: Path) -> NativeProducts:
 COMPANIES = [*((7, count) for count in range(1, 21)), (0, 1), (130, 1), (60, 63), (1, 64), (9, 65), (2, 127), (0, 131)]
 
 
-def _packed(products: NativeProducts, weight: torch.Tensor) -> PackedMatrix:
-    packed = products.pack(weight)
-    if packed is None:
+@pytest.fixture(scope="module")
+def loras(native_folder: Path) -> NativeLoras:
+    return NativeLoras(NativeKernels(native_folder))
+
+
+def _packed(products: NativeProducts, weight: torch.Tensor) -> PanelMatrix:
+    panels = products.pack(weight)
+    if panels is None:
         pytest.skip("this processor has no vectors of 16 numbers, or does not multiply bfloat16")
-    return packed
+    return PanelMatrix(products, panels)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -60,9 +67,9 @@ def test_the_number_of_threads_changes_no_bit(products: NativeProducts, dtype: t
     x, packed, found = torch.randn(70, 2112), _packed(products, torch.randn(352, 2112).to(dtype)), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        turned = packed.turned()
-        assert turned is not None
-        found.append((packed.product(x), turned.product(packed.product(x))))
+        transposed = packed.transposed()
+        assert transposed is not None
+        found.append((packed.product(x), transposed.product(packed.product(x))))
     assert all(map(torch.equal, *found))
 
 
@@ -72,15 +79,15 @@ def test_a_turned_matrix_gives_the_gradient(
     products: NativeProducts, outputs: int, inputs: int, dtype: torch.dtype
 ) -> None:
     weight, grad = torch.randn(outputs, inputs).to(dtype), torch.randn(37, outputs)
-    turned = _packed(products, weight).turned()
-    assert turned is not None
-    assert torch.equal(turned.dense(), weight.t())
+    transposed = _packed(products, weight).transposed()
+    assert transposed is not None
+    assert torch.equal(transposed.dense(), weight.t())
     exact = grad.to(dtype).double() @ weight.double()
-    torch.testing.assert_close(turned.product(grad).double(), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(transposed.product(grad).double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_a_transpose_that_does_not_fit_is_not_made(products: NativeProducts) -> None:
-    assert _packed(products, torch.zeros(48, 64, dtype=torch.bfloat16)).turned() is None
+    assert _packed(products, torch.zeros(48, 64, dtype=torch.bfloat16)).transposed() is None
 
 
 def test_they_say_which_matrices_do_not_fit(products: NativeProducts) -> None:
@@ -102,16 +109,17 @@ def test_what_is_not_finite_stays_so(products: NativeProducts, dtype: torch.dtyp
 
 @pytest.mark.parametrize(("inputs", "outputs", "rank"), [(16, (16,), 1), (64, (48, 16), 5), (1040, (528, 16, 32), 16)])
 def test_a_lora_s_part_is_that_of_float64_and_a_row_s_is_the_same_in_every_company(
-    products: NativeProducts, inputs: int, outputs: tuple[int, ...], rank: int
+    loras: NativeLoras, inputs: int, outputs: tuple[int, ...], rank: int
 ) -> None:
     generator = torch.Generator().manual_seed(rank)
     a = torch.randn(rank * len(outputs), inputs, generator=generator)
     bs = [torch.randn(size, rank, generator=generator) for size in outputs]
-    if not products.adds_lora(a, bs):
+    lora = SiteWeights(a, tuple(bs))
+    if not loras.fits(lora):
         pytest.skip("this processor has no vectors of 16 numbers")
     x, before = torch.randn(131, inputs, generator=generator), torch.randn(131, sum(outputs), generator=generator)
     whole = before.clone()
-    products.add_lora(whole, x, a, bs, 0.75)
+    loras.add(whole, x, lora, 0.75)
     down = (x.double() @ a.double().t()).split(rank, dim=1)
     parts = [own @ b.double().t() for own, b in zip(down, bs, strict=True)]
     exact = before + 0.75 * torch.cat(parts, dim=1)
@@ -130,7 +138,7 @@ def test_a_lora_s_part_is_that_of_float64_and_a_row_s_is_the_same_in_every_compa
         (0, 100),
     ):
         own = before[start : start + count].clone()
-        products.add_lora(own, x[start : start + count], a, bs, 0.75)
+        loras.add(own, x[start : start + count], lora, 0.75)
         assert torch.equal(own, whole[start : start + count]), f"{count} rows from {start}"
 
 
@@ -140,13 +148,14 @@ def test_a_lora_s_part_is_that_of_float64_and_a_row_s_is_the_same_in_every_compa
     [(16, (16,), 1), (64, (48, 16), 5), (144, (32, 16, 16), 16), (80, (80,), 40), (1040, (528,), 64)],
 )
 def test_a_lora_s_gradients_are_those_of_float64_with_any_number_of_threads(
-    products: NativeProducts, inputs: int, outputs: tuple[int, ...], rank: int, rows: int
+    loras: NativeLoras, inputs: int, outputs: tuple[int, ...], rank: int, rows: int
 ) -> None:
     generator = torch.Generator().manual_seed(rank + rows)
     x, grad = torch.randn(rows, inputs, generator=generator), torch.randn(rows, sum(outputs), generator=generator)
     a = torch.randn(rank * len(outputs), inputs, generator=generator)
     bs = [torch.randn(size, rank, generator=generator) for size in outputs]
-    if not products.adds_lora(a, bs):
+    lora = SiteWeights(a, tuple(bs))
+    if not loras.fits(lora):
         pytest.skip("this processor has no vectors of 16 numbers")
     leaves = [part.double().requires_grad_() for part in (x, a, *bs)]
     down = (leaves[0] @ leaves[1].t()).split(rank, dim=1)
@@ -156,8 +165,8 @@ def test_a_lora_s_gradients_are_those_of_float64_with_any_number_of_threads(
     for threads in (1, 2):
         torch.set_num_threads(threads)
         grad_x = before.clone()
-        found.append([*products.lora_gradient(grad, x, a, bs, 0.75, grad_x), grad_x])
-        alone = products.lora_gradient(grad, x, a, bs, 0.75)
+        found.append([*loras.gradient(grad, x, lora, 0.75, grad_x), grad_x])
+        alone = loras.gradient(grad, x, lora, 0.75)
         assert all(map(torch.equal, found[-1], alone))  # not asking for x's changes none
     assert all(map(torch.equal, *found))
     expected = [leaf.grad for leaf in leaves]
@@ -167,19 +176,20 @@ def test_a_lora_s_gradients_are_those_of_float64_with_any_number_of_threads(
         assert float((ours - theirs).abs().max()) <= 3e-6 * float(theirs.abs().max())
 
 
-def test_what_x_gets_for_a_row_is_the_same_in_every_company(products: NativeProducts) -> None:
+def test_what_x_gets_for_a_row_is_the_same_in_every_company(loras: NativeLoras) -> None:
     x, grad, a, b = torch.randn(200, 80), torch.randn(200, 48), torch.randn(12, 80), torch.randn(48, 12)
-    if not products.adds_lora(a, [b]):
+    lora = SiteWeights(a, (b,))
+    if not loras.fits(lora):
         pytest.skip("this processor has no vectors of 16 numbers")
     whole = torch.ones(200, 80)
-    products.lora_gradient(grad, x, a, [b], 0.5, whole)
+    loras.gradient(grad, x, lora, 0.5, whole)
     for start, count in ((0, 1), (7, 5), (30, 36), (3, 61)):
         rows = slice(start, start + count)
         own = torch.ones(count, 80)
-        products.lora_gradient(grad[rows], x[rows], a, [b], 0.5, own)
+        loras.gradient(grad[rows], x[rows], lora, 0.5, own)
         assert torch.equal(own, whole[rows])
 
 
-def test_loras_of_other_widths_are_not_added(products: NativeProducts) -> None:
-    assert not products.adds_lora(torch.zeros(4, 24), [torch.zeros(16, 4)])
-    assert not products.adds_lora(torch.zeros(4, 32), [torch.zeros(12, 4)])
+def test_loras_of_other_widths_are_not_added(loras: NativeLoras) -> None:
+    assert not loras.fits(SiteWeights(torch.zeros(4, 24), (torch.zeros(16, 4),)))
+    assert not loras.fits(SiteWeights(torch.zeros(4, 32), (torch.zeros(12, 4),)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from mint.engine.model.linear import PACKED_ENTRIES, FrozenMatrix, Unembedding, min_rows
-from mint.engine.sampling import choice
-from mint.engine.sampling.choice import choose, draw, exponentials
+from mint.engine.cpu.onednn import PACKED_ENTRIES, PackedMatrix, cpu_matrix, cpu_unembedding
+from mint.engine.model.functions import exponentials
+from mint.engine.model.linear import Matrix, min_rows
+from mint.engine.sampling.draw import choose, draw
 
 SHAPES = [(96, 60), (192, 512), (640, 512), (512, 3072)]  # outputs, inputs: the last two in oneDNN's layout
 PRECISION = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -30,7 +33,7 @@ def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_products_and_gradients_equal_those_in_float64(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     weight = _weight(outputs, inputs, dtype)
-    matrix, exact = FrozenMatrix(weight), weight.double()
+    matrix, exact = cpu_matrix(weight), weight.double()
     for count in (2, 17, 200):
         x, grad, residual = _rows(count, inputs, 2), _rows(count, outputs, 3), _rows(count, outputs, 4)
         product, gradient = x.double() @ exact.t(), grad.double() @ exact
@@ -42,10 +45,10 @@ def test_products_and_gradients_equal_those_in_float64(outputs: int, inputs: int
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [FrozenMatrix, Unembedding])
+@pytest.mark.parametrize("kind", [cpu_matrix, cpu_unembedding])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_a_rows_product_does_not_depend_on_the_other_rows(
-    outputs: int, inputs: int, kind: type[FrozenMatrix], dtype: torch.dtype, threads: int
+    outputs: int, inputs: int, kind: Callable[[torch.Tensor], Matrix], dtype: torch.dtype, threads: int
 ) -> None:
     torch.set_num_threads(threads)
     matrix = kind(_weight(outputs, inputs, dtype))
@@ -61,15 +64,15 @@ def test_a_rows_product_does_not_depend_on_the_other_rows(
 
 
 def test_large_matrices_need_fewer_rows_than_small_ones() -> None:
-    assert FrozenMatrix(_weight(512, 512, torch.float32)).min_rows == 2
-    assert FrozenMatrix(_weight(64, 64, torch.float32)).min_rows == min_rows() >= 16
+    assert cpu_matrix(_weight(512, 512, torch.float32)).min_rows == 2
+    assert cpu_matrix(_weight(64, 64, torch.float32)).min_rows == min_rows() >= 16
 
 
 def test_a_packed_matrix_holds_the_same_numbers_in_the_same_memory() -> None:
     weight = _weight(1024, PACKED_ENTRIES // 1024, torch.bfloat16)
-    matrix = FrozenMatrix(weight)
+    matrix = cpu_matrix(weight)
     assert torch.equal(matrix.dense(), weight)
-    assert torch.ops.mkldnn._nbytes(matrix._weight) == weight.nbytes
+    assert isinstance(matrix, PackedMatrix) and torch.ops.mkldnn._nbytes(matrix.packed) == weight.nbytes
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
@@ -78,11 +81,11 @@ def test_logits_of_a_bfloat16_unembedding_are_float32_products_of_its_very_numbe
     spread = torch.logspace(0, -6, 512)[None, :]
     weight = (_rows(300, 512, 1) * spread * size).bfloat16()
     x = _rows(33, 512, 2)
-    assert _deviation(Unembedding(weight).product(x), x.double() @ weight.double().t()) < 3e-6  # bfloat16: 4e-3
+    assert _deviation(cpu_unembedding(weight).product(x), x.double() @ weight.double().t()) < 3e-6  # bfloat16: 4e-3
 
 
 def test_an_unembedding_of_zeros_gives_zeros() -> None:
-    assert not Unembedding(torch.zeros(64, 32, dtype=torch.bfloat16)).product(_rows(4, 32, 0)).any()
+    assert not cpu_unembedding(torch.zeros(64, 32, dtype=torch.bfloat16)).product(_rows(4, 32, 0)).any()
 
 
 @pytest.mark.parametrize("width", [7, 64, 331, 5000])
@@ -106,12 +109,11 @@ def test_drawing_with_logprobs_gives_the_tokens_of_drawing_alone(heat: float) ->
     np.testing.assert_allclose(logprobs.numpy(), expected.numpy(), atol=1e-5)
 
 
-def test_drawing_in_blocks_of_rows_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_in_blocks_of_rows_changes_no_bit() -> None:
     rng = np.random.default_rng(0)
     logits, uniforms = 3 * _rows(23, 331, 6), rng.random(23)
     rules = np.ones(23), np.full(23, -1), np.where(np.arange(23) % 3 == 0, 0.9, 1.0)
     tokens, logprobs = draw(logits, uniforms, *rules)
-    monkeypatch.setattr(choice, "CACHED_ENTRIES", 4 * 331)
     for count in (23, 9, 5, 4, 2, 1):
-        found = draw(logits[:count], uniforms[:count], *(rule[:count] for rule in rules))
+        found = draw(logits[:count], uniforms[:count], *(rule[:count] for rule in rules), rows_at_once=4)
         assert torch.equal(found[0], tokens[:count]) and torch.equal(found[1], logprobs[:count])

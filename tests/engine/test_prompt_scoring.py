@@ -11,9 +11,10 @@ import torch
 from engine_data import LORA, job, train
 from transformers import Qwen3ForCausalLM
 
-from mint.engine.model import unembedding
+from mint.engine import target_logprobs
+from mint.engine.cpu.operations import CpuOperations
 from mint.engine.protocol import SampleResult
-from mint.engine.sampling.choice import choose, draw_many
+from mint.engine.sampling.draw import choose, draw_many
 from mint.engine.torch_engine import TorchEngine
 
 Model = tuple[Path, Qwen3ForCausalLM]
@@ -22,8 +23,8 @@ PROMPT = np.random.default_rng(1).integers(0, 97, 40)
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unembedding, "MIN_CHUNK_ROWS", 16)
-    monkeypatch.setattr(unembedding, "CHUNK_ENTRIES", 97 * 17)
+    monkeypatch.setattr(target_logprobs, "MIN_CHUNK_ROWS", 16)
+    monkeypatch.setattr(CpuOperations, "logits_at_once", 97 * 17)
 
 
 def _table(model: Qwen3ForCausalLM, tokens: np.ndarray) -> np.ndarray:

@@ -10,22 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoders import open_decoder
 from engine_data import job, train
 from small_models import write_model
 
+from mint.engine.cpu import recorded_step
+from mint.engine.cpu.attention import NativeDecodeAttention
 from mint.engine.cpu.build import COMPILERS
-from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.cpu.recorded_step import RECORDED_BYTES, SPARE_CELLS, RecordedStep
+from mint.engine.cpu.operations import NativeOperations
+from mint.engine.cpu.panels import PanelMatrix
+from mint.engine.cpu.recorded_step import RECORDED_BYTES, SPARE_CELLS, NativeSteps, RecordedStep
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import CHUNK
-from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec, SampleJob, SampleResult, StopRule
-from mint.engine.sampling import sampler as sampler_module
-from mint.engine.sampling.decode_step import DecodeStep, EagerStep, open_step
+from mint.engine.sampling.decode_step import DecodeStep, EagerStep
 from mint.engine.sampling.kv_cache import KvCells
 from mint.engine.torch_engine import TorchEngine
-from mint.models.folder import ModelFolder
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 
@@ -43,11 +44,6 @@ ROWS, COLUMNS = 37, 2
 
 
 @pytest.fixture(scope="module")
-def kernels(native_folder: Path) -> NativeKernels:
-    return NativeKernels(native_folder)
-
-
-@pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tied model, one that is not and has biases, and a mixture of experts."""
     found = {family: tmp_path_factory.mktemp(family) for family in ("qwen3", "qwen2", "qwen3_moe")}
@@ -57,13 +53,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def _decoder(folder: Path, kernels: NativeKernels, dtype: torch.dtype) -> Decoder:
-    model = ModelFolder(folder)
-    config = read_decoder_config(model.config)
-    decoder = Decoder(config, model.tensors(), dtype=dtype, device=CPU, kernels=kernels)
-    if not decoder.runs_natively([LoraRows(0, 1, None)]):
+def _decoder(folder: Path, native_folder: Path, dtype: torch.dtype) -> Decoder:
+    decoder = open_decoder(folder, dtype, native=native_folder)
+    if not all(isinstance(matrix, PanelMatrix) for matrix in decoder.weights.matrices.values()):
         pytest.skip("this processor lacks the kernels' instructions")
     return decoder
+
+
+def _steps(decoder: Decoder, cells: KvCells) -> NativeSteps:
+    assert isinstance(decoder.operations, NativeOperations)
+    return NativeSteps(decoder, decoder.operations, cells)
 
 
 def _lora(decoder: Decoder, seed: int, **changes: bool) -> LoraWeights:
@@ -93,13 +92,18 @@ class _Batch:
             if self.step is None or not self.step.fits(positions):
                 self.width = max(self.width, int(positions.max()) // CHUNK + 1)
                 table = self.table[:, : self.width]
-                arguments = (self.decoder, self.cells, table, table[:, 0], positions, self.loras)
                 if self.recorded:
-                    self.step = open_step(*arguments, earlier=self.step)
+                    steps = _steps(self.decoder, self.cells)
+                    self.step = steps.open(table, table[:, 0], positions, self.loras, earlier=self.step)
                     assert isinstance(self.step, RecordedStep)
                 else:
-                    self.step = EagerStep(*arguments)
+                    self.step = self._eager(np.ascontiguousarray(table), positions)
             return self.step.run(tokens, positions).clone()
+
+    def _eager(self, table: np.ndarray, positions: np.ndarray) -> EagerStep:
+        assert isinstance(self.decoder.operations, NativeOperations)
+        attention = NativeDecodeAttention(self.decoder.operations.kernels, self.cells, table, positions.copy())
+        return EagerStep(self.decoder, attention, self.loras)
 
 
 def _runs(decoder: Decoder, kind: str) -> list[LoraRows]:
@@ -117,10 +121,10 @@ def _runs(decoder: Decoder, kind: str) -> list[LoraRows]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
 def test_a_recorded_step_gives_the_bits_of_the_forward_over_cell_boundaries(
-    folders: dict[str, Path], kernels: NativeKernels, family: str, dtype: torch.dtype, kind: str, threads: int
+    folders: dict[str, Path], native_folder: Path, family: str, dtype: torch.dtype, kind: str, threads: int
 ) -> None:
     torch.set_num_threads(threads)
-    decoder = _decoder(folders[family], kernels, dtype)
+    decoder = _decoder(folders[family], native_folder, dtype)
     loras = _runs(decoder, kind)
     eager, recorded = (_Batch(decoder, loras, recorded=own) for own in (False, True))
     rng = np.random.default_rng(1)
@@ -136,9 +140,9 @@ def test_a_recorded_step_gives_the_bits_of_the_forward_over_cell_boundaries(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_follows_a_lora_that_changes_under_it(
-    folders: dict[str, Path], kernels: NativeKernels, dtype: torch.dtype
+    folders: dict[str, Path], native_folder: Path, dtype: torch.dtype
 ) -> None:
-    decoder = _decoder(folders["qwen3"], kernels, dtype)
+    decoder = _decoder(folders["qwen3"], native_folder, dtype)
     loras = _runs(decoder, "one")
     eager, recorded = (_Batch(decoder, loras, recorded=own) for own in (False, True))
     tokens, positions = np.arange(ROWS), np.arange(ROWS)
@@ -151,9 +155,9 @@ def test_a_step_follows_a_lora_that_changes_under_it(
 
 
 def test_a_step_of_more_cells_than_it_left_room_for_is_recorded_again(
-    folders: dict[str, Path], kernels: NativeKernels
+    folders: dict[str, Path], native_folder: Path
 ) -> None:
-    decoder = _decoder(folders["qwen3"], kernels, torch.float32)
+    decoder = _decoder(folders["qwen3"], native_folder, torch.float32)
     eager, recorded = (_Batch(decoder, _runs(decoder, "base"), recorded=own) for own in (False, True))
     steps = []
     for spare in (0, SPARE_CELLS, SPARE_CELLS + 1):
@@ -166,9 +170,9 @@ def test_a_step_of_more_cells_than_it_left_room_for_is_recorded_again(
 
 @pytest.mark.parametrize(("tokens", "positions"), [(96, 0), (-1, 0), (0, 512)])
 def test_what_the_model_does_not_have_is_refused_at_every_step(
-    folders: dict[str, Path], kernels: NativeKernels, tokens: int, positions: int
+    folders: dict[str, Path], native_folder: Path, tokens: int, positions: int
 ) -> None:
-    decoder = _decoder(folders["qwen3"], kernels, torch.float32)
+    decoder = _decoder(folders["qwen3"], native_folder, torch.float32)
     step, places = _Batch(decoder, _runs(decoder, "base"), recorded=True), np.full(ROWS, 500)
     step.run(np.zeros(ROWS, np.int64), places)
     places[5] = positions or 500
@@ -176,24 +180,22 @@ def test_what_the_model_does_not_have_is_refused_at_every_step(
         step.run(np.where(np.arange(ROWS) == 5, tokens, 0), places)
 
 
-def test_what_no_kernel_computes_is_not_recorded(tmp_path: Path, kernels: NativeKernels) -> None:
+def test_what_no_kernel_computes_is_not_recorded(tmp_path: Path, native_folder: Path) -> None:
     write_model(tmp_path, "tied", **ODD)
-    model = ModelFolder(tmp_path)
-    decoder = Decoder(
-        read_decoder_config(model.config), model.tensors(), dtype=torch.bfloat16, device=CPU, kernels=kernels
-    )
+    decoder = open_decoder(tmp_path, torch.bfloat16, native=native_folder)
     cells = KvCells(decoder.config, decoder.dtype, CPU, 1 << 20)
     table, zeros = np.zeros((2, 1), np.int64), np.zeros(2, np.int64)
-    assert isinstance(open_step(decoder, cells, table, table[:, 0], zeros, [LoraRows(0, 2, None)]), EagerStep)
+    assert isinstance(_steps(decoder, cells).open(table, table[:, 0], zeros, [LoraRows(0, 2, None)]), EagerStep)
 
 
-def test_a_step_too_large_to_be_kept_is_not_recorded(folders: dict[str, Path], kernels: NativeKernels) -> None:
-    decoder = _decoder(folders["qwen3"], kernels, torch.float32)
-    rows = RECORDED_BYTES // decoder.bytes_between(1)
+def test_a_step_too_large_to_be_kept_is_not_recorded(folders: dict[str, Path], native_folder: Path) -> None:
+    decoder = _decoder(folders["qwen3"], native_folder, torch.float32)
+    sites = [*decoder.weights.matrices.values(), decoder.weights.unembedding]
+    rows = RECORDED_BYTES // (4 * sum(matrix.inputs + 2 * matrix.outputs for matrix in sites))
     cells = KvCells(decoder.config, decoder.dtype, CPU, 1 << 20)
     for count, kind in ((rows, RecordedStep), (rows + 1, EagerStep)):
         table, zeros = np.zeros((count, 1), np.int64), np.zeros(count, np.int64)
-        assert isinstance(open_step(decoder, cells, table, table[:, 0], zeros, [LoraRows(0, count, None)]), kind)
+        assert isinstance(_steps(decoder, cells).open(table, table[:, 0], zeros, [LoraRows(0, count, None)]), kind)
 
 
 # --- in the sampler ---
@@ -238,11 +240,13 @@ def test_jobs_that_come_and_go_get_what_they_get_alone_and_unrecorded(
     torch.set_num_threads(threads)
     opened: list[DecodeStep] = []
 
-    def watched(*arguments: Any, **others: Any) -> DecodeStep:
-        opened.append(open_step(*arguments, **others))
+    plain = NativeSteps.open
+
+    def watched(self: NativeSteps, *arguments: Any, **others: Any) -> DecodeStep:
+        opened.append(plain(self, *arguments, **others))
         return opened[-1]
 
-    monkeypatch.setattr(sampler_module, "open_step", watched)
+    monkeypatch.setattr(NativeSteps, "open", watched)
     batch, jobs, results = engine.open_batch(), _jobs(), {}
     for index, own in enumerate(jobs):
         batch.add(str(index), own)
@@ -252,7 +256,7 @@ def test_jobs_that_come_and_go_get_what_they_get_alone_and_unrecorded(
         results |= batch.step()
     assert opened and all(isinstance(step, RecordedStep) for step in opened)
     torch.set_num_threads(1)
-    monkeypatch.setattr(Decoder, "runs_natively", lambda *_: False)
+    monkeypatch.setattr(recorded_step, "RECORDED_BYTES", 0)
     opened.clear()
     for index, own in enumerate(jobs):
         assert _same(results[str(index)], engine.sample([own])[0])

@@ -12,9 +12,9 @@ from engine_data import CROSS_ENTROPY, LORA, datum, random_data, train
 from torch.func import functional_call
 from transformers import Qwen3ForCausalLM
 
-from mint.engine import packing
+from mint.engine import packing, target_logprobs
 from mint.engine import training_pass as training
-from mint.engine.model import unembedding
+from mint.engine.cpu.operations import CpuOperations
 from mint.engine.packing import pack
 from mint.engine.protocol import LORA_ALPHA, LoraSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
@@ -91,8 +91,8 @@ def test_logprobs_loss_and_gradient_equal_those_of_transformers_in_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if chunked:
-        monkeypatch.setattr(unembedding, "MIN_CHUNK_ROWS", 16)
-        monkeypatch.setattr(unembedding, "CHUNK_ENTRIES", 97 * 20)
+        monkeypatch.setattr(target_logprobs, "MIN_CHUNK_ROWS", 16)
+        monkeypatch.setattr(CpuOperations, "logits_at_once", 97 * 20)
     stored: Model = request.getfixturevalue(shape)
     engine = TorchEngine(dtype="float32", threads=1, device="cpu")
     engine.load_base("base", str(stored[0]))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, job, random_data, train
 
-from mint.engine import packing
+from mint.engine import packing, target_logprobs
 from mint.engine import training_pass as training
-from mint.engine.model import unembedding
+from mint.engine.cpu.operations import CpuOperations
 from mint.engine.protocol import LOSSES, ModelState, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError
@@ -104,8 +104,8 @@ def test_the_gradient_at_a_temperature_is_the_slope_of_the_loss(
     model: TorchEngine, loss: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chunked:
-        monkeypatch.setattr(unembedding, "MIN_CHUNK_ROWS", 16)
-        monkeypatch.setattr(unembedding, "CHUNK_ENTRIES", 97 * 20)
+        monkeypatch.setattr(target_logprobs, "MIN_CHUNK_ROWS", 16)
+        monkeypatch.setattr(CpuOperations, "logits_at_once", 97 * 20)
     own, wide = model._models["m"], {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
     config = {"temperature": 0.7, **{key: wide[key] for key in wide if key in LOSSES[loss].config}}
     data = random_data(9, policy=True)

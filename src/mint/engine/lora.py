@@ -40,6 +40,14 @@ class SiteWeights:
     a: Tensor
     bs: tuple[Tensor, ...]
 
+    def parts(self) -> list[tuple[slice, slice, Tensor]]:
+        """For each layer: where it lies among the S·r ranks, where among the outputs, and its b."""
+        rank, start, parts = len(self.a) // len(self.bs), 0, []
+        for index, b in enumerate(self.bs):
+            parts.append((slice(index * rank, (index + 1) * rank), slice(start, start + b.shape[0]), b))
+            start += b.shape[0]
+        return parts
+
 
 def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
     """The sites that `lora` trains, in the order of their storage."""

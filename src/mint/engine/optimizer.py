@@ -31,20 +31,20 @@ class AdamState:
 
 @torch.no_grad()
 def step_adam(
-    weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec, *, fused: bool | None = None
+    weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec, *, fused: bool = False
 ) -> dict[str, float]:
     """Updates `weights` and `state` in place and clears `gradient`; returns what happened.
 
     A step whose gradient, moments or weights would not be finite changes nothing but clears the gradient, and is
-    reported as `skipped_nonfinite`. `grad_norm` is always that before clipping. `fused` None: on a GPU, whose results
-    are waited for twice, for the norm and for what became of the step.
+    reported as `skipped_nonfinite`. `grad_norm` is always that before clipping. `fused` runs torch's fused kernel, as a
+    GPU should. The host waits for a GPU twice: for the norm, and for the outcome of the step.
     """
     norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
     update_norm, skipped = 0.0, True
     if math.isfinite(norm):
         if 0 < adam.grad_clip_norm < norm:
             gradient.mul_(adam.grad_clip_norm / (norm + 1e-6))  # the 1e-6 is torch's
-        advance = _advance_fused if (weights.is_cuda if fused is None else fused) else _advance
+        advance = _advance_fused if fused else _advance
         updated, moved = advance(weights, gradient, state, adam)
         finite = [tensor.isfinite().all() for tensor in (updated, moved.exp_avg_sq, moved.exp_avg)]
         distance = torch.linalg.vector_norm(updated - weights, dtype=torch.float64)

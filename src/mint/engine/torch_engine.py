@@ -7,7 +7,6 @@ nothing of tenants, journals or HTTP.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.activation_memory import rows_at_once
 from mint.engine.cpu.build import NativeBuild
-from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.cuda.step import StepGraphs
+from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights
+from mint.engine.memory_budget import rows_at_once
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.optimizer import AdamState, step_adam
@@ -39,15 +37,13 @@ from mint.engine.protocol import (
     TrainDatum,
     sample_together,
 )
-from mint.engine.sampling.batch import Batch
 from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.multi_base_batch import MultiBaseBatch
 from mint.engine.sampling.prefix_cache import PrefixCache
-from mint.engine.sampling.sampler import Memory
+from mint.engine.sampling.sampler import SamplerMemory
 from mint.engine.training_pass import run_pass
-from mint.errors import CheckpointError, MissingExtraError, NotFoundError
+from mint.errors import CheckpointError, NotFoundError
 from mint.models.folder import ModelFolder
-
-log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -96,19 +92,15 @@ class TorchEngine:
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
         """
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._dtype = dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
-        if self._device.type == "cuda":
-            # Loras' products keep 10 bits of each factor beside base products that keep 7; in float32 all 23.
-            torch.set_float32_matmul_precision("high" if self._dtype == "bfloat16" else "highest")
+        self._device = Device(device, native, gpu_kernels=gpu_kernels)
+        self._dtype = self._device.default_dtype if dtype is None else _DTYPES[dtype]
         if threads is not None:
             torch.set_num_threads(threads)
-        self._recompute, self._gpu_kernels = recompute, gpu_kernels
-        self._kernels = None if native is None or self._device.type != "cpu" else _native_kernels(native)
+        self._recompute = recompute
         self._bases: dict[str, tuple[Decoder, BaseInfo]] = {}
         self._models: dict[str, _Model] = {}
         self._published: dict[str, _Published] = {}
-        self._memories: dict[str, Memory] = {}
+        self._memories: dict[str, SamplerMemory] = {}
         self._kv_cache_bytes, self._prefix_cache_bytes = kv_cache_bytes, prefix_cache_bytes
 
     def load_base(self, name: str, path: str) -> BaseInfo:
@@ -122,23 +114,17 @@ class TorchEngine:
             return self._bases[name][1]
         folder = ModelFolder(Path(path))
         config = read_decoder_config(folder.config)
-        decoder = Decoder(
-            config,
-            folder.tensors(),
-            dtype=_DTYPES[self._dtype],
-            device=self._device,
-            kernels=self._kernels,
-            gpu_kernels=self._gpu_kernels,
-        )
+        operations = self._device.operations(config, self._dtype)
+        decoder = Decoder(config, folder.tensors(), operations)
         settings = {
             "engine": "torch",
-            "attention": _kind_of_attention(decoder),
+            "attention": operations.attention_name,
             "torch": torch.__version__,
-            "dtype": self._dtype,
+            "dtype": str(self._dtype).removeprefix("torch."),
             "unembedding_dtype": "float32",
-            "device": str(self._device),
+            "device": str(self._device.torch),
             "threads": torch.get_num_threads(),
-            "micro_batch_rows": rows_at_once(config, _DTYPES[self._dtype], self._device),
+            "micro_batch_rows": rows_at_once(config, operations),
             "recompute": {None: "long sequences", True: "always", False: "never"}[self._recompute],
             "path": path,
         }
@@ -150,7 +136,7 @@ class TorchEngine:
     def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
         """A new lora with fresh optimizer; returns the settings that took effect."""
         decoder, info = self._base(base)
-        weights = LoraWeights(decoder.config, lora, self._device)
+        weights = LoraWeights(decoder.config, lora, decoder.device)
         weights.initialise(lora.seed)
         gradient = weights.enable_gradient()
         self._models[model_id] = _Model(base, weights, gradient, AdamState.fresh(weights.flat))
@@ -194,7 +180,7 @@ class TorchEngine:
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
         """Applies and clears the gradient; `tokens` counts the tokens it was made of."""
         model = self._model(model_id)
-        metrics = step_adam(model.weights.flat, model.gradient, model.adam, adam)
+        metrics = step_adam(model.weights.flat, model.gradient, model.adam, adam, fused=self._device.is_gpu)
         metrics["tokens"] = float(model.tokens)
         model.tokens = 0
         return metrics
@@ -244,7 +230,7 @@ class TorchEngine:
         Raises:
             CheckpointError: names or shapes do not fit the base and `lora`.
         """
-        loaded = LoraWeights(self._base(base)[0].config, lora, self._device)
+        loaded = LoraWeights(self._base(base)[0].config, lora, self._device.torch)
         loaded.flat.copy_(loaded.assemble(weights, f"the weights {weights_id}"))
         self._add_published(weights_id, _Published(base, loaded))
 
@@ -254,9 +240,9 @@ class TorchEngine:
         if published is not None and published.base in self._memories:
             self._memories[published.base].prefixes.close(published.weights)
 
-    def open_batch(self) -> Batch:
+    def open_batch(self) -> MultiBaseBatch:
         """An empty batch; training between two steps changes nothing in it."""
-        return Batch(lambda job: (self._base(job.base)[0], self._memory(job.base), self._lora(job)))
+        return MultiBaseBatch(lambda job: (self._base(job.base)[0], self._memory(job.base), self._lora(job)))
 
     def sampling_counters(self) -> dict[str, int]:
         """Totals since the start over all bases: prompt tokens `prefilled` and `reused`, tokens `sampled`, `steps`, and
@@ -293,16 +279,16 @@ class TorchEngine:
             raise NotFoundError("is not loaded", field="base_model", value=name)
         return self._bases[name]
 
-    def _memory(self, base: str) -> Memory:
+    def _memory(self, base: str) -> SamplerMemory:
         if base not in self._memories:
             decoder, _ = self._base(base)
-            cells = KvCells(decoder.config, decoder.dtype, self._device, self._kv_cache_bytes)
+            cells = KvCells(decoder.config, decoder.dtype, decoder.device, self._kv_cache_bytes)
             prefixes = PrefixCache(cells, min(self._prefix_cache_bytes, self._kv_cache_bytes // 2))
             for published in self._published.values():
                 if published.base == base:
                     prefixes.open(published.weights)
-            graphs = _step_graphs(decoder, cells) if self._gpu_kernels else None
-            self._memories[base] = Memory(cells, prefixes, graphs)
+            steps, draw = self._device.decode_steps(decoder, cells), self._device.draw(decoder.operations)
+            self._memories[base] = SamplerMemory(cells, prefixes, steps, draw)
         return self._memories[base]
 
     def _add_published(self, weights_id: str, published: _Published) -> None:
@@ -323,33 +309,3 @@ class TorchEngine:
         if published is None or published.base != job.base:
             raise NotFoundError(f"are no published weights of {job.base}", field="weights_id", value=job.weights_id)
         return published.weights
-
-
-def _kind_of_attention(decoder: Decoder) -> str:
-    if decoder.flexes:
-        return "flex"
-    return "torch" if decoder.kernels is None else "native"
-
-
-def _step_graphs(decoder: Decoder, cells: KvCells) -> StepGraphs | None:
-    """CUDA graphs of decoding steps, or None where they cannot be had."""
-    if decoder.device.type != "cuda" or decoder.config.experts is not None:
-        return None
-    try:
-        # Imports Triton, which only CUDA builds of torch bring with them.
-        from mint.engine.cuda.kernels import TritonKernels
-    except ModuleNotFoundError as error:
-        log.warning("decoding without CUDA graphs, which is several times slower: %s. Install triton", error)
-        return None
-    return StepGraphs(decoder, cells, TritonKernels())
-
-
-def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:
-    """The kernels, or None where they cannot be had and need not be."""
-    try:
-        return NativeKernels(native)
-    except MissingExtraError as error:
-        if isinstance(native, Path) or native.required:
-            raise
-        log.warning("computing with torch's kernels alone, which are slower on a CPU: %s", error)
-        return None

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.activation_memory import ran_out, rows_at_once
-from mint.engine.device_arrays import upload
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
+from mint.engine.memory_budget import is_out_of_memory, rows_at_once
+from mint.engine.model.autograd import backward
 from mint.engine.model.decoder import Decoder
-from mint.engine.model.functions import backward
-from mint.engine.model.unembedding import TargetLogprobs
 from mint.engine.packing import MicroBatch, pack
 from mint.engine.protocol import LossSpec, PassResult, TrainDatum
+from mint.engine.target_logprobs import TargetLogprobs
+from mint.engine.upload import upload
 from mint.errors import RequestFailedError
 
 log = logging.getLogger(__name__)
@@ -64,14 +64,13 @@ def run_pass(
         RequestFailedError: memory does not suffice for one sequence alone; nothing is added to `gradient`.
     """
     before = None if gradient is None else gradient.clone()
-    attempt = _Attempt(rows_at_once(decoder.config, decoder.dtype, decoder.device), recompute)
+    attempt = _Attempt(rows_at_once(decoder.config, decoder.operations), recompute)
     retries = 0
     while (result := _try(decoder, lora, data, loss, attempt, with_gradient=gradient is not None)) is None:
         # Out of the except clause, whose error would keep the activations alive.
         if gradient is not None and before is not None:
             gradient.copy_(before)
-        if decoder.device.type == "cuda":
-            torch.cuda.empty_cache()
+        decoder.operations.release_memory()
         retries += 1
         smaller = _smaller(attempt, data, with_gradient=gradient is not None)
         if smaller is None:
@@ -114,7 +113,7 @@ def _try(
             recompute = len(batch.tokens) > attempt.rows if attempt.recompute is None else attempt.recompute
             found |= _run(decoder, lora, data, batch, loss, gradient=with_gradient, recompute=recompute)
     except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
         return None
     ordered = [found[index] for index in range(len(data))]

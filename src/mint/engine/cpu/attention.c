@@ -287,15 +287,15 @@ static void score_keys(Queries *q, int64_t p, int64_t end, const char *keys, int
 }
 
 typedef struct {
-    const Packed *p;
-    int64_t D, half;
+    const Packed *rows;
+    int64_t dim, half;
     const char *heads;
     char *out;
 } AttendPacked;
 
 /* Rows r to end of a span, with kv head k; keys of the prefix are turned already. */
 static void attend_span(const AttendPacked *in, Queries *q, int64_t r, int64_t end, int64_t k, const float *prefix) {
-    const Packed *p = in->p;
+    const Packed *p = in->rows;
     const int64_t size = q->half ? 2 : 4, groups = p->query_heads / p->kv_heads, wide = p->total_heads * q->dim;
     const int64_t before = p->prefix_count[r], own = p->own[r];
     const char *keys = in->heads + (p->query_heads + k) * q->dim * size, *values = keys + p->kv_heads * q->dim * size;
@@ -322,10 +322,10 @@ static void attend_span(const AttendPacked *in, Queries *q, int64_t r, int64_t e
 
 /* out [rows, K*G*D] of heads [T, H, D], for rows `first` to `last`. */
 int attend_packed(const AttendPacked *in, int64_t first, int64_t last) {
-    const Packed *p = in->p;
-    const int64_t size = in->half ? 2 : 4, wide = p->total_heads * in->D;
+    const Packed *p = in->rows;
+    const int64_t size = in->half ? 2 : 4, wide = p->total_heads * in->dim;
     Queries q;
-    int code = open_queries(&q, in->D, in->half, p->longest, QUERIES, p->longest + LANES);
+    int code = open_queries(&q, in->dim, in->half, p->longest, QUERIES, p->longest + LANES);
     if (code) return code;
     const int64_t room = (p->longest + LANES) * q.words;
     float *prefix = malloc(sizeof(float) * room * p->kv_heads);
@@ -339,7 +339,7 @@ int attend_packed(const AttendPacked *in, int64_t first, int64_t last) {
                                    p->prefix_count[r] != p->prefix_count[turned]))
             turned = r;
         for (int64_t k = 0; k < p->kv_heads; k++) {
-            const char *keys = in->heads + (p->prefix[r] * wide + (p->query_heads + k) * in->D) * size;
+            const char *keys = in->heads + (p->prefix[r] * wide + (p->query_heads + k) * in->dim) * size;
             if (turned == r) turn_keys(&q, keys, wide, p->prefix_count[r], prefix + k * room);
             attend_span(in, &q, r, end, k, prefix + k * room);
         }
@@ -355,8 +355,8 @@ typedef struct {
 } Decode;
 
 typedef struct {
-    const Decode *p;
-    int64_t D, half;
+    const Decode *rows;
+    int64_t dim, half;
     const char *heads, *keys, *values;
     char *out;
 } AttendCells;
@@ -386,7 +386,7 @@ static int64_t find_shared(const Decode *p, int64_t r, int64_t end, Shared *foun
 /* Queries `start` to `stop` of the rows from r on, with kv head k. */
 static void attend_rows(const AttendCells *in, Queries *q, int64_t r, int64_t start, int64_t stop, int64_t k,
                         const Shared *shared, int64_t shared_count) {
-    const Decode *p = in->p;
+    const Decode *p = in->rows;
     const int64_t size = q->half ? 2 : 4, groups = p->query_heads / p->kv_heads, wide = p->total_heads * q->dim;
     const int64_t stride = p->side * q->dim, cell = p->kv_heads * p->chunk * q->dim, count = stop - start;
     const int64_t place = (k / p->side) * p->chunk * stride + (k % p->side) * q->dim;
@@ -422,13 +422,13 @@ static void attend_rows(const AttendCells *in, Queries *q, int64_t r, int64_t st
 /* out [rows, K*G*D] of heads [rows, H, D] over keys and values [N, K / side, chunk, side * D], for rows `first` to
    `last`. Neighbours with the same cells are computed together. */
 int attend_cells(const AttendCells *in, int64_t first, int64_t last) {
-    const Decode *p = in->p;
+    const Decode *p = in->rows;
     const int64_t groups = p->query_heads / p->kv_heads;
     Queries q;
     int64_t most = KEPT / (p->longest + LANES);
     most = most < MOST ? most : MOST;
     int64_t rows = most / groups > 1 ? most / groups : 1, queries = rows * groups < MOST ? rows * groups : MOST;
-    int code = open_queries(&q, in->D, in->half, p->longest, queries, p->chunk);
+    int code = open_queries(&q, in->dim, in->half, p->longest, queries, p->chunk);
     if (code) return code;
     Shared *shared = malloc(sizeof(Shared) * rows * p->columns);
     if (!shared) {

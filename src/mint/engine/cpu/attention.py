@@ -1,13 +1,14 @@
 """Attention by the native kernels: of packed rows, with its gradient, and of one new token per sequence.
 
-Stands where `packed_attention` and `decode_attention` stand, on a CPU, where the kernels are wanted. Both go through
-one kernel, query by query, so a row's bits are the same in training, prefill and decoding. Knows nothing of layers.
+Stands where `packed_attention` and `decode_attention` stand, on a CPU with kernels. Both go through one kernel, query
+by query, so a row's bits are the same in training, prefill and decoding. Knows nothing of layers.
 
 Letters: T rows · R rows of one token each · C cells of a row · H heads (K·G query, K key, K value) · D head dimension.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +18,65 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.cpu.kernels import DecodedRows, NativeKernels, PackedRows
+from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.threads import Int64
 from mint.engine.model.attention import CHUNK
-from mint.engine.model.functions import run
+from mint.engine.model.autograd import Function
 from mint.engine.packing import AttentionBlock
 from mint.engine.sampling.kv_cache import KvCells
+
+
+class PackedRows(ctypes.Structure):
+    """`Packed` in lanes.h; keeps the arrays that it points to."""
+
+    _fields_ = (
+        ("rows", Int64),
+        ("total_heads", Int64),
+        ("query_heads", Int64),
+        ("kv_heads", Int64),
+        ("longest", Int64),
+        ("row", ctypes.c_void_p),
+        ("prefix", ctypes.c_void_p),
+        ("prefix_count", ctypes.c_void_p),
+        ("own", ctypes.c_void_p),
+    )
+
+    def __init__(
+        self, query_heads: int, kv_heads: int, row: np.ndarray, prefix: np.ndarray, count: np.ndarray, own: np.ndarray
+    ) -> None:
+        """Row `row[r]` attends to `count[r]` rows from `prefix[r]` on, and from `own[r]` to itself; int64 [rows]."""
+        self.arrays = [np.ascontiguousarray(array, np.int64) for array in (row, prefix, count, own)]
+        longest = int((count + row - own + 1).max(initial=1))
+        places = (array.ctypes.data for array in self.arrays)
+        super().__init__(len(row), query_heads + 2 * kv_heads, query_heads, kv_heads, longest, *places)
+
+
+class DecodedRows(ctypes.Structure):
+    """`Decode` in attention.c; reads the arrays that it points to at every call, and keeps them."""
+
+    _fields_ = (
+        ("rows", Int64),
+        ("total_heads", Int64),
+        ("query_heads", Int64),
+        ("kv_heads", Int64),
+        ("side", Int64),
+        ("chunk", Int64),
+        ("columns", Int64),
+        ("longest", Int64),
+        ("table", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+    )
+
+    def __init__(
+        self, query_heads: int, kv_heads: int, side: int, chunk: int, table: np.ndarray, positions: np.ndarray
+    ) -> None:
+        """Row r is the token at `positions[r]` of a sequence in the cells `table[r]`, each of `chunk` keys with `side`
+        kv heads side by side; int64 [rows, columns] and [rows]."""
+        self.arrays = [np.ascontiguousarray(array, np.int64) for array in (table, positions)]
+        longest = int(positions.max(initial=0)) + 1
+        places = (array.ctypes.data for array in self.arrays)
+        heads = (query_heads + 2 * kv_heads, query_heads, kv_heads)
+        super().__init__(len(positions), *heads, side, chunk, table.shape[1], longest, *places)
 
 
 class NativePackedAttention:
@@ -36,23 +91,26 @@ class NativePackedAttention:
         self.rows = PackedRows(query_heads, kv_heads, *described[:, np.argsort(described[0])])
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """Attended values [rows, K·G·D] of `heads` [T, H, D]; every layer attends alike."""
-        return run(_Attend, heads, self)
+        """Attended values [rows, K·G·D] of `heads` [T, H, D], in float32 where there is no gradient."""
+        return _Attend.run(heads, self)
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(Function):
     """softmax(q·k / √D) · v over each row's own keys."""
+
+    @classmethod
+    @override
+    def infer(cls, heads: Tensor, plan: NativePackedAttention) -> Tensor:
+        return widen(plan.kernels, attend_packed(plan.kernels, plan.rows, heads.contiguous()))
 
     @staticmethod
     @override
     def forward(ctx: Any, heads: Tensor, plan: NativePackedAttention) -> Tensor:
         """[rows, K·G·D] from heads [T, H, D]."""
         heads = heads.contiguous()
-        out = heads.new_empty(plan.rows.rows, plan.rows.query_heads * heads.shape[2])
-        plan.kernels.attend_packed(plan.rows, heads, out)
         ctx.save_for_backward(heads)
         ctx.plan = plan
-        return out
+        return attend_packed(plan.kernels, plan.rows, heads)
 
     @staticmethod
     @override
@@ -60,19 +118,21 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient for heads."""
         (heads,) = ctx.saved_tensors
-        grads = torch.zeros(heads.shape)
-        ctx.plan.kernels.attend_packed_backward(ctx.plan.rows, heads, grad.to(heads.dtype).contiguous(), grads)
+        grads = attend_packed_backward(ctx.plan.kernels, ctx.plan.rows, heads, grad.to(heads.dtype).contiguous())
         return grads.to(heads.dtype), None
 
 
 class NativeDecodeAttention:
-    """The decoder's `Attention` for rows that stay the same, and within their cells; `begin_step` before each step."""
+    """`StepAttention` for rows that stay the same, each within its cells.
+
+    Table and positions are read where they lie at every call, so they may change under a recorded step.
+    """
 
     def __init__(self, kernels: NativeKernels, cells: KvCells, table: np.ndarray, positions: np.ndarray) -> None:
-        """`table` [R, C] has the cells of each row in order."""
-        self._kernels, self._cells, self._table = kernels, cells, table
+        """Row r is at `positions[r]` in the cells `table[r]`, in order; int64 [R, C] and [R], contiguous."""
+        self._kernels, self._cells, self._table, self._positions = kernels, cells, table, positions
         self._columns = positions // CHUNK
-        self.begin_step(positions)
+        self._rows = DecodedRows(cells.query_heads, cells.kv_heads, cells.side_by_side, CHUNK, table, positions)
 
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions are still within their cells."""
@@ -80,18 +140,101 @@ class NativeDecodeAttention:
 
     def begin_step(self, positions: np.ndarray) -> None:
         """The next token of each row is at `positions` [R]."""
-        cells = self._cells
-        self._places = cells.places(self._table[np.arange(len(positions)), self._columns], positions)
-        heads = (cells.query_heads, cells.kv_heads)
-        self._rows = DecodedRows(*heads, cells.side_by_side, CHUNK, self._table, positions)
+        self._positions[:] = positions
+        self.reserve(int(positions.max()) + 1)
+
+    def reserve(self, keys: int) -> None:
+        """Prepares for rows of up to so many keys."""
+        self._rows.longest = keys
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """Attended values [R, K·G·D] of `heads` [R, H, D], whose keys and values are stored."""
+        """Attended values [R, K·G·D] in float32 of `heads` [R, H, D], whose keys and values are stored."""
         heads = heads.contiguous()
-        self._cells.write(layer, heads, self._places)
-        out = heads.new_empty(len(heads), self._cells.query_heads * heads.shape[2])
-        self._kernels.attend_cells(self._rows, heads, *self._cells.planes(layer), out)
-        return out
+        store(self._kernels, self._cells, layer, heads, self._table, self._positions)
+        return widen(self._kernels, attend_cells(self._kernels, self._rows, heads, *self._cells.planes(layer)))
+
+
+def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor) -> Tensor:
+    """Attended values [rows, K·G·D] of heads [T, H, D], both in one dtype."""
+    out = heads.new_empty(rows.rows, rows.query_heads * heads.shape[2])
+    kernels.threads.run(
+        kernels.library("attention").attend_packed,
+        rows.rows,
+        rows.rows * rows.longest * rows.query_heads,
+        rows=rows,
+        dim=heads.shape[2],
+        half=heads.dtype == torch.bfloat16,
+        heads=heads,
+        out=out,
+    )
+    return out
+
+
+def attend_packed_backward(kernels: NativeKernels, rows: PackedRows, heads: Tensor, grad: Tensor) -> Tensor:
+    """The gradient for heads [T, H, D], in float32, from grad [rows, K·G·D] in the dtype of heads."""
+    grads = torch.zeros(heads.shape)
+    kernels.threads.run(
+        kernels.library("gradients").attend_packed_backward,
+        rows.kv_heads,
+        rows.rows * rows.longest * rows.query_heads,
+        rows=rows,
+        dim=heads.shape[2],
+        half=heads.dtype == torch.bfloat16,
+        heads=heads,
+        grad_out=grad,
+        grads=grads,
+    )
+    return grads
+
+
+def attend_cells(kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attended values [rows, K·G·D] of heads [rows, H, D] over `keys` and `values` in cells."""
+    out = heads.new_empty(len(heads), rows.query_heads * heads.shape[2])
+    kernels.threads.run(
+        kernels.library("attention").attend_cells,
+        rows.rows,
+        rows.rows * rows.longest * rows.query_heads,
+        rows=rows,
+        dim=heads.shape[2],
+        half=heads.dtype == torch.bfloat16,
+        heads=heads,
+        keys=keys,
+        values=values,
+        out=out,
+    )
+    return out
+
+
+def store(
+    kernels: NativeKernels, cells: KvCells, layer: int, heads: Tensor, table: np.ndarray, positions: np.ndarray
+) -> None:
+    """Stores the key and value heads of heads [R, H, D] at `positions` int64 [R] of the rows' cells, int64 [R, C]."""
+    keys, values = cells.planes(layer)
+    kernels.threads.run(
+        kernels.library("moves").write_cells,
+        len(heads),
+        heads.numel(),
+        table=table,
+        positions=positions,
+        columns=table.shape[1],
+        chunk=CHUNK,
+        query_heads=cells.query_heads,
+        kv_heads=cells.kv_heads,
+        side=cells.side_by_side,
+        bytes=heads.shape[2] * heads.element_size(),
+        heads=heads,
+        keys=keys,
+        values=values,
+    )
+
+
+def widen(kernels: NativeKernels, x: Tensor) -> Tensor:
+    """x [T, E] in float32; E is a multiple of 16."""
+    if x.dtype == torch.float32:
+        return x
+    out = torch.empty(x.shape)
+    kernels.threads.run(kernels.library("moves").widen_rows, len(x), x.numel(), x=x, width=x.shape[1], out=out)
+    return out
 
 
 def _describe(block: AttentionBlock) -> np.ndarray:

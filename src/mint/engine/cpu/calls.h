@@ -17,9 +17,9 @@ typedef struct {
 } Product;
 
 typedef struct {
-    const int32_t *from;
+    const int32_t *source;
     int64_t inputs, outputs;
-    int32_t *to;
+    int32_t *target;
 } Turn;
 
 typedef struct {

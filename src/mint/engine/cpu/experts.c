@@ -220,8 +220,8 @@ INLINE void turn_longs(vl *a) {
 
 /* From the panels of a bfloat16 matrix [O, I], [O / 16, I / 2, 16, 2], panels `first` to `last` of its transpose. */
 int turn_halves(const Turn *in, int64_t first, int64_t last) {
-    const uint32_t *from = (const uint32_t *)in->from;
-    uint32_t *to = (uint32_t *)in->to;
+    const uint32_t *from = (const uint32_t *)in->source;
+    uint32_t *to = (uint32_t *)in->target;
     for (int64_t p = first; p < last; p++)
         for (int64_t o = 0; o < in->outputs; o += LANES) {
             vl block[8];

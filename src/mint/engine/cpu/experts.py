@@ -1,4 +1,4 @@
-"""The functions in `experts.c`, called through ctypes: where rows go, and each expert's products with them.
+"""Where rows go in a mixture of experts, and each expert's products with its own rows, by `experts.c`.
 
 Knows layouts and how work is split over threads; knows nothing of layers, loras' names or autograd.
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mint.engine.cpu.kernels import LANES, NativeKernels
+from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.cpu.threads import Int64, address
 from mint.engine.lora import SiteWeights
 from mint.engine.model.config import ExpertsConfig
-from mint.engine.model.linear import FrozenMatrix
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,13 @@ class Routing:
 
 
 class ExpertMatrices:
-    """One matrix [O, I] of each expert, all in panels."""
+    """One matrix [O, I] of each expert, all of one shape and dtype."""
 
-    def __init__(self, matrices: Sequence[FrozenMatrix]) -> None:
-        """Of one shape and dtype; see `in_panels`."""
-        self.panels = [own for own in (matrix.panels for matrix in matrices) if own is not None]
+    def __init__(self, matrices: Sequence[PanelMatrix]) -> None:
+        self.panels = [matrix.panels for matrix in matrices]
         self.outputs, self.inputs = matrices[0].outputs, matrices[0].inputs
+        self.dtype = self.panels[0].dtype
         self.places = (ctypes.c_void_p * len(self.panels))(*(own.data_ptr() for own in self.panels))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.panels[0].dtype
-
-
-def in_panels(matrices: Sequence[FrozenMatrix]) -> bool:
-    """Whether kernels multiply with all of them."""
-    return all(matrix.panels is not None for matrix in matrices)
 
 
 @dataclass(frozen=True)
@@ -71,8 +61,12 @@ class _Lora(ctypes.Structure):
     """`Lora` in experts.c."""
 
     _fields_ = (
-        *(("stop", Int64), ("a", ctypes.c_void_p), ("bs", ctypes.c_void_p * 2)),
-        *(("stride", Int64), ("rank", Int64), ("scale", ctypes.c_double)),
+        ("stop", Int64),
+        ("a", ctypes.c_void_p),
+        ("bs", ctypes.c_void_p * 2),
+        ("stride", Int64),
+        ("rank", Int64),
+        ("scale", ctypes.c_double),
     )
 
 
@@ -80,76 +74,138 @@ class NativeExperts:
     """The compiled functions. Their results do not depend on the number of rows or threads."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        """Beside `kernels`, whose threads they share."""
-        self._library, self._threads = kernels.load("experts"), kernels.threads
-        products = kernels.load("products")
-        loras = kernels.load("loras")
+        self._library, self._threads = kernels.library("experts"), kernels.threads
+        products, loras = kernels.library("products"), kernels.library("loras")
         self._add_lora, self._lora_gradient = address(loras.add_lora), address(loras.lora_gradient)
-        self._products = {
-            torch.float32: (address(products.product_floats), address(products.turn_floats)),
-            torch.bfloat16: (address(products.product_halves), address(self._library.turn_halves)),
+        self._product = {
+            torch.float32: address(products.product_floats),
+            torch.bfloat16: address(products.product_halves),
+        }
+        self._transpose = {
+            torch.float32: address(products.turn_floats),
+            torch.bfloat16: address(self._library.turn_halves),
         }
 
     def route(self, scores: Tensor, config: ExpertsConfig) -> Routing:
         """Where rows with these scores [T, N] go."""
         (count, experts), per_token = scores.shape, config.per_token
-        shares, pairs = scores.new_empty(count, per_token), count * per_token
-        chosen, places = (torch.empty(count, per_token, dtype=torch.int64) for _ in range(2))
-        order, borders = (torch.empty(size, dtype=torch.int64) for size in (pairs, experts + 1))
+        pairs = count * per_token
+        shares = scores.new_empty(count, per_token)
+        chosen = torch.empty(count, per_token, dtype=torch.int64)
         self._threads.run(
-            self._library.route_rows, count, *(scores, experts, per_token, config.norm_topk_prob, shares, chosen),
-            work=pairs * experts,
-        )  # fmt: skip
-        self._threads.run(self._library.sort_pairs, 1, *(chosen, pairs, experts, order, places, borders), work=0)
+            self._library.route_rows,
+            count,
+            pairs * experts,
+            scores=scores,
+            experts=experts,
+            per_token=per_token,
+            normed=config.norm_topk_prob,
+            shares=shares,
+            chosen=chosen,
+        )
+        order = torch.empty(pairs, dtype=torch.int64)
+        places = torch.empty_like(chosen)
+        borders = torch.empty(experts + 1, dtype=torch.int64)
+        self._threads.run(
+            self._library.sort_pairs,
+            1,
+            0,
+            chosen=chosen,
+            pairs=pairs,
+            experts=experts,
+            order=order,
+            places=places,
+            borders=borders,
+        )
         return Routing(shares, chosen, order, places, borders)
 
     def gather(self, x: Tensor, routing: Routing) -> Tensor:
         """[P, E]: for each pair its row of x [T, E]."""
-        pairs, width = len(routing.order), x.shape[1]
-        out = x.new_empty(pairs, width)
-        fields = (x.contiguous(), routing.order, routing.per_token, width, out)
-        self._threads.run(self._library.gather_rows, pairs, *fields, work=out.numel())
+        out = x.new_empty(len(routing.order), x.shape[1])
+        self._threads.run(
+            self._library.gather_rows,
+            len(out),
+            out.numel(),
+            x=x.contiguous(),
+            order=routing.order,
+            per_token=routing.per_token,
+            width=x.shape[1],
+            out=out,
+        )
         return out
 
     def combine(
         self, pairs: Tensor, routing: Routing, *, shares: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """[T, E]: for each row the sum of its pairs [P, E], times `shares` [T, K], plus `residual` [T, E]."""
-        count, width = len(routing.places), pairs.shape[1]
-        out = pairs.new_empty(count, width)
-        residual = None if residual is None else residual.contiguous()
-        fields = (pairs, shares, residual, routing.places, routing.per_token, width, out)
-        self._threads.run(self._library.combine_pairs, count, *fields, work=pairs.numel())
+        out = pairs.new_empty(len(routing.places), pairs.shape[1])
+        self._threads.run(
+            self._library.combine_pairs,
+            len(out),
+            pairs.numel(),
+            pairs=pairs,
+            shares=shares,
+            residual=None if residual is None else residual.contiguous(),
+            places=routing.places,
+            per_token=routing.per_token,
+            width=pairs.shape[1],
+            out=out,
+        )
         return out
 
     def weigh(self, inner: Tensor, grad: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """The shares' gradients [T, K] and the one for `inner` [P, I], for a share that multiplies what a linear map
-        makes of it; `grad` [P, I], which is overwritten, is what the map gives back without the share."""
-        grad_shares, (pairs, width) = torch.empty_like(routing.shares), inner.shape
-        fields = (routing.order, routing.shares, inner, width, grad, grad_shares)
-        self._threads.run(self._library.weigh_pairs, pairs, *fields, work=inner.numel())
+        """The gradients for the shares [T, K] and for `inner` [P, I], where a share multiplies what a linear map makes
+        of inner. `grad` [P, I], which is overwritten, is the gradient through the map without the share."""
+        grad_shares = torch.empty_like(routing.shares)
+        self._threads.run(
+            self._library.weigh_pairs,
+            len(inner),
+            inner.numel(),
+            order=routing.order,
+            shares=routing.shares,
+            inner=inner,
+            width=inner.shape[1],
+            grad=grad,
+            grad_shares=grad_shares,
+        )
         return grad_shares, grad
 
     def multiply(self, rows: Tensor, matrices: ExpertMatrices, routing: Routing, out: Tensor | None = None) -> Tensor:
-        """`row @ weight.T` of each row's expert, float32 [P, O] from [P, I]; into `out`, if given."""
+        """`row @ matrix.T` of each row's expert, float32 [P, O] from [P, I]; into `out`, if given."""
         out = rows.new_empty(len(rows), matrices.outputs) if out is None else out
-        product, _ = self._products[matrices.dtype]
         self._threads.run(
-            self._library.multiply_experts, matrices.outputs // LANES,
-            *(product, matrices.places, routing.borders, len(matrices.panels)),
-            *(rows, matrices.inputs, matrices.outputs, out), work=rows.numel() * matrices.outputs,
-        )  # fmt: skip
+            self._library.multiply_experts,
+            matrices.outputs // LANES,
+            rows.numel() * matrices.outputs,
+            product=self._product[matrices.dtype],
+            panels=matrices.places,
+            borders=routing.borders,
+            experts=len(matrices.panels),
+            x=rows,
+            inputs=matrices.inputs,
+            outputs=matrices.outputs,
+            out=out,
+        )
         return out
 
     def multiply_transposes(self, rows: Tensor, matrices: ExpertMatrices, routing: Routing) -> Tensor:
-        """`row @ weight` of each row's expert, float32 [P, I] from [P, O]."""
+        """`row @ matrix` of each row's expert, float32 [P, I] from [P, O]."""
         out = rows.new_empty(len(rows), matrices.inputs)
         self._threads.run(
-            self._library.multiply_transposes, matrices.inputs // LANES,
-            *(*self._products[matrices.dtype], matrices.places, routing.borders, len(matrices.panels)),
-            *(matrices.dtype.itemsize, rows, matrices.inputs, matrices.outputs, out),
-            work=rows.numel() * matrices.inputs,
-        )  # fmt: skip
+            self._library.multiply_transposes,
+            matrices.inputs // LANES,
+            rows.numel() * matrices.inputs,
+            product=self._product[matrices.dtype],
+            turn=self._transpose[matrices.dtype],
+            panels=matrices.places,
+            borders=routing.borders,
+            experts=len(matrices.panels),
+            bytes=matrices.dtype.itemsize,
+            x=rows,
+            inputs=matrices.inputs,
+            outputs=matrices.outputs,
+            out=out,
+        )
         return out
 
     def add_loras(self, out: Tensor, rows: Tensor, routing: Routing, loras: Sequence[ExpertLora]) -> None:
@@ -157,30 +213,53 @@ class NativeExperts:
         sites = [lora.sites[0] for lora in loras if lora.sites is not None]
         if not sites:
             return
-        own, widths = (_Lora * len(loras))(*map(_describe, loras)), [len(b) for b in sites[0].bs]
+        widths = [len(b) for b in sites[0].bs]
         ranks = max(len(site.a) for site in sites)
         self._threads.run(
-            self._library.add_expert_loras, len(rows),
-            *(self._add_lora, own, routing.borders, routing.order, (Int64 * len(widths))(*widths)),
-            *(len(routing.borders) - 1, routing.per_token, len(widths), rows, rows.shape[1], out.shape[1], out),
-            work=len(rows) * ranks * (rows.shape[1] + out.shape[1]),
-        )  # fmt: skip
+            self._library.add_expert_loras,
+            len(rows),
+            len(rows) * ranks * (rows.shape[1] + out.shape[1]),
+            add=self._add_lora,
+            loras=(_Lora * len(loras))(*map(_describe, loras)),
+            borders=routing.borders,
+            order=routing.order,
+            widths=(Int64 * len(widths))(*widths),
+            experts=len(routing.borders) - 1,
+            per_token=routing.per_token,
+            parts=len(widths),
+            x=rows,
+            inputs=rows.shape[1],
+            outputs=out.shape[1],
+            out=out,
+        )
 
     def add_lora_gradients(
         self, grad: Tensor, rows: Tensor, routing: Routing, lora: ExpertLora, grad_rows: Tensor | None
     ) -> None:
-        """From grad [P, O] for the products of `rows` [P, I]: adds what the lora's matrices get to their `.grad`, which
-        lies as they do, and what the rows get to `grad_rows` [P, I], if there is one. No loras: nothing."""
+        """From grad [P, O] for the products of `rows` [P, I]: adds the gradients of the lora's matrices to their
+        `.grad`, which lies as they do, and that of the rows to `grad_rows` [P, I], if there is one. Without a lora:
+        nothing."""
         first = None if lora.sites is None else lora.sites[0]
         if first is None or first.a.grad is None:
             return
-        own, widths, experts = _describe(lora), [len(b) for b in first.bs], len(routing.borders) - 1
+        widths, experts = [len(b) for b in first.bs], len(routing.borders) - 1
         self._threads.run(
-            self._library.add_lora_gradients, experts,
-            *(self._lora_gradient, own, routing.borders, (Int64 * len(widths))(*widths), experts, len(widths)),
-            *(grad, rows, rows.shape[1], grad.shape[1], grad_rows, first.a.grad),
-            work=len(rows) * len(first.a) * (rows.shape[1] + grad.shape[1]),
-        )  # fmt: skip
+            self._library.add_lora_gradients,
+            experts,
+            len(rows) * len(first.a) * (rows.shape[1] + grad.shape[1]),
+            gradient=self._lora_gradient,
+            lora=_describe(lora),
+            borders=routing.borders,
+            widths=(Int64 * len(widths))(*widths),
+            experts=experts,
+            parts=len(widths),
+            grad=grad,
+            x=rows,
+            inputs=rows.shape[1],
+            outputs=grad.shape[1],
+            grad_x=grad_rows,
+            totals=first.a.grad,
+        )
 
 
 def _describe(lora: ExpertLora) -> _Lora:

@@ -186,7 +186,7 @@ static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, i
 }
 
 typedef struct {
-    const Packed *p;
+    const Packed *rows;
     int64_t dim, half;
     const char *heads, *grad_out;
     float *grads;
@@ -194,7 +194,7 @@ typedef struct {
 
 /* Adds to grads [T, H, D] (float32) what grad_out [rows, K*G*D] gives, for some kv heads. */
 int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_t last) {
-    const Packed *p = in->p;
+    const Packed *p = in->rows;
     int64_t dim = in->dim, half = in->half;
     const char *heads = in->heads, *grad_out = in->grad_out;
     float *grads = in->grads;

@@ -18,16 +18,16 @@
 #define CACHED 400000  /* bytes of rows that stay in the second cache while the panels pass by, which take as much */
 
 typedef struct {
-    const int32_t *from;
+    const int32_t *source;
     int64_t words; /* of a row of the matrix */
-    int32_t *to;
+    int32_t *target;
 } Pack;
 
 /* Panels `first` to `last` of a matrix [O, words]. */
 int pack_words(const Pack *in, int64_t first, int64_t last) {
     for (int64_t p = first; p < last; p++)
         for (int64_t i = 0, at = p * LANES * in->words; i < in->words; i += LANES)
-            transpose(in->from + at + i, in->words, in->to + at + i * LANES, LANES);
+            transpose(in->source + at + i, in->words, in->target + at + i * LANES, LANES);
     return 0;
 }
 
@@ -35,7 +35,7 @@ int pack_words(const Pack *in, int64_t first, int64_t last) {
 int unpack_words(const Pack *in, int64_t first, int64_t last) {
     for (int64_t p = first; p < last; p++)
         for (int64_t i = 0, at = p * LANES * in->words; i < in->words; i += LANES)
-            transpose(in->from + at + i * LANES, LANES, in->to + at + i, in->words);
+            transpose(in->source + at + i * LANES, LANES, in->target + at + i, in->words);
     return 0;
 }
 
@@ -44,8 +44,8 @@ int turn_floats(const Turn *in, int64_t first, int64_t last) {
     for (int64_t p = first; p < last; p += TURNED)
         for (int64_t o = 0; o < in->outputs; o += LANES)
             for (int64_t own = p; own < last && own < p + TURNED; own++)
-                transpose(in->from + o * in->inputs + own * LANES * LANES, LANES,
-                          in->to + (own * in->outputs + o) * LANES, LANES);
+                transpose(in->source + o * in->inputs + own * LANES * LANES, LANES,
+                          in->target + (own * in->outputs + o) * LANES, LANES);
     return 0;
 }
 
@@ -180,8 +180,8 @@ int turn_halves(const Turn *in, int64_t first, int64_t last) {
     for (int64_t p = first; p < last; p += TURNED)
         for (int64_t o = 0; o < in->outputs; o += LANES)
             for (int64_t own = p; own < last && own < p + TURNED; own++) {
-                const int32_t *from = in->from + o * words + own * LANES / 2 * LANES;
-                int64_t pairs[8][8], *to = (int64_t *)(in->to + (own * in->outputs + o) / 2 * LANES);
+                const int32_t *from = in->source + o * words + own * LANES / 2 * LANES;
+                int64_t pairs[8][8], *to = (int64_t *)(in->target + (own * in->outputs + o) / 2 * LANES);
                 for (int k = 0; k < 8; k++) {
                     /* of two outputs and two inputs, pairs of outputs instead of pairs of inputs */
                     __m512i found = _mm512_loadu_si512(from + k * LANES);

@@ -18,12 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.kernels import DecodedRows, NativeKernels
-from mint.engine.cpu.moves import NativeMoves
+from mint.engine.cpu.attention import NativeDecodeAttention
+from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
+from mint.engine.cpu.operations import NativeOperations
+from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.cpu.threads import Recording, Replay
 from mint.engine.lora import LoraRows
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.decoder import Decoder
+from mint.engine.model.linear import Matrix
+from mint.engine.model.weights import MixtureWeights
+from mint.engine.sampling.decode_step import DecodeStep, EagerStep
 from mint.engine.sampling.kv_cache import KvCells
 
 SPARE_CELLS = 8
@@ -40,28 +45,69 @@ SPLIT_ROWS = 8
 """Fewer rows for each thread are not worth reading the base once more."""
 
 
+class NativeSteps:
+    """`DecodeSteps` by the native kernels: recorded where kernels compute all of a step, and a recording is
+    affordable."""
+
+    def __init__(self, decoder: Decoder, operations: NativeOperations, cells: KvCells) -> None:
+        """`operations` are the decoder's."""
+        self._decoder, self._operations, self._cells = decoder, operations, cells
+        sites = [*decoder.weights.matrices.values(), decoder.weights.unembedding]
+        self._all_native = all(isinstance(matrix, PanelMatrix) for matrix in sites) and all(
+            isinstance(mixture, NativeMixtureOfExperts) and mixture.routes_natively
+            for mixture in decoder.mixtures.values()
+        )
+        # The rows that go into and come out of all products, and what is made of the latter in between.
+        self._bytes_per_row = 4 * sum(matrix.inputs + 2 * matrix.outputs for matrix in sites)
+        self._splits = _entries(decoder, sites) <= SPLIT_ENTRIES
+
+    def open(
+        self,
+        table: np.ndarray,
+        fronts: np.ndarray,
+        positions: np.ndarray,
+        loras: Sequence[LoraRows],
+        earlier: DecodeStep | None = None,
+    ) -> DecodeStep:
+        """As `DecodeSteps`."""
+        if isinstance(earlier, RecordedStep) and earlier.renew(table, positions):
+            return earlier
+        if self._all_native and self._bytes_per_row * len(positions) <= RECORDED_BYTES:
+            parts = min(torch.get_num_threads(), len(positions) // SPLIT_ROWS) if self._splits else 1
+            edges = [len(positions) * part // max(1, parts) for part in range(max(1, parts) + 1)]
+            return RecordedStep(self._decoder, self._operations, self._cells, table, positions, loras, edges)
+        cells_of_rows = np.ascontiguousarray(table, np.int64)
+        attention = NativeDecodeAttention(self._operations.kernels, self._cells, cells_of_rows, positions.copy())
+        return EagerStep(self._decoder, attention, loras)
+
+
 class RecordedStep:
-    """A `DecodeStep` of a decoder that `runs_natively`."""
+    """A `DecodeStep` of a decoder whose forward runs nothing but native kernels."""
 
     def __init__(
-        self, decoder: Decoder, cells: KvCells, table: np.ndarray, positions: np.ndarray, loras: Sequence[LoraRows]
+        self,
+        decoder: Decoder,
+        operations: NativeOperations,
+        cells: KvCells,
+        table: np.ndarray,
+        positions: np.ndarray,
+        loras: Sequence[LoraRows],
+        edges: Sequence[int],
     ) -> None:
-        """As `open_step`; the first run records."""
-        if decoder.kernels is None or decoder.moves is None:
-            raise AssertionError("a recorded step needs kernels")
-        self._decoder, self._kernels, self._moves, self._loras = decoder, decoder.kernels, decoder.moves, loras
+        """As `DecodeSteps.open`; the first run records. Rows are split at `edges`."""
+        self._decoder, self._operations, self._loras = decoder, operations, loras
         rows, columns = table.shape
         self._tokens, self._positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         self._table = np.zeros((rows, columns + SPARE_CELLS), np.int64)
-        self._versions = decoder.versions(loras)
+        self._versions = decoder.loras.versions(loras)
         self._replay: Replay | None = None
         self._logits = torch.empty(0)
-        self._parts = [self._part(cells, slice(*edges)) for edges in pairwise(_edges(decoder, rows))]
+        self._parts = [self._part(cells, slice(*edge)) for edge in pairwise(edges)]
         self._place(table, positions)
 
     def renew(self, table: np.ndarray, positions: np.ndarray) -> bool:
         """The same rows in another `table` of cells; False where the step must be recorded again for that."""
-        fits = table.shape[1] <= self._table.shape[1] and self._decoder.versions(self._loras) == self._versions
+        fits = table.shape[1] <= self._table.shape[1] and self._decoder.loras.versions(self._loras) == self._versions
         if fits:
             self._place(table, positions)
         return fits
@@ -69,7 +115,7 @@ class RecordedStep:
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions are still within their cells, and their loras as they were."""
         within = bool((positions < self._limits).all())
-        return within and self._decoder.versions(self._loras) == self._versions
+        return within and self._decoder.loras.versions(self._loras) == self._versions
 
     def run(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
         """Logits [R, V]."""
@@ -87,17 +133,17 @@ class RecordedStep:
             for own in self._loras
             if own.start < rows.stop and own.stop > rows.start
         ]
-        return _Part(rows, loras, _CellAttention(self._kernels, self._moves, cells, *places))
+        return _Part(rows, loras, NativeDecodeAttention(self._operations.kernels, cells, *places))
 
     def _place(self, table: np.ndarray, positions: np.ndarray) -> None:
         self._table[:, : table.shape[1]] = table
         self._limits = (positions // CHUNK + 1) * CHUNK
         for part in self._parts:
-            part.attention.rows.longest = int(self._limits[part.rows].max())
+            part.attention.reserve(int(self._limits[part.rows].max()))
 
     def _record(self) -> Replay:
         """Runs the step for the first time."""
-        threads, recordings = self._kernels.threads, list[Recording]()
+        threads, recordings = self._operations.kernels.threads, list[Recording]()
         if len(self._parts) > 1:
             self._logits = torch.empty(len(self._tokens), self._decoder.config.vocab_size)
         tokens, positions = torch.from_numpy(self._tokens), torch.from_numpy(self._positions)
@@ -106,7 +152,7 @@ class RecordedStep:
                 hidden = self._decoder.forward(tokens[part.rows], positions[part.rows], part.attention, part.loras)
                 logits = self._decoder.logits(hidden, part.loras)
                 if len(self._parts) > 1:
-                    self._moves.join([logits], self._logits[part.rows])
+                    self._operations.copy_rows(logits, self._logits[part.rows])
                 else:
                     self._logits = logits
             recordings.append(recording)
@@ -119,30 +165,16 @@ class _Part:
 
     rows: slice
     loras: list[LoraRows]
-    attention: _CellAttention
+    attention: NativeDecodeAttention
 
 
-class _CellAttention:
-    """The decoder's `Attention` over cells, whose numbers it reads in arrays that stay where they are."""
-
-    def __init__(
-        self, kernels: NativeKernels, moves: NativeMoves, cells: KvCells, table: np.ndarray, positions: np.ndarray
-    ) -> None:
-        """`table` int64 [R, C] and `positions` int64 [R], contiguous."""
-        self._kernels, self._moves, self._cells = kernels, moves, cells
-        self._places = table, positions
-        self.rows = DecodedRows(cells.query_heads, cells.kv_heads, cells.side_by_side, CHUNK, table, positions)
-
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """Attended values [R, query heads · D] of `heads` [R, H, D], whose keys and values are stored."""
-        self._moves.store(self._cells, layer, heads, *self._places)
-        out = heads.new_empty(len(heads), self._cells.query_heads * heads.shape[2])
-        self._kernels.attend_cells(self.rows, heads, *self._cells.planes(layer), out)
-        return out
-
-
-def _edges(decoder: Decoder, rows: int) -> list[int]:
-    """Where the parts of so many rows begin and end."""
-    parts = min(torch.get_num_threads(), rows // SPLIT_ROWS) if decoder.entries <= SPLIT_ENTRIES else 1
-    parts = max(1, parts)
-    return [rows * part // parts for part in range(parts + 1)]
+def _entries(decoder: Decoder, sites: Sequence[Matrix]) -> int:
+    """Weights that a step reads."""
+    experts = [
+        matrix
+        for layer in decoder.weights.layers
+        if isinstance(layer.mlp, MixtureWeights)
+        for expert in layer.mlp.experts
+        for matrix in (expert.gate_up, expert.down)
+    ]
+    return sum(matrix.outputs * matrix.inputs for matrix in (*sites, *experts))

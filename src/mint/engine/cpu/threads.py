@@ -1,8 +1,8 @@
 """Runs the kernels in C over the parts of their work, on the threads that torch uses too.
 
-A kernel takes a struct of 8-byte fields and the parts that it is to do; here its fields are given in order. What ran
-can be recorded, and then be run again by a single call. Knows nothing of what kernels compute.
-"""
+A kernel takes a struct of 8-byte fields and the parts that it is to do. Callers give the fields by name, in the order
+of the struct in C. What ran can be recorded, and then be run again by a single call. Knows nothing of what kernels
+compute."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ for such widths or this processor."""
 
 Int64 = ctypes.c_int64
 
-Field = Tensor | ctypes.Structure | ctypes.Array[Any] | int | float | None
+Field = Tensor | np.ndarray | ctypes.Structure | ctypes.Array[Any] | int | float | None
 
 
 class Operation(ctypes.Structure):
@@ -62,18 +63,20 @@ class NativeThreads:
         self.run_operations, self.run_sequences = library.run_operations, library.run_sequences
         self._here = _Here()
 
-    def run(self, kernel: Any, count: int, *fields: Field, work: int) -> None:
+    def run(self, kernel: Any, count: int, work: int, /, **fields: Field) -> None:
         """Runs `kernel` over parts 0 to `count`, on several threads where so much `work` is worth it.
+
+        `fields` are those of the kernel's struct, all of them and in its order.
 
         Raises:
             MemoryError: the kernel found no memory for what it keeps meanwhile.
             IndexError: the kernel was to read a row that there is not.
         """
-        _check(self.try_run(kernel, count, *fields, work=work))
+        _check(self.try_run(kernel, count, work, **fields))
 
-    def try_run(self, kernel: Any, count: int, *fields: Field, work: int) -> int:
+    def try_run(self, kernel: Any, count: int, work: int, /, **fields: Field) -> int:
         """`run`; returns the kernel's code."""
-        words = (Int64 * len(fields))(*map(_word, fields))
+        words = (Int64 * len(fields))(*map(_word, fields.values()))
         wide = work >= SERIAL_WORK and count > 1
         operation = Operation(address(kernel), ctypes.addressof(words), count, wide)
         if self._here.recording is not None:
@@ -145,6 +148,10 @@ def _word(field: Field) -> int:
         if not field.is_contiguous():
             raise AssertionError("kernels read contiguous tensors")
         return field.data_ptr()
+    if isinstance(field, np.ndarray):
+        if not field.flags.c_contiguous:
+            raise AssertionError("kernels read contiguous arrays")
+        return field.ctypes.data
     if isinstance(field, float):
         return struct.unpack("q", struct.pack("d", field))[0]
     if field is None:

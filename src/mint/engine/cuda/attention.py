@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from mint.engine.device_arrays import upload
 from mint.engine.packing import AttentionBlock
+from mint.engine.upload import upload
 
 TILE = 128
 """Rows of queries and of keys in a tile: the granularity at which work is left out."""

@@ -30,13 +30,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.device_arrays import upload
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.decoder import Decoder
-from mint.engine.model.weights import LayerWeights
+from mint.engine.model.weights import LayerWeights, MlpWeights
 from mint.engine.protocol import LoraSpec
+from mint.engine.sampling.decode_step import DecodeStep
 from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.upload import upload
 
 BUCKETS = (64, 128, 256, 512)
 """Rows of a graph. Below the first, reading the weights takes all of the time, however few the rows."""
@@ -109,8 +110,8 @@ def run_layers(
     weights, dtype, eps = decoder.weights, decoder.dtype, rows.eps
     x = weights.embedding.index_select(0, rows.inputs[0]).float()
     for index, layer in enumerate(weights.layers):
-        if layer.gate_up is None or layer.down is None:
-            raise AssertionError("a decoder with experts is not captured")
+        if not isinstance(layer.mlp, MlpWeights):
+            raise ValueError(f"layer {index} has experts, whose steps are not captured")
         keys, values = cells.planes(index)
         wide, narrow = kernels.norm(x, layer.input_norm, eps, dtype)
         product = F.linear(narrow, layer.qkv.dense())
@@ -118,9 +119,9 @@ def run_layers(
         wide, narrow = kernels.attend(queries, rows, keys, values)
         x = kernels.add(F.linear(narrow, layer.o.dense()), x, _part(lora, f"{index}.o", wide))
         wide, narrow = kernels.norm(x, layer.post_norm, eps, dtype)
-        product = F.linear(narrow, layer.gate_up.dense())
+        product = F.linear(narrow, layer.mlp.gate_up.dense())
         wide, narrow = kernels.swiglu(product, _part(lora, f"{index}.gate_up", wide))
-        x = kernels.add(F.linear(narrow, layer.down.dense()), x, _part(lora, f"{index}.down", wide))
+        x = kernels.add(F.linear(narrow, layer.mlp.down.dense()), x, _part(lora, f"{index}.down", wide))
     return kernels.norm(x, weights.final_norm, eps, torch.float32)[0]
 
 
@@ -143,7 +144,7 @@ class _Shape:
 
 
 class StepGraphs:
-    """The graphs of one base model over its cells."""
+    """`DecodeSteps` by the graphs of one base model over its cells."""
 
     def __init__(
         self,
@@ -165,8 +166,15 @@ class StepGraphs:
         self._adapters: dict[LoraSpec, LoraWeights] = {}
         self._loaded: dict[LoraSpec, LoraWeights] = {}
 
-    def open(self, table: np.ndarray, positions: np.ndarray, loras: Sequence[LoraRows]) -> GraphStep:
-        """As `open_step`."""
+    def open(
+        self,
+        table: np.ndarray,
+        fronts: np.ndarray,
+        positions: np.ndarray,
+        loras: Sequence[LoraRows],
+        earlier: DecodeStep | None = None,
+    ) -> GraphStep:
+        """As `DecodeSteps`."""
         self._loaded.clear()  # weights may have changed in place since
         return GraphStep(self, table, positions, loras)
 
@@ -202,10 +210,18 @@ class StepGraphs:
     def _run(self, shape: _Shape, lora: LoraWeights | None) -> Tensor:
         decoder, cells = self.decoder, self.cells
         config = decoder.config
+        cos, sin = decoder.rope
         rows = StepRows(
-            self._inputs[:, : shape.rows], *decoder.rope, cells.query_heads, cells.kv_heads, config.head_dim,
-            cells.side_by_side, config.rms_norm_eps, shape.splits,
-        )  # fmt: skip
+            inputs=self._inputs[:, : shape.rows],
+            cos=cos,
+            sin=sin,
+            query_heads=cells.query_heads,
+            kv_heads=cells.kv_heads,
+            head_dim=config.head_dim,
+            side_by_side=cells.side_by_side,
+            eps=config.rms_norm_eps,
+            splits=shape.splits,
+        )
         return run_layers(decoder, self._kernels, cells, rows, lora)
 
     def _record(self, shape: _Shape, lora: LoraWeights | None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -238,7 +254,7 @@ class GraphStep:
     """`DecodeStep` by graphs: one replay for each lora, and for each of the largest bucket's rows."""
 
     def __init__(self, graphs: StepGraphs, table: np.ndarray, positions: np.ndarray, loras: Sequence[LoraRows]) -> None:
-        """As `open_step`."""
+        """As `DecodeSteps.open`."""
         self._graphs = graphs
         self._columns = positions // CHUNK
         self._parts: list[_Part] = []

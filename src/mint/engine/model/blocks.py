@@ -1,14 +1,13 @@
-"""The two blocks of a layer around its attention, each one step of autograd with a backward written by hand.
+"""The two blocks of a layer around its attention, each one step of autograd with a hand-written backward.
 
-A block keeps its input and one wide product for the backward and computes the rest again; what is kept is in the
-dtype of the base's matrices, as the products of the backward are. Knows nothing of sequences, losses or loras' names.
+A block keeps its input and one wide product for the backward and computes the rest again. What is kept is in the dtype
+of the base's matrices, as the products of the backward are. Knows nothing of sequences, losses or loras' names.
 
 Letters: T rows · E hidden size · H all heads (query, key, value) · D head dimension · I the MLP's inner width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,105 +16,34 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.model.functions import inverse_rms, norm_gradient, rotate, silu, swiglu, swiglu_gradient
-from mint.engine.model.lora_linear import SiteProduct
+from mint.engine.model.autograd import Function
+from mint.engine.model.linear import Linear
+from mint.engine.model.operations import Operations
 from mint.engine.model.weights import LayerWeights
-
-CACHED_ENTRIES, MIN_CHUNK = 1 << 18, 768
-"""An MLP takes so many rows at once that its wide product has about so many entries (1 MB), but at least so many rows,
-for each chunk reads the weights again."""
-
-Multiply = Callable[[Tensor, Tensor | None], Tensor]
-"""(rows [T, inputs], residual) → residual + the product of a site [T, outputs]."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all layers share in one forward; cos and sin [T, 1, D / 2] turn the first `rotated` heads, and `kernels`
-    compute what is between the products, if there are any."""
+    """What all layers share in one forward; cos and sin [T, 1, D / 2] rotate the first `rotated` heads."""
 
-    dtype: torch.dtype
+    operations: Operations
     eps: float
     rotated: int
     head_dim: int
     cos: Tensor
     sin: Tensor
-    kernels: NativeKernels | None = None
 
 
-def project_heads(
-    x: Tensor, layer: LayerWeights, multiply: Multiply, geometry: Geometry
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None]]:
-    """Normed and rotated heads [T, H, D] in the base's dtype from x [T, E]; and 1 / rms of x, the product [T, H, D],
-    and 1 / rms of its heads, where they are normed."""
-    normed, inverse = _norm(x, layer.input_norm, geometry)
-    qkv = multiply(normed, None)
-    if geometry.kernels is not None:
-        qkv = qkv.view(len(x), -1, geometry.head_dim)
-        heads, head_inverse = geometry.kernels.finish_heads(
-            *(qkv, layer.qkv_bias, layer.head_norms, geometry.cos, geometry.sin),
-            eps=geometry.eps, rotated=geometry.rotated, dtype=geometry.dtype,
-        )  # fmt: skip
-        return heads, (inverse, qkv, head_inverse)
-    if layer.qkv_bias is not None:
-        qkv.add_(layer.qkv_bias)
-    qkv = qkv.view(len(x), -1, geometry.head_dim)
-    rotated, head_inverse = qkv[:, : geometry.rotated], None
-    heads = torch.empty(qkv.shape, dtype=torch.float32, device=x.device)
-    heads[:, geometry.rotated :] = qkv[:, geometry.rotated :]
-    if layer.head_norms is not None:
-        head_inverse = inverse_rms(rotated, geometry.eps)
-        rotated = (rotated * head_inverse).mul_(layer.head_norms)
-    rotate(rotated, geometry.cos, geometry.sin, heads[:, : geometry.rotated])
-    return heads.to(geometry.dtype), (inverse, qkv, head_inverse)
-
-
-def apply_mlp(
-    x: Tensor, layer: LayerWeights, gate_up: Multiply, down: Multiply, geometry: Geometry
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """x + MLP(norm(x)) [T, E]; and 1 / rms of x, and the product [T, 2·I] within."""
-    normed, inverse = _norm(x, layer.post_norm, geometry)
-    wide = gate_up(normed, None)
-    inner = swiglu(wide) if geometry.kernels is None else geometry.kernels.swiglu(wide)
-    return down(inner, x), (inverse, wide)
-
-
-def _norm(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """`x / rms(x) · weight` [T, E], and 1 / rms(x) [T, 1]."""
-    if geometry.kernels is not None:
-        return geometry.kernels.rms_norm(x, weight, geometry.eps)
-    inverse = inverse_rms(x, geometry.eps)
-    return (x * inverse).mul_(weight), inverse
-
-
-def _norm_again(x: Tensor, inverse: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """`_norm` where 1 / rms(x) is known."""
-    if geometry.kernels is not None:
-        return geometry.kernels.rms_norm_again(x, inverse, weight)
-    return (x * inverse).mul_(weight)
-
-
-def _norm_backward(
-    grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, geometry: Geometry, residual: Tensor | None = None
-) -> Tensor:
-    """The gradient for x through `_norm`, plus `residual`; overwrites `grad`."""
-    if geometry.kernels is not None:
-        return geometry.kernels.rms_norm_backward(grad, x, inverse, weight, residual)
-    out = norm_gradient(grad.mul_(weight), x, inverse)
-    return out if residual is None else out.add_(residual)
-
-
-class Norm(torch.autograd.Function):
+class Norm(Function):
     """`x / rms(x) · weight` of rows [T, E]."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, operations: Operations) -> Tensor:
         """[T, E] from x [T, E]."""
-        normed, inverse = _norm(x, weight, geometry)
+        normed, inverse = operations.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, inverse, weight)
-        ctx.geometry = geometry
+        ctx.operations = operations
         return normed
 
     @staticmethod
@@ -123,22 +51,26 @@ class Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient for x."""
-        grad = grad.contiguous() if ctx.geometry.kernels is not None else grad.clone()
-        return _norm_backward(grad, *ctx.saved_tensors, ctx.geometry), None, None
+        return ctx.operations.rms_norm_backward(grad.clone(), *ctx.saved_tensors), None, None, None
 
 
-class AttentionInputs(torch.autograd.Function):
-    """`project_heads` of rows that share one lora."""
+class AttentionInputs(Function):
+    """From rows to the heads that attend: norm, query/key/value product, head norms, rotation."""
+
+    @classmethod
+    @override
+    def infer(cls, x: Tensor, layer: LayerWeights, linear: Linear, geometry: Geometry, *parameters: Tensor) -> Tensor:
+        return _project_heads(x, layer, linear, geometry)[0]
 
     @staticmethod
     @override
     def forward(
-        ctx: Any, x: Tensor, layer: LayerWeights, product: SiteProduct, geometry: Geometry, *parameters: Tensor
+        ctx: Any, x: Tensor, layer: LayerWeights, linear: Linear, geometry: Geometry, *parameters: Tensor
     ) -> Tensor:
-        """[T, H, D] from x [T, E]; `parameters` are those of `product`, named for autograd."""
-        heads, (inverse, qkv, head_inverse) = project_heads(x, layer, product.product, geometry)
-        ctx.save_for_backward(x, inverse, qkv.to(geometry.dtype), head_inverse)
-        ctx.layer, ctx.product, ctx.geometry = layer, product, geometry
+        """[T, H, D] in the base's dtype from x [T, E]; `parameters` are those of `linear`, named for autograd."""
+        heads, inverse, qkv, head_inverse = _project_heads(x, layer, linear, geometry)
+        ctx.save_for_backward(x, inverse, qkv.to(geometry.operations.dtype), head_inverse)
+        ctx.layer, ctx.linear, ctx.geometry = layer, linear, geometry
         return heads
 
     @staticmethod
@@ -147,49 +79,75 @@ class AttentionInputs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and the parameters."""
         x, inverse, qkv, head_inverse = ctx.saved_tensors
-        layer, product, geometry = ctx.layer, ctx.product, ctx.geometry
-        grad_qkv = _unrotate(grad, qkv.float(), head_inverse, layer, geometry)
-        normed = _norm_again(x, inverse, layer.input_norm, geometry)
-        grad_normed, grads = product.gradient(grad_qkv.flatten(1), normed, for_input=ctx.needs_input_grad[0])
+        layer, geometry, operations = ctx.layer, ctx.geometry, ctx.geometry.operations
+        grad_qkv = operations.finish_heads_backward(
+            grad,
+            qkv.float(),
+            head_inverse,
+            layer.head_norms,
+            geometry.cos,
+            geometry.sin,
+            rotated=geometry.rotated,
+        )
+        normed = operations.rms_norm_again(x, inverse, layer.input_norm)
+        grad_normed, grads = ctx.linear.gradient(grad_qkv.flatten(1), normed, for_input=ctx.needs_input_grad[0])
         grad_x = None
         if grad_normed is not None:
-            grad_x = _norm_backward(grad_normed, x, inverse, layer.input_norm, geometry)
+            grad_x = operations.rms_norm_backward(grad_normed, x, inverse, layer.input_norm)
         return grad_x, None, None, None, *grads
 
 
-def _unrotate(
-    grad: Tensor, qkv: Tensor, head_inverse: Tensor | None, layer: LayerWeights, geometry: Geometry
-) -> Tensor:
-    """The gradient for the product qkv [T, H, D] from that for the finished heads."""
-    if geometry.kernels is not None:
-        return geometry.kernels.finish_heads_backward(
-            *(grad.contiguous(), qkv, head_inverse, layer.head_norms, geometry.cos, geometry.sin),
-            rotated=geometry.rotated,
-        )
-    out = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
-    out[:, geometry.rotated :] = grad[:, geometry.rotated :]
-    turned = out[:, : geometry.rotated]
-    rotate(grad[:, : geometry.rotated].float(), geometry.cos, -geometry.sin, turned)  # its transpose turns back
-    if head_inverse is not None and layer.head_norms is not None:
-        norm_gradient(turned.mul_(layer.head_norms), qkv[:, : geometry.rotated], head_inverse)
-    return out
+def _project_heads(
+    x: Tensor, layer: LayerWeights, linear: Linear, geometry: Geometry
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The heads, 1 / rms of x, the product [T, H, D], and 1 / rms of its heads where they are normed."""
+    normed, inverse = geometry.operations.rms_norm(x, layer.input_norm, geometry.eps)
+    qkv = linear.product(normed).view(len(x), -1, geometry.head_dim)
+    heads, head_inverse = geometry.operations.finish_heads(
+        qkv,
+        layer.qkv_bias,
+        layer.head_norms,
+        geometry.cos,
+        geometry.sin,
+        eps=geometry.eps,
+        rotated=geometry.rotated,
+    )
+    return heads, inverse, qkv, head_inverse
 
 
-class Mlp(torch.autograd.Function):
-    """`apply_mlp` of rows that share one lora."""
+class Mlp(Function):
+    """x + MLP(norm(x)): a layer's dense feed-forward block."""
+
+    @classmethod
+    @override
+    def infer(
+        cls,
+        x: Tensor,
+        layer: LayerWeights,
+        gate_up: Linear,
+        down: Linear,
+        geometry: Geometry,
+        *parameters: Tensor,
+    ) -> Tensor:
+        return _apply_mlp(x, layer, gate_up, down, geometry)[0]
 
     @staticmethod
     @override
     def forward(
-        ctx: Any, x: Tensor, layer: LayerWeights, gate_up: SiteProduct, down: SiteProduct, geometry: Geometry,
+        ctx: Any,
+        x: Tensor,
+        layer: LayerWeights,
+        gate_up: Linear,
+        down: Linear,
+        geometry: Geometry,
         *parameters: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """[T, E] from x [T, E]; `parameters` are those of `gate_up`, then of `down`, named for autograd."""
         outs, kept = [], []
-        for rows in x.tensor_split(_chunks(x, gate_up)):
-            out, (inverse, wide) = apply_mlp(rows, layer, gate_up.product, down.product, geometry)
+        for rows in x.tensor_split(geometry.operations.mlp_parts(len(x), gate_up.outputs)):
+            out, inverse, wide = _apply_mlp(rows, layer, gate_up, down, geometry)
             outs.append(out)
-            kept += [inverse, wide.to(geometry.dtype)]
+            kept += [inverse, wide.to(geometry.operations.dtype)]
         ctx.save_for_backward(x, *kept)
         ctx.layer, ctx.gate_up, ctx.down, ctx.geometry = layer, gate_up, down, geometry
         return outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -213,29 +171,26 @@ class Mlp(torch.autograd.Function):
         return grad_x, None, None, None, None, *sums
 
 
+def _apply_mlp(
+    x: Tensor, layer: LayerWeights, gate_up: Linear, down: Linear, geometry: Geometry
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows [T, E], 1 / rms of x, and the wide product [T, 2·I]."""
+    normed, inverse = geometry.operations.rms_norm(x, layer.post_norm, geometry.eps)
+    wide = gate_up.product(normed)
+    return down.product(geometry.operations.swiglu(wide), x), inverse, wide
+
+
 def _mlp_gradient(
     ctx: Any, grad: Tensor, x: Tensor, inverse: Tensor, wide: Tensor
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Gradients for some rows of x, and their part of the parameters'."""
-    geometry: Geometry = ctx.geometry
-    if geometry.kernels is not None:
-        grad_inner, down_grads = ctx.down.gradient(grad, geometry.kernels.swiglu(wide))
-        grad_wide = geometry.kernels.swiglu_backward(grad_inner, wide)
-    else:
-        gate, up = wide.chunk(2, dim=-1)
-        silu_gate = silu(gate)
-        grad_inner, down_grads = ctx.down.gradient(grad, silu_gate * up)
-        grad_wide = swiglu_gradient(grad_inner, wide, silu_gate)
-    normed = _norm_again(x, inverse, ctx.layer.post_norm, geometry)
+    operations: Operations = ctx.geometry.operations
+    inner, silu_gate = operations.swiglu_again(wide)
+    grad_inner, down_grads = ctx.down.gradient(grad, inner)
+    grad_wide = operations.swiglu_backward(grad_inner, wide, silu_gate)
+    normed = operations.rms_norm_again(x, inverse, ctx.layer.post_norm)
     grad_normed, wide_grads = ctx.gate_up.gradient(grad_wide, normed, for_input=ctx.needs_input_grad[0])
     grad_x = None
     if grad_normed is not None:
-        grad_x = _norm_backward(grad_normed, x, inverse, ctx.layer.post_norm, geometry, residual=grad)
+        grad_x = operations.rms_norm_backward(grad_normed, x, inverse, ctx.layer.post_norm, residual=grad)
     return grad_x, [*wide_grads, *down_grads]
-
-
-def _chunks(x: Tensor, wide: SiteProduct) -> int:
-    """In how many parts the rows of x go through an MLP."""
-    if x.is_cuda:
-        return 1
-    return max(1, round(len(x) / max(MIN_CHUNK, CACHED_ENTRIES // wide.weight.outputs)))

@@ -1,145 +1,228 @@
-"""What a forward multiplies its rows with at one site: a frozen matrix and a lora's part, apart or merged.
+"""What a batch's rows are multiplied with at one site: a frozen matrix plus the loras of the rows.
 
-A small base's matrices are merged with the lora's after every change, `W + scale · B · A`, so that one product is left
-of three; sampling and training use the same merged matrix, so their bits agree. Knows nothing of the layers' order,
-sequences or autograd.
+Two ways, chosen once for a base: a lora is computed beside the base (`SeparateLoras`), or merged into a copy of the
+base's matrix after every change, `W + scale · B · A`, so that one product is left of three (`MergedLoras`, for small
+bases). Sampling and training multiply with the same matrix, so their bits agree. Knows nothing of the layers' order or
+sequences.
 
-Letters: T rows · I inputs · O outputs · r rank · S lora parts of one product.
+Letters: T rows · I inputs · O outputs.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.lora import LoraWeights, SiteWeights
-from mint.engine.model.linear import FrozenMatrix, min_rows
+from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
+from mint.engine.model.autograd import Function
+from mint.engine.model.functions import pad_rows
+from mint.engine.model.linear import Linear, Matrix, min_rows
+from mint.engine.model.operations import Operations
 
-MERGED_BYTES = 16 << 20
-"""A base whose matrices (those of its layers) are larger is not copied for every lora."""
-
-MERGED_SETS = 32
+MAX_MERGED_LORAS = 32
 """Loras whose merged matrices are kept; for one more, those used longest ago are made again when needed."""
 
 
 @dataclass(frozen=True)
-class SiteProduct:
-    """One fused product; `weight` holds the lora's part already where `merged`."""
+class SeparateLinear:
+    """One product with the base for all rows, and each lora's part added to its own rows."""
 
-    weight: FrozenMatrix
-    lora: SiteWeights | None = None
-    scale: float = 0.0
-    merged: bool = False
+    operations: Operations
+    matrix: Matrix
+    loras: Sequence[tuple[slice, SiteWeights, float]]
+    """Rows, matrices and scale of each lora that trains this site."""
+
+    @property
+    def outputs(self) -> int:
+        return self.matrix.outputs
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """The trained matrices, in the order of the gradients that `gradient` returns."""
-        return () if self.lora is None else (self.lora.a, *self.lora.bs)
+        return tuple(parameter for _, lora, _ in self.loras for parameter in (lora.a, *lora.bs))
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Float32 [T, O] from x [T, I]; `residual` [T, O] is added."""
-        out = self.weight.product(x, residual)
-        if not self.merged:
-            self.add_lora(out, x)
+        out = self.matrix.product(x, residual)
+        for rows, lora, scale in self.loras:
+            self.operations.add_lora(out[rows], x[rows], lora, scale)
         return out
 
-    def add_lora(self, out: Tensor, x: Tensor) -> None:
-        """Adds the lora's part, if there is one, to `out` [T, O] in place: the same bits for a row in any company."""
-        lora, kernels = self.lora, self.weight.kernels
-        if lora is None:
-            return
-        x = x.float()
-        if kernels is not None and kernels.adds_lora(lora.a, lora.bs):
-            kernels.add_lora(out, x, lora.a, lora.bs, self.scale)
-            return
-        missing = max(0, min_rows() - len(x))
-        target = F.pad(out, (0, 0, 0, missing)) if missing else out
-        _add_lora(target, F.pad(x, (0, 0, 0, missing)) if missing else x, lora, self.scale)
-        if missing:
-            out.copy_(target[: len(out)])
-
     def gradient(self, grad: Tensor, x: Tensor, *, for_input: bool = True) -> tuple[Tensor | None, list[Tensor]]:
-        """From grad [T, O] the gradient for x [T, I], if asked for, and those of `parameters`."""
-        grad_x = self.weight.gradient(grad) if for_input else None
-        if self.lora is None:
-            return grad_x, []
-        a, bs, kernels = self.lora.a, self.lora.bs, self.weight.kernels
-        if kernels is not None and kernels.adds_lora(a, bs):
-            return grad_x, kernels.lora_gradient(grad, x, a, bs, self.scale, None if self.merged else grad_x)
-        x = x.float()
-        down = x @ a.t()  # computed again: keeping it would cost memory in every layer
-        grad_down = torch.empty_like(down)
-        grad_bs: list[Tensor] = []
-        for columns, own, b in _parts(bs, a.shape[0]):
-            grad_part = grad[:, own]
-            torch.mm(grad_part, b, out=grad_down[:, columns])
-            # Scaling the rank-wide matrices costs less than scaling [T, O]; [r, O] is the faster way round.
-            grad_bs.append(down[:, columns].t().mm(grad_part).mul_(self.scale).t())
-        grad_down.mul_(self.scale)
-        if grad_x is not None and not self.merged:
-            grad_x.addmm_(grad_down, a)
-        return grad_x, [grad_down.t().mm(x), *grad_bs]
+        grad_x = self.matrix.gradient(grad) if for_input else None
+        grads: list[Tensor] = []
+        for _, lora, scale in self.loras:
+            grads += self.operations.lora_gradient(grad, x, lora, scale, grad_x)
+        return grad_x, grads
 
 
-def _add_lora(out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
-    """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place; T is at least `min_rows`.
+@dataclass(frozen=True)
+class MergedLinear:
+    """One product with a matrix into which the lora is merged."""
 
-    The S parts of a fused product (query, key, value) share one `a` [S·r, I] and write side by side into `out`.
-    """
-    down = x @ lora.a.t()
-    for columns, own, b in _parts(lora.bs, lora.a.shape[0]):
-        out[:, own].addmm_(down[:, columns], b.t(), alpha=scale)
-
-
-def fit_for_merging(matrices: Mapping[str, FrozenMatrix]) -> bool:
-    """Whether merged copies of `matrices` (float32) cost little enough."""
-    return sum(4 * matrix.outputs * matrix.inputs for matrix in matrices.values()) <= MERGED_BYTES
-
-
-class MergedMatrices:
-    """Base matrices with loras merged into them: made when first asked for, and again when the lora has changed."""
-
-    def __init__(self, matrices: Mapping[str, FrozenMatrix]) -> None:
-        """The base's `matrices` by site."""
-        self._matrices = matrices
-        self._sets: OrderedDict[LoraWeights, tuple[int, dict[str, SiteProduct]]] = OrderedDict()
+    operations: Operations
+    matrix: Matrix
+    lora: SiteWeights
+    scale: float
 
     @property
-    def sites(self) -> Collection[str]:
-        """The sites at which loras are merged."""
-        return self._matrices.keys()
+    def outputs(self) -> int:
+        return self.matrix.outputs
 
-    def of(self, lora: LoraWeights) -> dict[str, SiteProduct]:
-        """The merged products of those sites that `lora` trains."""
-        version = lora.flat._version  # every in-place change counts it up, also through a view
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.lora.a, *self.lora.bs)
+
+    def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.matrix.product(x, residual)
+
+    def gradient(self, grad: Tensor, x: Tensor, *, for_input: bool = True) -> tuple[Tensor | None, list[Tensor]]:
+        grad_x = self.matrix.gradient(grad) if for_input else None
+        return grad_x, self.operations.lora_gradient(grad, x, self.lora, self.scale, None)
+
+
+@dataclass(frozen=True)
+class MixedLinear:
+    """Several loras' merged matrices, each for its own rows. It has no gradient: a trained batch has one lora."""
+
+    operations: Operations
+    runs: Sequence[tuple[slice, Matrix]]
+
+    @property
+    def outputs(self) -> int:
+        return self.runs[0][1].outputs
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        parts = []
+        for rows, matrix in self.runs:
+            own = pad_rows(x[rows], matrix.min_rows)
+            added = None if residual is None else pad_rows(residual[rows], matrix.min_rows)
+            parts.append(matrix.product(own, added)[: rows.stop - rows.start])
+        return self.operations.join_rows(parts)
+
+    def gradient(self, grad: Tensor, x: Tensor, *, for_input: bool = True) -> tuple[Tensor | None, list[Tensor]]:
+        raise NotImplementedError("a batch with a gradient has one lora")
+
+
+class SeparateLoras:
+    """`LoraLinears` of a base whose loras are computed beside it."""
+
+    def __init__(self, operations: Operations) -> None:
+        self.operations = operations
+
+    def linear(self, site: str, matrix: Matrix, loras: Sequence[LoraRows]) -> Linear:
+        found = []
+        for rows in loras:
+            lora = rows.site(site)
+            if rows.weights is not None and lora is not None:
+                found.append((slice(rows.start, rows.stop), lora, rows.weights.scale))
+        return SeparateLinear(self.operations, matrix, found)
+
+    def multiply(self, x: Tensor, matrix: Matrix, site: str, loras: Sequence[LoraRows]) -> Tensor:
+        count, x = len(x), pad_rows(x, rows_needed([matrix]))
+        loras = [LoraRows(own.start, min(own.stop, count), own.weights) for own in loras if own.start < count]
+        linear = self.linear(site, matrix, cover(loras, len(x)))
+        return LoraProduct.run(x, None, linear, *linear.parameters)[:count]
+
+    def versions(self, loras: Sequence[LoraRows]) -> list[int]:
+        return []
+
+
+class MergedLoras(SeparateLoras):
+    """Merges loras into copies of the matrices of the layers: when first asked for, and again after every change. At
+    other sites (experts, the unembedding) loras stay separate."""
+
+    def __init__(self, operations: Operations, matrices: Mapping[str, Matrix]) -> None:
+        """The base's `matrices` by site."""
+        super().__init__(operations)
+        self._matrices = matrices
+        self._sets: OrderedDict[LoraWeights, tuple[int, dict[str, MergedLinear]]] = OrderedDict()
+
+    @override
+    def linear(self, site: str, matrix: Matrix, loras: Sequence[LoraRows]) -> Linear:
+        if site not in self._matrices:
+            return super().linear(site, matrix, loras)
+        found = [
+            None if own.site(site) is None or own.weights is None else self._of(own.weights)[site] for own in loras
+        ]
+        if found[0] is not None and len(found) == 1:
+            return found[0]
+        if not any(found):
+            return SeparateLinear(self.operations, matrix, ())
+        runs = [
+            (slice(rows.start, rows.stop), matrix if own is None else own.matrix)
+            for rows, own in zip(loras, found, strict=True)
+        ]
+        return MixedLinear(self.operations, runs)
+
+    @override
+    def versions(self, loras: Sequence[LoraRows]) -> list[int]:
+        return [own.weights.flat._version for own in loras if own.weights is not None]
+
+    def _of(self, lora: LoraWeights) -> dict[str, MergedLinear]:
+        """The merged matrices of those sites that `lora` trains."""
+        version = lora.flat._version  # torch counts every in-place change, also through a view
         found = self._sets.get(lora)
         if found is None or found[0] != version:
-            # In inference mode they would be of no use to a later training pass.
+            # Made in inference mode they would be of no use to a later training pass.
             with torch.inference_mode(mode=False), torch.no_grad():
-                found = (version, {name: self._merge(name, lora) for name in self._matrices if name in lora.sites})
-            self._sets[lora] = found
-            while len(self._sets) > MERGED_SETS:
+                merged = {name: self._merge(name, lora) for name in self._matrices if name in lora.sites}
+            found = self._sets[lora] = (version, merged)
+            while len(self._sets) > MAX_MERGED_LORAS:
                 self._sets.popitem(last=False)
         self._sets.move_to_end(lora)
         return found[1]
 
-    def _merge(self, name: str, lora: LoraWeights) -> SiteProduct:
-        site, base = lora.sites[name], self._matrices[name]
-        merged = base.dense().clone()
-        for columns, own, b in _parts(site.bs, site.a.shape[0]):
+    def _merge(self, name: str, lora: LoraWeights) -> MergedLinear:
+        site = lora.sites[name]
+        merged = self._matrices[name].dense().clone()
+        for columns, own, b in site.parts():
             merged[own].addmm_(b, site.a[columns], alpha=lora.scale)
-        return SiteProduct(FrozenMatrix(merged, base.kernels), site, lora.scale, merged=True)
+        return MergedLinear(self.operations, self.operations.matrix(merged), site, lora.scale)
 
 
-def _parts(bs: tuple[Tensor, ...], ranks: int) -> list[tuple[slice, slice, Tensor]]:
-    """For each part: where it lies among the S·r ranks, where among the outputs, and its b."""
-    rank, start, parts = ranks // len(bs), 0, []
-    for index, b in enumerate(bs):
-        parts.append((slice(index * rank, (index + 1) * rank), slice(start, start + b.shape[0]), b))
-        start += b.shape[0]
-    return parts
+class LoraProduct(Function):
+    """`linear.product`, with gradients for x, residual and the loras."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, linear: Linear, *parameters: Tensor) -> Tensor:
+        """Float32 [T, O] from x [T, I]; `parameters` are those of `linear`, named for autograd."""
+        ctx.save_for_backward(x)
+        ctx.linear = linear
+        return linear.product(x, residual)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients in the order of forward's arguments."""
+        (x,) = ctx.saved_tensors
+        grad_x, grads = ctx.linear.gradient(grad, x, for_input=ctx.needs_input_grad[0])
+        return (
+            None if grad_x is None else grad_x.to(x.dtype),
+            grad if ctx.needs_input_grad[1] else None,
+            None,
+            *grads,
+        )
+
+
+def rows_needed(matrices: Sequence[Matrix]) -> int:
+    """Rows that products with all `matrices` need. A gradient's lora products need more; others pad themselves."""
+    return min_rows() if torch.is_grad_enabled() else max(matrix.min_rows for matrix in matrices)
+
+
+def cover(loras: Sequence[LoraRows], padded: int) -> Sequence[LoraRows]:
+    """The last run extended over the padding, so that a lone small batch needs no second padding."""
+    if padded == loras[-1].stop:
+        return loras
+    return [*loras[:-1], LoraRows(loras[-1].start, padded, loras[-1].weights)]

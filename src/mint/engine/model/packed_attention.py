@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.model.attention import BLOCK, MIN_QUERIES, add_parts, cuts
-from mint.engine.model.functions import run
+from mint.engine.model.autograd import Function
 from mint.engine.packing import AttentionBlock
 
 KEPT_SHARES = 1 << 20
@@ -81,7 +81,7 @@ class PackedAttention:
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """Attended values [T, K·G·D] of `heads` [T, H, D]; every layer attends alike."""
-        return run(_Attend, heads, self)
+        return _Attend.run(heads, self)
 
     @cached_property
     def backward(self) -> _Backward:
@@ -120,7 +120,7 @@ class _Backward:
     starts: Tensor
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(Function):
     """softmax(q·k / √D + mask) · v, piece by piece; many probabilities are computed again in the backward."""
 
     @staticmethod

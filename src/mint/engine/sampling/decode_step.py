@@ -1,6 +1,7 @@
 """One token further in every row of a batch: the step that is run again and again while the rows stay the same.
 
-Knows which way of running a step fits a decoder and its device; knows nothing of jobs, drawing or who holds cells.
+Here is the interface, and the step that calls the decoder's forward each time. A device may have a faster one
+(`engine/cpu/recorded_step.py`, `engine/cuda/step.py`), chosen when a base is loaded. Knows nothing of jobs or drawing.
 
 Letters: R rows · C cells of a row · V vocabulary.
 """
@@ -14,9 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.attention import NativeDecodeAttention
-from mint.engine.cpu.recorded_step import RECORDED_BYTES, RecordedStep
-from mint.engine.cuda.step import StepGraphs
 from mint.engine.lora import LoraRows
 from mint.engine.model.decoder import Decoder
 from mint.engine.sampling.decode_attention import DecodeAttention
@@ -35,32 +33,51 @@ class DecodeStep(Protocol):
         ...
 
 
-class EagerStep:
-    """Calls the decoder's forward anew for each step."""
+class DecodeSteps(Protocol):
+    """Opens the steps of one base model over its cells."""
 
-    def __init__(
+    def open(
         self,
-        decoder: Decoder,
-        cells: KvCells,
         table: np.ndarray,
         fronts: np.ndarray,
         positions: np.ndarray,
         loras: Sequence[LoraRows],
-    ) -> None:
-        """As `open_step`."""
-        self._decoder, self._loras = decoder, loras
-        self._attention: DecodeAttention | NativeDecodeAttention
-        if decoder.kernels is None:
-            self._attention = DecodeAttention(cells, table, fronts, positions)
-        else:
-            self._attention = NativeDecodeAttention(decoder.kernels, cells, table, positions)
+        earlier: DecodeStep | None = None,
+    ) -> DecodeStep:
+        """The step for rows whose next tokens are at `positions` [R].
+
+        Row r lies in the cells `table[r]`, in order, of `table` [R, C], and reads its first block in the cell
+        `fronts[r]`. `loras` cover all rows. What `earlier`, a step of the same rows that no longer fits, has prepared
+        may be used again; it must not be run any more."""
+        ...
+
+
+class StepAttention(Protocol):
+    """The decoder's `Attention` of a step."""
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """Attended values [R, query heads · D] of `heads` [R, H, D], whose keys and values are stored."""
+        ...
 
     def fits(self, positions: np.ndarray) -> bool:
-        """Whether rows at these positions are still within what their attention was planned for."""
+        """Whether it is planned for rows at these positions [R]."""
+        ...
+
+    def begin_step(self, positions: np.ndarray) -> None:
+        """The next token of each row is at `positions` [R]."""
+        ...
+
+
+class EagerStep:
+    """Calls the decoder's forward anew for each step."""
+
+    def __init__(self, decoder: Decoder, attention: StepAttention, loras: Sequence[LoraRows]) -> None:
+        self._decoder, self._attention, self._loras = decoder, attention, loras
+
+    def fits(self, positions: np.ndarray) -> bool:
         return self._attention.fits(positions)
 
     def run(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Logits [R, V]."""
         device = self._decoder.device
         self._attention.begin_step(positions)
         own, places = torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
@@ -68,24 +85,18 @@ class EagerStep:
         return self._decoder.logits(hidden, self._loras)
 
 
-def open_step(
-    decoder: Decoder,
-    cells: KvCells,
-    table: np.ndarray,
-    fronts: np.ndarray,
-    positions: np.ndarray,
-    loras: Sequence[LoraRows],
-    earlier: DecodeStep | None = None,
-    graphs: StepGraphs | None = None,
-) -> DecodeStep:
-    """The step for rows whose next tokens are at `positions` [R]; row r lies in the cells `table[r]`, in order, of
-    `table` [R, C], and reads its first block in the cell `fronts[r]`. `loras` cover all rows. What `earlier`, a step of
-    the same rows that no longer fits, has prepared may be used again; it must not be run any more. `graphs` are those
-    of this decoder over these cells, where there are any."""
-    if graphs is not None:
-        return graphs.open(table, positions, loras)
-    if isinstance(earlier, RecordedStep) and earlier.renew(table, positions):
-        return earlier
-    if decoder.bytes_between(len(positions)) <= RECORDED_BYTES and decoder.runs_natively(loras):
-        return RecordedStep(decoder, cells, table, positions, loras)
-    return EagerStep(decoder, cells, table, fronts, positions, loras)
+class EagerSteps:
+    """`DecodeSteps` in plain torch."""
+
+    def __init__(self, decoder: Decoder, cells: KvCells) -> None:
+        self._decoder, self._cells = decoder, cells
+
+    def open(
+        self,
+        table: np.ndarray,
+        fronts: np.ndarray,
+        positions: np.ndarray,
+        loras: Sequence[LoraRows],
+        earlier: DecodeStep | None = None,
+    ) -> DecodeStep:
+        return EagerStep(self._decoder, DecodeAttention(self._cells, table, fronts, positions), loras)

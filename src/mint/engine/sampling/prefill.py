@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from mint.engine.device_arrays import upload
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.decoder import Decoder
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.upload import upload
 
 
 @dataclass(frozen=True)

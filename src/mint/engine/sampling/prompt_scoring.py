@@ -16,10 +16,10 @@ from torch import Tensor
 
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.decoder import Decoder
-from mint.engine.model.unembedding import TargetLogprobs, row_slices, top_logprobs
 from mint.engine.protocol import SampleJob, TokenTable
-from mint.engine.sampling.choice import draw_many
+from mint.engine.sampling.draw import draw_many
 from mint.engine.sampling.random_stream import uniform
+from mint.engine.target_logprobs import TargetLogprobs, row_slices, top_logprobs
 
 DRAWS_FROM = 1 << 32
 """Draws at the prompt's places come from the streams of samples with these numbers, which no sample has."""
@@ -98,7 +98,7 @@ def _draw(decoder: Decoder, job: SampleJob, before: Tensor, loras: list[LoraRows
     streams = np.tile(np.arange(DRAWS_FROM, DRAWS_FROM + draws), count)
     uniforms = uniform(seeds, streams, np.repeat(np.arange(1, count + 1), draws)).reshape(count, draws)
     tokens, logprobs = np.zeros((count, draws), np.int64), np.zeros((count, draws), np.float32)
-    for rows in row_slices(count, decoder.config.vocab_size):
+    for rows in row_slices(count, decoder.config.vocab_size, decoder.operations.logits_at_once):
         logits = decoder.logits(before[rows], loras)
         chosen = draw_many(logits, uniforms[rows], job.temperature)
         tokens[rows] = chosen.cpu().numpy()

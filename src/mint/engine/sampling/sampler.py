@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.cuda.step import StepGraphs
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
+from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.model.attention import BLOCK, CHUNK
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener
-from mint.engine.sampling.decode_step import DecodeStep, open_step
-from mint.engine.sampling.draws import Draws, processed
+from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps
+from mint.engine.sampling.draw import Draw, processed
 from mint.engine.sampling.kv_cache import KvCells, Lease
 from mint.engine.sampling.prefill import PromptPart, run_prompts
 from mint.engine.sampling.prefix_cache import Match, PrefixCache
@@ -45,12 +45,14 @@ NO_ROOM = (
 
 
 @dataclass
-class Memory:
-    """What the batches of one base model share; `counters` are totals since the start."""
+class SamplerMemory:
+    """What the samplers of one base model share, and how its device decodes and draws; `counters` are totals since the
+    start."""
 
     cells: KvCells
     prefixes: PrefixCache
-    graphs: StepGraphs | None = None
+    steps: DecodeSteps
+    draw: Draw
     counters: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("prefilled", "reused", "sampled", "steps", "restarts"), 0)
     )
@@ -96,10 +98,9 @@ class _OutOfCells(MemoryError):
 class Sampler:
     """The jobs of one batch over one base model."""
 
-    def __init__(self, decoder: Decoder, memory: Memory) -> None:
+    def __init__(self, decoder: Decoder, memory: SamplerMemory) -> None:
         """No jobs yet."""
         self._decoder, self._memory = decoder, memory
-        self._draws = Draws(decoder.kernels)
         self._lease = Lease(memory.cells)
         self._sequences = Sequences()
         self._entries: dict[int, _Entry] = {}
@@ -140,7 +141,7 @@ class Sampler:
         try:
             self._advance()
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             self._give_way()
         results, self._results = self._results, {}
@@ -396,11 +397,7 @@ class Sampler:
                 sequences.extend(missing, taken)
             table, fronts = sequences.cells[slots], own["front"]
             fronts = np.where(fronts < 0, table[:, 0], fronts)
-            self._step = open_step(
-                *(self._decoder, self._memory.cells, table, fronts, positions, self._loras),
-                earlier=self._step,
-                graphs=self._memory.graphs,
-            )
+            self._step = self._memory.steps.open(table, fronts, positions, self._loras, earlier=self._step)
         self._collect(slots, self._step.run(own["last"].copy(), positions))
 
     # --- collect ---
@@ -413,7 +410,7 @@ class Sampler:
             return
         slots = slots[rows]
         own = sequences.of[slots]
-        tokens, logprobs = self._draws.draw(logits, rows, sequences.of, slots)
+        tokens, logprobs = self._memory.draw(logits, rows, sequences.of, slots)
         finite = np.isfinite(logprobs)
         if own["processed"].any():
             asked = np.flatnonzero(own["processed"])
@@ -461,8 +458,3 @@ class Sampler:
             entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
         samples = [entry.samples[index] for index in range(entry.count)]
         self._close(entry, SampleResult(samples, **vars(entry.scores)))
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """A GPU says so by its own exception, torch's CPU allocator only in words."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

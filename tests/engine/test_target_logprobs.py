@@ -8,15 +8,16 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from decoders import open_decoder
 from transformers import PreTrainedModel
 
+from mint.engine import target_logprobs
+from mint.engine.cpu import operations
+from mint.engine.cpu.onednn import cpu_unembedding
+from mint.engine.cpu.operations import CpuOperations
 from mint.engine.lora import LoraRows
-from mint.engine.model import unembedding
-from mint.engine.model.linear import Unembedding
-from mint.engine.model.unembedding import TargetLogprobs, row_slices
-from mint.engine.sampling import choice
-from mint.engine.sampling.choice import exponentials
-from mint.engine.torch_engine import TorchEngine
+from mint.engine.model.functions import exponentials
+from mint.engine.target_logprobs import TargetLogprobs, row_slices
 
 DType = Literal["float32", "bfloat16"]
 BOUNDS: dict[DType, float] = {"float32": 2e-5, "bfloat16": 1e-2}
@@ -45,15 +46,13 @@ def test_logprobs_entropies_and_gradients_equal_those_in_float64(
     cached: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(unembedding, "MIN_CHUNK_ROWS", 16)
-    monkeypatch.setattr(unembedding, "CHUNK_ENTRIES", chunk)
-    monkeypatch.setattr(choice, "CACHED_ENTRIES", cached)
-    engine = TorchEngine(dtype=dtype, threads=1, device="cpu")
-    engine.load_base("base", str(tied[0]))
-    decoder = engine._bases["base"][0]
+    monkeypatch.setattr(target_logprobs, "MIN_CHUNK_ROWS", 16)
+    monkeypatch.setattr(CpuOperations, "logits_at_once", chunk)
+    monkeypatch.setattr(operations, "CACHED_LOGITS", cached)
+    decoder = open_decoder(tied[0], getattr(torch, dtype))
     rng = np.random.default_rng(3)
     rows, targets, slopes, trained = _pairs(rng, 75)
-    matrix = decoder._unembedding.dense().double()
+    matrix = decoder.weights.unembedding.dense().double()
     hidden = torch.from_numpy(rng.normal(0, size, (75, matrix.shape[1]))).bfloat16().float()
     pairs = TargetLogprobs(decoder, hidden, rows, targets, [LoraRows(0, 75, None)], trained=trained)
     exact = hidden.double().requires_grad_()
@@ -88,7 +87,7 @@ def test_the_gradient_through_many_outputs_equals_that_in_float64(dtype: torch.d
     weight = torch.from_numpy(rng.normal(0, 1, (2 * 4096 + 60, 24)).astype(np.float32)).to(dtype)
     grad = torch.from_numpy(rng.normal(0, 1, (30, weight.shape[0])).astype(np.float32)).to(dtype)
     exact = grad.double() @ weight.double()
-    found = Unembedding(weight).gradient(grad)
+    found = cpu_unembedding(weight).gradient(grad)
     assert found.dtype == torch.float32
     assert float((found.double() - exact).abs().max() / exact.abs().max()) < (1e-5 if dtype == torch.float32 else 1e-2)
 
@@ -96,7 +95,7 @@ def test_the_gradient_through_many_outputs_equals_that_in_float64(dtype: torch.d
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 632, 5000])
 @pytest.mark.parametrize("vocab_size", [97, 151_936])
 def test_slices_cover_all_rows_once_and_are_of_about_one_size(count: int, vocab_size: int) -> None:
-    slices = list(row_slices(count, vocab_size))
+    slices = list(row_slices(count, vocab_size, 1 << 20))
     assert [row for own in slices for row in range(own.start, own.stop)] == list(range(count))
     sizes = [own.stop - own.start for own in slices]
     assert not sizes or max(sizes) - min(sizes) <= len(sizes)

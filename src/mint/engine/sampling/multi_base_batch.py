@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection
 from mint.engine.lora import LoraWeights
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import SampleJob, SampleResult, TokenListener
-from mint.engine.sampling.sampler import Memory, Sampler
+from mint.engine.sampling.sampler import Sampler, SamplerMemory
 
-Resolve = Callable[[SampleJob], tuple[Decoder, Memory, LoraWeights | None]]
+Resolve = Callable[[SampleJob], tuple[Decoder, SamplerMemory, LoraWeights | None]]
 """A job's base model, its memory and weights; raises `NotFoundError`."""
 
 
-class Batch:
+class MultiBaseBatch:
     """`SampleBatch` on PyTorch."""
 
     def __init__(self, resolve: Resolve) -> None:

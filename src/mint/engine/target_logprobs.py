@@ -17,17 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.device_arrays import upload
 from mint.engine.lora import UNEMBED, LoraRows
 from mint.engine.model.decoder import Decoder
-from mint.engine.sampling.choice import cached_rows, exponentials, row_blocks
+from mint.engine.model.functions import exponentials
+from mint.engine.upload import upload
 
-CHUNK_ENTRIES, MIN_CHUNK_ROWS = 1 << 20, 192
-"""Logits computed at once: 4 MB in float32; but never fewer than so many rows, for each chunk reads the whole
-unembedding, and from there on products are no faster."""
-
-GPU_CHUNK_ENTRIES = 1 << 28
-"""On a GPU: 1 GB, for there a product of few rows takes no longer than to start it."""
+MIN_CHUNK_ROWS = 192
+"""Logits are never computed for fewer rows at once: each chunk reads the whole unembedding, and products of more rows
+are no faster."""
 
 
 class TargetLogprobs:
@@ -60,7 +57,7 @@ class TargetLogprobs:
             self._single = trained & (np.bincount(rows[trained], minlength=len(hidden)) == 1)[rows]
         self._unit = torch.zeros_like(hidden) if self._single.any() else None
         with torch.no_grad():
-            for chunk in _chunks(rows, len(hidden), decoder.config.vocab_size, hidden.device):
+            for chunk in _chunks(decoder, rows, len(hidden)):
                 self._run(chunk)
 
     @torch.no_grad()
@@ -81,7 +78,7 @@ class TargetLogprobs:
         used_pairs, trained_rows = upload(device, used, trained)
         targets = self._targets[used_pairs]
         pair_slopes, row_slopes = upload(device, slopes[used], totals[trained])
-        for chunk in _chunks(places, len(trained), self._decoder.config.vocab_size, device):
+        for chunk in _chunks(self._decoder, places, len(trained)):
             own = trained_rows[chunk.rows]
             hidden = self._hidden[own]
             weights, _ = exponentials(self._logits(hidden))
@@ -97,7 +94,7 @@ class TargetLogprobs:
         at_targets = logits[chunk.places, self._targets[chunk.pairs]]
         single = np.zeros(len(hidden), bool)
         single[self._rows[chunk.pairs][self._single[chunk.pairs]] - chunk.rows.start] = True
-        normaliser, self.entropies[chunk.rows], pulls = self._weigh(logits, single)
+        normaliser, self.entropies[chunk.rows], pulls = self._decoder.operations.softmax_statistics(logits, single)
         self.logprobs[chunk.pairs] = at_targets - normaliser[chunk.places]
         if self._unit is not None and len(pulls):
             # d logprob / d logits = onehot - softmax; its slope will only multiply it.
@@ -108,31 +105,6 @@ class TargetLogprobs:
             own = chunk.places[pairs]
             gradient = self._decoder.logits_gradient(pulls, hidden[own], self._loras)
             self._unit[own + chunk.rows.start] = gradient
-
-    def _weigh(self, logits: Tensor, single: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """logsumexp and entropy of each row, and the negative softmax of those that are `single`, in the place of the
-        logits and in the dtype in which it will be multiplied."""
-        pulls, kernels = logits.view(self._decoder.dtype)[:, : logits.shape[1]], self._decoder.kernels
-        if kernels is not None:
-            pulled = torch.from_numpy(single.astype(np.int64))
-            normaliser, entropies = kernels.weigh_rows(logits, pulled, self._decoder.dtype)
-            return normaliser, entropies, pulls if single.all() else pulls[pulled.bool()]
-        normaliser, entropies = (torch.empty(len(logits), device=logits.device) for _ in range(2))
-        filled, size = 0, len(logits) if logits.is_cuda else cached_rows(logits)
-        room = torch.empty_like(logits[: 2 * size])
-        for rows in row_blocks(len(logits), size):
-            own, mask = logits[rows], single[rows]
-            weights, normaliser[rows] = exponentials(own, room[: len(own)])
-            total = weights.sum(1)
-            # H = log Z - Σ p·z
-            spread = torch.linalg.vecdot(weights, own).div_(total)
-            entropies[rows] = normaliser[rows] - spread
-            if mask.any():
-                weights.div_(-total[:, None])
-                trained = weights if mask.all() else weights[upload(logits.device, np.flatnonzero(mask))[0]]
-                pulls[filled : filled + len(trained)] = trained
-                filled += len(trained)
-        return normaliser, entropies, pulls[:filled]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._decoder.logits(hidden, self._loras)
@@ -151,7 +123,7 @@ class _Chunk:
 def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraRows]) -> list[list[tuple[int, float]]]:
     """The `count` most probable tokens after each of hidden [T, E], best first."""
     found: list[list[tuple[int, float]]] = []
-    for rows in row_slices(len(hidden), decoder.config.vocab_size):
+    for rows in row_slices(len(hidden), decoder.config.vocab_size, decoder.operations.logits_at_once):
         logits = decoder.logits(hidden[rows], loras)
         best = logits.topk(min(count, logits.shape[1]), dim=1)
         logprobs = (best.values - logits.logsumexp(1, keepdim=True)).tolist()
@@ -159,19 +131,19 @@ def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraR
     return found
 
 
-def _chunks(rows: np.ndarray, count: int, vocab_size: int, device: torch.device) -> Iterator[_Chunk]:
+def _chunks(decoder: Decoder, rows: np.ndarray, count: int) -> Iterator[_Chunk]:
     """`count` rows in order, with the pairs whose ascending `rows` fall into each chunk."""
-    slices = list(row_slices(count, vocab_size, CHUNK_ENTRIES if device.type == "cpu" else GPU_CHUNK_ENTRIES))
+    slices = list(row_slices(count, decoder.config.vocab_size, decoder.operations.logits_at_once))
     ends = np.searchsorted(rows, [0, *(own.stop for own in slices)])
     firsts = np.repeat(np.array([own.start for own in slices], np.int64), np.diff(ends))
-    (places,) = upload(device, rows - firsts)
+    (places,) = upload(decoder.device, rows - firsts)
     for own, (first, last) in zip(slices, pairwise(ends.tolist()), strict=True):
         yield _Chunk(own, slice(first, last), places[first:last])
 
 
-def row_slices(count: int, vocab_size: int, entries: int | None = None) -> Iterator[slice]:
-    """Runs of rows whose logits, `entries` or `CHUNK_ENTRIES` of them, may exist at once, of about one size."""
-    size = max(MIN_CHUNK_ROWS, (entries or CHUNK_ENTRIES) // vocab_size)
+def row_slices(count: int, vocab_size: int, entries: int) -> Iterator[slice]:
+    """Runs of rows, of about one size, whose logits are about `entries` in number."""
+    size = max(MIN_CHUNK_ROWS, entries // vocab_size)
     size = -(-count // max(1, -(-count // size)))
     for start in range(0, count, max(1, size)):
         yield slice(start, min(start + size, count))

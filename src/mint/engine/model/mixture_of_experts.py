@@ -8,7 +8,7 @@ Letters: T rows · E hidden size · K experts per row · P pairs of a row and an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,31 +17,49 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.lora import LoraRows, expert_site
-from mint.engine.model.config import ExpertsConfig
-from mint.engine.model.functions import SwiGlu, run
-from mint.engine.model.linear import FrozenMatrix
-from mint.engine.model.weights import Experts
+from mint.engine.model.autograd import Function
+from mint.engine.model.blocks import Norm
+from mint.engine.model.config import DecoderConfig, ExpertsConfig
+from mint.engine.model.linear import LoraLinears
+from mint.engine.model.operations import Operations
+from mint.engine.model.weights import MixtureWeights
 
-Linear = Callable[[Tensor, FrozenMatrix, str, Sequence[LoraRows]], Tensor]
-"""(rows [T, I], weight [O, I], site, loras that cover the rows) → [T, O], each row's bits its own, for any T from 1."""
 
+class MixtureOfExperts:
+    """One layer's router and experts, and the norm before them."""
 
-def mix_experts(
-    x: Tensor, residual: Tensor, weights: Experts, config: ExpertsConfig, layer: int,
-    loras: Sequence[LoraRows], linear: Linear,
-) -> Tensor:  # fmt: skip
-    """`residual` plus what the chosen experts make of x, both [T, E]."""
-    shares, chosen = _route(linear(x, weights.router, f"{layer}.router", loras), config)
-    order = torch.argsort(chosen.reshape(-1), stable=True)  # pairs by expert, the rows of each in their own order
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    places = places.view(chosen.shape)
-    rows = run(_Gather, x, order // config.per_token, places)
-    parts = []
-    for expert, start, stop, own in _segments(chosen, order, loras, config):
-        site = expert_site(layer, expert)
-        inner = run(SwiGlu, linear(rows[start:stop], weights.gate_up[expert], f"{site}.gate_up", own))
-        parts.append(linear(inner, weights.down[expert], f"{site}.down", own))
-    return run(_Combine, torch.cat(parts), shares, residual, order, places)
+    def __init__(
+        self,
+        operations: Operations,
+        weights: MixtureWeights,
+        norm: Tensor,
+        layer: int,
+        config: DecoderConfig,
+        loras: LoraLinears,
+    ) -> None:
+        """`norm` [E]."""
+        mixture = config.experts_of(layer)
+        if mixture is None:
+            raise ValueError(f"layer {layer} has no experts")
+        self._operations, self._weights, self._norm, self._eps = operations, weights, norm, config.rms_norm_eps
+        self._layer, self._mixture, self._loras = layer, mixture, loras
+
+    def __call__(self, x: Tensor, loras: Sequence[LoraRows]) -> Tensor:
+        """x + what the chosen experts make of norm(x), both [T, E]."""
+        normed = Norm.run(x, self._norm, self._eps, self._operations)
+        scores = self._loras.multiply(normed, self._weights.router, f"{self._layer}.router", loras)
+        shares, chosen = _route(scores, self._mixture)
+        order = torch.argsort(chosen.reshape(-1), stable=True)  # pairs by expert, the rows of each in their own order
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        places = places.view(chosen.shape)
+        rows = _Gather.run(normed, order // self._mixture.per_token, places)
+        parts = []
+        for expert, start, stop, own in _segments(chosen, order, loras, self._mixture):
+            weights, site = self._weights.experts[expert], expert_site(self._layer, expert)
+            wide = self._loras.multiply(rows[start:stop], weights.gate_up, f"{site}.gate_up", own)
+            inner = _SwiGlu.run(wide, self._operations)
+            parts.append(self._loras.multiply(inner, weights.down, f"{site}.down", own))
+        return _Combine.run(torch.cat(parts), shares, x, order, places)
 
 
 def _route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
@@ -72,7 +90,25 @@ def _segments(
     return segments
 
 
-class _Gather(torch.autograd.Function):
+class _SwiGlu(Function):
+    """`silu(gate) · up` [T, I] of [T, 2·I]."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, gate_up: Tensor, operations: Operations) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.operations = operations
+        return operations.swiglu(gate_up)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gate_up,) = ctx.saved_tensors
+        return ctx.operations.swiglu_backward(grad.clone(), gate_up), None
+
+
+class _Gather(Function):
     """Copies rows to their pairs; the gradients of a row's pairs are added in one order, on every device."""
 
     @staticmethod
@@ -94,7 +130,7 @@ class _Gather(torch.autograd.Function):
         return total, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     """`residual` plus each row's pairs times their shares."""
 
     @staticmethod

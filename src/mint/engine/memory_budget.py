@@ -1,7 +1,7 @@
-"""How many rows a training pass may run at once, and what counts as having run out of memory.
+"""How many rows a training pass may run at once, and which errors say that memory has run out.
 
-The rows are a function of the base's shape, dtype and the device alone, for how a request is cut into micro-batches
-decides the bits of its result. Knows nothing of data, losses or gradients.
+The rows are a function of the base's shape, dtype and the device alone, because the way in which a request is cut into
+micro-batches decides the bits of its result. Knows nothing of data, losses or gradients.
 """
 
 from __future__ import annotations
@@ -11,19 +11,10 @@ import re
 import torch
 
 from mint.engine.model.config import DecoderConfig
-
-MAX_ROWS, GPU_MAX_ROWS = 4096, 16384
-"""Rows of a micro-batch where memory sets no bound; more are no faster on a CPU. On a GPU more share the time that it
-takes to start a layer's many small operations."""
+from mint.engine.model.operations import Operations
 
 MIN_ROWS = 256
 """Fewer would waste the processor: each micro-batch reads all of the base's weights twice."""
-
-ACTIVATION_BYTES = 768 << 20
-"""What a forward may keep for its backward on a CPU."""
-
-GPU_SHARE = 4
-"""On a GPU that is one part in so many of its memory."""
 
 _FAILURES = re.compile(
     "can't allocate memory|not enough memory|out of memory|bad_alloc|could not create a (memory|primitive(?! desc))",
@@ -32,12 +23,10 @@ _FAILURES = re.compile(
 """How torch, its CPU allocator, C++ and oneDNN (which has nowhere to put its code then) say so."""
 
 
-def rows_at_once(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
+def rows_at_once(config: DecoderConfig, operations: Operations) -> int:
     """Rows of a micro-batch."""
-    kept, most = ACTIVATION_BYTES, MAX_ROWS
-    if device.type == "cuda":
-        kept, most = torch.cuda.get_device_properties(device).total_memory // GPU_SHARE, GPU_MAX_ROWS
-    return max(MIN_ROWS, min(most, kept // bytes_per_row(config, dtype)))
+    fitting = operations.activation_bytes // bytes_per_row(config, operations.dtype)
+    return max(MIN_ROWS, min(operations.max_rows, fitting))
 
 
 def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -56,7 +45,7 @@ def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
     return total
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory was short, and the same in smaller parts may succeed."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True

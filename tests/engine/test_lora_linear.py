@@ -10,11 +10,12 @@ import torch
 from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, train
 from transformers import Qwen3ForCausalLM
 
+from mint.engine.cpu import operations
+from mint.engine.cpu.operations import CpuOperations
 from mint.engine.lora import SiteWeights
-from mint.engine.model import blocks
-from mint.engine.model import lora_linear as site_products
-from mint.engine.model.linear import FrozenMatrix
-from mint.engine.model.lora_linear import SiteProduct
+from mint.engine.model import lora_linear
+from mint.engine.model.linear import Linear
+from mint.engine.model.lora_linear import MergedLinear, SeparateLinear
 from mint.engine.protocol import LoraSpec
 from mint.engine.torch_engine import TorchEngine
 
@@ -48,8 +49,12 @@ def test_product_and_gradient_equal_the_formula_in_float64(parts: tuple[int, ...
     leaf = x.double().requires_grad_()
     out = residual.double() + leaf @ (weight.double() + delta).T
     out.backward(grad.double())
-    whole = (weight.double() + delta.detach()).float() if merged else weight
-    product = SiteProduct(FrozenMatrix(whole), lora, scale, merged)
+    cpu = CpuOperations(torch.float32)
+    product: Linear
+    if merged:
+        product = MergedLinear(cpu, cpu.matrix((weight.double() + delta.detach()).float()), lora, scale)
+    else:
+        product = SeparateLinear(cpu, cpu.matrix(weight), [(slice(0, 33), lora, scale)])
     np.testing.assert_allclose(product.product(x, residual).numpy(), out.detach().numpy(), rtol=1e-4, atol=1e-4)
     grad_x, grads = product.gradient(grad, x)
     assert grad_x is not None
@@ -61,8 +66,8 @@ def test_product_and_gradient_equal_the_formula_in_float64(parts: tuple[int, ...
 
 def test_merging_changes_rounding_and_nothing_else(tied: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     data, found = random_data(3, count=8, shared=10), []
-    for limit in (site_products.MERGED_BYTES, 0):
-        monkeypatch.setattr(site_products, "MERGED_BYTES", limit)
+    for limit in (operations.MERGED_BYTES, 0):
+        monkeypatch.setattr(operations, "MERGED_BYTES", limit)
         engine = _engine(tied)
         train(engine, "m", steps=1)
         result = engine.forward_backward("m", data, CROSS_ENTROPY)
@@ -94,7 +99,7 @@ def test_more_loras_than_are_kept_merged_give_the_same_samples(tied: Model, monk
         engine.publish("m", f"w{index}")
     jobs = [job([5, 6, 7], weights_id=f"w{index}", num_samples=2) for index in range(3)]
     kept = engine.sample(jobs)
-    monkeypatch.setattr(site_products, "MERGED_SETS", 1)
+    monkeypatch.setattr(lora_linear, "MAX_MERGED_LORAS", 1)
     again = engine.sample(jobs)
     for first, second in zip(kept, again, strict=True):
         assert [s.logprobs.tobytes() for s in first.samples] == [s.logprobs.tobytes() for s in second.samples]
@@ -103,7 +108,7 @@ def test_more_loras_than_are_kept_merged_give_the_same_samples(tied: Model, monk
 def test_apart_the_samplers_logprobs_are_the_trainers_in_any_company(
     tied: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(site_products, "MERGED_BYTES", 0)
+    monkeypatch.setattr(operations, "MERGED_BYTES", 0)
     engine = _engine(tied)
     for name, rank in (("other", 3), ("m", 4)):
         engine.create_model(name, "base", LoraSpec(rank, 1, True, True, True))
@@ -123,9 +128,9 @@ def test_an_mlp_in_parts_gives_the_same_bits_and_the_same_gradient(
     tied: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, found = random_data(3, count=12, shared=10), []
-    for least in (blocks.MIN_CHUNK, 40):
-        monkeypatch.setattr(blocks, "MIN_CHUNK", least)
-        monkeypatch.setattr(blocks, "CACHED_ENTRIES", least)
+    for least in (operations.MIN_MLP_ROWS, 40):
+        monkeypatch.setattr(operations, "MIN_MLP_ROWS", least)
+        monkeypatch.setattr(operations, "MLP_ENTRIES", least)
         engine = _engine(tied)
         engine.create_model("m", "base", LoraSpec(4, 7, True, True, False))
         result = engine.forward_backward("m", data, CROSS_ENTROPY)

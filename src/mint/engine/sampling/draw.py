@@ -1,66 +1,108 @@
-"""From logits to a token: temperature, top-k, top-p (in this order), one uniform number per row, inverse CDF.
+"""From logits to tokens: temperature, top-k, top-p (in this order), one uniform number per row, inverse CDF.
 
-Every row is treated alone, so a row's token does not depend on the rows beside it. Knows nothing of jobs or streams.
+Every row is treated alone, so a row's token does not depend on the rows beside it. This is the definition, in torch; a
+CPU with kernels draws by `engine/cpu/draw.py`. Knows which columns of a table say how a sequence draws; knows nothing
+of jobs.
 
-Letters: R rows · K draws of one row · V vocabulary.
+Letters: R rows of logits · N sequences that draw · K draws of one row · V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.device_arrays import upload
+from mint.engine.model.functions import exponentials, row_blocks
+from mint.engine.model.operations import Operations
+from mint.engine.sampling.random_stream import uniform_of
+from mint.engine.upload import upload
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: float32 could not tell the difference."""
 
-CACHED_ENTRIES = 1 << 19
-"""Logits of which all is made while they are in the cache: 2 MB."""
-
 _BLOCK = 64
 
 
-def exponentials(logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`exp(logits - max)` [R, V], in `out` if given, and the logsumexp [R] from logits float32 [R, V]: for a row the
-    same bits, whatever the others are."""
-    best = logits.amax(1, keepdim=True)
-    weights = torch.sub(logits, best, out=out).exp_()
-    # The sum of a lone row would be split over threads, and added in another order.
-    total = weights.sum(1) if len(weights) > 1 else weights.expand(2, -1).sum(1)[:1]
-    return weights, total.log_().add_(best.squeeze(1))
+class Draw(Protocol):
+    """Draws the next tokens of sequences. What a sequence gets is a function of its own row alone."""
+
+    def __call__(
+        self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A token, int64 [N], for each of `slots` [N] of the structured `table`, from `rows` [N] of logits float32
+        [R, V]; and its logprob under the logits as they are, float32 [N], not finite where the logits are not.
+
+        Of the table it reads `stream` (uint64), `emitted` (int64), `temperature`, `top_k` and `top_p` (float64, int64,
+        float64); the uniform number is `uniform_of(stream, emitted)`.
+        """
+        ...
+
+
+class TorchDraw:
+    """`Draw` in torch."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def __call__(
+        self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        own = table[slots]
+        found = draw(
+            take(logits, rows),
+            uniform_of(own["stream"], own["emitted"]),
+            *rules(own),
+            rows_at_once=self._operations.rows_in_cache(logits.shape[1]),
+        )
+        # Both in one transfer; a float64 holds either exactly.
+        columns = torch.stack([column.double() for column in found]).cpu().numpy()
+        return columns[0].astype(np.int64), columns[1].astype(np.float32)
+
+
+def processed(logits: Tensor, rows: np.ndarray, own: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Logprobs, float32 [N], of tokens [N] under the distributions that they were drawn from, by `rows` [N] of logits
+    [R, V] and the rules in the structured `own` [N]."""
+    chosen = torch.from_numpy(tokens).to(logits.device)
+    found: np.ndarray = processed_logprobs(take(logits, rows), chosen, *rules(own)).cpu().numpy()
+    return found
+
+
+def take(logits: Tensor, rows: np.ndarray) -> Tensor:
+    """`rows` [N] of the logits [R, V], which are all of them if they are as many."""
+    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+
+
+def rules(own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Temperature, top-k and top-p of sequences, as arrays of their own: torch takes no columns with gaps."""
+    return own["temperature"].copy(), own["top_k"].copy(), own["top_p"].copy()
 
 
 def draw(
-    logits: Tensor, uniforms: np.ndarray, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
+    logits: Tensor,
+    uniforms: np.ndarray,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    *,
+    rows_at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `choose`, and the logprob of each token under the logits as they are, float32 [R]."""
-    size = len(logits) if logits.is_cuda else cached_rows(logits)
-    room = torch.empty(min(len(logits), 2 * size), logits.shape[1], device=logits.device)
+    """As `choose`, and the logprob of each token under the logits as they are, float32 [R]; about `rows_at_once` rows
+    are treated together."""
+    size = rows_at_once or max(1, len(logits))
+    scratch = torch.empty(min(len(logits), 2 * size), logits.shape[1], device=logits.device)
     as_they_are = bool((temperature == 1).all())
     parts = []
     for rows in row_blocks(len(logits), size):
         own, rule = logits[rows], (temperature[rows], top_k[rows], top_p[rows])
-        weights, normaliser = exponentials(own, room[: len(own)])
+        weights, normaliser = exponentials(own, scratch[: len(own)])
         tokens = choose(own, uniforms[rows], *rule, weights if as_they_are else None)
         parts.append((tokens, own.gather(1, tokens[:, None]).squeeze(1) - normaliser))
     tokens, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
     return tokens, logprobs
-
-
-def cached_rows(logits: Tensor) -> int:
-    """Rows of logits [R, V] that fit the cache."""
-    return max(2, CACHED_ENTRIES // logits.shape[1])
-
-
-def row_blocks(count: int, size: int) -> Iterator[slice]:
-    """Runs of `size` to twice as many rows; a lone row only where it is the only one."""
-    for start in range(0, max(1, count - size + 1), size):
-        yield slice(start, start + size if count - start >= 2 * size else count)
 
 
 def choose(

@@ -1,0 +1,111 @@
+"""What loras add to a product and their gradients, by `loras.c`.
+
+Knows layouts and how work is split over threads; knows nothing of layers, loras' names or autograd.
+
+Letters: T rows · I inputs · O outputs · r rank · S parts of a fused product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mint.engine.cpu.kernels import LANES, NativeKernels
+from mint.engine.cpu.threads import Int64
+from mint.engine.lora import SiteWeights
+
+_GROUP_ROWS, _MOST_GROUPS = 192, 8
+"""Threads share out a lora's gradient in groups of at least so many rows; each has partial sums of its own."""
+
+
+class NativeLoras:
+    """The compiled functions. A row's results do not depend on the number of rows or threads."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._threads, self._library = kernels.threads, kernels.library("loras")
+        code = self._threads.try_run(
+            self._library.add_lora,
+            0,
+            0,
+            x=None,
+            a=None,
+            bs=None,
+            widths=None,
+            parts=0,
+            rank=0,
+            inputs=0,
+            outputs=0,
+            scale=0.0,
+            out=None,
+        )
+        self._compiled = code == 0
+
+    def fits(self, lora: SiteWeights) -> bool:
+        """Whether the functions are compiled for such widths and this processor."""
+        return self._compiled and not lora.a.shape[1] % LANES and not any(len(b) % LANES for b in lora.bs)
+
+    def add(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
+        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place, from x [T, I]; all float32."""
+        (count, inputs), outputs, rank = x.shape, out.shape[1], lora.bs[0].shape[1]
+        places, widths = _places(lora.bs)
+        self._threads.run(
+            self._library.add_lora,
+            count,
+            count * (inputs * len(lora.a) + outputs * rank),
+            x=x,
+            a=lora.a,
+            bs=places,
+            widths=widths,
+            parts=len(lora.bs),
+            rank=rank,
+            inputs=inputs,
+            outputs=outputs,
+            scale=scale,
+            out=out,
+        )
+
+    def gradient(
+        self, grad: Tensor, x: Tensor, lora: SiteWeights, scale: float, grad_x: Tensor | None = None
+    ) -> list[Tensor]:
+        """The gradients of `a` and the bs from grad [T, O] and x [T, I]; that of x is added to `grad_x` [T, I]."""
+        (count, inputs), outputs, rank = x.shape, grad.shape[1], lora.bs[0].shape[1]
+        grad, x = grad.float().contiguous(), x.float().contiguous()
+        # A function of the rows alone: partial sums are added in the same order on any number of threads.
+        groups = min(max(count // _GROUP_ROWS, 1), _MOST_GROUPS)
+        found = torch.empty(groups, rank * (len(lora.bs) * inputs + outputs))
+        places, widths = _places(lora.bs)
+        self._threads.run(
+            self._library.lora_gradient,
+            groups,
+            count * found.shape[1],
+            grad=grad,
+            x=x,
+            a=lora.a,
+            bs=places,
+            widths=widths,
+            rows=count,
+            parts=len(lora.bs),
+            rank=rank,
+            inputs=inputs,
+            outputs=outputs,
+            groups=groups,
+            scale=scale,
+            grad_x=grad_x,
+            found=found,
+        )
+        total = found[0]
+        for own in found[1:]:
+            total += own
+        parts = total.split([part.numel() for part in (lora.a, *lora.bs)])
+        return [part.view(like.shape) for part, like in zip(parts, (lora.a, *lora.bs), strict=True)]
+
+
+def _places(bs: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[Int64]]:
+    """Where the bs are, and their outputs."""
+    if not all(b.is_contiguous() for b in bs):
+        raise AssertionError("kernels read contiguous tensors")
+    places = (ctypes.c_void_p * len(bs))(*(b.data_ptr() for b in bs))
+    return places, (Int64 * len(bs))(*(b.shape[0] for b in bs))

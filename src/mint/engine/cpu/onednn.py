@@ -1,0 +1,155 @@
+"""Layouts of frozen matrices for torch's own libraries on a CPU: MKL for small ones, oneDNN for large ones.
+
+The choice is a function of dtype, shape and processor, never of a timing, for the libraries differ in the last bit.
+
+Letters: T rows · I inputs · O outputs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
+
+from mint.engine.model.linear import DenseMatrix, Float32Product, add_residual, min_rows
+
+PACKED_ENTRIES = 1 << 18
+"""Matrices from this size on are multiplied by oneDNN, from its own layout. Smaller ones stay in a core's cache, where
+MKL is faster: GFLOP/s at 64 rows, MKL and oneDNN: 93 and 84 for 128 x 768, 66 and 103 for 1024 x 4096."""
+
+MANY_ROWS = 128
+"""From here on oneDNN is the faster one for small matrices too. Only gradients may choose by it: a product's bits must
+not depend on the number of rows."""
+
+ONEDNN_ROWS = 2
+"""OneDNN treats only a single row in another way than many (measured with 1 and 2 threads)."""
+
+ONEDNN_MULTIPLICATIONS = 16**3
+"""Torch gives a bfloat16 product to oneDNN only above so many; its own sums in another order."""
+
+
+class SmallMatrix(DenseMatrix):
+    """Row-major: torch chooses the library of a product."""
+
+    @property
+    @override
+    def min_rows(self) -> int:
+        return min_rows() if self.weight.dtype == torch.float32 else _onednn_rows(self)
+
+    @override
+    def gradient(self, grad: Tensor) -> Tensor:
+        return dense_gradient(self.weight, grad)
+
+
+class OnednnMatrix(DenseMatrix):
+    """Row-major, in float32, and multiplied by oneDNN: a large matrix whose tensor must stay as it is."""
+
+    @property
+    @override
+    def min_rows(self) -> int:
+        return _onednn_rows(self)
+
+    @override
+    def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return _onednn_product(x, self.weight, residual)
+
+    @override
+    def gradient(self, grad: Tensor) -> Tensor:
+        return dense_gradient(self.weight, grad)
+
+
+class PackedMatrix:
+    """In oneDNN's own layout. A gradient unpacks it for a moment, at 1 to 3 % of the cost of 1,000 rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.outputs, self.inputs = weight.shape
+        self._dtype = weight.dtype
+        # The number of rows is a hint; one layout was the fastest from 1 to 4,096.
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+
+    @property
+    def min_rows(self) -> int:
+        return _onednn_rows(self)
+
+    def dense(self) -> Tensor:
+        return self.packed.to_dense()
+
+    def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self._dtype == torch.float32:
+            return _onednn_product(x, self.packed, residual)
+        return add_residual(_onednn_product(x.to(self._dtype), self.packed).float(), residual)
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        return dense_gradient(self.dense(), grad)
+
+
+class CpuUnembedding(Float32Product):
+    """A bfloat16 unembedding that is widened for each product, where nothing faster is built into torch."""
+
+    @override
+    def gradient(self, grad: Tensor) -> Tensor:
+        return dense_gradient(self.weight, grad)
+
+
+class HalfPrecisionUnembedding(CpuUnembedding):
+    """A bfloat16 unembedding that is held a second time in half precision, scaled to hold the same numbers; its
+    products run in float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight)
+        # A power of two below half precision's largest number, 65504: what it cannot hold is then 2^-30 of the largest
+        # weight.
+        self._scale = 2.0 ** math.floor(math.log2(32768.0 / max(float(weight.abs().max()), 1e-30)))
+        self._halves = torch.ops.quantized.linear_prepack_fp16(weight.float().mul_(self._scale), None)
+
+    @override
+    def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        product = torch.ops.quantized.linear_dynamic_fp16(x * (1 / self._scale), self._halves)
+        return add_residual(product, residual)
+
+
+def cpu_matrix(weight: Tensor) -> DenseMatrix | PackedMatrix:
+    """The layout for products with `weight` [O, I]."""
+    if not has_onednn(weight):
+        return DenseMatrix(weight)
+    return SmallMatrix(weight) if weight.numel() < PACKED_ENTRIES else PackedMatrix(weight)
+
+
+def cpu_unembedding(weight: Tensor) -> DenseMatrix:
+    """The layout for logits with `weight` [V, E], which stays as it is."""
+    if weight.dtype == torch.bfloat16:
+        built_in = "fbgemm" in torch.backends.quantized.supported_engines
+        return HalfPrecisionUnembedding(weight) if built_in else CpuUnembedding(weight)
+    if not has_onednn(weight):
+        return DenseMatrix(weight)
+    return SmallMatrix(weight) if weight.numel() < PACKED_ENTRIES else OnednnMatrix(weight)
+
+
+def dense_gradient(weight: Tensor, grad: Tensor) -> Tensor:
+    """`grad @ weight`, float32 [T, I] from grad [T, O], with a row-major weight [O, I]."""
+    grad = grad.to(weight.dtype)
+    if has_onednn(weight) and (weight.numel() >= PACKED_ENTRIES or len(grad) >= MANY_ROWS):
+        return _onednn_product(grad, weight.t()).float()  # oneDNN takes the transposed view as it is
+    return grad.mm(weight).float()
+
+
+def has_onednn(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies in this dtype on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _onednn_rows(matrix: DenseMatrix | PackedMatrix) -> int:
+    return max(ONEDNN_ROWS, ONEDNN_MULTIPLICATIONS // (matrix.inputs * matrix.outputs) + 1)
+
+
+def _onednn_product(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    """`x @ weight.T` (+ residual) in their dtype."""
+    if residual is None:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
+    else:
+        product = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, None, "add")
+    return product

@@ -1,0 +1,345 @@
+"""The operations of a decoder on a CPU: by torch's own libraries, or by the kernels in C.
+
+The two differ in the last bits. Knows nothing of layers' order, sequences or losses. Letters as in `model.operations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
+
+from mint.engine.cpu.attention import NativePackedAttention
+from mint.engine.cpu.kernels import HEAD_DIMS, LANES, NativeKernels
+from mint.engine.cpu.loras import NativeLoras
+from mint.engine.cpu.malloc import hand_back_freed_memory
+from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
+from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding
+from mint.engine.cpu.panels import NativeProducts, PanelMatrix, panel_matrix, panel_unembedding
+from mint.engine.lora import SiteWeights
+from mint.engine.model.config import DecoderConfig
+from mint.engine.model.linear import LoraLinears, Matrix
+from mint.engine.model.lora_linear import MergedLoras
+from mint.engine.model.operations import Attention, FeedForward
+from mint.engine.model.torch_operations import TorchOperations
+from mint.engine.model.weights import MixtureWeights
+from mint.engine.packing import AttentionBlock
+
+MERGED_BYTES = 16 << 20
+"""A base whose matrices (those of its layers) are larger is not copied for every lora."""
+
+SERIAL_ENTRIES = 1 << 14
+"""Torch computes an elementwise operation of fewer entries than twice this on one thread (its grain is 1 << 15)."""
+
+MLP_ENTRIES, MIN_MLP_ROWS = 1 << 18, 768
+"""An MLP is trained with so many rows at once that its wide product has about so many entries (1 MB), but with at least
+so many rows, for each part reads the weights again."""
+
+CACHED_LOGITS = 1 << 19
+"""Logits that stay in the cache until all is made of them: 2 MB."""
+
+
+class CpuOperations(TorchOperations):
+    """By torch's own libraries, MKL and oneDNN."""
+
+    logits_at_once = 1 << 20
+    """4 MB in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype, torch.device("cpu"))
+
+    @override
+    def release_memory(self) -> None:
+        hand_back_freed_memory()
+
+    @override
+    def matrix(self, weight: Tensor) -> Matrix:
+        return cpu_matrix(weight)
+
+    @override
+    def unembedding(self, weight: Tensor) -> Matrix:
+        return cpu_unembedding(weight)
+
+    @override
+    def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
+        # Many loras share one product of the base; merged, each has products of its own, which pays for small ones.
+        size = sum(4 * matrix.outputs * matrix.inputs for matrix in matrices.values())
+        if self.dtype == torch.float32 and size <= MERGED_BYTES:
+            return MergedLoras(self, matrices)
+        return super().loras(matrices)
+
+    @override
+    def silu(self, gate: Tensor) -> Tensor:
+        """The vector and the scalar code of `F.silu` differ in the last bit. Over columns of a wider matrix it goes row
+        by row, so that a column always meets the same of the two, unless threads share a row: they get none to
+        share."""
+        if torch.get_num_threads() == 1 or gate.numel() <= SERIAL_ENTRIES:
+            return F.silu(gate)
+        out = torch.empty(gate.shape, dtype=gate.dtype)
+        step = max(1, SERIAL_ENTRIES // gate.shape[1])
+        for start in range(0, gate.shape[0], step):
+            out[start : start + step] = F.silu(gate[start : start + step])
+        return out
+
+    @override
+    def mlp_parts(self, rows: int, width: int) -> int:
+        return max(1, round(rows / max(MIN_MLP_ROWS, MLP_ENTRIES // width)))
+
+    @override
+    def rows_in_cache(self, width: int) -> int:
+        return max(2, CACHED_LOGITS // width)
+
+
+class NativeOperations(CpuOperations):
+    """By the kernels in C; by torch where a matrix does not fit them."""
+
+    attention_name = "native"
+
+    def __init__(self, dtype: torch.dtype, kernels: NativeKernels) -> None:
+        super().__init__(dtype)
+        self.kernels, self._threads = kernels, kernels.threads
+        self._rows, self._moves = kernels.library("rows"), kernels.library("moves")
+        self._choice = kernels.library("choice")
+        self._products, self._loras = NativeProducts(kernels), NativeLoras(kernels)
+
+    @staticmethod
+    def fit(config: DecoderConfig) -> bool:
+        """Whether the kernels have loops for such widths."""
+        widths = (config.hidden_size, config.intermediate_size)
+        return config.head_dim in HEAD_DIMS and not any(width % LANES for width in widths)
+
+    @override
+    def matrix(self, weight: Tensor) -> Matrix:
+        return panel_matrix(self._products, weight) or super().matrix(weight)
+
+    @override
+    def unembedding(self, weight: Tensor) -> Matrix:
+        return panel_unembedding(self._products, weight) or super().unembedding(weight)
+
+    @override
+    def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
+        if self._loras.fits(lora):
+            self._loras.add(out, x.float(), lora, scale)
+        else:
+            super().add_lora(out, x, lora, scale)
+
+    @override
+    def lora_gradient(
+        self, grad: Tensor, x: Tensor, lora: SiteWeights, scale: float, grad_x: Tensor | None
+    ) -> list[Tensor]:
+        if self._loras.fits(lora):
+            return self._loras.gradient(grad, x, lora, scale, grad_x)
+        return super().lora_gradient(grad, x, lora, scale, grad_x)
+
+    @override
+    def take_rows(self, table: Tensor, rows: Tensor) -> Tensor:
+        """E is a multiple of 16.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        out = torch.empty(len(rows), table.shape[1])
+        self._threads.run(
+            self._moves.take_rows,
+            len(rows),
+            out.numel(),
+            table=table,
+            rows=rows,
+            height=table.shape[0],
+            width=table.shape[1],
+            half=table.dtype == torch.bfloat16,
+            out=out,
+        )
+        return out
+
+    @override
+    def join_rows(self, parts: Sequence[Tensor]) -> Tensor:
+        out = torch.empty(sum(map(len, parts)), parts[0].shape[1])
+        start = 0
+        for part in parts:
+            self.copy_rows(part, out[start : start + len(part)])
+            start += len(part)
+        return out
+
+    def copy_rows(self, x: Tensor, out: Tensor) -> None:
+        """Copies x [T, E] to `out`, both float32."""
+        self._threads.run(self._moves.copy_rows, len(x), x.numel(), x=x, bytes=4 * x.shape[1], out=out)
+
+    @override
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, inverse = torch.empty_like(x), x.new_empty(len(x), 1)
+        self._threads.run(
+            self._rows.rms_norm,
+            len(x),
+            x.numel(),
+            x=x,
+            weight=weight,
+            eps=eps,
+            width=x.shape[1],
+            out=out,
+            inverse=inverse,
+        )
+        return out, inverse
+
+    @override
+    def rms_norm_again(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self._threads.run(
+            self._rows.rms_norm_again,
+            len(x),
+            x.numel(),
+            x=x,
+            inverse=inverse,
+            weight=weight,
+            width=x.shape[1],
+            out=out,
+        )
+        return out
+
+    @override
+    def rms_norm_backward(
+        self, grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        out = torch.empty_like(x)
+        self._threads.run(
+            self._rows.rms_norm_backward,
+            len(x),
+            x.numel(),
+            grad=grad.contiguous(),
+            x=x,
+            inverse=inverse,
+            weight=weight,
+            residual=residual,
+            width=x.shape[1],
+            out=out,
+        )
+        return out
+
+    @override
+    def finish_heads(
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        eps: float,
+        rotated: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        count, total, dim = qkv.shape
+        heads = torch.empty(qkv.shape, dtype=self.dtype)
+        inverse = None if norms is None else qkv.new_empty(count, rotated, 1)
+        self._threads.run(
+            self._rows.finish_heads,
+            count,
+            qkv.numel(),
+            qkv=qkv,
+            bias=bias,
+            norms=norms,
+            cos=cos,
+            sin=sin,
+            eps=eps,
+            total_heads=total,
+            rotated=rotated,
+            dim=dim,
+            half=self.dtype == torch.bfloat16,
+            heads=heads,
+            inverse=inverse,
+        )
+        return heads, inverse
+
+    @override
+    def finish_heads_backward(
+        self,
+        grad: Tensor,
+        qkv: Tensor,
+        inverse: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        rotated: int,
+    ) -> Tensor:
+        count, total, dim = qkv.shape
+        out = torch.empty_like(qkv)
+        self._threads.run(
+            self._rows.finish_heads_backward,
+            count,
+            qkv.numel(),
+            grad=grad.contiguous(),
+            qkv=qkv,
+            inverse=inverse,
+            norms=norms,
+            cos=cos,
+            sin=sin,
+            total_heads=total,
+            rotated=rotated,
+            dim=dim,
+            half=grad.dtype == torch.bfloat16,
+            out=out,
+        )
+        return out
+
+    @override
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        self._threads.run(self._rows.swiglu, len(gate_up), gate_up.numel(), wide=gate_up, inner=out.shape[1], out=out)
+        return out
+
+    @override
+    def swiglu_again(self, gate_up: Tensor) -> tuple[Tensor, None]:
+        return self.swiglu(gate_up), None
+
+    @override
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, silu_gate: Tensor | None = None) -> Tensor:
+        out = torch.empty_like(gate_up)
+        self._threads.run(
+            self._rows.swiglu_backward,
+            len(gate_up),
+            gate_up.numel(),
+            grad=grad,
+            wide=gate_up,
+            inner=grad.shape[1],
+            out=out,
+        )
+        return out
+
+    @override
+    def packed_attention(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int) -> Attention:
+        return NativePackedAttention(self.kernels, blocks, query_heads, kv_heads)
+
+    @override
+    def mixture(
+        self, weights: MixtureWeights, norm: Tensor, layer: int, config: DecoderConfig, loras: LoraLinears
+    ) -> FeedForward:
+        gate_up = [own.gate_up for own in weights.experts if isinstance(own.gate_up, PanelMatrix)]
+        down = [own.down for own in weights.experts if isinstance(own.down, PanelMatrix)]
+        mixture = config.experts_of(layer)
+        if mixture is None or len(gate_up) + len(down) < 2 * len(weights.experts):
+            # by torch throughout, also where kernels could compute norm and SwiGLU
+            return CpuOperations(self.dtype).mixture(weights, norm, layer, config, loras)
+        return NativeMixtureOfExperts(self, self.kernels, weights.router, gate_up, down, norm, layer, config, mixture)
+
+    @override
+    def softmax_statistics(self, logits: Tensor, pulled: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = torch.from_numpy(pulled.astype(np.int64))
+        normalisers = logits.new_empty(len(logits))
+        entropies = torch.empty_like(normalisers)
+        self._threads.run(
+            self._choice.weigh_rows,
+            len(logits),
+            logits.numel(),
+            logits=logits,
+            width=logits.shape[1],
+            half=self.dtype == torch.bfloat16,
+            pulled=chosen,
+            normalisers=normalisers,
+            entropies=entropies,
+        )
+        pulls = logits.view(self.dtype)[:, : logits.shape[1]]
+        return normalisers, entropies, pulls if pulled.all() else pulls[chosen.bool()]

@@ -1,0 +1,182 @@
+"""Frozen matrices in panels of 16 outputs, multiplied by `products.c`: each row gets the same bits in any company.
+
+Knows layouts and how work is split over threads; knows nothing of layers, loras or autograd.
+
+Letters: T rows · I inputs · O outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
+
+from mint.engine.cpu.kernels import LANES, NativeKernels
+from mint.engine.cpu.onednn import PACKED_ENTRIES, dense_gradient
+
+_INPUTS_PER_WORD = {torch.float32: 1, torch.bfloat16: 2}
+
+
+class NativeProducts:
+    """The compiled products. Their results do not depend on the number of rows or threads."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._threads, self._library = kernels.threads, kernels.library("products")
+        products = {torch.float32: self._library.product_floats, torch.bfloat16: self._library.product_halves}
+        self._products = {dtype: product for dtype, product in products.items() if self._is_compiled(product)}
+
+    def pack(self, weight: Tensor) -> Tensor | None:
+        """The panels of a matrix [O, I] of float32 or bfloat16, of its shape; None where its widths or the processor do
+        not fit."""
+        (outputs, inputs), dtype = weight.shape, weight.dtype
+        if dtype not in self._products or outputs % LANES or inputs % (LANES * _INPUTS_PER_WORD[dtype]):
+            return None
+        weight, panels = weight.contiguous(), torch.empty(weight.shape, dtype=dtype)
+        self._rearrange(self._library.pack_words, weight, panels)
+        return panels
+
+    def unpack(self, panels: Tensor) -> Tensor:
+        """The matrix itself."""
+        weight = torch.empty_like(panels)
+        self._rearrange(self._library.unpack_words, panels, weight)
+        return weight
+
+    def transpose(self, panels: Tensor) -> Tensor | None:
+        """The panels of the transpose; None where its widths do not fit."""
+        (outputs, inputs), dtype = panels.shape, panels.dtype
+        if outputs % (LANES * _INPUTS_PER_WORD[dtype]):
+            return None
+        transposed = torch.empty(inputs, outputs, dtype=dtype)
+        kernel = self._library.turn_floats if dtype == torch.float32 else self._library.turn_halves
+        self._threads.run(
+            kernel,
+            inputs // LANES,
+            panels.numel(),
+            source=panels,
+            inputs=inputs,
+            outputs=outputs,
+            target=transposed,
+        )
+        return transposed
+
+    def product(self, x: Tensor, panels: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`x @ matrix.T` (+ residual), float32 [T, O] from float32 [T, I], which is rounded if the panels are."""
+        x, residual = x.float().contiguous(), None if residual is None else residual.contiguous()
+        (outputs, inputs), out = panels.shape, torch.empty(len(x), len(panels))
+        self._threads.run(
+            self._products[panels.dtype],
+            outputs // LANES,
+            len(x) * outputs * inputs,
+            x=x,
+            packed=panels,
+            rows=len(x),
+            inputs=inputs,
+            outputs=outputs,
+            residual=residual,
+            out=out,
+        )
+        return out
+
+    def _is_compiled(self, product: ctypes._NamedFuncPointer) -> bool:
+        """Whether a product is compiled for this processor: a product of no rows says so."""
+        code = self._threads.try_run(
+            product,
+            0,
+            0,
+            x=None,
+            packed=None,
+            rows=0,
+            inputs=LANES,
+            outputs=LANES,
+            residual=None,
+            out=None,
+        )
+        return code == 0
+
+    def _rearrange(self, kernel: ctypes._NamedFuncPointer, source: Tensor, target: Tensor) -> None:
+        outputs, inputs = source.shape
+        words = inputs // _INPUTS_PER_WORD[source.dtype]
+        self._threads.run(
+            kernel,
+            outputs // LANES,
+            source.numel(),
+            source=source,
+            words=words,
+            target=target,
+        )
+
+
+class PanelMatrix:
+    """A matrix in panels. For a gradient its transpose is made, for a moment."""
+
+    def __init__(self, products: NativeProducts, panels: Tensor) -> None:
+        self.outputs, self.inputs = panels.shape
+        self.products, self.panels = products, panels
+
+    @property
+    def min_rows(self) -> int:
+        return 1
+
+    def dense(self) -> Tensor:
+        return self.products.unpack(self.panels)
+
+    def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.products.product(x, self.panels, residual)
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        transposed = self.transposed()
+        return dense_gradient(self.dense(), grad) if transposed is None else transposed.product(grad)
+
+    def transposed(self) -> PanelMatrix | None:
+        """The transpose [I, O]; None where its widths do not fit."""
+        panels = self.products.transpose(self.panels)
+        return None if panels is None else PanelMatrix(self.products, panels)
+
+
+class SmallPanelMatrix(PanelMatrix):
+    """A matrix whose transpose is kept once a gradient has needed it: it costs little memory."""
+
+    def __init__(self, products: NativeProducts, panels: Tensor) -> None:
+        super().__init__(products, panels)
+        self._transposed: PanelMatrix | None = None
+
+    @override
+    def transposed(self) -> PanelMatrix | None:
+        self._transposed = self._transposed or super().transposed()
+        return self._transposed
+
+
+class PanelUnembedding(PanelMatrix):
+    """A large matrix whose tensor stays beside the panels, as it may be the embedding too: gradients use that."""
+
+    def __init__(self, products: NativeProducts, panels: Tensor, weight: Tensor) -> None:
+        super().__init__(products, panels)
+        self._weight = weight
+
+    @override
+    def dense(self) -> Tensor:
+        return self._weight
+
+    @override
+    def gradient(self, grad: Tensor) -> Tensor:
+        return dense_gradient(self._weight, grad)
+
+
+def panel_matrix(products: NativeProducts, weight: Tensor) -> PanelMatrix | None:
+    """`weight` [O, I] in panels, if it fits."""
+    panels = products.pack(weight)
+    if panels is None:
+        return None
+    return SmallPanelMatrix(products, panels) if weight.numel() < PACKED_ENTRIES else PanelMatrix(products, panels)
+
+
+def panel_unembedding(products: NativeProducts, weight: Tensor) -> PanelMatrix | None:
+    """As `panel_matrix`, for an unembedding."""
+    panels = products.pack(weight)
+    if panels is None:
+        return None
+    if weight.numel() < PACKED_ENTRIES:
+        return SmallPanelMatrix(products, panels)
+    return PanelUnembedding(products, panels, weight)

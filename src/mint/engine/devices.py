@@ -1,0 +1,97 @@
+"""Which implementation computes what on a device: the one place that chooses, once for each base model.
+
+Every choice is a function of device, dtype, the base's widths, and what is installed. Knows nothing of jobs or
+requests."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from mint.engine.cpu.build import NativeBuild
+from mint.engine.cpu.draw import NativeDraw
+from mint.engine.cpu.kernels import NativeKernels
+from mint.engine.cpu.operations import CpuOperations, NativeOperations
+from mint.engine.cpu.recorded_step import NativeSteps
+from mint.engine.cuda.attention import MIN_HEAD_DIM
+from mint.engine.cuda.operations import CudaOperations, FlexOperations
+from mint.engine.cuda.step import StepGraphs
+from mint.engine.model.config import DecoderConfig
+from mint.engine.model.decoder import Decoder
+from mint.engine.model.operations import Operations
+from mint.engine.model.torch_operations import TorchOperations
+from mint.engine.sampling.decode_step import DecodeSteps, EagerSteps
+from mint.engine.sampling.draw import Draw, TorchDraw
+from mint.engine.sampling.kv_cache import KvCells
+from mint.errors import MissingExtraError
+
+log = logging.getLogger(__name__)
+
+
+class Device:
+    """A device with what is installed for it."""
+
+    def __init__(self, name: str | None, native: NativeBuild | Path | None, *, gpu_kernels: bool) -> None:
+        """`name` as torch names devices; None: the GPU, if there is one. `native` are kernels in C for a CPU, or the
+        folder to compile them in. Without `gpu_kernels` a GPU runs plain operations of torch.
+
+        Raises:
+            MissingExtraError: native kernels are required and cannot be compiled.
+        """
+        self.torch = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._gpu_kernels = gpu_kernels
+        self._kernels = None if native is None or self.torch.type != "cpu" else _native_kernels(native)
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """Of base weights."""
+        return torch.float32 if self.torch.type == "cpu" else torch.bfloat16
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.torch.type == "cuda"
+
+    def operations(self, config: DecoderConfig, dtype: torch.dtype) -> Operations:
+        """What computes a base model of this shape."""
+        if self.torch.type == "cpu":
+            if self._kernels is not None and NativeOperations.fit(config):
+                return NativeOperations(dtype, self._kernels)
+            return CpuOperations(dtype)
+        if self.torch.type == "cuda":
+            # Loras' products keep 10 bits of each factor beside base products that keep 7; in float32 all 23.
+            torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else "highest")
+            if self._gpu_kernels and config.head_dim >= MIN_HEAD_DIM:
+                return FlexOperations(dtype, self.torch)
+            return CudaOperations(dtype, self.torch)
+        return TorchOperations(dtype, self.torch)
+
+    def decode_steps(self, decoder: Decoder, cells: KvCells) -> DecodeSteps:
+        """What decodes over these cells."""
+        if isinstance(decoder.operations, NativeOperations):
+            return NativeSteps(decoder, decoder.operations, cells)
+        if self.torch.type == "cuda" and self._gpu_kernels and not decoder.mixtures:
+            try:
+                # Imports Triton, which only CUDA builds of torch bring with them.
+                from mint.engine.cuda.kernels import TritonKernels
+            except ModuleNotFoundError as error:
+                log.warning("decoding without CUDA graphs, which is several times slower: %s. Install triton", error)
+            else:
+                return StepGraphs(decoder, cells, TritonKernels())
+        return EagerSteps(decoder, cells)
+
+    def draw(self, operations: Operations) -> Draw:
+        """What draws tokens."""
+        return NativeDraw(operations.kernels) if isinstance(operations, NativeOperations) else TorchDraw(operations)
+
+
+def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:
+    """The kernels, or None where they cannot be had and need not be."""
+    try:
+        return NativeKernels(native)
+    except MissingExtraError as error:
+        if isinstance(native, Path) or native.required:
+            raise
+        log.warning("computing with torch's kernels alone, which are slower on a CPU: %s", error)
+        return None

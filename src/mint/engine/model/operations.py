@@ -1,0 +1,173 @@
+"""The operations that a decoder needs of a device: the one seam between the model and what computes it.
+
+`torch_operations` is the reference. A device overrides what it computes in another way (`engine/cpu/operations.py`,
+`engine/cuda/operations.py`). `engine/devices.py` chooses once, when a base model is loaded; the decoder never asks.
+
+Letters: T rows (tokens) · E hidden size · I an MLP's inner width · O outputs · H all heads (query, key, value) · D head
+dimension · r rank · S lora parts of one product · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mint.engine.lora import LoraRows, SiteWeights
+from mint.engine.model.config import DecoderConfig
+from mint.engine.model.linear import LoraLinears, Matrix
+from mint.engine.model.weights import MixtureWeights
+from mint.engine.packing import AttentionBlock
+
+Attention = Callable[[int, Tensor], Tensor]
+"""(layer, normed and rotated heads [T, H, D] in the base's dtype) → attended values [T, query heads · D]."""
+
+FeedForward = Callable[[Tensor, Sequence[LoraRows]], Tensor]
+"""(rows x [T, E], loras that cover them) → x + what a layer's experts make of norm(x)."""
+
+
+class Operations(Protocol):
+    """What one device computes for base weights of one dtype. Tensors are float32 where nothing else is said."""
+
+    dtype: torch.dtype
+    """Of the base's matrices, and of heads."""
+    device: torch.device
+    attention_name: str
+    """Which attention packed rows go through, for `get_info`."""
+    max_rows: int
+    """Rows of a training micro-batch where memory sets no bound."""
+    activation_bytes: int
+    """What a training forward may keep for its backward."""
+    logits_at_once: int
+    """Logits of a training pass that exist at once."""
+
+    def release_memory(self) -> None:
+        """Hands freed memory back to the device or the system."""
+        ...
+
+    # --- matrices and loras ---
+
+    def matrix(self, weight: Tensor) -> Matrix:
+        """A frozen matrix [O, I], float32 or bfloat16, in the device's layout."""
+        ...
+
+    def unembedding(self, weight: Tensor) -> Matrix:
+        """A matrix [V, E] whose products, the logits, are not rounded to bfloat16. `weight` itself stays in memory: it
+        may be the embedding too."""
+        ...
+
+    def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
+        """How loras are applied to the `matrices` of the layers, by site."""
+        ...
+
+    def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
+        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place: the same bits for a row in any company.
+
+        The S parts of a fused product (query, key, value) share one `a` [S·r, I] and write side by side into `out`.
+        """
+        ...
+
+    def lora_gradient(
+        self, grad: Tensor, x: Tensor, lora: SiteWeights, scale: float, grad_x: Tensor | None
+    ) -> list[Tensor]:
+        """The gradients of `a` and the bs from grad [T, O] and x [T, I]; that of x is added to `grad_x` [T, I], if
+        given."""
+        ...
+
+    # --- rows ---
+
+    def take_rows(self, table: Tensor, rows: Tensor) -> Tensor:
+        """Rows of a `table` [any, E] by their numbers int64 [T], in float32."""
+        ...
+
+    def join_rows(self, parts: Sequence[Tensor]) -> Tensor:
+        """`parts` [·, E] one below the other."""
+        ...
+
+    # --- between the products ---
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`x / rms(x) · weight` of x [T, E], and 1 / rms(x) [T, 1]."""
+        ...
+
+    def rms_norm_again(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+        """`rms_norm` where 1 / rms(x) is known."""
+        ...
+
+    def rms_norm_backward(
+        self, grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        """The gradient for x from grad [T, E] for `rms_norm`, plus `residual` [T, E]; may overwrite `grad`."""
+        ...
+
+    def finish_heads(
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        eps: float,
+        rotated: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Heads [T, H, D] in `dtype` from qkv [T, H, D], and 1 / rms [T, rotated, 1] of those that are normed.
+
+        The bias is added to qkv in place. The first `rotated` heads are normed, if there are `norms` [rotated, D], and
+        rotated by cos and sin [T, 1, D / 2].
+        """
+        ...
+
+    def finish_heads_backward(
+        self,
+        grad: Tensor,
+        qkv: Tensor,
+        inverse: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        rotated: int,
+    ) -> Tensor:
+        """The gradient for qkv [T, H, D] from grad [T, H, D] for `finish_heads`, which gave `inverse`."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) · up` [T, I] of [T, 2·I]."""
+        ...
+
+    def swiglu_again(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`swiglu`, and what `swiglu_backward` can use of it."""
+        ...
+
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, silu_gate: Tensor | None = None) -> Tensor:
+        """The gradient for gate_up [T, 2·I] from grad [T, I] and what `swiglu_again` gave; may overwrite `grad`."""
+        ...
+
+    def mlp_parts(self, rows: int, width: int) -> int:
+        """In how many parts so many rows are trained through an MLP whose wide product has `width` outputs."""
+        ...
+
+    def packed_attention(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int) -> Attention:
+        """Causal attention of packed rows."""
+        ...
+
+    def mixture(
+        self, weights: MixtureWeights, norm: Tensor, layer: int, config: DecoderConfig, loras: LoraLinears
+    ) -> FeedForward:
+        """The experts of a layer, with the norm [E] before them."""
+        ...
+
+    # --- logits ---
+
+    def rows_in_cache(self, width: int) -> int | None:
+        """Rows of `width` logits that are best treated together; None: all."""
+        ...
+
+    def softmax_statistics(self, logits: Tensor, pulled: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """logsumexp and entropy of each row of logits [T, V], both [T]; and the negative softmax of the rows that are
+        `pulled` (bool [T]) in `dtype`, written over the logits."""
+        ...

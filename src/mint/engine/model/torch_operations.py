@@ -1,0 +1,203 @@
+"""The operations of a decoder in plain torch: the reference for every device, and what a device without its own runs.
+
+Knows nothing of layers' order, sequences or losses. Letters as in `operations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mint.engine.lora import SiteWeights
+from mint.engine.model.config import DecoderConfig
+from mint.engine.model.functions import (
+    exponentials,
+    inverse_rms,
+    norm_gradient,
+    pad_rows,
+    rotate,
+    row_blocks,
+    swiglu_gradient,
+)
+from mint.engine.model.linear import DenseMatrix, Float32Product, LoraLinears, Matrix, min_rows
+from mint.engine.model.lora_linear import SeparateLoras
+from mint.engine.model.mixture_of_experts import MixtureOfExperts
+from mint.engine.model.operations import Attention, FeedForward
+from mint.engine.model.packed_attention import PackedAttention
+from mint.engine.model.weights import MixtureWeights
+from mint.engine.packing import AttentionBlock
+from mint.engine.upload import upload
+
+
+class TorchOperations:
+    """`Operations` on any device."""
+
+    attention_name = "torch"
+    max_rows = 4096
+    activation_bytes = 768 << 20
+    logits_at_once = 1 << 28
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+
+    # --- memory ---
+
+    def release_memory(self) -> None:
+        pass
+
+    # --- matrices and loras ---
+
+    def matrix(self, weight: Tensor) -> Matrix:
+        return DenseMatrix(weight)
+
+    def unembedding(self, weight: Tensor) -> Matrix:
+        return DenseMatrix(weight) if weight.dtype == torch.float32 else Float32Product(weight)
+
+    def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
+        return SeparateLoras(self)
+
+    def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
+        least = min_rows()
+        target, x = pad_rows(out, least), pad_rows(x.float(), least)
+        down = x @ lora.a.t()
+        for columns, own, b in lora.parts():
+            target[:, own].addmm_(down[:, columns], b.t(), alpha=scale)
+        if len(target) > len(out):
+            out.copy_(target[: len(out)])
+
+    def lora_gradient(
+        self, grad: Tensor, x: Tensor, lora: SiteWeights, scale: float, grad_x: Tensor | None
+    ) -> list[Tensor]:
+        x = x.float()
+        down = x @ lora.a.t()  # computed again: keeping it would cost memory in every layer
+        grad_down = torch.empty_like(down)
+        grad_bs: list[Tensor] = []
+        for columns, own, b in lora.parts():
+            grad_part = grad[:, own]
+            torch.mm(grad_part, b, out=grad_down[:, columns])
+            # Scaling the rank-wide matrices costs less than scaling [T, O]; [r, O] is the faster way round.
+            grad_bs.append(down[:, columns].t().mm(grad_part).mul_(scale).t())
+        grad_down.mul_(scale)
+        if grad_x is not None:
+            grad_x.addmm_(grad_down, lora.a)
+        return [grad_down.t().mm(x), *grad_bs]
+
+    # --- rows ---
+
+    def take_rows(self, table: Tensor, rows: Tensor) -> Tensor:
+        return table.index_select(0, rows).float()
+
+    def join_rows(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
+
+    # --- between the products ---
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        inverse = inverse_rms(x, eps)
+        return (x * inverse).mul_(weight), inverse
+
+    def rms_norm_again(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+        return (x * inverse).mul_(weight)
+
+    def rms_norm_backward(
+        self, grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        out = norm_gradient(grad.mul_(weight), x, inverse)
+        return out if residual is None else out.add_(residual)
+
+    def finish_heads(
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        eps: float,
+        rotated: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        if bias is not None:
+            qkv.add_(bias.view(qkv.shape[1:]))
+        turned, inverse = qkv[:, :rotated], None
+        heads = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
+        heads[:, rotated:] = qkv[:, rotated:]
+        if norms is not None:
+            inverse = inverse_rms(turned, eps)
+            turned = (turned * inverse).mul_(norms)
+        rotate(turned, cos, sin, heads[:, :rotated])
+        return heads.to(self.dtype), inverse
+
+    def finish_heads_backward(
+        self,
+        grad: Tensor,
+        qkv: Tensor,
+        inverse: Tensor | None,
+        norms: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        rotated: int,
+    ) -> Tensor:
+        out = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+        out[:, rotated:] = grad[:, rotated:]
+        turned = out[:, :rotated]
+        rotate(grad[:, :rotated].float(), cos, -sin, turned)  # the transpose rotates back
+        if inverse is not None and norms is not None:
+            norm_gradient(turned.mul_(norms), qkv[:, :rotated], inverse)
+        return out
+
+    def silu(self, gate: Tensor) -> Tensor:
+        return F.silu(gate)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.silu(gate).mul_(up)
+
+    def swiglu_again(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
+        gate, up = gate_up.chunk(2, dim=-1)
+        silu_gate = self.silu(gate)
+        return silu_gate * up, silu_gate
+
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, silu_gate: Tensor | None = None) -> Tensor:
+        if silu_gate is None:
+            silu_gate = self.silu(gate_up.chunk(2, dim=-1)[0])
+        return swiglu_gradient(grad, gate_up, silu_gate)
+
+    def mlp_parts(self, rows: int, width: int) -> int:
+        return 1
+
+    def packed_attention(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int) -> Attention:
+        return PackedAttention(blocks, query_heads, kv_heads, self.device)
+
+    def mixture(
+        self, weights: MixtureWeights, norm: Tensor, layer: int, config: DecoderConfig, loras: LoraLinears
+    ) -> FeedForward:
+        return MixtureOfExperts(self, weights, norm, layer, config, loras)
+
+    # --- logits ---
+
+    def rows_in_cache(self, width: int) -> int | None:
+        return None
+
+    def softmax_statistics(self, logits: Tensor, pulled: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        pulls = logits.view(self.dtype)[:, : logits.shape[1]]
+        normaliser, entropies = (torch.empty(len(logits), device=logits.device) for _ in range(2))
+        filled, size = 0, self.rows_in_cache(logits.shape[1]) or max(1, len(logits))
+        scratch = torch.empty_like(logits[: 2 * size])
+        for rows in row_blocks(len(logits), size):
+            own, mask = logits[rows], pulled[rows]
+            weights, normaliser[rows] = exponentials(own, scratch[: len(own)])
+            total = weights.sum(1)
+            # H = log Z - Σ p·z
+            spread = torch.linalg.vecdot(weights, own).div_(total)
+            entropies[rows] = normaliser[rows] - spread
+            if mask.any():
+                weights.div_(-total[:, None])
+                trained = weights if mask.all() else weights[upload(logits.device, np.flatnonzero(mask))[0]]
+                pulls[filled : filled + len(trained)] = trained
+                filled += len(trained)
+        return normaliser, entropies, pulls[:filled]

@@ -1,0 +1,117 @@
+"""Reads the base weights of a decoder from a Hugging Face state dict.
+
+Every tensor is accounted for: a missing, misshapen or unknown one is refused. Knows the families' tensor names; knows
+nothing of forwards or loras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mint.engine.model.config import DecoderConfig, ExpertsConfig
+from mint.engine.model.linear import Matrix
+from mint.engine.model.operations import Operations
+from mint.engine.model.weights import BaseWeights, LayerWeights, MixtureWeights, MlpWeights
+from mint.errors import InvalidRequestError
+from mint.models.tensor_files import StoredTensor
+
+_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+
+
+def load_weights(config: DecoderConfig, tensors: Mapping[str, StoredTensor], operations: Operations) -> BaseWeights:
+    """Takes every tensor of a Hugging Face state dict, and lays the matrices out for `operations`.
+
+    Raises:
+        InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of the family.
+    """
+    loader = _Loader(config, tensors, operations)
+    layers = [loader.layer(index) for index in range(config.num_hidden_layers)]
+    embedding = loader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), operations.dtype)
+    final_norm = loader.take("model.norm.weight", (config.hidden_size,))
+    if config.tie_word_embeddings:
+        loader.ignore("lm_head.weight")
+        unembedding = embedding
+    else:
+        unembedding = loader.take("lm_head.weight", (config.vocab_size, config.hidden_size), operations.dtype)
+    loader.finish()
+    return BaseWeights(layers, embedding, final_norm, operations.unembedding(unembedding))
+
+
+class _Loader:
+    """Takes the tensors of a state dict one by one, and notices what is missing or left over."""
+
+    def __init__(self, config: DecoderConfig, tensors: Mapping[str, StoredTensor], operations: Operations) -> None:
+        self._config, self._operations = config, operations
+        self._left = dict(tensors)
+
+    def layer(self, index: int) -> LayerWeights:
+        config, family, prefix = self._config, self._config.family, f"model.layers.{index}"
+        hidden, query, kv = config.hidden_size, config.query_size, config.key_value_size
+        attention, sizes = f"{prefix}.self_attn", {"q": query, "k": kv, "v": kv}
+        bias = norms = None
+        if family.qkv_bias:
+            bias = torch.cat([self.take(f"{attention}.{part}_proj.bias", (size,)) for part, size in sizes.items()])
+        if family.head_norms:
+            query_norm = self.take(f"{attention}.q_norm.weight", (config.head_dim,))
+            key_norm = self.take(f"{attention}.k_norm.weight", (config.head_dim,))
+            norms = torch.stack([query_norm] * config.num_attention_heads + [key_norm] * config.num_key_value_heads)
+        self.ignore(f"{attention}.rotary_emb.inv_freq")  # old checkpoints of Llama hold it
+        mixture = config.experts_of(index)
+        return LayerWeights(
+            input_norm=self.take(f"{prefix}.input_layernorm.weight", (hidden,)),
+            qkv=self._fused(attention, sizes, hidden),
+            qkv_bias=bias,
+            head_norms=norms,
+            o=self._matrix(f"{attention}.o_proj.weight", hidden, query),
+            post_norm=self.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+            mlp=self._mlp(f"{prefix}.mlp", config.intermediate_size)
+            if mixture is None
+            else self._mixture(f"{prefix}.mlp", mixture),
+        )
+
+    def _mixture(self, prefix: str, mixture: ExpertsConfig) -> MixtureWeights:
+        # The router is in float32: with inputs rounded to bfloat16, another of two near experts would be chosen.
+        router = self._operations.matrix(self.take(f"{prefix}.gate.weight", (mixture.count, self._config.hidden_size)))
+        experts = [
+            self._mlp(f"{prefix}.experts.{expert}", mixture.intermediate_size) for expert in range(mixture.count)
+        ]
+        self._operations.release_memory()  # the gaps that so many pieces leave would come to a third of the model
+        return MixtureWeights(router, experts)
+
+    def _mlp(self, prefix: str, inner: int) -> MlpWeights:
+        hidden = self._config.hidden_size
+        down = self._matrix(f"{prefix}.down_proj.weight", hidden, inner)
+        return MlpWeights(self._fused(prefix, {"gate": inner, "up": inner}, hidden), down)
+
+    def _fused(self, prefix: str, sizes: Mapping[str, int], inputs: int) -> Matrix:
+        """Layers with the same inputs as one matrix."""
+        dtype = self._operations.dtype
+        parts = [self.take(f"{prefix}.{name}_proj.weight", (size, inputs), dtype) for name, size in sizes.items()]
+        return self._operations.matrix(torch.cat(parts))
+
+    def _matrix(self, name: str, outputs: int, inputs: int) -> Matrix:
+        return self._operations.matrix(self.take(name, (outputs, inputs), self._operations.dtype))
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        stored = self._left.pop(name, None)
+        if stored is None:
+            raise self._unfit(name, "is missing")
+        if stored.shape != shape or stored.dtype not in _FLOATS:
+            raise self._unfit(name, f"is {stored.dtype} {stored.shape}; config.json says a float of {shape}")
+        tensor: Tensor = stored.read()
+        # A copy: as long as a part of the file is used, all of it would stay in memory, and could still change.
+        return tensor.to(device=self._operations.device, dtype=dtype, copy=True)
+
+    def ignore(self, name: str) -> None:
+        self._left.pop(name, None)
+
+    def finish(self) -> None:
+        if self._left:
+            raise self._unfit(min(self._left), f"is not part of a {self._config.family.name} model")
+
+    def _unfit(self, name: str, what: str) -> InvalidRequestError:
+        remedy = f"Give an unmodified {self._config.family.name} folder of Hugging Face"
+        return InvalidRequestError(f"tensor {name} {what}", field="base_model", remedy=remedy)
