@@ -122,7 +122,7 @@ def test_a_rows_logits_do_not_depend_on_its_company_within_a_bucket(family: Path
     positions, tokens = rng.integers(0, 250, 11), rng.integers(0, 60, 11)
 
     def logits(rows: np.ndarray) -> torch.Tensor:
-        step = graphs.open(table[rows], positions[rows], [LoraRows(0, len(rows), lora)])
+        step = graphs.open(table[rows], table[rows, 0], positions[rows], [LoraRows(0, len(rows), lora)])
         return step.run(tokens[rows], positions[rows]).clone()
 
     together = logits(np.arange(11))
@@ -166,7 +166,7 @@ def test_a_whole_batch_samples_the_same_tokens(family: Path) -> None:
     plain, fixed = engine(), engine()
     decoder, memory = fixed._base("base")[0], fixed._memory("base")
     kernels = _Counted()
-    memory.graphs = StepGraphs(decoder, memory.cells, kernels, capture=False, buckets=(4, 8))
+    memory.steps = StepGraphs(decoder, memory.cells, kernels, capture=False, buckets=(4, 8))
     rng = np.random.default_rng(1)
     jobs = [
         job(rng.integers(2, 60, length), num_samples=3, max_tokens=limit, weights_id=name, seed=length)
@@ -184,7 +184,7 @@ def test_a_whole_batch_samples_the_same_tokens(family: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Path, dtype: torch.dtype) -> None:
     # Tensors without data: mixing them with others on a CPU raises, and so does reading anything back.
-    decoder = open_decoder(family, dtype, "meta")
+    decoder = open_decoder(family, dtype, device="meta")
     cells = KvCells(decoder.config, dtype, decoder.device, 1 << 24)
     graphs = StepGraphs(decoder, cells, PlainKernels(), capture=False, buckets=(64,))
     lora = LoraWeights(decoder.config, LORA, decoder.device)
