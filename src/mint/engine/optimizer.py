@@ -82,7 +82,11 @@ def _advance_fused(weights: Tensor, gradient: Tensor, state: AdamState, adam: Ad
     step = state.step + 1
     updated, exp_avg, exp_avg_sq = (tensor.clone() for tensor in (weights, state.exp_avg, state.exp_avg_sq))
     torch._fused_adamw_(
-        *([updated], [gradient], [exp_avg], [exp_avg_sq], []),
+        [updated],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
+        [],  # the largest exp_avg_sq, with amsgrad alone
         [torch.full((), step, dtype=torch.float32, device=weights.device)],
         lr=adam.learning_rate,
         beta1=adam.beta1,

@@ -22,8 +22,16 @@ SOURCES = tuple(sorted(Path(__file__).parent.glob("*.c")))
 HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
-    *("-O2", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-Wno-psabi"),
-    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
+    "-O2",
+    "-march=native",
+    "-std=gnu11",
+    "-shared",
+    "-fPIC",
+    "-Wno-psabi",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
 )
 COMPILE_SECONDS = 60
 """One file takes about one; a compiler that takes so long hangs."""

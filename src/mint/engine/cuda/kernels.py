@@ -45,15 +45,35 @@ class TritonKernels:
         queries = product.new_empty(count, rows.query_heads, dim)
         down, bs, scale, rank = _parts(lora, product)
         absent = product
-        grid = (triton.cdiv(count, ROWS_AT_ONCE), rows.query_heads + 2 * rows.kv_heads)
-        _heads[grid](
-            *(product, down, bs, absent if layer.qkv_bias is None else layer.qkv_bias),
-            *(absent if layer.head_norms is None else layer.head_norms, rows.cos, rows.sin, rows.inputs),
-            *(queries, keys, values, rows.eps, scale, count, rows.inputs.stride(0), keys.stride(0)),
-            QUERY_HEADS=rows.query_heads, KV_HEADS=rows.kv_heads, DIM=dim, SIDE=rows.side_by_side, CHUNK=CHUNK,
-            RANK=rank, BIASED=layer.qkv_bias is not None, NORMED=layer.head_norms is not None,
-            ROWS=ROWS_AT_ONCE, HALF=max(16, triton.next_power_of_2(dim // 2)), RANKS=_padded(rank),
-        )  # fmt: skip
+        _heads[(triton.cdiv(count, ROWS_AT_ONCE), rows.query_heads + 2 * rows.kv_heads)](
+            product=product,
+            down=down,
+            bs=bs,
+            bias=absent if layer.qkv_bias is None else layer.qkv_bias,
+            norms=absent if layer.head_norms is None else layer.head_norms,
+            cos=rows.cos,
+            sin=rows.sin,
+            inputs=rows.inputs,
+            queries=queries,
+            keys=keys,
+            values=values,
+            eps=rows.eps,
+            scale=scale,
+            count=count,
+            stride=rows.inputs.stride(0),
+            cell_size=keys.stride(0),
+            QUERY_HEADS=rows.query_heads,
+            KV_HEADS=rows.kv_heads,
+            DIM=dim,
+            SIDE=rows.side_by_side,
+            CHUNK=CHUNK,
+            RANK=rank,
+            BIASED=layer.qkv_bias is not None,
+            NORMED=layer.head_norms is not None,
+            ROWS=ROWS_AT_ONCE,
+            HALF=max(16, triton.next_power_of_2(dim // 2)),
+            RANKS=_padded(rank),
+        )
         return queries
 
     def attend(self, queries: Tensor, rows: StepRows, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,18 +84,42 @@ class TritonKernels:
         parts = wide
         if splits > 1:
             parts = torch.empty(count * rows.kv_heads * splits * groups * (dim + 2), device=queries.device)
-        sizes = {"GROUPS": groups, "DIM": dim, "CHUNK": CHUNK, "SPLIT_CELLS": SPLIT_CELLS,
-                 "WIDTH": triton.next_power_of_2(dim)}  # fmt: skip
         _attend[(count, rows.kv_heads, splits)](
-            *(queries, keys, values, rows.inputs, parts, wide, narrow, 1 / math.sqrt(dim)),
-            *(rows.inputs.stride(0), keys.stride(0), splits),
-            **sizes, SIDE=rows.side_by_side, SINGLE=splits == 1, QUERIES=_padded(groups),
-        )  # fmt: skip
+            queries=queries,
+            keys=keys,
+            values=values,
+            inputs=rows.inputs,
+            parts=parts,
+            wide=wide,
+            narrow=narrow,
+            scale=1 / math.sqrt(dim),
+            stride=rows.inputs.stride(0),
+            cell_size=keys.stride(0),
+            splits=splits,
+            GROUPS=groups,
+            DIM=dim,
+            SIDE=rows.side_by_side,
+            CHUNK=CHUNK,
+            SPLIT_CELLS=SPLIT_CELLS,
+            SINGLE=splits == 1,
+            QUERIES=_padded(groups),
+            WIDTH=triton.next_power_of_2(dim),
+        )
         if splits > 1:
             _merge[(count, rows.kv_heads)](
-                *(parts, rows.inputs, wide, narrow, rows.inputs.stride(0), splits),
-                **sizes, QUERIES=triton.next_power_of_2(groups),
-            )  # fmt: skip
+                parts=parts,
+                inputs=rows.inputs,
+                wide=wide,
+                narrow=narrow,
+                stride=rows.inputs.stride(0),
+                splits=splits,
+                GROUPS=groups,
+                DIM=dim,
+                CHUNK=CHUNK,
+                SPLIT_CELLS=SPLIT_CELLS,
+                QUERIES=triton.next_power_of_2(groups),
+                WIDTH=triton.next_power_of_2(dim),
+            )
         return wide, narrow
 
     def swiglu(self, product: Tensor, lora: LoraPart | None) -> tuple[Tensor, Tensor]:
@@ -84,9 +128,19 @@ class TritonKernels:
         wide, narrow = _pair((count, inner), product.device, product.dtype)
         down, bs, scale, rank = _parts(lora, product)
         _swiglu[_tiles(count, inner)](
-            *(product, down, bs, wide, narrow, scale, count, inner),
-            RANK=rank, ROWS=ROWS_AT_ONCE, COLUMNS=COLUMNS_AT_ONCE, RANKS=_padded(rank),
-        )  # fmt: skip
+            product=product,
+            down=down,
+            bs=bs,
+            wide=wide,
+            narrow=narrow,
+            scale=scale,
+            count=count,
+            inner=inner,
+            RANK=rank,
+            ROWS=ROWS_AT_ONCE,
+            COLUMNS=COLUMNS_AT_ONCE,
+            RANKS=_padded(rank),
+        )
         return wide, narrow
 
     def add(self, product: Tensor, residual: Tensor, lora: LoraPart | None) -> Tensor:
@@ -95,9 +149,19 @@ class TritonKernels:
         out = torch.empty_like(residual)
         down, bs, scale, rank = _parts(lora, product)
         _add[_tiles(count, outputs)](
-            *(product, residual, down, bs, out, scale, count, outputs),
-            RANK=rank, ROWS=ROWS_AT_ONCE, COLUMNS=COLUMNS_AT_ONCE, RANKS=_padded(rank),
-        )  # fmt: skip
+            product=product,
+            residual=residual,
+            down=down,
+            bs=bs,
+            out=out,
+            scale=scale,
+            count=count,
+            outputs=outputs,
+            RANK=rank,
+            ROWS=ROWS_AT_ONCE,
+            COLUMNS=COLUMNS_AT_ONCE,
+            RANKS=_padded(rank),
+        )
         return out
 
 
@@ -145,11 +209,34 @@ def _norm(x, weight, wide, narrow, eps, width, WIDTH: tl.constexpr):
 
 @triton.jit
 def _heads(
-    product, down, bs, bias, norms, cos, sin, inputs, queries, keys, values, eps, scale, count, stride, cell_size,
-    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr,
-    RANK: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
-    ROWS: tl.constexpr, HALF: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    product,
+    down,
+    bs,
+    bias,
+    norms,
+    cos,
+    sin,
+    inputs,
+    queries,
+    keys,
+    values,
+    eps,
+    scale,
+    count,
+    stride,
+    cell_size,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RANK: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     half = tl.arange(0, HALF)
@@ -202,10 +289,26 @@ def _heads(
 
 @triton.jit
 def _attend(
-    queries, keys, values, inputs, parts, wide, narrow, scale, stride, cell_size, splits,
-    GROUPS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr,
-    SPLIT_CELLS: tl.constexpr, SINGLE: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    values,
+    inputs,
+    parts,
+    wide,
+    narrow,
+    scale,
+    stride,
+    cell_size,
+    splits,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    SIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLIT_CELLS: tl.constexpr,
+    SINGLE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """One row's queries of one kv head over `SPLIT_CELLS` of its cells, each for the largest score up to there."""
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
@@ -248,10 +351,19 @@ def _attend(
 
 @triton.jit
 def _merge(
-    parts, inputs, wide, narrow, stride, splits,
-    GROUPS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
-    SPLIT_CELLS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    parts,
+    inputs,
+    wide,
+    narrow,
+    stride,
+    splits,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLIT_CELLS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Adds a row's splits in order; of so many as its own length has."""
     row, kv = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(1)
@@ -287,9 +399,19 @@ def _store(wide, narrow, place, result, mask):
 
 @triton.jit
 def _swiglu(
-    product, down, bs, wide, narrow, scale, count, inner,
-    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    product,
+    down,
+    bs,
+    wide,
+    narrow,
+    scale,
+    count,
+    inner,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real, within = rows < count, columns < inner
@@ -308,9 +430,19 @@ def _swiglu(
 
 @triton.jit
 def _add(
-    product, residual, down, bs, out, scale, count, outputs,
-    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+    product,
+    residual,
+    down,
+    bs,
+    out,
+    scale,
+    count,
+    outputs,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real, within = rows < count, columns < outputs

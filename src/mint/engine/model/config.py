@@ -33,6 +33,14 @@ FAMILIES = {
 }
 """By the `model_type` of config.json."""
 
+_REFUSED_OPTIONS = (
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "quantization_config",
+    "dual_chunk_attention_config",
+)
+
 SUPPORTED = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
 """The families in words, for whoever brings another one."""
 
@@ -137,8 +145,7 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
 def _refuse_options(config: Mapping[str, Any]) -> None:
     if config.get("hidden_act", "silu") != "silu":
         raise _unsupported("hidden_act", config["hidden_act"], "only 'silu'")
-    for option in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config",
-                   "dual_chunk_attention_config"):  # fmt: skip
+    for option in _REFUSED_OPTIONS:
         if config.get(option):
             raise _unsupported(option, config[option], "only without")
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
