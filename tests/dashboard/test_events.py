@@ -14,9 +14,9 @@ import pytest
 from waiting import HANG_S, wait_until
 
 from mint.dashboard import events
-from mint.dashboard.events import Cursor
-from mint.dashboard.folders import RunFolders
-from mint.dashboard.run_readers import Readers
+from mint.dashboard.event_streams import Cursor
+from mint.dashboard.run_folders import RunFolders
+from mint.dashboard.run_readers import RunReaders
 from mint.runs.reader import RunReader
 from tests.dashboard.dashboard_harness import API, add_step, append, finding, metrics, reading, showing, write_run
 from tests.server.server_harness import running
@@ -88,7 +88,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def test_a_look_finds_what_is_new_and_there_are_two_within_two_seconds(run: Path) -> None:
-    readers = Readers(RunFolders([run.parent.parent]))
+    readers = RunReaders(RunFolders([run.parent.parent]))
     of_run, of_all = events._RunLook(RUN, RunReader(run), readers), events._ListLook(readers)
     assert of_run() == of_all() == []
     add_step(run, 4)

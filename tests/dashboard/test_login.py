@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from mint.compose.serving import Server
 from mint.dashboard import login as login_module
-from mint.dashboard.app import ROWS, Row
+from mint.dashboard.app import ROUTES, DashboardRoute
 from mint.dashboard.login import Login
 from mint.dashboard.pages import safe_place
 from mint.errors import AuthenticationError
@@ -60,8 +60,8 @@ def inside(place: Place) -> Iterator[httpx.Client]:
         yield browser
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.is_open], ids=lambda row: f"{row.method} {row.path}")
-def test_no_route_answers_without_a_key_or_to_one_that_is_none(place: Place, row: Row) -> None:
+@pytest.mark.parametrize("row", [row for row in ROUTES if not row.is_open], ids=lambda row: f"{row.method} {row.path}")
+def test_no_route_answers_without_a_key_or_to_one_that_is_none(place: Place, row: DashboardRoute) -> None:
     path = re.sub(r"\{run\}", RUN, row.path)
     path = re.sub(r"\{\w+:int\}", "1", path)
     with place.browser() as stranger:

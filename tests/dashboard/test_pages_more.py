@@ -18,9 +18,9 @@ from waiting import wait_until
 
 from mint.cli.main import app
 from mint.dashboard import diagnosis_view as diagnosing
-from mint.dashboard.evidence import CHECKED, EVIDENCE, evidence_of
-from mint.dashboard.folders import RunFolders
-from mint.dashboard.run_readers import Readers
+from mint.dashboard.finding_evidence import CHECKED, EVIDENCE, evidence_of
+from mint.dashboard.run_folders import RunFolders
+from mint.dashboard.run_readers import RunReaders
 from mint.rl.analysis.diagnosis import CODES
 from mint.rl.analysis.run_analysis import diagnose_run
 from mint.runs.rollout_index import FLAGS
@@ -133,15 +133,15 @@ def test_a_finding_that_became_more_severe_is_shown_once(tmp_path: Path) -> None
 
 
 def test_nobody_waits_for_the_diagnosis_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosing, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(diagnosing, "WAIT_S", 0.0)
     run = write_run(tmp_path / "runs" / "long", 30)
     append(run, "findings.jsonl", finding("tracker_failed", 1))
-    diagnoses = diagnosing.Diagnoses(Readers(RunFolders([tmp_path])))
+    diagnoses = diagnosing.DiagnosisCache(RunReaders(RunFolders([tmp_path])))
     found, is_whole = diagnoses.of("long")
     assert [row["code"] for row in found] == ["tracker_failed"] and not is_whole
     wait_until(lambda: diagnoses.of("long")[1])
     codes = {row["code"] for row in diagnoses.of("long")[0]}
-    assert codes == {row["code"] for row in diagnoses.at_hand("long")} == {one.code for one in diagnose_run(run)}
+    assert codes == {row["code"] for row in diagnoses.known("long")} == {one.code for one in diagnose_run(run)}
     assert {"tracker_failed", "no_heldout"} <= codes
 
 

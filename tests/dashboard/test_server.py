@@ -19,11 +19,11 @@ from waiting import HANG_S, wait_until
 
 import mint
 from mint.cli.main import app
-from mint.dashboard.app import HEADERS, ROWS
-from mint.dashboard.bisect_jobs import Bisections
-from mint.dashboard.evidence import EVIDENCE
-from mint.dashboard.folders import RunFolders
-from mint.dashboard.run_readers import Readers
+from mint.dashboard.app import HEADERS, ROUTES
+from mint.dashboard.bisect_jobs import BisectJobs
+from mint.dashboard.finding_evidence import EVIDENCE
+from mint.dashboard.run_folders import RunFolders
+from mint.dashboard.run_readers import RunReaders
 from mint.errors import InvalidRequestError, OverloadedError, RequestFailedError
 from mint.rl.analysis.bisect import Regression
 from mint.rl.analysis.diagnosis import CODES
@@ -268,7 +268,7 @@ def test_of_hundreds_of_runs_only_those_that_changed_are_read_again(
     monkeypatch.setattr(RunReader, "summary", lambda reader: read.append(reader.folder.name) or summary(reader))
     for number in range(200):
         write_run(tmp_path / "runs" / f"run-{number}", 1)
-    readers = Readers(RunFolders([tmp_path]))
+    readers = RunReaders(RunFolders([tmp_path]))
     for now[0] in (0.0, 1.0, 3600.0):
         assert len(readers.summaries()) == len(read) == 200
     add_step(tmp_path / "runs" / "run-7", 2)
@@ -314,10 +314,10 @@ def test_metrics_that_findings_plot_are_written_by_runs() -> None:
 
 
 def test_no_route_is_there_twice_and_all_but_the_door_ask_who_comes() -> None:
-    rows = [(row.method, row.path) for row in ROWS]
+    rows = [(row.method, row.path) for row in ROUTES]
     assert len(rows) == len(set(rows))
-    assert {row.path for row in ROWS if row.is_open} == {"/login", "/logout", "/assets/{file}", "/favicon.ico"}
-    assert {row.path for row in ROWS if row.method == "POST"} == {"/login", "/logout", f"{API}/runs/{{run}}/bisect"}
+    assert {row.path for row in ROUTES if row.is_open} == {"/login", "/logout", "/assets/{file}", "/favicon.ico"}
+    assert {row.path for row in ROUTES if row.method == "POST"} == {"/login", "/logout", f"{API}/runs/{{run}}/bisect"}
 
 
 # --- what needs more than files ------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def test_searches_go_one_by_one_and_say_what_they_read(tmp_path: Path) -> None:
         assert go_on.wait(HANG_S)
         raise RequestFailedError(f"{metric} in {folder.name} cannot be read")
 
-    searches = Bisections(Readers(RunFolders([tmp_path])), search)
+    searches = BisectJobs(RunReaders(RunFolders([tmp_path])), search)
     assert searches.state("a") == {"status": "none"}
     assert searches.begin("a", "success", None)["status"] == "running"
     with pytest.raises(OverloadedError, match="under way"):

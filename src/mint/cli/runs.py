@@ -133,7 +133,7 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
 
 def rl_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
     """The newest RL runs below a data folder (None: `MINT_HOME`), each in a row."""
-    from mint.dashboard.folders import RunFolders  # deferred: `mint --help` answers at once
+    from mint.dashboard.run_folders import RunFolders  # deferred: `mint --help` answers at once
     from mint.runs.reader import RunReader
 
     folders = RunFolders([data_dir or read_settings().home_dir]).find().values()

@@ -24,8 +24,8 @@ from mint.compose.embedded import EmbeddedService, open_embedded
 from mint.compose.http_server import HttpServer, http_config, url_of
 from mint.dashboard.app import create_app
 from mint.dashboard.bisect_jobs import Search
-from mint.dashboard.dashboard import Dashboard
-from mint.dashboard.login import Door, Login, Visitor
+from mint.dashboard.login import AccessCheck, Login, Visitor
+from mint.dashboard.state import DashboardState
 from mint.errors import InvalidRequestError
 from mint.recipes.task_registry import RECIPES, SOURCES, open_task_of_run
 from mint.rl.analysis.bisect import Regression
@@ -51,7 +51,7 @@ DRAIN_S = 3.0
 
 def over_service(
     service: Service, metrics: Metrics, *, access: preflight.Access, keys: Keys, operators: Collection[str]
-) -> Dashboard:
+) -> DashboardState:
     """The dashboard of a server: the runs in its data directory, and its service's numbers.
 
     `operators` are the owners whose keys open it; none named, it is the owner of all keys, if all are of one.
@@ -62,9 +62,9 @@ def over_service(
         caller = cast("Caller", visitor) if visitor is not None else LOCAL
         return ServiceClient(open_embedded=lambda: _AsCaller(service, caller))
 
-    return Dashboard(
+    return DashboardState(
         [service.data_dir],
-        door=Door(screen_of(access), login if access.asks_keys else None),
+        access=AccessCheck(screen_of(access), login if access.asks_keys else None),
         service=Overview(service, metrics),
         search=_search(open_client),
     )
@@ -75,9 +75,9 @@ def screen_of(access: preflight.Access) -> auth.Screen:
     return auth.accept_all if access.asks_keys else auth.refuse_foreign_pages(any_host=not access.is_local)
 
 
-def key_or_session(keys: Keys, dashboard: Dashboard) -> auth.Authenticate:
+def key_or_session(keys: Keys, dashboard: DashboardState) -> auth.Authenticate:
     """Asks for a key as `auth.by_key` does; for sampling, a browser's session stands for the key it was opened with."""
-    by_key, login = auth.by_key(keys), dashboard.door.login
+    by_key, login = auth.by_key(keys), dashboard.access.login
 
     def authenticate(request: Request) -> Caller:
         shows_key = "x-api-key" in request.headers or "authorization" in request.headers
@@ -147,9 +147,9 @@ class DashboardServer:
         self._database = Database(folder / JOURNAL_FILE) if access.asks_keys else None
         login = None if self._database is None else _operators_login(Keys(self._database))
         self._embedded = LazyEmbedded(folder)
-        self.dashboard = Dashboard(
+        self.dashboard = DashboardState(
             [folder, *extra],
-            door=Door(screen_of(access), login),
+            access=AccessCheck(screen_of(access), login),
             search=_search(lambda _visitor: ServiceClient(data_dir=folder)),
         )
         app = create_app(self.dashboard, sampling=self._embedded)

@@ -20,7 +20,7 @@ from mint.compose.embedded import torch_engine
 from mint.compose.http_server import HttpServer, http_config, url_of
 from mint.config import ServeSettings, read_settings
 from mint.dashboard.app import routes
-from mint.dashboard.dashboard import Dashboard
+from mint.dashboard.state import DashboardState
 from mint.engine.protocol import Engine
 from mint.errors import InvalidRequestError
 from mint.models.registry import available
@@ -141,7 +141,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
 
 
 def _app(
-    settings: ServeSettings, service: Service, access: Access, keys: Keys, metrics: Metrics, dashboard: Dashboard
+    settings: ServeSettings, service: Service, access: Access, keys: Keys, metrics: Metrics, dashboard: DashboardState
 ) -> Any:
     limits = BodyLimits(body_bytes=settings.max_body_mb * MIB, patience_s=settings.body_timeout_s)
     return create_app(

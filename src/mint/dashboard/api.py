@@ -1,6 +1,6 @@
-"""The JSON of the dashboard: each function reads what one address asks for. Called in threads; acts on nothing.
+"""The JSON API of the dashboard: one function per URL. They run in threads and change nothing.
 
-What a run holds is read by `mint.runs.reader`; here it is only chosen, named and put together.
+`mint.runs.reader` reads the runs; these functions select and combine.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from urllib.parse import parse_qsl
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 
-from mint.dashboard.dashboard import Dashboard
-from mint.dashboard.events import Cursor, cursor_of
-from mint.dashboard.evidence import EVIDENCE, NO_EVIDENCE, evidence_of
+from mint.dashboard.event_streams import EventCursor, cursor_of
+from mint.dashboard.finding_evidence import EVIDENCE, NO_EVIDENCE, evidence_of
+from mint.dashboard.state import DashboardState
 from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError
 from mint.rl.analysis.run_analysis import BISECT_METRICS
 from mint.runs.reader import RolloutQuery, RunReader
 
 MAX_ROWS = 500
 LISTED_PROMPT = 4_000
-"""Of a prompt in a list of groups: its last characters, which tell it from others."""
+"""A list of groups shows the last characters of each prompt, because prompts of a task begin alike."""
 
 MAX_STEP_ROWS = 1_000_000
 WHOLE_NUMBERS = ("step", "first_step", "last_step", "group", "item", "length_min", "length_max", "offset", "limit")
@@ -33,23 +33,23 @@ LEDGER = ("generated", "graded", "informative", "trained", "gradient")
 EXPORTS = ("peft", "hf", "gguf-ready")
 
 
-def runs(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """Every run, in a sentence of numbers."""
+def runs(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """The summaries of all runs."""
     return {"runs": list(dashboard.readers.summaries().values())}
 
 
-def run(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """One run, and its settings."""
+def run(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """The summary and the settings of one run."""
     name = request.path_params["run"]
     return {"summary": dashboard.readers.summary(name), "config": dashboard.readers.of(name).config}
 
 
-def columns(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """The numbers of every step, one list for each metric; `cursor` is where the live stream goes on."""
+def columns(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """The metrics of all steps, one list per metric; `cursor` is where the live stream continues."""
     name, reader = _reader(dashboard, request)
     wanted = request.query_params.get("names", "")
     since = _whole_number(request.query_params, "since") or 0
-    # before what it counts is read: what is written meanwhile comes twice rather than never
+    # Taken before the logs are read: rows written meanwhile are sent twice rather than never.
     cursor = cursor_of(reader)
     return {
         "columns": reader.columns(wanted.split(",") if wanted else None, since),
@@ -60,19 +60,19 @@ def columns(dashboard: Dashboard, request: Request) -> dict[str, Any]:
     }
 
 
-def steps(dashboard: Dashboard, request: Request) -> dict[str, Any]:
+def steps(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     """The steps that have rollouts."""
     return {"steps": _reader(dashboard, request)[1].steps()}
 
 
-def rollouts(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """A page of rollouts that fit the query, cut short each."""
+def rollouts(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """A page of the rollouts that the query selects, with the beginnings of their texts."""
     _, reader = _reader(dashboard, request)
     return vars(reader.rollouts(parse_query(dashboard, request)))
 
 
-def rollout(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """One rollout, whole."""
+def rollout(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """One whole rollout."""
     _, reader = _reader(dashboard, request)
     step, row = request.path_params["step"], request.path_params["row"]
     found = [logged for logged in _rows(reader, step) if logged["row"] == row]
@@ -81,8 +81,8 @@ def rollout(dashboard: Dashboard, request: Request) -> dict[str, Any]:
     return _whole(reader, step, found)[0]
 
 
-def groups(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """The groups of one step: their prompt, and the rewards of their samples."""
+def groups(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """The groups of one step: the prompt of each, and the rewards of its samples."""
     _, reader = _reader(dashboard, request)
     return {"groups": _groups(reader, request.path_params["step"])}
 
@@ -108,15 +108,17 @@ def _groups(reader: RunReader, step: int) -> list[dict[str, Any]]:
     return [by_group[group] for group in sorted(by_group)]
 
 
-def group(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """The samples of one prompt, whole, best first."""
+def group(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """The whole samples of one group, best first."""
     _, reader = _reader(dashboard, request)
     return _group(reader, request.path_params["step"], request.path_params["group"])
 
 
 def opening(reader: RunReader, *, step: str, group: str) -> dict[str, Any] | None:
-    """What the page of rollouts begins with: a step's groups, and the samples of one. The last step and its first group
-    where none, or none that there is, is asked for; None as long as there are no rollouts."""
+    """What the page of rollouts starts with: the groups of a step, and the samples of one group.
+
+    The last step and its first group, unless the request names others that exist; None if there are no rollouts yet.
+    """
     steps = reader.steps()
     if not steps:
         return None
@@ -137,36 +139,39 @@ def _group(reader: RunReader, step: int, number: int) -> dict[str, Any]:
     return {"step": step, "group": number, **shared, "rows": _whole(reader, step, found)}
 
 
-def item(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """When one item of the task was drawn, and how it went."""
+def item(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """Every visit to one item of the dataset, with its rewards."""
     _, reader = _reader(dashboard, request)
     wanted = request.path_params["item"]
     return {"item": wanted, "visits": reader.item_history(wanted)}
 
 
-def examples(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """What the policy wrote at one reading of the held-out set, by the reading's place in the list of evaluations."""
+def examples(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """The rollouts of one held-out evaluation, by its place in the list of evaluations."""
     _, reader = _reader(dashboard, request)
     rows = reader.examples(request.path_params["place"])
     return {"rows": [{**row, "pieces": reader.pieces(row.get("tokens") or [])} for row in rows]}
 
 
-def findings(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """What looks wrong, with what to plot beside it and which rollouts show it. Where it `is_whole` not, ask again."""
+def findings(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """The findings, each with metrics to plot and the query for its rollouts. If not `is_whole`, ask again later."""
     name, _ = _reader(dashboard, request)
     found, is_whole = dashboard.diagnoses.of(name)
     return {"findings": [evidence_of(finding) for finding in found], "is_whole": is_whole}
 
 
-def checkpoints(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """What was saved, oldest first, with its reading of the held-out set. The best is what the run kept as such, or,
-    where it kept nothing, what reads best of several."""
+def checkpoints(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """The checkpoints, oldest first, with their held-out evaluations.
+
+    The best one is the one that the run saved as its best; otherwise, of several evaluated ones, that with the highest
+    mean.
+    """
     _, reader = _reader(dashboard, request)
     readings = reader.evaluations()
     by_path: dict[str, dict[str, Any]] = {}
     for row in reader.checkpoints():
         by_path[row["checkpoint"]] = {"step": row["step"], "checkpoint": row["checkpoint"]}
-    # the best weights so far are kept under a name of their own, and stand in the readings only
+    # A run saves its best weights under their own name, which only the evaluations mention.
     for row in readings:
         if row.get("checkpoint"):
             by_path[row["checkpoint"]] = {"step": row["step"], "checkpoint": row["checkpoint"]}
@@ -176,12 +181,12 @@ def checkpoints(dashboard: Dashboard, request: Request) -> dict[str, Any]:
         kept |= _commands(reader.config, kept)
     named = next((row["checkpoint"] for row in reversed(readings) if row.get("checkpoint")), None)
     read = [kept for kept in listed if kept["heldout"] is not None]
-    # of one reading nothing can be said to be the best
+    # A single evaluation has nothing to be compared with.
     best = by_path.get(named) or (max(read, key=lambda kept: kept["heldout"]["mean"]) if len(read) > 1 else None)
     return {"checkpoints": [{**kept, "is_best": kept is best} for kept in listed]}
 
 
-def ledger(dashboard: Dashboard, name: str) -> dict[str, float]:
+def ledger(dashboard: DashboardState, name: str) -> dict[str, float]:
     """Where the tokens of a run went: the sum of each stage over all steps, those of a stage that was never counted
     left out."""
     columns = dashboard.readers.of(name).columns([f"ledger/{stage}" for stage in LEDGER])
@@ -189,25 +194,25 @@ def ledger(dashboard: Dashboard, name: str) -> dict[str, float]:
     return {stage: sum(values) for stage, values in counted.items() if values}
 
 
-def bisection(dashboard: Dashboard, request: Request) -> dict[str, Any]:
-    """How far the search for the fall of a metric is."""
+def bisection(dashboard: DashboardState, request: Request) -> dict[str, Any]:
+    """The state of the search for the checkpoint where a metric fell."""
     name, _ = _reader(dashboard, request)
     return dashboard.bisections.state(name)
 
 
-def service(dashboard: Dashboard, request: Request) -> Mapping[str, Any]:
-    """The numbers of the service, where one runs in this process."""
+def service(dashboard: DashboardState, request: Request) -> Mapping[str, Any]:
+    """The numbers of the service, if one runs in this process."""
     return {"available": False} if dashboard.service is None else dashboard.service()
 
 
-# --- what is asked for -----------------------------------------------------------------------------------------------
+# --- parsing requests -------------------------------------------------------------------------------------------------
 
 
-def parse_query(dashboard: Dashboard, request: Request) -> RolloutQuery:
-    """Which rollouts a request is about. `finding` stands for the rollouts that show it; what else is said adds to it.
+def parse_query(dashboard: DashboardState, request: Request) -> RolloutQuery:
+    """The query of a request. `finding` selects the rollouts that show it; the other parameters narrow it further.
 
     Raises:
-        InvalidRequestError: a value is none; names it.
+        InvalidRequestError: a parameter cannot be parsed; names it.
     """
     given = request.query_params
     values = _shown_by(dashboard, request.path_params["run"], given.get("finding", ""))
@@ -227,26 +232,28 @@ def parse_query(dashboard: Dashboard, request: Request) -> RolloutQuery:
     return RolloutQuery(**values)
 
 
-def parse_cursor(text: str) -> Cursor | None:
-    """Where a live stream is to go on: `STEP`, or `STEP-EVALUATIONS-FINDINGS` as these pages were told; None at all.
+def parse_cursor(text: str) -> EventCursor | None:
+    """Where a live stream continues: `STEP`, or `STEP-EVALUATIONS-FINDINGS` from an event id. None for an empty text.
 
     Raises:
-        InvalidRequestError: it is neither.
+        InvalidRequestError: the text is neither.
     """
     if not text:
         return None
     parts = text.split("-")
     if len(parts) not in (1, 3) or not all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
-        raise InvalidRequestError("is not a place in a run", field="since", value=text, remedy="Give a step's number")
+        raise InvalidRequestError(
+            "is not a position in a run", field="since", value=text, remedy="Give the number of a step"
+        )
     numbers = [int(part) for part in parts]
-    return Cursor(*numbers) if len(numbers) == 3 else Cursor(numbers[0], None, None)
+    return EventCursor(*numbers) if len(numbers) == 3 else EventCursor(numbers[0], None, None)
 
 
 def parse_metric(body: bytes) -> str:
-    """The metric that a bisection is to follow.
+    """The metric of a bisection, from the body of its request.
 
     Raises:
-        InvalidRequestError: the body names none.
+        InvalidRequestError: the body is not JSON, or names another metric.
     """
     try:
         given = json.loads(body or b"{}")
@@ -266,7 +273,7 @@ def parse_form(text: str) -> dict[str, str]:
 
 
 def too_large(most_bytes: int) -> BodyTooLargeError:
-    """That nothing so large is taken here."""
+    """The error for a body of more than `most_bytes`."""
     return BodyTooLargeError(f"is larger than {most_bytes} bytes", field="body", value="(not shown)")
 
 
@@ -283,11 +290,11 @@ def _number(given: QueryParams, name: str) -> float:
     try:
         return float(given[name])
     except ValueError as error:
-        raise InvalidRequestError("is not a number", field=name, value=given[name], remedy="Give one") from error
+        raise InvalidRequestError("is not a number", field=name, value=given[name], remedy="Give a number") from error
 
 
-def _shown_by(dashboard: Dashboard, run: str, code: str) -> dict[str, Any]:
-    """The rollouts that show a finding of this run; everything where none is named.
+def _shown_by(dashboard: DashboardState, run: str, code: str) -> dict[str, Any]:
+    """The fields of a query for the rollouts that show a finding of this run; none for an empty code.
 
     Raises:
         InvalidRequestError: the run has no such finding.
@@ -300,10 +307,10 @@ def _shown_by(dashboard: Dashboard, run: str, code: str) -> dict[str, Any]:
     raise InvalidRequestError("is not a finding of this run", field="finding", value=code, remedy="See its diagnosis")
 
 
-# --- putting together ------------------------------------------------------------------------------------------------
+# --- selecting rows --------------------------------------------------------------------------------------------------
 
 
-def _reader(dashboard: Dashboard, request: Request) -> tuple[str, RunReader]:
+def _reader(dashboard: DashboardState, request: Request) -> tuple[str, RunReader]:
     name = request.path_params["run"]
     return name, dashboard.readers.of(name)
 
@@ -316,7 +323,7 @@ def _rows(reader: RunReader, step: int, *, light: bool = False) -> list[dict[str
 
 
 def _whole(reader: RunReader, step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Logged rows with the names of their flags, and the text of each token."""
+    """Logged rows, with the names of their flags and the text of each token."""
     group = rows[0]["group"] if len({row["group"] for row in rows}) == 1 else None
     page = reader.rollouts(RolloutQuery(step=step, group=group, limit=MAX_STEP_ROWS))
     flags = {indexed["row"]: indexed["flags"] for indexed in page.rows}
@@ -326,12 +333,12 @@ def _whole(reader: RunReader, step: int, rows: Sequence[dict[str, Any]]) -> list
 
 
 def _samples_of(finding: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `RolloutQuery`: the rollouts that show a finding, in the steps before and where it was seen."""
+    """The fields of a `RolloutQuery` for the rollouts that show a finding."""
     return EVIDENCE.get(finding["code"], NO_EVIDENCE).samples(int(finding["step"]))
 
 
 def _commands(config: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """What to type to take a checkpoint elsewhere, or to train on from it. A log may come from anywhere: quoted."""
+    """The commands that export a checkpoint and that continue from it. Quoted, because a log may come from anywhere."""
     checkpoint = str(kept["checkpoint"])
     path, origin = shlex.quote(checkpoint), shlex.quote(f"init_from={checkpoint}")
     exports = {

@@ -1,13 +1,11 @@
-"""The routes of the dashboard, and what all of them share: who may come in, headers, errors, threads for reading files.
+"""The routes of the dashboard, and what all of them share: access, headers, errors, and threads for reading files.
 
-A row names an operation. What it reads comes from run folders (`readers`), from live streams (`events`), and from the
-callables that the composition root passes in; the service and its engine are not known here.
+The answers come from run folders (`api`, `pages`, `downloads`), from live streams (`event_streams`), and from callables
+that the composition root passes in. Knows neither the service nor its engine.
 """
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -22,10 +20,10 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mint.dashboard import api, exports, pages
-from mint.dashboard.dashboard import Dashboard
-from mint.dashboard.json_values import json_bytes
-from mint.dashboard.login import Door, Visitor, require_own_page, set_cookie
+from mint.dashboard import api, downloads, pages
+from mint.dashboard.login import AccessCheck, Visitor, require_own_page, set_cookie
+from mint.dashboard.responses import conditional_response, json_bytes
+from mint.dashboard.state import DashboardState
 from mint.errors import AuthenticationError, MintError, NotFoundError, RequestFailedError
 
 log = logging.getLogger("mint.dashboard")
@@ -36,41 +34,40 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
-    # not `no-referrer`: with that, browsers do not say that a form comes from this server's own page
+    # Not `no-referrer`: with that, browsers do not send the Origin of a form on this server's own page.
     "referrer-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
 
-PACKED_FROM_BYTES = 16 * 1024
 MAX_FORM_BYTES = 16 * 1024
 
 Kind = Literal["json", "page", "text"]
 
 
-def routes(dashboard: Dashboard) -> list[Route]:
-    """All pages and their JSON, for whatever application answers at this address."""
-    return [Route(row.path, _endpoint(dashboard, row), methods=[row.method]) for row in ROWS]
+def routes(dashboard: DashboardState) -> list[Route]:
+    """All pages and their JSON, for the application that answers at this address."""
+    return [Route(row.path, _endpoint(dashboard, row), methods=[row.method]) for row in ROUTES]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One route. `is_open` rows answer without a key; `kind` says how errors are shown."""
+class DashboardRoute:
+    """One route. `is_open`: it answers without a key. `kind` says how an error is shown."""
 
     method: str
     path: str
-    operation: Callable[[Dashboard, Request, Visitor | None], Awaitable[Response]]
+    operation: Callable[[DashboardState, Request, Visitor | None], Awaitable[Response]]
     kind: Kind = "json"
     is_open: bool = False
 
 
-def _endpoint(dashboard: Dashboard, row: Row) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(dashboard: DashboardState, row: DashboardRoute) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             response = await _answer(dashboard, row, request)
         except MintError as error:
             response = _refuse(row, request, error)
-        except Exception as error:  # the boundary: a route must answer, and the log must know why
+        except Exception as error:  # the boundary: a route must answer, and the log must say why
             log.exception("%s %s failed", row.method, row.path)
             remedy = "See the server's log"
             response = _refuse(row, request, RequestFailedError(f"{type(error).__name__}: {error}", remedy=remedy))
@@ -84,16 +81,16 @@ def _endpoint(dashboard: Dashboard, row: Row) -> Callable[[Request], Awaitable[R
     return endpoint
 
 
-async def _answer(dashboard: Dashboard, row: Row, request: Request) -> Response:
+async def _answer(dashboard: DashboardState, row: DashboardRoute, request: Request) -> Response:
     if row.is_open:
-        dashboard.door.screen(request)
+        dashboard.access.screen(request)
         return await row.operation(dashboard, request, None)
-    # a key is looked up in a database
-    visitor = await anyio.to_thread.run_sync(dashboard.door.visitor_of, request)
+    # In a thread, because a key is looked up in a database.
+    visitor = await anyio.to_thread.run_sync(dashboard.access.visitor_of, request)
     return await row.operation(dashboard, request, visitor)
 
 
-def _refuse(row: Row, request: Request, error: MintError) -> Response:
+def _refuse(row: DashboardRoute, request: Request, error: MintError) -> Response:
     if row.kind == "page" and type(error) is AuthenticationError and row.method == "GET":
         return RedirectResponse(f"/login?{urlencode({'next': _place(request)})}", status_code=303)
     return _refused(error, row.kind)
@@ -112,59 +109,47 @@ def _place(request: Request) -> str:
     return f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
 
 
-# --- kinds of rows ---------------------------------------------------------------------------------------------------
+# --- kinds of routes -------------------------------------------------------------------------------------------------
 
 
-def _json(method: str, path: str, read: Callable[[Dashboard, Request], Any]) -> Row:
-    """A row whose answer is read from files, in a thread, and is JSON."""
+def _json(method: str, path: str, read: Callable[[DashboardState, Request], Any]) -> DashboardRoute:
+    """A route that answers with JSON; `read` runs in a thread, because it reads files."""
 
-    async def operation(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+    async def operation(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
         def work() -> Response:
-            return _conditional(request, json_bytes(read(dashboard, request)), "application/json")
+            return conditional_response(request, json_bytes(read(dashboard, request)), "application/json")
 
         return await anyio.to_thread.run_sync(work, limiter=dashboard.threads)
 
-    return Row(method, f"{API}/{path}", operation)
+    return DashboardRoute(method, f"{API}/{path}", operation)
 
 
-def _page(path: str, write: Callable[[Dashboard, Request], str], *, is_open: bool = False) -> Row:
-    """A row whose answer is a page."""
+def _page(path: str, write: Callable[[DashboardState, Request], str], *, is_open: bool = False) -> DashboardRoute:
+    """A route that answers with a page."""
 
-    async def operation(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+    async def operation(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
         def work() -> Response:
-            # a run may hold half of a surrogate pair, which UTF-8 has no word for
+            # A run may hold half of a surrogate pair, which UTF-8 cannot encode.
             html = write(dashboard, request).encode("utf-8", "replace")
-            return _conditional(request, html, "text/html; charset=utf-8")
+            return conditional_response(request, html, "text/html; charset=utf-8")
 
         return await anyio.to_thread.run_sync(work, limiter=dashboard.threads)
 
-    return Row("GET", path, operation, "page", is_open)
+    return DashboardRoute("GET", path, operation, "page", is_open)
 
 
-def _conditional(request: Request, body: bytes, media_type: str) -> Response:
-    """The body, packed if that is worth it; or only that it is the one which the browser has."""
-    tag = f'W/"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-    headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding, cookie"}
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=headers)
-    if len(body) >= PACKED_FROM_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
-        body = gzip.compress(body, compresslevel=1)
-        headers["content-encoding"] = "gzip"
-    return Response(body, media_type=media_type, headers=headers)
+# --- other operations ----------------------------------------------------------------------------------
 
 
-# --- operations that are no reading ----------------------------------------------------------------------------------
-
-
-async def _asset(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+async def _asset(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
     return await _file(dashboard, request, request.path_params["file"])
 
 
-async def _favicon(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+async def _favicon(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
     return await _file(dashboard, request, "favicon.svg")
 
 
-async def _file(dashboard: Dashboard, request: Request, name: str) -> Response:
+async def _file(dashboard: DashboardState, request: Request, name: str) -> Response:
     try:
         response = await dashboard.assets.get_response(name, request.scope)
     except HTTPException as error:
@@ -173,9 +158,9 @@ async def _file(dashboard: Dashboard, request: Request, name: str) -> Response:
     return response
 
 
-async def _enter(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
-    """Takes a key from the form of the login page."""
-    login = dashboard.door.login
+async def _enter(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
+    """Logs in with the key from the form of the login page."""
+    login = dashboard.access.login
     place = pages.safe_place(request.query_params.get("next", ""))
     if login is None:
         return RedirectResponse(place, status_code=303)
@@ -191,21 +176,21 @@ async def _enter(dashboard: Dashboard, request: Request, _visitor: Visitor | Non
     return response
 
 
-async def _leave(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
-    """Ends the session of a browser."""
+async def _leave(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
+    """Ends a browser's session."""
     require_own_page(request)
-    if dashboard.door.login is not None:
-        dashboard.door.login.leave(request)
+    if dashboard.access.login is not None:
+        dashboard.access.login.leave(request)
     response = RedirectResponse("/login", status_code=303)
     set_cookie(response, request, "")
     return response
 
 
 async def _small_body(request: Request) -> bytes:
-    """The body of a request that has no reason to be large.
+    """The body of a request that should be small.
 
     Raises:
-        InvalidRequestError: it is larger.
+        BodyTooLargeError: it is larger than `MAX_FORM_BYTES`.
     """
     parts: list[bytes] = []
     async for part in request.stream():
@@ -215,57 +200,57 @@ async def _small_body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-async def _bisect(dashboard: Dashboard, request: Request, visitor: Visitor | None) -> Response:
-    """Begins to look for the checkpoint where a metric fell; `GET` says how far it is."""
+async def _bisect(dashboard: DashboardState, request: Request, visitor: Visitor | None) -> Response:
+    """Starts a search for the checkpoint where a metric fell; `GET` returns its progress."""
     wanted = api.parse_metric(await _small_body(request))
     run = request.path_params["run"]
     state = await anyio.to_thread.run_sync(dashboard.bisections.begin, run, wanted, visitor)
     return Response(json_bytes(state), 202, media_type="application/json")
 
 
-async def _run_events(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
+async def _run_events(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
     run = request.path_params["run"]
     reader = await anyio.to_thread.run_sync(dashboard.readers.of, run)
     since = request.headers.get("last-event-id") or request.query_params.get("since", "")
     return dashboard.streams.of_run(run, reader, api.parse_cursor(since))
 
 
-async def _all_events(dashboard: Dashboard, _request: Request, _visitor: Visitor | None) -> Response:
+async def _all_events(dashboard: DashboardState, _request: Request, _visitor: Visitor | None) -> Response:
     return dashboard.streams.of_all()
 
 
-async def _rollouts_file(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
-    return await anyio.to_thread.run_sync(exports.rollouts_file, dashboard, request, limiter=dashboard.threads)
+async def _rollouts_file(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
+    return await anyio.to_thread.run_sync(downloads.rollouts_file, dashboard, request, limiter=dashboard.threads)
 
 
-async def _metrics_csv(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
-    return await anyio.to_thread.run_sync(exports.metrics_csv, dashboard, request, limiter=dashboard.threads)
+async def _metrics_csv(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
+    return await anyio.to_thread.run_sync(downloads.metrics_csv, dashboard, request, limiter=dashboard.threads)
 
 
-async def _metrics_json(dashboard: Dashboard, request: Request, _visitor: Visitor | None) -> Response:
-    return await anyio.to_thread.run_sync(exports.metrics_json, dashboard, request, limiter=dashboard.threads)
+async def _metrics_json(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
+    return await anyio.to_thread.run_sync(downloads.metrics_json, dashboard, request, limiter=dashboard.threads)
 
 
 _RUN = "runs/{run}"
 
-ROWS: tuple[Row, ...] = (
+ROUTES: tuple[DashboardRoute, ...] = (
     _page("/", pages.runs),
     _page("/compare", pages.compare),
     _page("/service", pages.service),
     _page("/login", pages.login, is_open=True),
-    Row("POST", "/login", _enter, "page", is_open=True),
-    Row("POST", "/logout", _leave, "page", is_open=True),
+    DashboardRoute("POST", "/login", _enter, "page", is_open=True),
+    DashboardRoute("POST", "/logout", _leave, "page", is_open=True),
     _page(f"/{_RUN}", pages.run),
     _page(f"/{_RUN}/rollouts", pages.rollouts),
     _page(f"/{_RUN}/diagnosis", pages.diagnosis),
     _page(f"/{_RUN}/checkpoints", pages.checkpoints),
-    Row("GET", "/assets/{file}", _asset, "text", is_open=True),
-    Row("GET", "/favicon.ico", _favicon, "text", is_open=True),
+    DashboardRoute("GET", "/assets/{file}", _asset, "text", is_open=True),
+    DashboardRoute("GET", "/favicon.ico", _favicon, "text", is_open=True),
     _json("GET", "runs", api.runs),
-    Row("GET", f"{API}/runs/events", _all_events),
+    DashboardRoute("GET", f"{API}/runs/events", _all_events),
     _json("GET", _RUN, api.run),
     _json("GET", f"{_RUN}/columns", api.columns),
-    Row("GET", f"{API}/{_RUN}/events", _run_events),
+    DashboardRoute("GET", f"{API}/{_RUN}/events", _run_events),
     _json("GET", f"{_RUN}/rollouts", api.rollouts),
     _json("GET", f"{_RUN}/rollouts/{{step:int}}/{{row:int}}", api.rollout),
     _json("GET", f"{_RUN}/steps", api.steps),
@@ -276,16 +261,16 @@ ROWS: tuple[Row, ...] = (
     _json("GET", f"{_RUN}/findings", api.findings),
     _json("GET", f"{_RUN}/checkpoints", api.checkpoints),
     _json("GET", f"{_RUN}/bisect", api.bisection),
-    Row("POST", f"{API}/{_RUN}/bisect", _bisect),
+    DashboardRoute("POST", f"{API}/{_RUN}/bisect", _bisect),
     _json("GET", "service", api.service),
-    Row("GET", f"{API}/{_RUN}/metrics.csv", _metrics_csv, "text"),
-    Row("GET", f"{API}/{_RUN}/metrics.json", _metrics_json, "text"),
-    Row("GET", f"{API}/{_RUN}/rollouts.jsonl", _rollouts_file, "text"),
+    DashboardRoute("GET", f"{API}/{_RUN}/metrics.csv", _metrics_csv, "text"),
+    DashboardRoute("GET", f"{API}/{_RUN}/metrics.json", _metrics_json, "text"),
+    DashboardRoute("GET", f"{API}/{_RUN}/rollouts.jsonl", _rollouts_file, "text"),
 )
 
 
-def create_app(dashboard: Dashboard, *, sampling: ASGIApp) -> Starlette:
-    """An application of the pages alone; `sampling` answers what begins with `/v1`, to whoever may see the pages."""
+def create_app(dashboard: DashboardState, *, sampling: ASGIApp) -> Starlette:
+    """An application with the pages; `sampling` answers paths below `/v1` for visitors who may see the pages."""
 
     async def no_route(request: Request, _error: Exception) -> Response:
         remedy = "The list of runs is at /"
@@ -295,23 +280,23 @@ def create_app(dashboard: Dashboard, *, sampling: ASGIApp) -> Starlette:
         response.headers.update(HEADERS)
         return response
 
-    guarded = Route("/v1/{rest:path}", _Guarded(dashboard.door, sampling))
+    guarded = Route("/v1/{rest:path}", _Guarded(dashboard.access, sampling))
     app = Starlette(routes=[*routes(dashboard), guarded], exception_handlers={404: no_route})
     app.router.redirect_slashes = False
     return app
 
 
 class _Guarded:
-    """An application behind the door of the pages."""
+    """An application behind the access check of the pages."""
 
-    def __init__(self, door: Door, app: ASGIApp) -> None:
-        self._door = door
+    def __init__(self, access: AccessCheck, app: ASGIApp) -> None:
+        self._access = access
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what may come in."""
+        """Passes a request on if its sender has access."""
         try:
-            await anyio.to_thread.run_sync(self._door.visitor_of, Request(scope))
+            await anyio.to_thread.run_sync(self._access.visitor_of, Request(scope))
             await self._app(scope, receive, send)
-        except MintError as error:  # refused at the door, or the application could not be opened
+        except MintError as error:  # access was refused, or the application could not be opened
             await _refused(error, "json")(scope, receive, send)

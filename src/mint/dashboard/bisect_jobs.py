@@ -1,6 +1,6 @@
-"""Looks for the checkpoint where a metric fell: one search at a time, in a thread of its own, with its progress.
+"""Searches for the checkpoint where a metric fell: one search at a time, in its own thread, with progress.
 
-What a checkpoint reads is asked of the callable that the composition root passes in.
+The composition root passes in the callable that evaluates checkpoints.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from mint.dashboard.login import Visitor
-from mint.dashboard.run_readers import Readers
+from mint.dashboard.run_readers import RunReaders
 from mint.errors import MintError, OverloadedError, RequestFailedError
 from mint.rl.analysis.bisect import Regression
 
 log = logging.getLogger("mint.dashboard")
 
-KEPT = 64
+MAX_JOBS = 64
 
 Search = Callable[[Path, str, Visitor | None, Callable[[str], None]], Regression]
-"""Folder, metric, who asks, and whom to tell of each checkpoint that is about to be read → what was found."""
+"""(run folder, metric, visitor, callback with each checkpoint before it is evaluated) → what was found."""
 
 
 @dataclass
@@ -35,11 +35,11 @@ class _State:
     error: dict[str, Any] | None = None
 
 
-class Bisections:
-    """The searches of this process, by run. Any thread may call."""
+class BisectJobs:
+    """The searches of this process, by run. Thread-safe."""
 
-    def __init__(self, readers: Readers, search: Search | None) -> None:
-        """`search` None: nothing can be sampled here."""
+    def __init__(self, readers: RunReaders, search: Search | None) -> None:
+        """`search` is None if nothing can be sampled here."""
         self._readers = readers
         self._search = search
         self._lock = threading.Lock()
@@ -48,15 +48,15 @@ class Bisections:
 
     @property
     def can_search(self) -> bool:
-        """Whether anything can be sampled here."""
+        """Whether a search can be started."""
         return self._search is not None
 
     def begin(self, run: str, metric: str, visitor: Visitor | None) -> dict[str, Any]:
-        """Begins to search, and says so.
+        """Starts a search and returns its state.
 
         Raises:
             NotFoundError: there is no such run.
-            OverloadedError: another search is under way.
+            OverloadedError: another search is running.
             RequestFailedError: nothing can be sampled here.
         """
         folder = self._readers.folders.folder(run)
@@ -65,11 +65,11 @@ class Bisections:
             raise RequestFailedError("nothing can be sampled here", remedy=f"Run: mint bisect RUN --metric {metric}")
         with self._lock:
             if self._is_busy:
-                raise OverloadedError("another search is under way", remedy="Wait for it, then ask again")
+                raise OverloadedError("another search is running", remedy="Wait until it ends, then try again")
             self._is_busy = True
             state = self._states[run] = _State(metric)
             self._states.move_to_end(run)
-            while len(self._states) > KEPT:
+            while len(self._states) > MAX_JOBS:
                 self._states.popitem(last=False)
         work = threading.Thread(
             target=self._run, args=(search, folder, state, visitor), name="mint-dashboard-bisect", daemon=True
@@ -78,8 +78,8 @@ class Bisections:
         return self.state(run)
 
     def state(self, run: str) -> dict[str, Any]:
-        """`status` is none, running, done or failed; `reading` names the checkpoints that were read, the last of them
-        now; `result` is what was found."""
+        """`status` is none, running, done or failed. `reading` lists the checkpoints evaluated so far; the last one is
+        in progress. `result` is what was found."""
         with self._lock:
             state = self._states.get(run)
             return {"status": "none"} if state is None else {**asdict(state), "reading": list(state.reading)}
@@ -90,7 +90,7 @@ class Bisections:
             state.result, state.status = asdict(regression), "done"
         except MintError as error:
             state.error, state.status = error.to_wire(), "failed"
-        except Exception as error:  # the boundary: who asked must learn of it, and the log must know why
+        except Exception as error:  # the boundary of the thread: the visitor and the log must learn of it
             log.exception("a search in %s failed", folder)
             state.error = RequestFailedError(f"{type(error).__name__}: {error}").to_wire()
             state.status = "failed"

@@ -1,8 +1,8 @@
-"""Who may look: everybody on this machine, or whoever has shown a key. Sessions of browsers, kept in memory.
+"""Access to the dashboard: open to everybody on this machine, or by API key. Browser sessions live in memory.
 
-A browser gets a random token as a cookie, never the key; the server keeps the token's hash and whose key it was. What a
-browser sends by itself counts only if one of these pages made it send that. Knows keys through the callables it is
-given, and no route.
+A browser gets a random token as a cookie, never the key; the server stores the token's hash and the id of its key. A
+request with a cookie counts only if one of these pages sent it (protection against cross-site requests). Knows keys
+only through `KeyStore`, and no route.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mint.errors import AuthenticationError, ForeignPageError
 from mint.server.http.auth import address_of, key_of
 
 IDLE_S = 12 * 3600.0
-"""A session that is not used for this long ends; so does every one with the process, and with its key."""
+"""A session ends when it has not been used for this long, when its key is revoked, and when the process ends."""
 
 MAX_SESSIONS = 1024
 SAFE_METHODS = frozenset({"GET", "HEAD"})
 
 
 class Visitor(Protocol):
-    """Whom a key stands for."""
+    """The holder of a key."""
 
     @property
     def owner(self) -> str:
@@ -43,15 +43,15 @@ class Visitor(Protocol):
         ...
 
 
-class KeyBook(Protocol):
-    """The keys, as the composition root has them."""
+class KeyStore(Protocol):
+    """The API keys of a server; `mint.server.store.keys` implements it."""
 
     def verify(self, key: str) -> Visitor | None:
-        """Who holds this key; None if it is none, or was revoked."""
+        """The holder of a key; None if the key is unknown or revoked."""
         ...
 
     def holder(self, key_id: str) -> Visitor | None:
-        """Whom the key of this name stands for; None if there is none, or it was revoked."""
+        """The holder of the key with this id; None if it is unknown or revoked."""
         ...
 
 
@@ -62,12 +62,12 @@ class _Session:
 
 
 class Login:
-    """Asks for keys. Any thread may call."""
+    """Checks keys and sessions. Thread-safe."""
 
     def __init__(
-        self, keys: KeyBook, *, admits: Callable[[Visitor], bool], clock: Callable[[], float] = time.monotonic
+        self, keys: KeyStore, *, admits: Callable[[Visitor], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`admits` says whether the holder of a good key may see the runs; `clock` gives monotonic seconds."""
+        """`admits` says whether the holder of a valid key may see the runs; `clock` returns monotonic seconds."""
         self._keys = keys
         self._admits = admits
         self._clock = clock
@@ -78,7 +78,7 @@ class Login:
         """The token of a new session.
 
         Raises:
-            AuthenticationError: the key is not known, or its owner may not see the runs.
+            AuthenticationError: the key is unknown, or its owner may not see the runs.
         """
         visitor = self._admitted(self._keys.verify(key) if key else None)
         token = secrets.token_urlsafe(32)
@@ -89,16 +89,16 @@ class Login:
         return token
 
     def leave(self, request: Request) -> None:
-        """Ends the session that a request belongs to, if there is one."""
+        """Ends the session of a request, if it has one."""
         with self._lock:
             self._sessions.pop(_digest(_token_of(request)), None)
 
     def visitor_of(self, request: Request) -> Visitor:
-        """Who sends a request: by key, in `X-API-Key` or as `Authorization: Bearer`, or by the session's cookie.
+        """The sender of a request, by a key in `X-API-Key` or `Authorization: Bearer`, or by the session's cookie.
 
         Raises:
-            AuthenticationError: neither is there, or neither is good.
-            ForeignPageError: the cookie came with a request that a page of another address has made.
+            AuthenticationError: there is neither a valid key nor a valid session.
+            ForeignPageError: the cookie came with a request that a page of another origin made.
         """
         key = key_of(request)
         if key:
@@ -110,10 +110,10 @@ class Login:
         return self._admitted(visitor)
 
     def session_of(self, request: Request) -> Visitor | None:
-        """Whose session the request's cookie belongs to; None without a good one.
+        """The holder of the session that the request's cookie names; None without a valid cookie.
 
         Raises:
-            ForeignPageError: as `visitor_of`.
+            ForeignPageError: a page of another origin made the request.
         """
         token = _token_of(request)
         if not token:
@@ -145,17 +145,17 @@ class Login:
 
 
 @dataclass(frozen=True)
-class Door:
-    """Who comes in. `screen` refuses a request, whoever sends it; `login` None asks for no key."""
+class AccessCheck:
+    """Decides who may see the dashboard. `screen` refuses requests whoever sends them; without `login` no key is needed."""
 
     screen: Callable[[Request], None]
     login: Login | None = None
 
     def visitor_of(self, request: Request) -> Visitor | None:
-        """Who sends a request; None where nobody is asked.
+        """The sender of a request; None if no key is needed.
 
         Raises:
-            AuthenticationError: nobody who may come in.
+            AuthenticationError: the sender has no access.
         """
         self.screen(request)
         if self.login is not None:
@@ -166,10 +166,10 @@ class Door:
 
 
 def require_own_page(request: Request, *, may_be_program: bool = False) -> None:
-    """That a request was made by one of the pages of its own address; `may_be_program`: or by no page at all.
+    """Checks that a page of this server's own origin made a request; with `may_be_program`, also that no page did.
 
     Raises:
-        ForeignPageError: it was not, or nothing tells that it was.
+        ForeignPageError: another page made it, or the headers do not say.
     """
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site")
     if origin is None and site is None and may_be_program:
@@ -180,7 +180,7 @@ def require_own_page(request: Request, *, may_be_program: bool = False) -> None:
         is_own = address_of(origin) == request.headers.get("host", "").lower() and site in (None, "same-origin")
     if not is_own:
         raise ForeignPageError(
-            "this server takes nothing from web pages of other addresses",
+            "this server accepts no requests from web pages of other origins",
             field="origin",
             value=origin or site or "(none)",
             remedy="Use its own pages, or send a key as Authorization: Bearer",
@@ -188,7 +188,7 @@ def require_own_page(request: Request, *, may_be_program: bool = False) -> None:
 
 
 def set_cookie(response: Response, request: Request, token: str) -> None:
-    """Gives a browser its token; an empty one takes it away."""
+    """Sets the cookie with a browser's token; an empty token deletes it."""
     response.set_cookie(
         _cookie_name(request),
         token,
@@ -201,7 +201,7 @@ def set_cookie(response: Response, request: Request, token: str) -> None:
 
 
 def _cookie_name(request: Request) -> str:
-    """Cookies know no ports: two servers of one machine would take away each other's."""
+    """With the port, because cookies ignore ports: two servers on one machine would overwrite each other's."""
     return f"mint_session_{request.url.port or 0}"
 
 

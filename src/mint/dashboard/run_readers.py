@@ -1,6 +1,6 @@
-"""The readers of runs: a bounded number of them is kept, and a summary of every run. Reads files: call in a thread.
+"""Readers of runs by name: the latest `MAX_READERS` stay open, and the summary of every run is cached.
 
-Knows which runs there are (`folders`) and how one is read (`mint.runs.reader`); knows no requests.
+Reads files, so call it in a thread. Knows no requests.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mint.dashboard.folders import RunFolders, Stamp, stamp_of
+from mint.dashboard.run_folders import RunFolders, Stamp, stamp_of
 from mint.errors import InvalidRequestError, MintError
 from mint.runs.reader import RunReader, RunSummary
 
-KEPT_READERS = 16
-"""Each keeps the metrics and the index of its run: some ten megabytes for one of thousands of steps."""
+MAX_READERS = 16
+"""Each holds the metrics and the index of its run: about ten megabytes for a run of thousands of steps."""
 
 STATE_FRESH_S = 2.0
-"""How long a run is believed to be running without asking whether its process still lives."""
+"""How long a summary that says `running` is used before the process is checked again."""
 
 
 @dataclass(frozen=True)
-class _Known:
+class _CachedSummary:
     stamp: Stamp
     read_at: float
     summary: RunSummary
 
 
-class Readers:
-    """Readers by the names of runs. Any thread may call."""
+class RunReaders:
+    """RunReaders of runs by name. Thread-safe."""
 
     def __init__(self, folders: RunFolders) -> None:
         self.folders = folders
         self._lock = threading.Lock()
         self._readers: OrderedDict[Path, RunReader] = OrderedDict()
-        self._summaries: dict[Path, _Known] = {}
+        self._summaries: dict[Path, _CachedSummary] = {}
 
     def of(self, name: str) -> RunReader:
         """The reader of a run.
@@ -50,12 +50,12 @@ class Readers:
             if reader is None:
                 reader = self._readers[folder] = _open(folder)
             self._readers.move_to_end(folder)
-            while len(self._readers) > KEPT_READERS:
+            while len(self._readers) > MAX_READERS:
                 self._readers.popitem(last=False)
             return reader
 
     def summary(self, name: str) -> RunSummary:
-        """What is said of one run.
+        """The summary of one run.
 
         Raises:
             NotFoundError: there is no such run.
@@ -63,13 +63,13 @@ class Readers:
         return self._summary(name, self.folders.folder(name))
 
     def summaries(self) -> dict[str, RunSummary]:
-        """What is said of every run, by name, newest first; of one that is unchanged, without reading it again."""
+        """The summaries of all runs by name, newest first. An unchanged run is not read again."""
         found = self.folders.find()
         summaries: dict[str, RunSummary] = {}
         for name, folder in found.items():
             try:
                 summaries[name] = self._summary(name, folder)
-            except (MintError, OSError):  # it was removed meanwhile, or its config is none
+            except (MintError, OSError):  # the run was removed meanwhile, or its config cannot be read
                 continue
         with self._lock:
             for folder in self._summaries.keys() - set(found.values()):
@@ -90,7 +90,7 @@ class Readers:
         if summary.name != name:
             summary = replace(summary, name=name)
         with self._lock:
-            self._summaries[folder] = _Known(stamp, now, summary)
+            self._summaries[folder] = _CachedSummary(stamp, now, summary)
         return summary
 
 

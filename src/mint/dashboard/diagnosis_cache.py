@@ -1,6 +1,6 @@
-"""What looks wrong in a run: what was found while it ran, and, once it is over, what its whole log shows.
+"""The findings of runs: those noted while a run ran, and after its end those of a diagnosis of the whole log.
 
-Bounded: the rollouts of a few steps are held at a time, and a log of very many steps is not diagnosed again.
+A diagnosis holds the rollouts of a few steps at a time. A log of more than `MAX_STEPS` steps is not diagnosed again.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from mint.dashboard.run_readers import Readers
+from mint.dashboard.run_readers import RunReaders
 from mint.rl.analysis.run_analysis import diagnose_run
 from mint.runs.reader import RunReader
 
 log = logging.getLogger("mint.dashboard")
 
-KEPT = 32
+MAX_DIAGNOSES = 32
 
 MAX_STEPS = 1_000
-"""A longer run was diagnosed while it ran. Every step looks back at those before it: of thousands, that takes long."""
+"""The findings of a longer run are those noted while it ran: the rules look back from every step, which takes long."""
 
-PATIENCE_S = 1.0
-"""How long somebody waits for a diagnosis. A longer one goes on behind, and is asked for again."""
+WAIT_S = 1.0
+"""How long a request waits for a diagnosis. A longer one continues in the background, and the page asks again."""
 
 
 @dataclass
@@ -34,18 +34,17 @@ class _Diagnosis:
     is_over: threading.Event = field(default_factory=threading.Event)
 
 
-class Diagnoses:
-    """The findings of runs, kept until a log grows. Any thread may call; one log is diagnosed at a time, in a thread of
-    its own."""
+class DiagnosisCache:
+    """The findings of runs, cached until a log grows. Thread-safe; diagnoses one log at a time, in its own thread."""
 
-    def __init__(self, readers: Readers) -> None:
+    def __init__(self, readers: RunReaders) -> None:
         self._readers = readers
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._known: OrderedDict[str, _Diagnosis] = OrderedDict()
 
-    def at_hand(self, name: str) -> list[dict[str, Any]]:
-        """The findings of a run as far as they are known without reading its rollouts; `of` may know more.
+    def known(self, name: str) -> list[dict[str, Any]]:
+        """The findings of a run that are known without reading its rollouts; `of` may return more.
 
         Raises:
             NotFoundError: there is no such run.
@@ -56,8 +55,7 @@ class Diagnoses:
         return known.rows if known is not None and known.version == reader.version() else _latest(reader.findings())
 
     def of(self, name: str) -> tuple[list[dict[str, Any]], bool]:
-        """The findings of a run, by the step where they were first seen; and whether that is all, or the log is still
-        being diagnosed.
+        """The findings of a run, ordered by the step where they were first seen, and whether the diagnosis is complete.
 
         Raises:
             NotFoundError: there is no such run.
@@ -66,13 +64,13 @@ class Diagnoses:
         if self._readers.summary(name).state == "running":
             return _latest(reader.findings()), True
         diagnosis = self._diagnosis(name, reader)
-        is_over = diagnosis.is_over.wait(PATIENCE_S)
+        is_over = diagnosis.is_over.wait(WAIT_S)
         if diagnosis.error is not None:
             raise diagnosis.error
         return diagnosis.rows, is_over
 
     def _diagnosis(self, name: str, reader: RunReader) -> _Diagnosis:
-        """The one of the log as it is now; begun where there is none."""
+        """The diagnosis of the log's present version; started if there is none."""
         version = reader.version()
         with self._lock:
             known = self._known.get(name)
@@ -83,7 +81,7 @@ class Diagnoses:
                 )
                 work.start()
             self._known.move_to_end(name)
-            while len(self._known) > KEPT:
+            while len(self._known) > MAX_DIAGNOSES:
                 self._known.popitem(last=False)
             return known
 
@@ -92,7 +90,7 @@ class Diagnoses:
             with self._turn:
                 if len(reader.metrics()) <= MAX_STEPS:
                     diagnosis.rows = _latest([finding.to_dict() for finding in diagnose_run(reader.folder)])
-        except Exception as error:  # the boundary of the thread: who asked is told, and the log must know why
+        except Exception as error:  # the boundary of the thread: the visitor and the log must learn of it
             log.exception("the diagnosis of %s failed", reader.folder)
             diagnosis.error = error
         finally:
@@ -100,5 +98,5 @@ class Diagnoses:
 
 
 def _latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One of each code: what became more severe was noted again, and the later one says more."""
+    """One finding of each code, the latest: a finding that became more severe was noted again."""
     return list({row["code"]: row for row in rows}.values())

@@ -1,6 +1,4 @@
-"""Finds runs below folders and gives each a name for its address. Knows that a run has a `config.json`, not what is
-in it.
-"""
+"""Finds runs below folders and gives each a name for URLs. Knows that a run has a `config.json`, not its content."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from mint.errors import NotFoundError
 
 CONFIG = "config.json"
 RUNS = "runs"
-"""Where, below a data directory, runs lie by default."""
+"""The folder of runs inside a data directory."""
 
 RESERVED = frozenset({"events"})
-"""Names that the addresses of the API need for themselves."""
+"""Names that the URLs of the API use themselves."""
 
 SETTLED_NS = 2_000_000_000
-"""A folder's time of change tells of further changes only once it is older than this: clocks of files are coarse."""
+"""File systems have coarse clocks: a folder's modification time proves that nothing changed only if it is this old."""
 
 WATCHED = (
     CONFIG,
@@ -32,30 +30,30 @@ WATCHED = (
     "checkpoints.jsonl",
     "rollouts.index",
 )
-"""The files whose size and time of change say whether a run's summary is still right."""
+"""A run's summary is still right if size and modification time of these files are unchanged."""
 
 Stamp = tuple[tuple[int, int], ...]
 
 
 @dataclass
 class _Listing:
-    """The folders inside one folder, as they were at a time of change."""
+    """The folders inside one folder, at one modification time."""
 
     changed_ns: int = -1
     children: tuple[Path, ...] = ()
 
 
 class RunFolders:
-    """The runs below some roots: in `ROOT/runs`, in `ROOT`, and `ROOT` itself. Any thread may call."""
+    """The runs below some roots: in `ROOT/runs`, in `ROOT`, and `ROOT` itself. Thread-safe."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Roots need not exist yet. Where two runs have one name, the later root's gets a suffix."""
+        """Roots need not exist yet. If two runs have the same name, the one of the later root gets a suffix."""
         self._roots = tuple(dict.fromkeys(root.expanduser().resolve() for root in roots))
         self._listings: dict[Path, _Listing] = {}
         self._lock = threading.Lock()
 
     def find(self) -> dict[str, Path]:
-        """Every run by its name; the names stay the same while folders come and go below other names."""
+        """All runs by name. A run keeps its name while runs of other names appear and disappear."""
         with self._lock:
             found: dict[str, Path] = {}
             seen: set[Path] = set()
@@ -78,21 +76,21 @@ class RunFolders:
         return folder
 
     def _children(self, folder: Path) -> tuple[Path, ...]:
-        """The folders inside; read again only if `folder` has changed since, for that is slow with hundreds."""
+        """The folders inside `folder`; read again only if it has changed: that is slow with hundreds of runs."""
         try:
             changed_ns = folder.stat().st_mtime_ns
             listing = self._listings.setdefault(folder, _Listing())
             if changed_ns != listing.changed_ns:
                 listing.children = tuple(sorted(child for child in folder.iterdir() if child.is_dir()))
                 listing.changed_ns = changed_ns if time.time_ns() - changed_ns > SETTLED_NS else -1
-        except OSError:  # not there yet, or not ours to read
+        except OSError:  # missing, or without permission to read
             self._listings.pop(folder, None)
             return ()
         return listing.children
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Size and time of change of a run's files; another one means that something was written."""
+    """Size and modification time of a run's files; another stamp means that something was written."""
     stamps = []
     for name in WATCHED:
         try:
@@ -104,7 +102,7 @@ def stamp_of(folder: Path) -> Stamp:
 
 
 def _name_of(folder: Path, taken: dict[str, Path]) -> str:
-    # a file system may hold names that no address and no JSON can
+    # A folder may have a name that neither a URL nor JSON can hold.
     name = folder.name.encode("utf-8", "replace").decode()
     if name != folder.name or name in RESERVED or name in taken:
         name = f"{name}~{hashlib.sha256(str(folder).encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"

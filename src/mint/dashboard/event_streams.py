@@ -1,7 +1,7 @@
-"""What happens, as it happens: server-sent events for those who watch a run, or the list of runs.
+"""Server-sent events: what is new in a run, or in the list of runs.
 
-One watcher for each run that somebody watches: it looks whether the logs have grown, reads what is new once, and hands
-it to everybody. It ends when nobody watches. Files are read in threads; everything else is in one event loop.
+One watcher per watched run polls its logs, reads what is new once, and sends it to all listeners. It ends with its last
+listener. Files are read in threads; everything else happens in one event loop.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import anyio.to_thread
 from starlette.responses import StreamingResponse
 
-from mint.dashboard.json_values import json_bytes
-from mint.dashboard.run_readers import Readers
+from mint.dashboard.responses import json_bytes
+from mint.dashboard.run_readers import RunReaders
 from mint.errors import MintError, OverloadedError
 from mint.runs.reader import RunReader
 
 log = logging.getLogger("mint.dashboard")
 
-LOOK_EVERY_S = 0.4
-LIST_EVERY_S = 0.8
+POLL_RUN_S = 0.4
+POLL_LIST_S = 0.8
 HEARTBEAT_S = 15.0
 QUEUE_EVENTS = 512
-"""A browser that takes its events slower than this is let go; it comes back by itself, and says where it was."""
+"""A browser that falls this far behind is disconnected; it reconnects and sends its last event id."""
 
 MAX_LISTENERS = 256
 CATCH_UP_STEPS = 20_000
@@ -36,9 +36,10 @@ STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True)
-class Cursor:
-    """A place in a run: the last step, and how many evaluations and findings there were; None where that is not known,
-    and what is there already is not sent."""
+class EventCursor:
+    """A position in a run's logs: the last step, and the numbers of evaluations and findings. None: the number is not
+    known, and earlier rows are not sent.
+    """
 
     step: int
     evaluations: int | None
@@ -52,14 +53,14 @@ class Cursor:
 
 @dataclass(frozen=True)
 class _Event:
-    """`cursor` is the place after it."""
+    """`cursor` is the position after the event."""
 
     name: str
     data: bytes
-    cursor: Cursor | None = None
+    cursor: EventCursor | None = None
 
-    def is_within(self, reached: Cursor) -> bool:
-        """Whether it is one of those that led to a place."""
+    def is_within(self, reached: EventCursor) -> bool:
+        """Whether a listener at position `reached` has seen this event."""
         if self.cursor is None:
             return False
         counts = {
@@ -71,89 +72,91 @@ class _Event:
         return own is not None and known is not None and own <= known
 
     def encoded(self) -> bytes:
-        """As it is sent."""
+        """The event in the wire format of server-sent events."""
         place = b"" if self.cursor is None else b"id: %s\n" % str(self.cursor).encode()
         return b"%sevent: %s\ndata: %s\n\n" % (place, self.name.encode(), self.data)
 
 
 class _Listener:
-    """One open stream. None in its queue ends it."""
+    """One open stream. None in its queue ends the stream."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[_Event | None] = asyncio.Queue(QUEUE_EVENTS)
 
     def put(self, event: _Event | None) -> None:
-        """Adds an event; where there is no room left, ends the stream."""
+        """Adds an event; if the queue is full, ends the stream."""
         try:
             self.queue.put_nowait(event)
         except asyncio.QueueFull:
             self.end()
 
     def end(self) -> None:
-        """Ends the stream, whatever still waits in it."""
+        """Ends the stream and drops the events that wait in it."""
         while not self.queue.empty():
             self.queue.get_nowait()
         self.queue.put_nowait(None)
 
 
 class _Watcher:
-    """Looks at one thing for all who watch it. `look` is called in a thread, and gives what is new."""
+    """Polls one run, or the list, for all its listeners. `poll` is called in a thread and returns the new events."""
 
-    def __init__(self, look: Callable[[], list[_Event]], every_s: float) -> None:
+    def __init__(self, poll: Callable[[], list[_Event]], every_s: float) -> None:
         self.listeners: set[_Listener] = set()
-        self.has_looked = asyncio.Event()
-        self._look = look
+        self.has_polled = asyncio.Event()
+        self._poll = poll
         self._every_s = every_s
         self.task = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         while True:
             try:
-                for event in await anyio.to_thread.run_sync(self._look):
+                for event in await anyio.to_thread.run_sync(self._poll):
                     for listener in list(self.listeners):
                         listener.put(event)
-            except (MintError, OSError) as error:  # the run was taken away
-                log.info("a run is watched no longer: %s", error)
+            except (MintError, OSError) as error:  # the run was removed
+                log.info("stopped watching a run: %s", error)
                 break
-            except Exception:  # the boundary: those who watch must not wait for ever
+            except Exception:  # the boundary of the task: listeners must not wait for ever
                 log.exception("watching failed")
                 break
-            self.has_looked.set()
+            self.has_polled.set()
             await asyncio.sleep(self._every_s)
-        self.has_looked.set()
+        self.has_polled.set()
         for listener in list(self.listeners):
             listener.put(None)
 
 
-class Streams:
+class EventStreams:
     """All open streams of one application; used in one event loop."""
 
-    def __init__(self, readers: Readers) -> None:
+    def __init__(self, readers: RunReaders) -> None:
         self._readers = readers
         self._watchers: dict[str, _Watcher] = {}
         self._is_closed = False
 
-    def of_run(self, name: str, reader: RunReader, since: Cursor | None) -> StreamingResponse:
-        """The events of a run: `step` (its `metrics`), `evaluation`, `finding`, `summary` (at the beginning, and after
-        these), and `reset` when the log was cut back, so that what is known of it no longer holds.
+    def of_run(self, name: str, reader: RunReader, since: EventCursor | None) -> StreamingResponse:
+        """The events of a run: `step` (its metrics), `evaluation`, `finding`, `summary`, and `reset`.
+
+        `summary` comes first, and after each of the others. `reset` says that a resume has cut the log, so that the
+        page must load the run again.
 
         Raises:
             OverloadedError: too many streams are open.
         """
-        look = _RunLook(name, reader, self._readers)
-        return self._open(f"run {name}", look, LOOK_EVERY_S, partial(_catch_up, name, reader, self._readers, since))
+        poll = _RunPoll(name, reader, self._readers)
+        return self._open(f"run {name}", poll, POLL_RUN_S, partial(_catch_up, name, reader, self._readers, since))
 
     def of_all(self) -> StreamingResponse:
-        """The list of runs, whenever one changes: `runs`, as the API has it.
+        """The event `runs` with the list of runs, whenever one changes.
 
         Raises:
             OverloadedError: too many streams are open.
         """
-        look = _ListLook(self._readers)
-        return self._open("all", look, LIST_EVERY_S, list)
+        poll = _ListPoll(self._readers)
+        return self._open("all", poll, POLL_LIST_S, list)
 
     def close(self) -> None:
-        """Ends all streams, now and from now on."""
+        """Ends all streams; new ones end at once."""
         self._is_closed = True
         for watcher in self._watchers.values():
             for listener in watcher.listeners:
@@ -161,31 +164,34 @@ class Streams:
 
     @property
     def watched(self) -> int:
-        """How many things somebody watches."""
+        """How many watchers run: one per watched run, and one for the list."""
         return len(self._watchers)
 
     def _open(
-        self, key: str, look: Callable[[], list[_Event]], every_s: float, before: Callable[[], list[_Event]]
+        self, key: str, poll: Callable[[], list[_Event]], every_s: float, before: Callable[[], list[_Event]]
     ) -> StreamingResponse:
         if sum(len(watcher.listeners) for watcher in self._watchers.values()) >= MAX_LISTENERS:
             raise OverloadedError(f"{MAX_LISTENERS} streams are open already", remedy="Close some pages")
-        events = self._events(key, look, every_s, before)
+        events = self._events(key, poll, every_s, before)
         return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
     async def _events(
-        self, key: str, look: Callable[[], list[_Event]], every_s: float, before: Callable[[], list[_Event]]
+        self, key: str, poll: Callable[[], list[_Event]], every_s: float, before: Callable[[], list[_Event]]
     ) -> AsyncIterator[bytes]:
-        """What was there before comes first: read once the watcher has looked, so that nothing falls between the two.
-        What both have seen is sent once."""
+        """First the earlier events, then those of the watcher.
+
+        The earlier ones are read after the watcher's first poll, so that no event is missed between the two. An event
+        that both have seen is sent once.
+        """
         listener = _Listener()
         watcher = self._watchers.get(key)
         if watcher is None or watcher.task.done():
-            watcher = self._watchers[key] = _Watcher(look, every_s)
+            watcher = self._watchers[key] = _Watcher(poll, every_s)
         watcher.listeners.add(listener)
         try:
             yield b"retry: 1000\n\n"
-            await watcher.has_looked.wait()
-            reached = Cursor(0, 0, 0)
+            await watcher.has_polled.wait()
+            reached = EventCursor(0, 0, 0)
             for event in await anyio.to_thread.run_sync(before):
                 reached = event.cursor or reached
                 yield event.encoded()
@@ -198,7 +204,7 @@ class Streams:
                 if event is None:
                     return
                 if event.name == "reset":
-                    reached = Cursor(0, 0, 0)
+                    reached = EventCursor(0, 0, 0)
                 if not event.is_within(reached):
                     yield event.encoded()
         finally:
@@ -209,19 +215,19 @@ class Streams:
                     del self._watchers[key]
 
 
-def cursor_of(reader: RunReader) -> Cursor:
-    """The end of a run's log."""
+def cursor_of(reader: RunReader) -> EventCursor:
+    """The position at the end of a run's logs."""
     steps = reader.columns(["step"])["step"]
-    return Cursor(int(steps[-1] or 0) if steps else 0, len(reader.evaluations()), len(reader.findings()))
+    return EventCursor(int(steps[-1] or 0) if steps else 0, len(reader.evaluations()), len(reader.findings()))
 
 
-class _RunLook:
-    """What is new in a run since the last look; at the first, nothing."""
+class _RunPoll:
+    """The new events of a run since the last call; none on the first call."""
 
-    def __init__(self, name: str, reader: RunReader, readers: Readers) -> None:
+    def __init__(self, name: str, reader: RunReader, readers: RunReaders) -> None:
         self._name, self._reader, self._readers = name, reader, readers
         self._version: str | None = None
-        self._cursor: Cursor | None = None
+        self._cursor: EventCursor | None = None
         self._state: str | None = None
 
     def __call__(self) -> list[_Event]:
@@ -234,18 +240,18 @@ class _RunLook:
         is_changed, self._state = summary.state != self._state, summary.state
         if before is None:
             return []
-        if _is_behind(self._cursor, before):
+        if _was_cut(self._cursor, before):
             return [_event("reset", {}, self._cursor), _event("summary", summary, self._cursor)]
-        events = _news(self._reader, before)
+        events = _events_since(self._reader, before)
         if events or is_changed:
             events.append(_event("summary", summary, self._cursor))
         return events
 
 
-class _ListLook:
-    """The list of runs, if it is another than at the last look; at the first, nothing."""
+class _ListPoll:
+    """The list of runs if it has changed since the last call; nothing on the first call."""
 
-    def __init__(self, readers: Readers) -> None:
+    def __init__(self, readers: RunReaders) -> None:
         self._readers = readers
         self._known: bytes | None = None
 
@@ -255,24 +261,24 @@ class _ListLook:
         return [] if before is None or before == body else [_Event("runs", body)]
 
 
-def _catch_up(name: str, reader: RunReader, readers: Readers, since: Cursor | None) -> list[_Event]:
-    """What a new listener has missed, and how the run stands."""
+def _catch_up(name: str, reader: RunReader, readers: RunReaders, since: EventCursor | None) -> list[_Event]:
+    """The events that a new listener has missed, and the summary."""
     end = cursor_of(reader)
     summary = _event("summary", readers.summary(name), end)
     if since is None:
         return [summary]
-    since = Cursor(
+    since = EventCursor(
         since.step,
         end.evaluations if since.evaluations is None else since.evaluations,
         end.findings if since.findings is None else since.findings,
     )
-    if _is_behind(end, since):
+    if _was_cut(end, since):
         return [_event("reset", {}, end), summary]
-    return [*_news(reader, since), summary]
+    return [*_events_since(reader, since), summary]
 
 
-def _is_behind(now: Cursor, before: Cursor) -> bool:
-    """Whether something is gone: a run that goes on after a death drops what came after its last checkpoint."""
+def _was_cut(now: EventCursor, before: EventCursor) -> bool:
+    """Whether the log became shorter: a resumed run drops what came after its last checkpoint."""
     return (
         now.step < before.step
         or (now.evaluations or 0) < (before.evaluations or 0)
@@ -280,21 +286,21 @@ def _is_behind(now: Cursor, before: Cursor) -> bool:
     )
 
 
-def _news(reader: RunReader, since: Cursor) -> list[_Event]:
-    """What came after a place, in this order: steps, evaluations, findings. The place goes along."""
+def _events_since(reader: RunReader, since: EventCursor) -> list[_Event]:
+    """The events after a position: steps, then evaluations, then findings, each with its own position."""
     rows = reader.metrics(since.step)[-CATCH_UP_STEPS:]
     evaluations, findings = since.evaluations or 0, since.findings or 0
     events: list[_Event] = []
     step = since.step
     for row in rows:
         step = int(row["step"])
-        events.append(_event("step", {"metrics": row}, Cursor(step, evaluations, findings)))
+        events.append(_event("step", {"metrics": row}, EventCursor(step, evaluations, findings)))
     for place, row in _numbered(reader.evaluations(), evaluations):
         evaluations = place
-        events.append(_event("evaluation", row, Cursor(step, evaluations, findings)))
+        events.append(_event("evaluation", row, EventCursor(step, evaluations, findings)))
     for place, row in _numbered(reader.findings(), findings):
         findings = place
-        events.append(_event("finding", row, Cursor(step, evaluations, findings)))
+        events.append(_event("finding", row, EventCursor(step, evaluations, findings)))
     return events
 
 
@@ -302,5 +308,5 @@ def _numbered(rows: list[dict[str, Any]], since: int) -> Iterable[tuple[int, dic
     return enumerate(rows[since:], start=since + 1)
 
 
-def _event(name: str, data: object, cursor: Cursor) -> _Event:
+def _event(name: str, data: object, cursor: EventCursor) -> _Event:
     return _Event(name, json_bytes(data), cursor)
