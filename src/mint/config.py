@@ -1,36 +1,36 @@
-"""Settings, and the only file that reads the environment.
+"""Settings from the environment, command-line flags and files. No other module reads the environment.
 
 | variable | meaning | default |
 |---|---|---|
 | `MINT_BASE_URL` (or `TINKER_BASE_URL`) | the server to talk to; unset means embedded | unset |
 | `MINT_API_KEY` (or `TINKER_API_KEY`) | the key for that server | unset |
 | `MINT_PROJECT_ID`, `MINT_TAGS` (or `TINKER_…`) | a label and comma-separated tags, stored with sessions | unset |
-| `MINT_HOME` | where embedded runs keep journal, checkpoints and runs | `~/.mint` |
-| `MINT_MODELS` | comma-separated `name=path-or-name`: which weights a base-model name stands for | unset |
+| `MINT_HOME` | journal, checkpoints and runs of embedded use | `~/.mint` |
+| `MINT_MODELS` | comma-separated `name=path-or-name`: the weights that a base-model name stands for | unset |
 | `MINT_DTYPE` | dtype of the base model: `float32` or `bfloat16` | `float32` on a CPU |
-| `MINT_THREADS` | threads of the engine; part of what makes a run reproducible | all cores |
-| `MINT_KV_CACHE_MIB` | memory for keys and values of samples and of kept prompts, for each base model | `4096` |
-| `MINT_RECOMPUTE` | whether training computes activations again: less memory, a third more time | for long sequences |
-| `MINT_NATIVE` | whether mint's own kernels run (in C or Triton): faster, other bits | with a C compiler, on Linux |
-| `XDG_CACHE_HOME` | those kernels are kept in `mint/native` under it, for all of a user's runs | `~/.cache` |
+| `MINT_THREADS` | threads of the engine; results depend on it in the last bits | all cores |
+| `MINT_KV_CACHE_MIB` | memory for the KV cache and cached prompts, per base model | `4096` |
+| `MINT_RECOMPUTE` | recompute activations in training: less memory, a third more time | for long sequences |
+| `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
+| `XDG_CACHE_HOME` | compiled kernels are cached in `mint/native` below it | `~/.cache` |
 | `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, … (`_RL_VARIABLES`) | `run_grpo` without a config | `RLConfig` |
 | `MINT_JUDGE_API_KEY` (or `OPENAI_API_KEY`) | the key for a judge behind an OpenAI-compatible endpoint | unset |
-| `MINT_SERVE_HOST`, `MINT_SERVE_PORT` | where `mint serve` listens | `127.0.0.1`, `8500` |
+| `MINT_SERVE_HOST`, `MINT_SERVE_PORT` | the address of `mint serve` | `127.0.0.1`, `8500` |
 | `MINT_SERVE_DATA_DIR` | its journal, checkpoints and keys | `MINT_HOME` |
-| `MINT_SERVE_MODELS` | comma-separated `NAME[=PATH]`: the base models on offer, and no others | all registered |
-| `MINT_SERVE_API_KEYS` | whether it asks for keys | if any was ever made |
+| `MINT_SERVE_MODELS` | comma-separated `NAME[=PATH]`: the base models that it offers | all registered |
+| `MINT_SERVE_API_KEYS` | whether it requires API keys | if any was ever made |
 | `MINT_SERVE_INSECURE` | lets it listen beyond this machine without keys | `false` |
 | `MINT_SERVE_OPERATORS` | comma-separated owners whose keys open the dashboard | the owner of all keys |
-| `MINT_SERVE_MAX_BODY_MB`, `MINT_SERVE_BODY_TIMEOUT_S` | bounds of one request's body | `64`, `30` |
-| `MINT_SERVE_STOP_WITHIN_S` | how long a shutdown may take | `20` |
-| `MINT_SERVE_STUCK_AFTER_S` | a request that runs for longer makes `/readyz` say no | `600` |
+| `MINT_SERVE_MAX_BODY_MB`, `MINT_SERVE_BODY_TIMEOUT_S` | limits of one request's body | `64`, `30` |
+| `MINT_SERVE_STOP_WITHIN_S` | the longest time of a shutdown | `20` |
+| `MINT_SERVE_STUCK_AFTER_S` | `/readyz` fails while a request runs longer than this | `600` |
 | `MINT_SERVE_LOG_FORMAT` | `console` or `json` | `console` |
 | `MINT_SERVE_LOG_LEVEL` | `debug`, `info`, `warning` or `error` | `info` |
 
-What `MINT_SERVE_…` says can also stand, by its name in lower case without that prefix, in a TOML file (`mint serve
---config mint.toml`). Flags come before the environment, and the environment before the file.
+A TOML file can set every `MINT_SERVE_…` variable under its name in lower case without the prefix (`mint serve --config
+mint.toml`). Flags override the environment, and the environment overrides the file.
 
-The environment is read when a client is made, not at import, so that `load_dotenv()` after the import works.
+The environment is read when a client is made, not at import, so `load_dotenv()` works after the import, too.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from pydantic_settings import (
 from mint.errors import InvalidRequestError
 
 EMBEDDED_URL = "http://mint.embedded"
-"""The address under which the in-process app is mounted."""
+"""The base URL of the app in this process."""
 
 
 class Settings(BaseSettings):
-    """What the environment says, checked."""
+    """The checked settings of a client and of the embedded service."""
 
     model_config = SettingsConfigDict(env_prefix="MINT_", extra="ignore", populate_by_name=True)
 
@@ -85,7 +85,7 @@ class Settings(BaseSettings):
 
     @property
     def kernels_dir(self) -> Path:
-        """Where compiled kernels are kept: with the user's caches, or in `home` for a user without a home directory."""
+        """The cache of compiled kernels: in the user's cache folder, or in `home` if the user has no home directory."""
         try:
             return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mint" / "native"
         except RuntimeError:
@@ -93,12 +93,12 @@ class Settings(BaseSettings):
 
     @property
     def native_folder(self) -> Path | None:
-        """`kernels_dir`, or None where mint's own kernels are switched off."""
+        """`kernels_dir`, or None if mint's own kernels are switched off."""
         return None if self.native is False else self.kernels_dir
 
     @property
     def tag_list(self) -> list[str]:
-        """`MINT_TAGS`, one by one."""
+        """`MINT_TAGS` as a list."""
         return [tag for tag in (part.strip() for part in self.tags.split(",")) if tag]
 
     @property
@@ -123,7 +123,7 @@ class Settings(BaseSettings):
 
 
 def read_settings() -> Settings:
-    """The settings of this process, read now.
+    """The settings, read from the environment now.
 
     Raises:
         InvalidRequestError: a variable has a value that cannot be used.
@@ -138,7 +138,7 @@ def read_settings() -> Settings:
 
 
 class ServeSettings(BaseSettings):
-    """How `mint serve` runs: flags, environment and file, checked."""
+    """The checked settings of `mint serve`, from flags, environment and file."""
 
     model_config = SettingsConfigDict(env_prefix="MINT_SERVE_", extra="forbid")
 
@@ -168,10 +168,10 @@ class ServeSettings(BaseSettings):
 
     @property
     def offered(self) -> dict[str, str]:
-        """`models` as name → what the name stands for; a name alone stands for itself.
+        """`models` as name → path or name of the weights; a name alone stands for itself.
 
         Raises:
-            InvalidRequestError: an entry has no name or nothing behind its `=`.
+            InvalidRequestError: an entry has no name, or nothing after its `=`.
         """
         found: dict[str, str] = {}
         for entry in self.models:
@@ -192,15 +192,15 @@ class ServeSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then environment, then the file."""
+        """Flags override the environment, and the environment overrides the file."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
 
 def read_serve_settings(flags: Mapping[str, Any], config: Path | None = None) -> ServeSettings:
-    """The settings of `mint serve`: the flags that were given, the environment, and the file `config`.
+    """The settings of `mint serve` from the given flags, the environment, and the file `config`.
 
     Raises:
-        InvalidRequestError: the file cannot be read or has a key that is none; a value cannot be used.
+        InvalidRequestError: the file cannot be read or has an unknown key, or a value cannot be used.
     """
     if config is None:
         written: dict[str, Any] = {}
@@ -233,22 +233,22 @@ def _read_toml(path: Path) -> dict[str, Any]:
     for key in written:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
-            remedy = f"Is {close[0]} meant?" if close else f"There are: {', '.join(known)}"
+            remedy = f"Did you mean {close[0]}?" if close else f"The settings are {', '.join(known)}"
             raise InvalidRequestError("is not a setting", field=str(path), value=key, remedy=remedy)
     return written
 
 
-def let_waiting_threads_sleep() -> None:
-    """Shortens how long OpenMP's threads spin before they give their core away; to be called before torch is loaded.
+def shorten_thread_spinning() -> None:
+    """Makes idle OpenMP threads sleep sooner. Call it before torch is loaded.
 
-    The default spins for so long that, where another program holds a core, two threads are several times slower than
-    one. On a quiet machine the difference is within the noise. A variable that is set already is left alone.
+    By default they spin so long that, when another program uses a core, two threads are several times slower than one.
+    On an idle machine the difference is within the noise. A variable that is already set is not changed.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def allocator_is_set() -> bool:
-    """Whether the user has set how malloc keeps memory, or has replaced it, and it is to be left alone."""
+    """Whether the user has configured or replaced malloc, so that mint must not configure it."""
     return any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ)
 
 
@@ -265,7 +265,7 @@ _RL_VARIABLES: dict[str, tuple[str, type]] = {
 
 
 def rl_variables() -> dict[str, str | int | float]:
-    """What the environment says about an RL run, by the names of `RLConfig`; variables that are not set are left out.
+    """The settings of an RL run in the environment, by the names of `RLConfig`; without the variables that are not set.
 
     Raises:
         InvalidRequestError: a variable is not a number where it must be.

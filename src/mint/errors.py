@@ -1,35 +1,36 @@
 """Every error that mint raises, as one tree.
 
-    MintError                       everything below
-    ├── InvalidRequestError         a field of the request is wrong: names field, value, remedy        user,   400
-    │   ├── UnknownBaseModelError   the base model is not registered: lists what is, and how to add    user,   400
-    │   ├── PromptTooLongError      prompt (+ max_tokens) does not fit the context                     user,   400
-    │   ├── BodyTooLargeError       the body is larger than this server takes                          user,   413
-    │   └── UnsupportedBodyError    the body is packed in a way that this server does not read         user,   415
-    ├── NotFoundError               no such model, checkpoint, sampler or future (of yours)            user,   404
-    ├── SessionEndedError           asked of a session that has ended                                  user,   404
-    ├── ConflictError               the name or the sequence number is already taken by another body   user,   400
-    ├── AuthenticationError         no key, or not a valid one                                         user,   401
-    │   └── ForeignPageError        a web page of another address called a server that asks no key     user,   403
-    ├── OverloadedError             queue full: try again later                                        server, 429
-    ├── RequestFailedError          an accepted request could not be carried out                       server, 500
-    │   ├── StepRefusedError        the optimizer step was refused: a gradient before it failed        user,   400
-    │   ├── RequestCancelledError   the client called its request off                                  user,   400
-    │   ├── CheckpointError         a checkpoint or snapshot is damaged or does not fit                server, 500
-    │   ├── RecoveryDivergedError   a replay after a crash gave other bits than were acknowledged      server, 500
-    │   └── JournalError            the journal cannot be written or read: disk full, locked, too new  server, 503
-    ├── ConnectionLostError         the server cannot be reached                                       server, 503
-    ├── ResultTimeoutError          `.result(timeout=…)` ran out; the request itself goes on           user,   408
-    └── MissingExtraError           an optional part of mint is not installed: names the extra         user,   501
+    MintError                       the root
+    ├── APIStatusError              answers of a server (or of the client in its place)
+    │   ├── InvalidRequestError         a field has a value that cannot be used; names field, value, remedy user   400
+    │   │   ├── UnknownBaseModelError   the base model is not registered; lists the registered ones         user   400
+    │   │   ├── PromptTooLongError      the prompt (+ max_tokens) does not fit the context                  user   400
+    │   │   ├── BodyTooLargeError       the body is larger than the server accepts                          user   413
+    │   │   └── UnsupportedBodyError    the server cannot read the body's encoding                          user   415
+    │   ├── NotFoundError               no such model, checkpoint, sampler or future of this owner          user   404
+    │   ├── SessionEndedError           the session has ended                                               user   404
+    │   ├── ConflictError               the name or sequence number is taken by another request             user   400
+    │   ├── AuthenticationError         no API key, or an invalid one                                       user   401
+    │   │   └── ForeignPageError        a web page of another origin called a server without keys           user   403
+    │   ├── OverloadedError             a queue is full; try again later                                    server 429
+    │   ├── RequestFailedError          an accepted request failed                                          server 500
+    │   │   ├── StepRefusedError        optim_step was refused, because a gradient before it failed         user   400
+    │   │   ├── RequestCancelledError   the client cancelled its request                                    user   400
+    │   │   ├── CheckpointError         a checkpoint or snapshot is damaged or does not fit                 server 500
+    │   │   ├── RecoveryDivergedError   a replay after a crash gave other bits than before                  server 500
+    │   │   └── JournalError            the journal cannot be written or read                               server 503
+    │   └── BillingError                never raised here; for scripts that catch it                        user   402
+    ├── ConnectionLostError         the server cannot be reached                                            server 503
+    ├── ResultTimeoutError          `.result(timeout=…)` ran out; the request itself continues              user   408
+    └── MissingExtraError           an optional part of mint is not installed; names the extra              user   501
 
-`APIStatusError` stands between `MintError` and all that a server answers (everything above but the last three), and
-`BillingError` below it for scripts that name it. The other names that scripts for other SDKs of this protocol catch are
-the same classes: `TinkerError`, `APIError` are `MintError`, `APIConnectionError` is `ConnectionLostError`,
-`APITimeoutError` is `ResultTimeoutError`, `BadRequestError`, `UnprocessableEntityError` and
+The columns are `category` (whose fault it is) and `status` (HTTP). Scripts for other SDKs of this protocol catch the
+same classes under other names: `TinkerError` and `APIError` are `MintError`, `APIConnectionError` is
+`ConnectionLostError`, `APITimeoutError` is `ResultTimeoutError`, `BadRequestError`, `UnprocessableEntityError` and
 `APIResponseValidationError` are `InvalidRequestError`, `PermissionDeniedError` is `AuthenticationError`,
 `RateLimitError` is `OverloadedError`, `InternalServerError` is `RequestFailedError`.
 
-An error crosses the wire as `to_wire()` and is raised again on the client as the same class by `from_wire()`.
+`to_wire()` writes an error as JSON; on the client `from_wire()` makes the same class of it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Category = Literal["user", "server", "unknown"]
 
 
 class MintError(Exception):
-    """The root. `category` says whose fault it is, `status` which HTTP status answers a refused request."""
+    """The root. `category` says whose fault it is; `status` is the HTTP status of the answer."""
 
     category: ClassVar[Category] = "unknown"
     status: ClassVar[int] = 500
@@ -55,7 +56,7 @@ class MintError(Exception):
         remedy: str | None = None,
         request_id: str | None = None,
     ) -> None:
-        """`message` says what is wrong; `field`, `value` and `remedy` are appended where given."""
+        """`message` says what is wrong. `str()` adds `field`, `value` and `remedy` if given."""
         self.message = message
         self.field = field
         self.value = value if value is None else _short(value)
@@ -69,42 +70,42 @@ class MintError(Exception):
 
     @property
     def status_code(self) -> int:
-        """`status`, by the name that other SDKs have for it."""
+        """`status`, under the name that other SDKs use."""
         return self.status
 
     def to_wire(self) -> dict[str, Any]:
-        """The JSON body of a failed future or of a refused request."""
+        """The JSON body of a failed future or a refused request."""
         parts = {"field": self.field, "value": self.value, "remedy": self.remedy, "request_id": self.request_id}
-        kept = {key: part for key, part in parts.items() if part is not None}
+        given = {key: part for key, part in parts.items() if part is not None}
         return {
             "error": str(self),
             "category": self.category,
             "code": type(self).__name__,
             "message": self.message,
-            **kept,
+            **given,
         }
 
 
 class APIStatusError(MintError):
-    """What a server answers, or the client in its place: not a lost connection, and not a time-out."""
+    """An answer of a server, or of the client in its place; not a lost connection and not a timeout."""
 
 
 class BillingError(APIStatusError):
-    """Nothing here asks for money, or raises this."""
+    """Never raised here; other SDKs of this protocol have it."""
 
     category = "user"
     status = 402
 
 
 class InvalidRequestError(APIStatusError, ValueError):
-    """A field of a request has a value that mint cannot honour."""
+    """A field has a value that cannot be used."""
 
     category = "user"
     status = 400
 
 
 class UnknownBaseModelError(InvalidRequestError):
-    """The base model's name is not registered and is no folder with weights."""
+    """The name of the base model is neither registered nor a folder with weights."""
 
 
 class PromptTooLongError(InvalidRequestError):
@@ -112,19 +113,19 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class BodyTooLargeError(InvalidRequestError):
-    """The body is larger than this server takes, as sent or once unpacked."""
+    """The body is larger than this server accepts, compressed or decompressed."""
 
     status = 413
 
 
 class UnsupportedBodyError(InvalidRequestError):
-    """The body's `Content-Encoding` is none that this server reads."""
+    """This server cannot read the body's `Content-Encoding`."""
 
     status = 415
 
 
 class NotFoundError(APIStatusError, LookupError):
-    """No such object, or not yours: the two are not told apart."""
+    """No such object, or it belongs to another owner; the answer does not tell which."""
 
     category = "user"
     status = 404
@@ -138,34 +139,34 @@ class SessionEndedError(APIStatusError):
 
 
 class ConflictError(APIStatusError):
-    """The same name or sequence number was used before for something else."""
+    """The name or sequence number was used before, with another body."""
 
     category = "user"
     status = 400
 
 
 class AuthenticationError(APIStatusError):
-    """No API key, or not a valid one."""
+    """No API key, or an invalid one."""
 
     category = "user"
     status = 401
 
 
 class ForeignPageError(AuthenticationError):
-    """A server without keys was called from a web page that is not its own, or under a name that is not its own."""
+    """A web page of another origin, or a request with another host name, called a server without keys."""
 
     status = 403
 
 
 class OverloadedError(APIStatusError):
-    """A queue is full; the same request may be sent again later."""
+    """A queue is full; send the same request again later."""
 
     category = "server"
     status = 429
 
 
 class RequestFailedError(APIStatusError):
-    """A request that was accepted could not be carried out."""
+    """An accepted request failed."""
 
     category = "server"
     status = 500
@@ -179,22 +180,22 @@ class StepRefusedError(RequestFailedError):
 
 
 class RequestCancelledError(RequestFailedError):
-    """The client called its request off before there was a result."""
+    """The client cancelled its request before there was a result."""
 
     category = "user"
     status = 400
 
 
 class CheckpointError(RequestFailedError):
-    """A checkpoint or snapshot is damaged, incomplete, or belongs to another shape of model."""
+    """A checkpoint or snapshot is damaged, incomplete, or of a model with other shapes."""
 
 
 class RecoveryDivergedError(RequestFailedError):
-    """Replaying the journal gave another state than the one that had been acknowledged."""
+    """Replaying the journal gave another state than the acknowledged one."""
 
 
 class JournalError(RequestFailedError):
-    """The journal cannot be written or read; nothing was accepted."""
+    """The journal cannot be written or read (disk full, locked, newer format); nothing was accepted."""
 
     status = 503
 
@@ -207,7 +208,7 @@ class ConnectionLostError(MintError, ConnectionError):
 
 
 class ResultTimeoutError(MintError, TimeoutError):
-    """Waiting ran out; the request itself goes on and may be waited for again."""
+    """The timeout of a wait ran out; the request continues and can be waited for again."""
 
     category = "user"
     status = 408
@@ -230,7 +231,7 @@ InternalServerError = RequestFailedError
 
 
 def from_wire(body: dict[str, Any]) -> MintError:
-    """The error that `to_wire` wrote; unknown codes (newer servers) become `RequestFailedError`."""
+    """The error that `to_wire` wrote; a code unknown to this version becomes `RequestFailedError`."""
     known = {cls.__name__: cls for cls in _subclasses(MintError)}
     cls = known.get(body.get("code", ""), RequestFailedError)
     error = cls(

@@ -1,4 +1,4 @@
-"""Training recipes by MinT's names: those of the package tinker_cookbook, where that is installed."""
+"""MinT's name for the training recipes of the package tinker_cookbook, if that is installed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def __getattr__(name: str) -> Any:
         return import_module(f"tinker_cookbook.{name}")
     except ImportError as error:
         raise MissingExtraError(
-            f"mint.recipe.{name} is that of tinker_cookbook, which cannot be imported ({error})",
+            f"mint.recipe.{name} comes from tinker_cookbook, which cannot be imported ({error})",
             remedy="pip install tinker-cookbook",
         ) from error

@@ -1,4 +1,4 @@
-"""Renderers by MinT's names: those of the package tinker_cookbook, where that is installed."""
+"""MinT's name for the renderers of the package tinker_cookbook, if that is installed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("tinker_cookbook.renderers"), name)
     except ImportError as error:
         raise MissingExtraError(
-            f"mint.renderers.{name} is that of tinker_cookbook, which cannot be imported ({error})",
+            f"mint.renderers.{name} comes from tinker_cookbook, which cannot be imported ({error})",
             remedy="pip install tinker-cookbook, or use the chat template: tokenizer.apply_chat_template",
         ) from error

@@ -1,6 +1,6 @@
-"""A model's tokenizer: the Hugging Face object for users, and the bytes of every token for stop strings.
+"""A model's tokenizer: the Hugging Face object for users, and the bytes of each token for stop strings.
 
-Knows folders with a `tokenizer.json`; it does not know which folder a base model stands for, and reads no weights.
+Knows folders with a `tokenizer.json`. Does not know which folder a base model stands for, and reads no weights.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from mint.errors import InvalidRequestError, MissingExtraError, NotFoundError
 TOKENIZER_FILES = frozenset(
     {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
 )
-"""All that a tokenizer is made of; what else lies in a model's folder is not needed for it."""
+"""The files of a tokenizer; no other file of a model's folder is needed for it."""
 
 _TOKENIZERS: dict[str, Any] = {}
 _LOADING = threading.Lock()
 
 
 def load_tokenizer(tokenizer_id: str, base_model: str) -> Any:
-    """The Hugging Face tokenizer in the folder that the server names, or where that is elsewhere, of `base_model`.
+    """The Hugging Face tokenizer in the folder `tokenizer_id`, or that of `base_model` if there is no such folder here.
 
-    Made once per process.
+    Loaded once per process.
 
     Raises:
         MissingExtraError: transformers is not installed.
-        NotFoundError: neither a folder nor a reachable name.
+        NotFoundError: `base_model` is neither a folder with a tokenizer nor a model in the local cache.
     """
     source = tokenizer_id if tokenizer_id and Path(tokenizer_id).is_dir() else base_model
-    with _LOADING:  # two threads that import transformers at once find it half imported
+    with _LOADING:  # two threads that import transformers at the same time can see it half imported
         if source not in _TOKENIZERS:
             _TOKENIZERS[source] = _load(source)
         return _TOKENIZERS[source]
@@ -44,7 +44,7 @@ def _load(source: str) -> Any:
         if _is_generic(Path(source)):
             from transformers import PreTrainedTokenizerFast as Loader  # deferred: 0.6 s; without torch
         else:
-            from transformers import AutoTokenizer as Loader  # deferred: 2 s, and it imports torch where that is
+            from transformers import AutoTokenizer as Loader  # deferred: 2 s, and it imports torch if installed
     except ImportError as error:
         raise MissingExtraError("get_tokenizer() needs transformers", remedy="pip install transformers") from error
     try:
@@ -59,7 +59,7 @@ def _load(source: str) -> Any:
 
 
 def tokenizer_files(folder: Path) -> dict[str, str]:
-    """Name → text of the files that the tokenizer in a model's folder is made of.
+    """The files of the tokenizer in a model's folder, as name → text.
 
     Raises:
         NotFoundError: the folder has no `tokenizer.json` that can be read.
@@ -69,12 +69,12 @@ def tokenizer_files(folder: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise NotFoundError(f"has a tokenizer that cannot be read ({error})", field="base_model") from error
     if "tokenizer.json" not in found:
-        raise NotFoundError("has no tokenizer.json", field="base_model", remedy="Load the tokenizer on your side")
+        raise NotFoundError("has no tokenizer.json", field="base_model", remedy="Load the tokenizer on the client")
     return found
 
 
 def _is_generic(folder: Path) -> bool:
-    """Whether the tokenizer needs no class of its own: everything about it stands in `tokenizer.json`."""
+    """Whether `tokenizer.json` is the whole tokenizer, so that it needs no class of its own."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):
@@ -84,7 +84,7 @@ def _is_generic(folder: Path) -> bool:
 
 @cache
 def token_bytes(folder: Path) -> tuple[bytes, ...]:
-    """For each token id the bytes it stands for; b"" for ids without a token.
+    """The bytes of each token id; b"" for ids without a token.
 
     Reads byte-level vocabularies (GPT-2's mapping of bytes to letters: Qwen, Llama 3) and SentencePiece's
     (`▁` and `<0x0A>`).
@@ -113,10 +113,10 @@ def token_bytes(folder: Path) -> tuple[bytes, ...]:
 
 
 def token_pieces(tokenizer: Any, ids: Sequence[int]) -> list[tuple[bytes, bool]]:
-    """For each id the bytes it stands for, and whether it is a special token, as a loaded tokenizer has them.
+    """For each id its bytes, and whether it is a special token, from a loaded tokenizer.
 
-    Unlike `token_bytes` it looks at the asked ids only, and needs no folder. b"" for an id without a token; a tokenizer
-    of another make than `tokenizers` gives the text of each id by itself.
+    Unlike `token_bytes` this needs no folder and looks at the given ids only. b"" for an id without a token. A
+    tokenizer that is not based on the `tokenizers` library decodes each id by itself.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

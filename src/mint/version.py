@@ -1,4 +1,4 @@
-"""The version of this package, for whoever must not import the whole of it."""
+"""The version of this package, for modules that must not import all of it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from mint.config import Settings, allocator_is_set, let_waiting_threads_sleep, read_settings
+from mint.config import Settings, allocator_is_set, read_settings, shorten_thread_spinning
 from mint.engine.cpu.build import TESTED_HERE, NativeBuild
 from mint.engine.cpu.malloc import keep_freed_memory
 from mint.engine.protocol import Engine
@@ -79,7 +79,7 @@ def torch_engine(settings: Settings) -> Engine:
     Raises:
         MissingExtraError: the `local` extra is not installed.
     """
-    let_waiting_threads_sleep()
+    shorten_thread_spinning()
     if not allocator_is_set():
         keep_freed_memory()
     native = _start_native_build(settings)  # before torch, beside whose loading the compiler runs

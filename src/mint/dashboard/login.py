@@ -146,7 +146,10 @@ class Login:
 
 @dataclass(frozen=True)
 class AccessCheck:
-    """Decides who may see the dashboard. `screen` refuses requests whoever sends them; without `login` no key is needed."""
+    """Decides who may see the dashboard.
+
+    `screen` refuses requests whoever sends them; without `login` no key is needed.
+    """
 
     screen: Callable[[Request], None]
     login: Login | None = None

@@ -30,7 +30,7 @@ class _CachedSummary:
 
 
 class RunReaders:
-    """RunReaders of runs by name. Thread-safe."""
+    """Readers of runs by name. Thread-safe."""
 
     def __init__(self, folders: RunFolders) -> None:
         self.folders = folders
