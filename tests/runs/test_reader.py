@@ -546,7 +546,7 @@ def test_a_folder_without_a_run_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"config\.json"):
         RunReader(tmp_path)
     RunLog(tmp_path).start({"steps": 1}, resume=False)
-    with pytest.raises(NotFoundError, match="reading"):
+    with pytest.raises(NotFoundError, match="evaluation"):
         RunReader(tmp_path).examples(0)
 
 

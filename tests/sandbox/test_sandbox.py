@@ -19,7 +19,7 @@ from mint.sandbox import Limits, Sandbox, same_value
 from mint.sandbox import warm as warm_module
 from mint.sandbox.syscalls import ALLOWED, ALLOWED_UNLESS_EXECUTABLE, SLEEPS, seccomp_filter
 from mint.sandbox.values import decode, encode
-from mint.sandbox.warm import ZygoteError, read_outcome
+from mint.sandbox.zygote_pool import ZygoteError, read_outcome
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 

@@ -1,4 +1,4 @@
-"""A run as data frames, for notebooks. The only file that knows pandas."""
+"""A run as pandas data frames, for notebooks. The only file that imports pandas."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 PER_TOKEN = ("tokens", "logprobs", "entropies", "token_advantages")
-"""Columns of rollouts that hold a list for each; left out unless asked for."""
+"""Columns of rollouts with a list per rollout; left out unless requested."""
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """One run folder. Frames are read when first asked for; a run that goes on is read again by `load_run`."""
+    """One run folder. Each frame is read once, when first used; call `load_run` again to see newer rows."""
 
     reader: RunReader
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings of the run, and what it is."""
+        """The content of `config.json`: settings, task, base model."""
         return self.reader.config
 
     @property
     def summary(self) -> RunSummary:
-        """Its state and its latest numbers."""
+        """The state of the run and its latest numbers."""
         return self.reader.summary()
 
     @cached_property
     def metrics(self) -> DataFrame:
-        """One row per step, indexed by it; the columns are the names in `metrics.jsonl`."""
+        """One row per step, indexed by the step; the columns are the names in `metrics.jsonl`."""
         frame = _frame(self.reader.metrics(), ["step"])
         return frame.astype({"step": int}).set_index("step")
 
     @cached_property
     def evaluations(self) -> DataFrame:
-        """One row per reading of the held-out set; parts of the reward as `part/NAME`."""
+        """One row per held-out evaluation; parts of the reward are `part/NAME`."""
         rows = [_flat(row) for row in self.reader.evaluations()]
         return _frame(rows, ["step", "when", "temperature", "mean", "low", "high", "n"])
 
     @cached_property
     def examples(self) -> DataFrame:
-        """One row per held-out example that was kept with a reading."""
+        """One row per held-out example that was logged with an evaluation."""
         rows = [
             {"step": row["step"], "when": row["when"], "temperature": row["temperature"], **_flat(example)}
             for place, row in enumerate(self.reader.evaluations())
@@ -68,10 +68,10 @@ class LoadedRun:
     def rollouts(
         self, first_step: int | None = None, last_step: int | None = None, *, tokens: bool = False
     ) -> DataFrame:
-        """One row per rollout from `first_step` to `last_step` (both included; None: from the first, to the last).
+        """One row per rollout of the steps from `first_step` to `last_step`, both included; None is no limit.
 
-        Parts of the reward are `part/NAME`, what a grader reported `info/NAME`. `tokens` keeps the columns that hold a
-        list for each rollout. All of a long run may be large: a rollout takes what it takes in `rollouts.jsonl`.
+        Parts of the reward are `part/NAME`, facts from the grader are `info/NAME`. `tokens` also returns the columns
+        with a list per rollout. A rollout takes about as much memory as its line in `rollouts.jsonl`.
         """
         drop = () if tokens else PER_TOKEN
         rows = [
@@ -96,13 +96,13 @@ def load_run(path: str | Path) -> LoadedRun:
 
 
 def _frame(rows: list[dict[str, Any]], columns: list[str]) -> DataFrame:
-    """Rows as a frame that has at least `columns`, and those first."""
+    """Rows as a frame whose first columns are `columns`, even if no row has them."""
     names = dict.fromkeys([*columns, *(name for row in rows for name in row)])
     return _pandas().DataFrame(rows, columns=list(names))
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row in which the parts of the reward and a grader's facts are columns of their own."""
+    """A row with the parts of the reward and the facts from the grader as columns."""
     flat = _without(row, ("parts", "info"))
     flat |= {f"part/{name}": value for name, value in (row.get("parts") or {}).items()}
     return flat | {f"info/{name}": value for name, value in (row.get("info") or {}).items()}

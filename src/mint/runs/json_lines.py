@@ -1,4 +1,4 @@
-"""Files of JSON lines that one process appends to while others read. Knows lines and bytes, not what they say."""
+"""Files of JSON lines that one process appends to while others read them. Knows lines and bytes, no content."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, BinaryIO
 
 
 def encode_line(row: Any) -> bytes:
-    """One row as UTF-8 with its line end. What JSON has no word for becomes its `str`, a lone surrogate `?`."""
+    """One row as UTF-8 with its newline. A value that JSON cannot hold becomes its `str`, half a surrogate pair `?`."""
     return (json.dumps(row, ensure_ascii=False, default=str) + "\n").encode("utf-8", "replace")
 
 
 def decode_lines(lines: Iterable[bytes]) -> list[Any]:
-    """The values of complete lines, read at once, so that equal keys are one string; what is no JSON is left out.
+    """The values of complete lines; lines that are not JSON are left out.
 
-    Keeps the memory of many small rows down: parsed one by one, each would bring keys of its own.
+    Parses all lines at once, so that equal keys share one string: this saves memory for many small rows.
     """
     lines = list(lines)
     try:
@@ -42,7 +42,7 @@ def append_lines(path: Path, lines: Iterable[bytes]) -> int:
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """The complete lines from an offset on; none where there is no file. A half line at the end is not one."""
+    """The complete lines from a byte offset on; none if there is no file. Leaves out an unfinished last line."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -52,13 +52,13 @@ def read_lines(path: Path, start: int = 0) -> Iterator[bytes]:
 
 def _complete(file: BinaryIO) -> Iterator[bytes]:
     for line in file:
-        if not line.endswith(b"\n"):  # a kill may have cut it, or its writer is not done
+        if not line.endswith(b"\n"):  # a kill has cut it, or the writer is not done
             return
         yield line
 
 
 class Tail:
-    """Reads on in one file from where it stopped."""
+    """Reads one growing file, each time from where it stopped."""
 
     def __init__(self, path: Path) -> None:
         """The file may be missing."""
@@ -67,8 +67,10 @@ class Tail:
         self.inode: int | None = None
 
     def poll(self) -> tuple[bool, Iterator[bytes]]:
-        """Whether what was read before is void (the file was replaced, became shorter, or went), and the complete
-        lines since then; the lines must be read to their end before the next poll."""
+        """Whether the file was replaced, cut or deleted, so that earlier lines are void; and the new complete lines.
+
+        Read the lines to their end before the next poll.
+        """
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -86,7 +88,7 @@ class Tail:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Puts a file in place of another at once: readers see the old or the new one, also after a loss of power."""
+    """Replaces a file atomically: readers see the old or the new content, also after a power failure."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(content)

@@ -1,6 +1,6 @@
-"""Who runs a run, and how it ended: `process.json`. Whether a run still lives, from there and from its other files.
+"""The process of a run in `process.json`: which one it is, how it ended, and whether it is still alive.
 
-Knows processes of this machine; of another machine only what it has written.
+Checks processes of this machine; for another machine it only sees when the run last wrote a file.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ State = Literal["running", "finished", "stopped", "failed", "died"]
 
 PROCESS = "process.json"
 SILENT_S = 600.0
-"""A run on another machine that has written nothing for so long is taken to have died."""
+"""A run on another machine that has written nothing for this long counts as died."""
 CLOCK_SLACK_S = 5.0
 LONGEST_ERROR = 2_000
 
 
 @dataclass(frozen=True)
 class RunProcess:
-    """The latest process of a run. Times are unix seconds; `outcome` is None as long as it has not come to an end."""
+    """The latest process of a run. Times are unix seconds; `outcome` is None until it ends."""
 
     pid: int
     host: str
@@ -41,9 +41,9 @@ class RunProcess:
 
 @contextmanager
 def recorded_process(folder: Path) -> Generator[RunEnd]:
-    """Says in the run folder that this process runs it, and when the block is left, how that ended.
+    """Writes into the run folder that this process runs it, and at the end of the block how it ended.
 
-    Leaving it by an exception is `failed`, by the user's interrupt `stopped`; neither is swallowed.
+    An exception is `failed`, the user's interrupt is `stopped`; both are raised again.
     """
     end = RunEnd()
     process = RunProcess(os.getpid(), socket.gethostname(), time.time())
@@ -62,14 +62,14 @@ def recorded_process(folder: Path) -> Generator[RunEnd]:
 
 @dataclass
 class RunEnd:
-    """How a run ends, unless an exception says otherwise."""
+    """How a run ends if no exception ends it."""
 
     outcome: Outcome = "finished"
     error: str | None = None
 
 
 def read_process(folder: Path) -> RunProcess | None:
-    """None for a run from before there was such a file, or where it cannot be read."""
+    """The process of a run; None if there is no such file (older versions wrote none) or it cannot be read."""
     try:
         found = dict(json.loads((folder / PROCESS).read_bytes()))
         return RunProcess(**{each.name: found[each.name] for each in fields(RunProcess)})
@@ -78,8 +78,8 @@ def read_process(folder: Path) -> RunProcess | None:
 
 
 def run_state(process: RunProcess | None, *, is_complete: bool, updated_at: float, now: float) -> State:
-    """What became of a run. `is_complete`: its log says that it came to its planned end (all that is known of a run
-    without a process). `updated_at` and `now` are unix seconds."""
+    """The state of a run. `is_complete`: its log reaches the planned end, which decides for a run without a process.
+    `updated_at` and `now` are unix seconds."""
     if process is None:
         return "finished" if is_complete else "died"
     if process.outcome is not None:
@@ -90,20 +90,20 @@ def run_state(process: RunProcess | None, *, is_complete: bool, updated_at: floa
 
 
 def lives(pid: int, began_at: float) -> bool:
-    """Whether the process of this machine that had `pid` at `began_at` (unix seconds) is still there."""
+    """Whether the process of this machine that had `pid` at `began_at` (unix seconds) still runs."""
     try:
         os.kill(pid, 0)
     except PermissionError:
-        pass  # another user's
+        pass  # it belongs to another user
     except (OSError, OverflowError):
         return False
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         booted = float(Path("/proc/stat").read_text().partition("btime ")[2].split()[0])
     except (OSError, ValueError, IndexError):
-        return True  # not Linux, or hidden: what has the id is taken to be it
+        return True  # not Linux, or hidden: assume that it is the same process
     started_at = booted + int(numbers[18]) / os.sysconf("SC_CLK_TCK")
-    return state not in "ZX" and started_at < began_at + CLOCK_SLACK_S  # else the id has gone to another process
+    return state not in "ZX" and started_at < began_at + CLOCK_SLACK_S  # otherwise another process has the id now
 
 
 def _write(folder: Path, process: RunProcess) -> None:

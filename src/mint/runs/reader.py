@@ -44,7 +44,7 @@ LOGS = (
 )
 EXCERPT_CHARACTERS = 400
 SEARCH_BYTES, SEARCH_S = 256 << 20, 0.25
-"""What one answer to a search for a text may read, and how long it may look."""
+"""The limits of one page of a text search: bytes read, and seconds."""
 HEAD_BYTES = 2_048
 RECENT_STEPS = 10
 EXAMPLES = b', "examples": ['
@@ -55,9 +55,9 @@ BATCH_LINES = 256
 class RunSummary:
     """A run in one row.
 
-    `step` is the last one taken of `steps` planned; `reward` and `success` are those of that step, `best_reward` is the
-    best step's. `heldout` is the latest reading of the held-out set, at temperature 1 where there is one.
-    `tokens_per_s` counts sampled tokens over the time of the last ten steps, training included. Times are unix seconds.
+    `step` is the last finished one of `steps`; `reward` and `success` are those of that step, `best_reward` is that of
+    the best step. `heldout` is the latest held-out evaluation, at temperature 1 if there is one. `tokens_per_s` counts
+    sampled tokens over the time of the last ten steps, including training. Times are unix seconds.
     """
 
     name: str
@@ -79,7 +79,7 @@ class RunSummary:
 
 
 def _task_of(config: Mapping[str, Any]) -> str:
-    """The task as the command line names it; that of a run from Python by its class."""
+    """The task's name on the command line; for a run started from Python, its class."""
     spec = config.get("task_spec")
     return str(spec["task"] if isinstance(spec, dict) and "task" in spec else config.get("task", ""))
 
@@ -99,10 +99,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 class RunReader:
-    """One run. For several threads at once; every call sees what has been written until then."""
+    """Reads one run. Thread-safe; every call sees all that has been written before it."""
 
     def __init__(self, folder: Path, *, search_bytes: int = SEARCH_BYTES, search_s: float = SEARCH_S) -> None:
-        """`search_bytes` and `search_s` bound one answer to a search for a text.
+        """`search_bytes` and `search_s` limit one page of a text search.
 
         Raises:
             NotFoundError: the folder holds no run.
@@ -127,7 +127,7 @@ class RunReader:
     # --- the run as a whole --------------------------------------------------------------------------------------
 
     def version(self) -> str:
-        """Something that changes whenever a log grew or the run's state changed; costs a few microseconds."""
+        """A hash that changes when a log grows or the run's state changes; takes microseconds."""
         with self._current():
             seen = [(status.st_size, status.st_mtime_ns) for status in self._statuses()]
             return hashlib.blake2s(repr((seen, self._state_of_process())).encode(), digest_size=8).hexdigest()
@@ -149,7 +149,7 @@ class RunReader:
                 reward=_finite(last.get("reward/mean")),
                 best_reward=self._best_reward(),
                 success=_finite(last.get("success/rate")),
-                heldout=self._latest_reading(),
+                heldout=self._latest_evaluation(),
                 tokens_per_s=self._tokens_per_s(),
                 findings={severity: severities.count(severity) for severity in ("error", "warning", "info")},
                 began_at=self._began_at(),
@@ -158,7 +158,7 @@ class RunReader:
             )
 
     def _state_of_process(self) -> State | None:
-        """What the process says, None where there never was one."""
+        """The state of the run's process; None if none was recorded."""
         if self._process is None:
             return None
         return run_state(self._process, is_complete=False, updated_at=self._updated_at(), now=time.time())
@@ -188,7 +188,7 @@ class RunReader:
         tokens = sum(row.get("rollouts/tokens", 0.0) for row in rows)
         return tokens / seconds if seconds > 0 else None
 
-    def _latest_reading(self) -> dict[str, Any] | None:
+    def _latest_evaluation(self) -> dict[str, Any] | None:
         readings = [row for row in self._log("evaluations.jsonl") if _finite(row.get("mean")) is not None]
         if not readings:
             return None
@@ -224,36 +224,39 @@ class RunReader:
             return self._refreshed_metrics().rows(since)
 
     def columns(self, names: Sequence[str] | None = None, since: int = 0) -> dict[str, list[float | None]]:
-        """One list per metric over the steps after `since`, `step` always among them; None where a step has no finite
-        number of that name. `names` None: all metrics."""
+        """One list per metric over the steps after `since`, always including `step`; None for a missing or infinite
+        number.
+
+        `names` None selects all metrics.
+        """
         with self._current():
             metrics = self._refreshed_metrics()
             wanted = metrics.names if names is None else names
             return {name: metrics.column(name, since) for name in dict.fromkeys(["step", *wanted])}
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The readings of the held-out set, oldest first, without their `examples`."""
+        """The held-out evaluations, oldest first, without their `examples`."""
         with self._current():
             return [dict(row) for row in self._log("evaluations.jsonl")]
 
     def examples(self, place: int) -> list[dict[str, Any]]:
-        """The examples of the reading at a place of `evaluations()`: rows as of a rollout.
+        """The examples of one evaluation, by its place in `evaluations()`; each is a row like that of a rollout.
 
         Raises:
-            NotFoundError: there is no such reading.
+            NotFoundError: there is no such evaluation.
         """
         with self._current():
             readings = self._log("evaluations.jsonl")
             if not 0 <= place < len(readings):
                 raise NotFoundError(
-                    "has no such reading", field="run", value=str(self.folder), remedy="List them first"
+                    "has no such evaluation", field="run", value=str(self.folder), remedy="List the evaluations first"
                 )
             with (self.folder / "evaluations.jsonl").open("rb") as file:
                 file.seek(self._example_offsets[place])
                 return list(json.loads(file.readline()).get("examples", ()))
 
     def findings(self) -> list[dict[str, Any]]:
-        """What was noted while the run ran, oldest first."""
+        """The findings noted while the run ran, oldest first."""
         with self._current():
             return [dict(row) for row in self._log("findings.jsonl")]
 
@@ -268,9 +271,9 @@ class RunReader:
             return [dict(row) for row in self._log("warnings.jsonl")]
 
     def pieces(self, ids: Iterable[int]) -> list[dict[str, Any]]:
-        """The text of each token id, and whether it is special; `⟨id⟩` for one that this run has not written down.
+        """The text of each token id, and whether it is special; `⟨id⟩` for an id that this run has not logged.
 
-        One that is a part of a character has its `bytes` in hexadecimal besides.
+        An id that is a part of a character also has its `bytes` in hexadecimal.
         """
         with self._current():
             for rows in self._new_rows("tokens.jsonl", self._pieces.clear):
@@ -289,9 +292,9 @@ class RunReader:
             return self._index.steps()
 
     def rows(self, step: int, *, light: bool = False) -> list[dict[str, Any]]:
-        """All rows of a step as they were logged, each with its place as `row`; none for a step that has none.
+        """All rows of a step as they were logged, each with its place as `row`; empty for a step without rollouts.
 
-        `light` ones come several times faster: their `tokens` are a range of that length, their `logprobs` empty.
+        `light` is several times faster: `tokens` is a range of the same length, `logprobs` is empty.
         """
         with self._current():
             self._index.refresh()
@@ -308,7 +311,7 @@ class RunReader:
         return [{**row, "row": place} for place, row in enumerate(rows) if row.get("step") == step]
 
     def rollouts(self, query: RolloutQuery) -> RolloutPage:
-        """A page of the rollouts that a query asks for: numbers, names of flags, and the beginnings of their texts."""
+        """A page of the rollouts that a query selects: numbers, names of flags, and the beginnings of the texts."""
         with self._current():
             self._index.refresh()
             entries = self._index.entries
@@ -339,7 +342,7 @@ class RunReader:
         return RolloutPage(len(found) if query.offset == 0 else None, found, None)
 
     def item_history(self, item: int) -> list[dict[str, Any]]:
-        """Every visit to one item of the dataset, in order: step, group, the rows' places, and their rewards."""
+        """Every visit to one item of the dataset, in order: step, group, places of the rows, and their rewards."""
         with self._current():
             self._index.refresh()
             entries = self._index.entries[self._index.entries["item"] == item]
@@ -351,11 +354,11 @@ class RunReader:
             visit["rewards"].append(_finite(float(entry["reward"])))
         return list(visits.values())
 
-    # --- keeping up ----------------------------------------------------------------------------------------------
+    # --- reading what is new -----------------------------------------------------------------------------------------
 
     @contextmanager
     def _current(self) -> Generator[None]:
-        """Holds the lock; starts over when another process has taken up the run, for it may have cut the logs."""
+        """Holds the lock. Starts over when another process has resumed the run, because it may have cut the logs."""
         with self._lock:
             try:
                 status = (self.folder / PROCESS).stat()
@@ -378,16 +381,16 @@ class RunReader:
         return self._metrics
 
     def _log(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a small log, brought up to date."""
+        """All rows of a small log, up to date."""
         rows = self._logs.setdefault(name, [])
         if name == "evaluations.jsonl":
-            self._take_readings(rows)
+            self._read_evaluations(rows)
         else:
             for new in self._new_rows(name, rows.clear):
                 rows += new
         return rows
 
-    def _take_readings(self, rows: list[dict[str, Any]]) -> None:
+    def _read_evaluations(self, rows: list[dict[str, Any]]) -> None:
         tail = self._tails["evaluations.jsonl"]
         is_void, lines = tail.poll()
         if is_void:
@@ -400,7 +403,7 @@ class RunReader:
                 self._example_offsets.append(tail.offset - len(line))
 
     def _new_rows(self, name: str, restart: Callable[[], None]) -> Iterator[list[dict[str, Any]]]:
-        """The rows of a log since the last time, some at a time; calls `restart` where those before are void."""
+        """The new rows of a log, in batches; calls `restart` first if the earlier rows are void."""
         is_void, lines = self._tails[name].poll()
         if is_void:
             restart()
@@ -417,7 +420,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _without_examples(line: bytes) -> dict[str, Any] | None:
-    """A reading without its examples, which come last and are most of it; None for what is no reading."""
+    """An evaluation without its examples, which are the last and largest field; None for a line that cannot be read."""
     cut = line.find(EXAMPLES)
     try:
         row = json.loads(line if cut < 0 else line[:cut] + b"}")
@@ -427,7 +430,7 @@ def _without_examples(line: bytes) -> dict[str, Any] | None:
 
 
 def _read(file: BinaryIO, entries: np.ndarray) -> Iterator[tuple[np.void, dict[str, Any]]]:
-    """The rows at entries of the table; one that is no longer there, for the run was taken up again, is left out."""
+    """The rows of index entries. Leaves out rows that a resume has cut off meanwhile."""
     for entry in entries:
         line = os.pread(file.fileno(), int(entry["size"]), int(entry["offset"]))
         try:

@@ -1,4 +1,4 @@
-"""What each sampled token id says, written down once per run, so that a run can be read without its tokenizer."""
+"""The text of each sampled token id, logged once per run, so that a run can be read without its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mint.tokenizer import token_pieces
 
 
 class TokenPieces:
-    """The ids that a run has written down already, and the rows of those that are new."""
+    """Makes the rows for token ids that a run has not logged yet."""
 
     def __init__(self, tokenizer: Any, known: Iterable[int] = ()) -> None:
-        """`known` ids are not written again."""
+        """`known` ids are logged already."""
         self.tokenizer = tokenizer
         self._known = np.fromiter(sorted(set(known)), dtype=np.int64)
 
     def new_rows(self, step: int, tokens: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
-        """One row for each id in `tokens` (those of each rollout of `step`) that was not there before.
+        """One row for each new id in `tokens`, the token ids of each rollout of `step`.
 
-        A piece that is not valid UTF-8 by itself, as a part of a character, has its `bytes` in hexadecimal besides.
+        A piece that is not valid UTF-8 by itself, such as a part of a character, also has its `bytes` in hexadecimal.
         """
         joined = [np.asarray(ids, dtype=np.int64) for ids in tokens if len(ids)]
         if not joined:

@@ -1,4 +1,4 @@
-"""Runs code that a model wrote: `Sandbox.run` gives what a function returns, and nothing that the code claims."""
+"""Runs code that a model wrote. `Sandbox.run` returns the values that a function returned."""
 
 from mint.sandbox.outcome import Engine, Limits, Outcome, Result, Status
 from mint.sandbox.sandbox import Sandbox, SandboxLevel, sandbox_level

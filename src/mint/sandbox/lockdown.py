@@ -1,8 +1,8 @@
-"""Locks the calling process in, for good: resource limits, an own user, Landlock, and the seccomp filter.
+"""Locks the calling process down for good: resource limits, its own user, Landlock, and the seccomp filter.
 
-Linux only, through ctypes, without libseccomp or a Landlock library. Each step that fails raises OSError, and a process
-that is not wholly locked must end itself. Does not know what will run afterwards.
-Landlock: linux/landlock.h, ABI 1 (Linux 5.13) and later; what an older ABI cannot restrict, seccomp does.
+Linux only, through ctypes, without libseccomp or a Landlock library. A failing step raises OSError; a process that is
+not fully locked down must then end itself. Does not know what runs afterwards.
+Landlock: linux/landlock.h, ABI 1 (Linux 5.13) and later; seccomp restricts what an older ABI cannot.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _Program(ctypes.Structure):
 
 
 class Lockdown:
-    """Everything that can be prepared before the fork, and `apply` for after it."""
+    """Prepared before the fork; `apply` locks the child after it."""
 
     def __init__(self) -> None:
-        """Raises OSError where this kernel or machine cannot do it."""
+        """Raises OSError if this kernel or machine does not support it."""
         machine = platform.machine()
         if machine not in ALLOWED:
             raise OSError(f"no system call table for {machine}")
@@ -50,7 +50,7 @@ class Lockdown:
         self._baseline_bytes = address_space_bytes()
 
     def apply(self, limits: Limits) -> None:
-        """Locks this process; it must have one thread."""
+        """Locks this process down; it must have one thread."""
         limit_resources(limits, self._baseline_bytes)
         if os.geteuid() == 0:
             _leave_root()
@@ -62,7 +62,7 @@ class Lockdown:
         self._prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(self._filter))
 
     def _landlock(self) -> None:
-        """Handles every right and grants none: no file, no TCP port, no signal or abstract socket to the outside."""
+        """Restricts all rights and grants none: no file, no TCP port, no signal or abstract socket to the outside."""
         rules = _Ruleset((1 << _FS_RIGHTS.get(self.abi, 16)) - 1, _NET_RIGHTS, _SCOPES)
         size = 8 if self.abi < 4 else 16 if self.abi < 6 else 24
         ruleset = self._checked("Landlock", self._libc.syscall(_CREATE_RULESET, ctypes.byref(rules), size, 0))
@@ -82,15 +82,19 @@ class Lockdown:
 
 
 def address_space_bytes() -> int:
-    """What this process has mapped so far."""
+    """The address space that this process has mapped."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def limit_resources(limits: Limits, baseline_bytes: int) -> None:
-    """The kernel's own limits. `baseline_bytes` of address space are taken by the interpreter already."""
+    """Sets the kernel's resource limits. The interpreter already uses `baseline_bytes` of address space."""
     memory = baseline_bytes + limits.memory_bytes
     for what, soft, hard in (
-        (resource.RLIMIT_CPU, limits.cpu_s, limits.cpu_s + 1),  # the soft one can be ignored, the hard one kills
+        (
+            resource.RLIMIT_CPU,
+            limits.cpu_s,
+            limits.cpu_s + 1,
+        ),  # a program can ignore the soft limit; the hard one kills
         (resource.RLIMIT_AS, memory, memory),
         (resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files, limits.open_files),
@@ -100,7 +104,7 @@ def limit_resources(limits: Limits, baseline_bytes: int) -> None:
 
 
 def _leave_root() -> None:
-    """To a user of its own, or to nobody where a container maps no such user."""
+    """Becomes a user of its own, or `nobody` if a container maps no such user."""
     os.setgroups([])
     for user in (2_000_000_000 + os.getpid(), NOBODY):
         try:

@@ -1,7 +1,7 @@
-"""Runs code in Monty (`pydantic-monty`): a Python interpreter in worker processes, with no door to the machine.
+"""Runs code in Monty (`pydantic-monty`): a Python interpreter in worker processes without access to the machine.
 
-Monty speaks a part of Python, so only values are its last word: an exception may be a gap in the language. Results
-leave it as one string per input, never as objects: a small object can stand for a huge or endless one.
+Monty supports a part of Python, so an exception may be a gap in the language; only values are final. Each result is
+returned as a string, never as an object, because a small object can expand to a huge or endless one.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ POLICY: Any = {"sleep": "zero", "random_start": {"seed": 0}}
 RECURSION_DEPTH = 1000
 WORKER_GRACE_S = 2.0
 
-LAZY_NAMES = re.compile(r"\b(map|filter|zip|reversed|enumerate|hash|id|__name__)\b")
-"""What Monty answers unlike CPython: iterators are lists there, and hashes and addresses are its own."""
+DIFFERENT_NAMES = re.compile(r"\b(map|filter|zip|reversed|enumerate|hash|id|__name__)\b")
+"""Names that give other results in Monty than in CPython: iterators are lists, and hashes and addresses differ."""
 
 GAPS = re.compile(
     r"NotImplementedError|ModuleNotFoundError|ImportError|Internal error in monty|is not supported|"
     r"NameError: name '(__import__|bytearray|classmethod|compile|delattr|dir|globals|help|input|locals|memoryview|"
     r"property|staticmethod|super|vars|object|breakpoint)'|AttributeError"
 )
-"""Exceptions that Monty raises where CPython might not."""
+"""Exceptions of Monty for code that CPython might run."""
 
 
 class MontyEngine:
-    """A pool of Monty workers. `run` may be called by many threads."""
+    """A pool of Monty workers. `run` is thread-safe."""
 
     engine: Engine = "monty"
 
     def __init__(self, limits: Limits, *, count: int) -> None:
-        """ImportError where pydantic-monty is not installed."""
-        import pydantic_monty  # deferred: optional, and the zygote has no use for it
+        """Raises ImportError if pydantic-monty is not installed."""
+        import pydantic_monty  # deferred: optional, and the zygote does not need it
 
         self._monty = pydantic_monty
         self._limits = limits
@@ -50,10 +50,10 @@ class MontyEngine:
         self._pool.__exit__(None, None, None)
 
     def run(self, code: str, function: str, inputs: Sequence[tuple[Any, ...]], *, stop_at_error: bool) -> Outcome:
-        """The function on each input, in order, in one session.
+        """Calls the function with each input, in order, in one session.
 
-        With `stop_at_error` an exception ends the run, since another engine will be asked; without, it is that input's
-        result, and a gap in the language gives the status `unsupported`.
+        With `stop_at_error` an exception ends the run, because the caller will ask another engine. Without, it is the
+        result of that input, and a gap in the language gives the status `unsupported`.
         """
         began = time.perf_counter()
         printed = _Printed(self._limits.output_bytes)
@@ -62,7 +62,7 @@ class MontyEngine:
         detail = ""
         try:
             with self._session() as session:
-                # The blank line and the None keep the code from ending in an expression whose value would be converted.
+                # The last line is None, because Monty would convert the value of a last expression.
                 session.feed_run(f"{code}\n\n\nNone\n", print_callback=printed)
                 session.feed_run(f"{ENCODE_SOURCE}\n{function}\nNone\n")
                 status = "ok"
@@ -76,7 +76,7 @@ class MontyEngine:
         except self._monty.MontySyntaxError as error:
             status, detail = "syntax_error", f"SyntaxError: {error}"
         except self._monty.MontyCrashedError as error:
-            status, detail = ("timeout" if error.timed_out else "crashed"), "the Monty worker was lost"
+            status, detail = ("timeout" if error.timed_out else "crashed"), "the Monty worker ended"
         except (self._monty.MontyError, UnicodeError) as error:
             status, detail = self._why(error, printed)
         milliseconds = (time.perf_counter() - began) * 1000
@@ -84,7 +84,7 @@ class MontyEngine:
         detail = detail or next((result.error for result in results if result.error is not None), "")
         gap = GAPS.search(detail)
         if gap and status in ("ok", "error"):
-            return all_failed("unsupported", f"Monty does not speak this: {detail}", len(inputs), None, **facts)
+            return all_failed("unsupported", f"Monty does not support this: {detail}", len(inputs), None, **facts)
         missing = (Result(error=detail),) * (len(inputs) - len(results))
         return Outcome(status, (*results, *missing), self.engine, detail=detail if status != "ok" else "", **facts)
 
@@ -98,9 +98,9 @@ class MontyEngine:
 
     def _call(self, session: Any, function: str, arguments: tuple[Any, ...], printed: _Printed, began: float) -> Result:
         if time.perf_counter() - began > self._limits.wall_s:
-            raise _LimitError("timeout", "the wall limit ended it")
+            raise _LimitError("timeout", "the limit of wall-clock time ended the run")
         try:
-            # An f-string is a string whatever names the code has bound.
+            # An f-string gives a string, whatever names the code has rebound.
             text = session.feed_run(
                 f'f"{{encode({function}(*mint_arguments))}}"',
                 inputs={"mint_arguments": tuple(arguments)},
@@ -112,7 +112,7 @@ class MontyEngine:
                 raise _LimitError(status, detail) from error
             return Result(error=detail)
         if len(text) > self._limits.output_bytes:
-            raise _LimitError("output", "it returned more than the output limit")
+            raise _LimitError("output", "the results exceed the output limit")
         try:
             return Result(value=decode(text))
         except ValueError as error:
@@ -121,27 +121,27 @@ class MontyEngine:
     def _why(self, error: Exception, printed: _Printed) -> tuple[Status, str]:
         text = str(error)[:500]
         if printed.is_full:
-            return "output", "it wrote more than the output limit"
+            return "output", "the printed text exceeds the output limit"
         if text.startswith("TimeoutError: feed time limit"):
-            return "timeout", "the limit of computing time ended it"
+            return "timeout", "the limit of CPU time ended the run"
         if text.startswith("MemoryError"):
             return "memory", text
         return "error", text
 
 
 class _Printed:
-    """Collects what is printed, up to a limit, past which it ends the run."""
+    """Collects printed text; ends the run when it exceeds the limit."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._room = limit_bytes
+        self._free_bytes = limit_bytes
         self._pieces: list[str] = []
         self.is_full = False
 
     def __call__(self, stream: Literal["stdout", "stderr"], text: str) -> None:
-        """Called by Monty, in the thread that runs."""
-        self._pieces.append(text[: self._room])
-        self._room -= len(text)
-        if self._room < 0:
+        """Called by Monty in the thread of the run."""
+        self._pieces.append(text[: self._free_bytes])
+        self._free_bytes -= len(text)
+        if self._free_bytes < 0:
             self.is_full = True
             raise ValueError("output limit")
 
@@ -151,19 +151,19 @@ class _Printed:
 
 
 class _LimitError(Exception):
-    """A limit ended the run; the session is of no more use."""
+    """A limit ended the run; the session cannot be used again."""
 
     def __init__(self, status: Status, detail: str) -> None:
         super().__init__(detail)
         self.status: Status = status
 
 
-def answers_like_python(code: str) -> bool:
-    """Whether nothing in the text is known to be answered otherwise by Monty than by CPython.
+def agrees_with_python(code: str) -> bool:
+    """Whether the text contains nothing for which Monty is known to give another result than CPython.
 
-    A scan of the text, quick and rough: a false alarm costs milliseconds, since the other engine then runs the code.
+    A rough scan: a false alarm costs only milliseconds, because the other engine then runs the code.
     """
-    if LAZY_NAMES.search(code):
+    if DIFFERENT_NAMES.search(code):
         return False
     brackets: list[str] = []
     for token in re.findall(r"[(\[{}\])]|\bfor\b", code):

@@ -1,4 +1,4 @@
-"""The nouns of the sandbox: its limits, and what a run of some code came to. Data only."""
+"""The limits of a sandbox, and the outcome of one run. Data only."""
 
 from __future__ import annotations
 
@@ -8,37 +8,44 @@ from typing import Any, Literal
 from mint.errors import InvalidRequestError
 
 Engine = Literal["monty", "zygote", "unsafe"]
-"""`monty`: an interpreter of its own without any door to the machine. `zygote`: CPython in a locked process.
-`unsafe`: CPython in a plain process."""
+"""`monty`: an interpreter without access to the machine. `zygote`: CPython in a locked-down process. `unsafe`: CPython
+in a plain process."""
 
 Status = Literal["ok", "error", "syntax_error", "timeout", "memory", "output", "crashed", "unsupported"]
-"""`ok`: each input has a value or the exception that it raised. `error`: loading the code failed, or it has no such
-function. `syntax_error`: it is not Python. `timeout`, `memory`, `output`: a limit ended it. `crashed`: the process
-ended or was tampered with before it had answered. `unsupported`: no engine of this machine can run it."""
+"""`ok`: each input has a value or an exception. `error`: the code could not be loaded, or has no such function.
+`syntax_error`: it is not Python. `timeout`, `memory`, `output`: a limit ended the run. `crashed`: the process ended or
+was tampered with before it answered. `unsupported`: no engine of this machine can run the code."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run, all its inputs together, may use. The defaults suit functions of a few lines.
+    """The limits of one run, all inputs together. The defaults suit functions of a few lines.
 
-    A run is always one process with one thread, and can start no other.
+    A run is one process with one thread, and cannot start another.
     """
 
     cpu_s: int = 1
-    """Seconds of computing; whole, as the kernel counts them."""
+    """CPU time; the kernel counts whole seconds."""
     wall_s: float = 2.0
     memory_bytes: int = 64 << 20
-    """On top of what the interpreter itself takes."""
+    """In addition to the interpreter's own memory."""
     open_files: int = 8
-    """Descriptors, the three standard ones and the result pipe included. Nothing can be opened by name."""
+    """File descriptors, including the three standard ones and the result pipe. Nothing can be opened by name."""
     file_bytes: int = 0
-    """Size of any file that it writes."""
+    """Size of a file that it writes."""
     output_bytes: int = 64 << 10
-    """Of printed text, and again of encoded results."""
+    """Of printed text, and separately of encoded results."""
 
     def __post_init__(self) -> None:
-        for name, least in (("cpu_s", 1), ("wall_s", 0.01), ("memory_bytes", 1 << 20), ("open_files", 4),
-                            ("file_bytes", 0), ("output_bytes", 1)):  # fmt: skip
+        minimums = {
+            "cpu_s": 1,
+            "wall_s": 0.01,
+            "memory_bytes": 1 << 20,
+            "open_files": 4,
+            "file_bytes": 0,
+            "output_bytes": 1,
+        }
+        for name, least in minimums.items():
             if not getattr(self, name) >= least:
                 raise InvalidRequestError(
                     f"must be at least {least}",
@@ -50,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """What one input gave: a plain value, or the error in words."""
+    """The result of one input: a plain value, or an error as text."""
 
     value: Any = None
     error: str | None = None
@@ -63,10 +70,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run: its status, one `Result` per input in order, and which engine gave it (None: none could).
+    """One run: its status, one `Result` per input in order, and the engine that ran it (None: no engine could).
 
-    `detail` says in words what went wrong as a whole; `stdout` is what the code printed, at most
-    `Limits.output_bytes` of it. Nothing here is a verdict: compare values with `same_value`.
+    `detail` says what went wrong with the run as a whole; `stdout` is what the code printed, up to
+    `Limits.output_bytes`. An outcome is not a verdict: compare values with `same_value`.
     """
 
     status: Status

@@ -1,9 +1,9 @@
-"""Runs functions that a model wrote where they can do no harm; picks the engine and says which it was.
+"""Runs functions that a model wrote in isolation; chooses the engine and reports which one it was.
 
-Monty first; CPython in a locked child (the zygote) for what Monty does not speak or answers with an exception; where
-the one that is needed cannot run here, the outcome is `unsupported`. Nothing runs unlocked unless `unsafe=True` says
-so. It does not know the expected answers: they stay with the caller, who compares values (`same_value`), so that no
-program can win by anything but returning the right ones.
+First Monty; then CPython in a locked-down child process (the zygote), for code that Monty cannot run or that raised an
+exception there. If the needed engine does not exist here, the outcome is `unsupported`. Nothing runs without isolation
+unless `unsafe=True`. The sandbox does not know the expected answers: the caller compares values with `same_value`, so a
+program can only win by returning the right ones.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from mint.errors import InvalidRequestError
-from mint.sandbox.monty import MontyEngine, answers_like_python
+from mint.sandbox.monty import MontyEngine, agrees_with_python
 from mint.sandbox.outcome import Engine, Limits, Outcome, all_failed
 from mint.sandbox.values import encode
-from mint.sandbox.warm import ZygoteError, Zygotes
+from mint.sandbox.zygote_pool import ZygoteError, ZygotePool
 
 ALL_ENGINES: tuple[Engine, ...] = ("monty", "zygote")
 
 
 @dataclass(frozen=True)
 class SandboxLevel:
-    """Which engines a machine has, best first; `missing` gives the reason for each that it has not."""
+    """The engines of this machine, best first; `missing` gives the reason why an engine is not available."""
 
     engines: tuple[Engine, ...]
     landlock_abi: int
@@ -34,7 +34,7 @@ class SandboxLevel:
 
 
 class Sandbox:
-    """A context manager; `run` may be called by many threads at once."""
+    """A context manager; `run` is thread-safe."""
 
     def __init__(
         self,
@@ -47,16 +47,16 @@ class Sandbox:
         """Starts the engines.
 
         Args:
-            limits: Of each run; None is `Limits()`.
-            unsafe: Runs everything in a plain process with this user's rights, files and network.
-            engines: Which may be used, of `monty` and `zygote`.
-            workers: Processes per engine; None is one per core, at most 8.
+            limits: The limits of each run; None is `Limits()`.
+            unsafe: Run everything in a plain process with this user's rights, files and network.
+            engines: The engines to use, of `monty` and `zygote`.
+            workers: Processes per engine; None is one per core, up to 8.
         """
         self.limits = limits or Limits()
         count = workers or min(os.cpu_count() or 1, 8)
         missing: dict[str, str] = {}
-        self._monty = None if unsafe else _open_monty(self.limits, count, engines, missing)
-        self._python = _open_python(self.limits, count, engines, missing, unsafe=unsafe)
+        self._monty = None if unsafe else _start_monty(self.limits, count, engines, missing)
+        self._python = _start_python(self.limits, count, engines, missing, unsafe=unsafe)
         open_engines = [engine for engine in (self._monty, self._python) if engine is not None]
         self.level = SandboxLevel(
             tuple(engine.engine for engine in open_engines),
@@ -73,7 +73,7 @@ class Sandbox:
         """
         _check(function, inputs)
         unsupported = all_failed("unsupported", f"no engine here: {self.level.missing}", len(inputs), None)
-        if self._monty and (self._python is None or answers_like_python(code)):
+        if self._monty and (self._python is None or agrees_with_python(code)):
             outcome = self._monty.run(code, function, inputs, stop_at_error=self._python is not None)
             has_all_values = outcome.status == "ok" and all(result.returned for result in outcome.results)
             if self._python is None or has_all_values or outcome.status in ("timeout", "memory", "output"):
@@ -97,12 +97,12 @@ class Sandbox:
 
 
 def sandbox_level() -> SandboxLevel:
-    """What this machine offers, found by starting it."""
+    """The engines that start on this machine."""
     with Sandbox(workers=1) as sandbox:
         return sandbox.level
 
 
-def _open_monty(limits: Limits, count: int, engines: Sequence[Engine], missing: dict[str, str]) -> MontyEngine | None:
+def _start_monty(limits: Limits, count: int, engines: Sequence[Engine], missing: dict[str, str]) -> MontyEngine | None:
     if "monty" not in engines:
         return None
     try:
@@ -114,13 +114,13 @@ def _open_monty(limits: Limits, count: int, engines: Sequence[Engine], missing: 
     return None
 
 
-def _open_python(
+def _start_python(
     limits: Limits, count: int, engines: Sequence[Engine], missing: dict[str, str], *, unsafe: bool
-) -> Zygotes | None:
+) -> ZygotePool | None:
     if not unsafe and "zygote" not in engines:
         return None
     try:
-        return Zygotes(limits, count=count, locked=not unsafe)
+        return ZygotePool(limits, count=count, locked=not unsafe)
     except ZygoteError as error:
         missing["unsafe" if unsafe else "zygote"] = str(error)
     return None

@@ -1,8 +1,8 @@
-"""The seccomp filter of the sandbox: which system calls a locked child may make, as a classic BPF program.
+"""The seccomp filter of the sandbox: the system calls that a locked child may make, as a classic BPF program.
 
-An allow-list: what is not named fails with EPERM, so that Python sees an `OSError`. There is no call that opens, stats
-or lists a file, makes a socket, a process or a thread, or touches another process. Knows nothing of Python.
-Instruction encoding and `seccomp_data` layout: linux/filter.h, linux/seccomp.h.
+An allow-list: any other call fails with EPERM, which Python raises as `OSError`. No allowed call opens, stats or lists
+a file, creates a socket, a process or a thread, or touches another process. Knows nothing of Python. Instruction
+encoding and `seccomp_data` layout: linux/filter.h, linux/seccomp.h.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ALLOWED = {
     },
 }  # fmt: skip
 ALLOWED_UNLESS_EXECUTABLE = {"x86_64": {"mmap": 9, "mprotect": 10}, "aarch64": {"mmap": 222, "mprotect": 226}}
-"""Memory may be mapped, but never as new machine code."""
+"""Allowed unless the memory becomes executable."""
 
 SLEEPS = {"x86_64": {"nanosleep": 35, "clock_nanosleep": 230}, "aarch64": {"nanosleep": 101, "clock_nanosleep": 115}}
-"""Answered with success at once: sleeping costs no time, as in Monty."""
+"""Succeed at once: sleeping takes no time, as in Monty."""
 
 CLONE3 = 435
-"""Answered with ENOSYS, on which glibc falls back to `clone`, which fails with EPERM."""
+"""Fails with ENOSYS, so that glibc falls back to `clone`, which fails with EPERM."""
 
 _LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
@@ -48,7 +48,7 @@ def seccomp_filter(machine: str) -> bytes:
     program = [
         _instruction(_LOAD, _ARCH),
         _instruction(_JUMP_EQUAL, AUDIT_ARCH[machine], 1, 0),
-        _instruction(_RETURN, _KILL_PROCESS),  # a call through another architecture's door
+        _instruction(_RETURN, _KILL_PROCESS),  # a call of another architecture
         _instruction(_LOAD, _NUMBER),
     ]
     for number in ALLOWED[machine].values():
@@ -68,7 +68,7 @@ def seccomp_filter(machine: str) -> bytes:
 
 
 def _when_equal(value: int, body: list[bytes]) -> list[bytes]:
-    """Runs `body`, which must return, where the loaded word is `value`; skips it otherwise."""
+    """Runs `body`, which must return, if the loaded word is `value`; skips it otherwise."""
     return [_instruction(_JUMP_EQUAL, value, 0, len(body)), *body]
 
 

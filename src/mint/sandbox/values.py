@@ -1,8 +1,8 @@
-"""The value channel: the closed set of plain values that crosses the wall of a sandbox, as text.
+"""The values that cross the border of a sandbox, encoded as text: a closed set of plain types.
 
-`encode` is the one function that runs on both sides: here, in the zygote's child, and, from its source text, inside
-Monty. It therefore uses only what Monty speaks, and everything that it needs stands inside it. It does not know what an
-answer should be: the code under test never sees one.
+`encode` runs on both sides: here, in the zygote's child, and, from its source text, inside Monty. It therefore uses
+only Python that Monty supports, and needs nothing from outside its own body. Knows no expected answer; the code under
+test never sees one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SEQUENCES: dict[str, Callable[..., Any]] = {"list": list, "tuple": tuple, "set":
 
 
 def encode(value: object) -> str:
-    """The value as JSON text with its exact type; TypeError where it, or a part of it, is not plain."""
-    import json  # deferred: this source is also read inside the sandbox, where there is no module around it
+    """The value as JSON text with its exact type; TypeError if it, or a part of it, is not plain."""
+    import json  # deferred: the sandbox runs this source without the module around it
 
     def form(value):
         kind = type(value)
@@ -43,7 +43,7 @@ ENCODE_SOURCE = inspect.getsource(encode)
 
 
 def decode(text: str) -> Any:
-    """What `encode` wrote; ValueError for anything else, however nested or long it is."""
+    """The value that `encode` wrote; ValueError for any other text, however nested or long."""
     try:
         return _value(json.loads(text))
     except (ValueError, TypeError, RecursionError, AttributeError) as error:
@@ -51,10 +51,10 @@ def decode(text: str) -> Any:
 
 
 def same_value(got: object, expected: object) -> bool:
-    """Whether two plain values agree in exact type and value, at every depth.
+    """Whether two plain values have the same type and value, at every depth.
 
-    `True` is not `1`, `1` is not `1.0`, a list is not a tuple. NaN agrees with NaN and -0.0 with 0.0; sets and dicts
-    agree whatever their order. A value that is not plain agrees with nothing.
+    `True` is not `1`, `1` is not `1.0`, a list is not a tuple. NaN equals NaN and -0.0 equals 0.0; the order of sets
+    and dicts does not matter. A value that is not plain equals nothing.
     """
     try:
         return _canonical(got) == _canonical(expected)
@@ -80,7 +80,7 @@ def _value(form: Any) -> Any:
 
 
 def _canonical(value: Any) -> str:
-    """Text that is equal exactly where the values are the same."""
+    """A text that is equal for two values exactly if they are the same."""
     kind = type(value)
     if kind is float:
         return f"float {value + 0.0!r}"  # + 0.0 drops the sign of zero

@@ -1,10 +1,10 @@
-"""The zygote: a warm interpreter that forks one locked child per run, watches it, and passes on what it wrote.
+"""The zygote: a loaded interpreter that forks one locked-down child per run and passes on the child's output.
 
-Started by `warm.py` with one end of a socket as its standard input. It never runs the code itself and believes nothing
-that the child says: it passes bytes on, unread, and enforces the wall clock and the output limit by killing. It knows
-no expected answer, and neither does the child: the inputs are all that it is sent.
+`zygote_pool` starts it with one end of a socket as its standard input. It never runs the code itself and does not read
+the child's output; it enforces the wall-clock and output limits by killing the child. Neither zygote nor child knows an
+expected answer.
 
-Conversation, one JSON line each way: `{"code", "function", "inputs", "nonce", "limits"}` →
+Protocol, one JSON line each way: `{"code", "function", "inputs", "nonce", "limits"}` →
 `{"ended", "exit", "results", "stdout"}`, followed by that many bytes of results and of printed text. The results are
 lines `NONCE KIND TEXT`: `L` loaded, `V` an encoded value, `E` an exception, `F` failed to load, `S` a syntax error,
 `X` the lock-down failed.
@@ -38,7 +38,7 @@ numbers opcode operator os os.path pickle platform posixpath pprint queue random
 shlex signal stat statistics string struct sys tempfile textwrap threading time timeit token tokenize tomllib
 traceback types typing unicodedata urllib.parse uuid warnings weakref zlib
 """
-"""Modules that the code may import: loaded before the fork, since the child can read no file."""
+"""Modules that the code may import; loaded before the fork, because the child cannot read files."""
 
 HIDDEN = (
     "_ctypes",
@@ -53,7 +53,7 @@ RESULT_FD = 3
 
 
 def serve(connection: socket.socket, lockdown: Lockdown | None) -> None:
-    """Answers requests until the other end closes; `lockdown` None forks children that are not locked."""
+    """Answers requests until the other end closes; `lockdown` None forks children without isolation."""
     requests = connection.makefile("rb")
     for line in requests:
         request = json.loads(line)
@@ -68,7 +68,7 @@ def _run(request: dict[str, Any], limits: Limits, lockdown: Lockdown | None) -> 
     stdout_out, stdout_in = os.pipe()
     child = os.fork()
     if child == 0:
-        _be_the_child(request, limits, lockdown, results_in, stdout_in)
+        _run_child(request, limits, lockdown, results_in, stdout_in)
     os.close(results_in)
     os.close(stdout_in)
     deadline_s = time.monotonic() + limits.wall_s
@@ -108,7 +108,7 @@ def _collect(collected: dict[int, bytearray], limit_bytes: int, deadline_s: floa
 
 
 def _wait(child: int, deadline_s: float) -> int | None:
-    """The status of a child that has closed its pipes, None where it outlives the deadline."""
+    """The exit status of a child that has closed its pipes; None if it is alive at the deadline."""
     handle = os.pidfd_open(child)
     try:
         ended, _, _ = select.select([handle], [], [], max(0.0, deadline_s - time.monotonic()))
@@ -118,21 +118,21 @@ def _wait(child: int, deadline_s: float) -> int | None:
 
 
 def _kill(child: int) -> None:
-    """Ends the child, and whatever an unlocked one has started in its process group."""
+    """Kills the child, and the processes that a child without isolation has started in its process group."""
     os.kill(child, signal.SIGKILL)
     try:
         os.killpg(child, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        return  # it had made no group yet, or the group is gone with it
+        return  # the child had not made its group yet, or the group ended with it
 
 
-def _be_the_child(
+def _run_child(
     request: dict[str, Any], limits: Limits, lockdown: Lockdown | None, results: int, stdout: int
 ) -> NoReturn:
     nonce = request["nonce"].encode()
     try:
         os.setpgid(0, 0)
-        results, stdout = os.dup(results), os.dup(stdout)  # above the numbers that they are moved to
+        results, stdout = os.dup(results), os.dup(stdout)  # to numbers above the ones that they are moved to
         os.dup2(stdout, 1)
         os.dup2(results, RESULT_FD)
         os.closerange(RESULT_FD + 1, 64)
@@ -146,7 +146,7 @@ def _be_the_child(
     try:
         _answer(request, nonce)
     finally:
-        os._exit(0)  # no exit handlers, no threads to wait for
+        os._exit(0)  # without exit handlers or threads to wait for
 
 
 def _answer(request: dict[str, Any], nonce: bytes) -> None:
@@ -175,24 +175,24 @@ def _answer(request: dict[str, Any], nonce: bytes) -> None:
     except MemoryError:
         return say(b"F", dumps("MemoryError: "))
     except (SyntaxError, ValueError, RecursionError, OverflowError) as error:
-        return say(b"S", dumps(_in_words(error)))
+        return say(b"S", dumps(_as_text(error)))
     names: dict[str, Any] = {"__name__": "solution", "__builtins__": __builtins__}
     try:
         exec(compiled, names)  # noqa: S102 - this is the sandbox
         function = names[name]
-    except BaseException as error:  # noqa: BLE001 - the boundary to the code: whatever it raises is data
-        return say(b"F", dumps(_in_words(error)))
+    except BaseException as error:  # noqa: BLE001 - the boundary to the code: its exceptions are data
+        return say(b"F", dumps(_as_text(error)))
     say(b"L", "")
     for arguments in inputs:
         try:
             answer = line(b"V", encode(function(*arguments)))
         except BaseException as error:  # noqa: BLE001 - the same boundary
-            answer = line(b"E", dumps(_in_words(error)))
+            answer = line(b"E", dumps(_as_text(error)))
         write_all(answer)
     return None
 
 
-def _in_words(error: BaseException) -> str:
+def _as_text(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:500]
     except BaseException:  # noqa: BLE001 - an exception of the code may fail to print itself
@@ -200,7 +200,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Prepares, proves by a first run that the lock-down works, says so, and serves."""
+    """Loads the modules, prepares the lock-down, reports whether that worked, and serves."""
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -210,7 +210,7 @@ def main() -> None:
     try:
         for module in OFFERED.split():
             importlib.import_module(module)
-        time.localtime()  # reads the time zone while files can be read
+        time.localtime()  # reads the time zone while files are readable
         gc.collect()
         gc.freeze()  # the children share these pages
         lockdown = Lockdown() if locked else None

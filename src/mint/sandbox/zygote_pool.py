@@ -1,7 +1,6 @@
-"""The host's side of the zygotes: starts them, lends one to each run, reads what the child wrote, replaces the lost.
+"""The pool of zygotes on the host's side: starts them, assigns one to each run, reads the results, replaces lost ones.
 
-Compares nothing and decides nothing about a solution. What comes from a child is believed only as a claim about values:
-a line without this run's nonce makes the run void.
+Does not judge a solution. A child's output is untrusted: a line without the nonce of this run makes the run void.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from mint.sandbox.values import decode, encode
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from mint.sandbox.zygote import main; main()"
-"""The package comes last on the path, so that nothing beside it can stand for a standard module."""
+"""The package comes last on the path, so that no file next to it can replace a standard module."""
 
 START_S, GRACE_S = 20.0, 5.0
-"""How long a zygote may take to start; and to answer after the wall limit, before it is given up."""
+"""How long a zygote may take to start, and to answer after the wall-clock limit."""
 
 STATUS_OF_KIND: dict[str, Status] = {"S": "syntax_error", "F": "error", "X": "unsupported"}
 
@@ -38,11 +37,11 @@ class ZygoteError(RequestFailedError):
     """A zygote could not be started or was lost."""
 
 
-class Zygotes:
-    """Up to `count` zygotes, started when needed. `run` may be called by many threads."""
+class ZygotePool:
+    """Up to `count` zygotes, started when needed. `run` is thread-safe."""
 
     def __init__(self, limits: Limits, *, count: int, locked: bool) -> None:
-        """Starts the first one. Raises ZygoteError where this machine cannot run it."""
+        """Starts the first one. Raises ZygoteError if this machine cannot run it."""
         self._limits, self._locked = limits, locked
         self.engine: Engine = "zygote" if locked else "unsafe"
         self._free: queue.LifoQueue[_Zygote | None] = queue.LifoQueue()
@@ -58,7 +57,7 @@ class Zygotes:
             raise ZygoteError(f"the first run of the zygote failed: {proof.detail}")
 
     def run(self, code: str, function: str, inputs: Sequence[tuple[Any, ...]]) -> Outcome:
-        """The function on each input, in order, in one child."""
+        """Calls the function with each input, in order, in one child."""
         began = time.perf_counter()
         nonce = secrets.token_hex(16)
         request = {"code": code, "function": function, "inputs": [encode(tuple(item)) for item in inputs]}
@@ -77,21 +76,21 @@ class Zygotes:
         return read_outcome(header, results, stdout, nonce, len(inputs), self.engine, _since(began))
 
     def close(self) -> None:
-        """Ends all zygotes, waiting for runs in progress."""
+        """Ends all zygotes, after the runs in progress."""
         for zygote in [self._free.get() for _ in range(self._count)]:
             if zygote is not None:
                 zygote.close()
 
 
 class _Zygote:
-    """One process and the socket to it."""
+    """One zygote process and the socket to it."""
 
     def __init__(self, *, locked: bool) -> None:
         if not hasattr(os, "pidfd_open"):
             raise ZygoteError(f"needs Linux, this is {sys.platform}")
         self._socket, theirs = socket.socketpair()
         with theirs:
-            # Without -S, as in the unsafe mode, installed packages can be imported.
+            # The unsafe mode leaves out -S, so that installed packages can be imported.
             flags = ["-S", "-P", "-s", "-B"] if locked else ["-P", "-s", "-B"]
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", BOOT, str(PACKAGE_ROOT), "locked" if locked else "unsafe"],
@@ -115,14 +114,14 @@ class _Zygote:
         self.landlock_abi = int(hello["landlock_abi"])
 
     def ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes, bytes]:
-        """Sends one request and reads the answer. OSError or ValueError where the zygote is lost."""
+        """Sends one request and reads the answer. Raises OSError or ValueError if the zygote is lost."""
         self._socket.settimeout(request["limits"]["wall_s"] + GRACE_S)
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         header = json.loads(self._reader.readline())
         return header, self._reader.read(header["results"]), self._reader.read(header["stdout"])
 
     def close(self) -> None:
-        """Ends the process; a child in progress dies with it."""
+        """Ends the process and its running child."""
         self._reader.close()
         self._socket.close()
         self._process.kill()
@@ -132,7 +131,7 @@ class _Zygote:
 def read_outcome(
     header: dict[str, Any], results: bytes, stdout: bytes, nonce: str, count: int, engine: Engine, milliseconds: float
 ) -> Outcome:
-    """What the lines of a child amount to. Pure; whatever does not carry the nonce voids the run."""
+    """The outcome of a run from the lines that its child wrote. Pure; a line without the nonce makes the run void."""
     facts: dict[str, Any] = {"milliseconds": milliseconds, "stdout": stdout.decode(errors="replace")}
     lines = results.decode(errors="replace").split("\n")
     complete = [line.split(" ", 2) for line in lines[:-1]]
@@ -151,7 +150,7 @@ def read_outcome(
     except ValueError:
         return all_failed("crashed", "an answer is not an encoded value", count, engine, **facts)
     if len(answered) == count:
-        # A memory error is an answer as any other, but worth a name of its own.
+        # A memory error of one input is reported as the status of the run.
         out_of_memory = any((result.error or "").startswith("MemoryError") for result in answered)
         return Outcome("memory" if out_of_memory else "ok", answered, engine, **facts)
     missing = (Result(error=detail),) * (count - len(answered))
@@ -167,13 +166,13 @@ def _result(kind: str, text: str) -> Result:
 
 
 def _ending(header: dict[str, Any]) -> tuple[Status, str]:
-    """Why the child is gone although it has not answered everything."""
+    """Why the child ended before it had answered all inputs."""
     if header["ended"] == "wall":
-        return "timeout", "the wall limit ended it"
+        return "timeout", "the limit of wall-clock time ended the run"
     if header["ended"] == "output":
-        return "output", "it wrote more than the output limit"
+        return "output", "the output exceeds the output limit"
     if header["exit"] in (-signal.SIGXCPU, -signal.SIGKILL):
-        return "timeout", "the limit of computing time ended it"
+        return "timeout", "the limit of CPU time ended the run"
     if header["exit"] < 0:
         return "crashed", f"ended by {signal.Signals(-header['exit']).name}"
     return "crashed", f"exited with status {header['exit']} before it had answered"
