@@ -151,7 +151,7 @@ def test_nobody_waits_for_the_diagnosis_of_a_long_log(tmp_path: Path, monkeypatc
 def test_checkpoints_are_listed_with_their_reading_and_the_best_one(client: httpx.Client) -> None:
     found = page(client, "/runs/faulty/checkpoints")
     rows = {attributes["data-step"]: text for attributes, text in found.find("tr") if "data-step" in attributes}
-    assert "not read" in rows["1"]
+    assert "not evaluated" in rows["1"]
     assert "0.500 [0.400, 0.600]" in rows["2"] and "best" not in rows["2"]
     assert "0.750 [0.650, 0.850]" in rows["4"] and "best" in rows["4"]
 
@@ -178,7 +178,7 @@ def test_a_single_reading_makes_no_checkpoint_the_best(tmp_path: Path) -> None:
 
 def test_a_run_that_has_saved_nothing_says_so(client: httpx.Client) -> None:
     html = client.get("/runs/healthy/checkpoints").text
-    assert "Nothing was saved yet" in html and "It takes two checkpoints" in html
+    assert "Nothing was saved yet" in html and "A search needs two checkpoints" in html
 
 
 # --- service ---------------------------------------------------------------------------------------------------------

@@ -90,11 +90,8 @@ def limit_resources(limits: Limits, baseline_bytes: int) -> None:
     """Sets the kernel's resource limits. The interpreter already uses `baseline_bytes` of address space."""
     memory = baseline_bytes + limits.memory_bytes
     for what, soft, hard in (
-        (
-            resource.RLIMIT_CPU,
-            limits.cpu_s,
-            limits.cpu_s + 1,
-        ),  # a program can ignore the soft limit; the hard one kills
+        # A program can ignore the soft limit of CPU time; the hard one kills it.
+        (resource.RLIMIT_CPU, limits.cpu_s, limits.cpu_s + 1),
         (resource.RLIMIT_AS, memory, memory),
         (resource.RLIMIT_FSIZE, limits.file_bytes, limits.file_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files, limits.open_files),

@@ -1,4 +1,4 @@
-// The numbers of a chart before it is drawn: smoothing, stacking, the ends of a scale, the texts beside it. Pure.
+// The numbers of a chart before it is drawn: smoothing, stacking, the range of a scale, labels. Pure.
 
 import { compact, el } from "./common.js";
 
@@ -10,7 +10,7 @@ export function withEdges(lines) {
   return lines.map((line, i) => ({ ...line, under: Math.min(2, lines.slice(i + 1).filter((other) => isSame(line, other)).length) }));
 }
 
-/** Readings of the held-out set as a line; of two at one step, the later. */
+/** Held-out evaluations as a line; of two at one step, the later one. */
 export function placed(run, readings, axis) {
   const byStep = new Map(readings.map((reading) => [reading.step, reading]));
   const sorted = [...byStep.values()].sort((a, b) => a.step - b.step);
@@ -33,10 +33,10 @@ export function smoothed(values, weight) {
   });
 }
 
-/** A layer on top of the layers below it. */
+/** A layer stacked on the layers below it. */
 export const stackedOn = (values, below) => (below ? values.map((value, i) => (value ?? 0) + (below[i] ?? 0)) : values);
 
-/** The ends of a scale: room around the numbers, and none below a floor at zero. */
+/** The range of a scale, with a margin around the numbers, but none below zero if all numbers are positive. */
 export function padded(low, high, include) {
   const least = Math.min(low ?? Infinity, ...include);
   const most = Math.max(high ?? -Infinity, ...include);
@@ -67,7 +67,7 @@ export function shortTime(seconds) {
   return minutes ? `${Math.floor(seconds / 3600)}:${String(minutes).padStart(2, "0")} h` : `${seconds / 3600} h`;
 }
 
-/** What lies between two ticks of an axis: seconds as clocks count them, or whole steps. */
+/** The distance between two ticks of an axis: round amounts of time, or whole steps. */
 export const TIME_TICKS_S = [0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800];
 export const STEP_TICKS = [1, 2, 5].flatMap((first) => [1, 10, 100, 1000, 10000, 100000].map((unit) => first * unit)).sort((a, b) => a - b);
 

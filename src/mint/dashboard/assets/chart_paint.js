@@ -1,4 +1,4 @@
-// How charts look: colours and dashes, the key of a line, and what uPlot does not draw by itself.
+// How charts look: colours, dashes, legend keys, and what uPlot does not draw itself.
 
 import { shortTime, STEP_TICKS, tickText, TIME_TICKS_S } from "./chart_numbers.js";
 import { colorOf } from "./common.js";
@@ -6,13 +6,13 @@ import { colorOf } from "./common.js";
 /** @typedef {import("./charts.js").Line} Line @typedef {ReturnType<typeof readColors>} Colors */
 
 const FEW_READINGS = 60;
-/** One for each run that is compared, so that colour alone never tells two apart. */
+/** One dash pattern per compared run, so that runs differ by more than colour. */
 export const DASHES = [[], [7, 3], [2, 2.5], [10, 3, 2, 3], [4, 4], [14, 3], [1.5, 4], [7, 2, 1.5, 2, 1.5, 2]];
 export const COLORS = DASHES.length;
 
 export const withAlpha = (color, alpha) => color.replace(/^rgba?\(([^)]+?)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3).join(",")}, ${alpha})`);
 
-/** The colours of the theme that is shown, as a canvas needs them. */
+/** The colours of the current theme, in the form that a canvas needs. */
 export const readColors = () => ({
   lines: Array.from({ length: COLORS }, (_, i) => colorOf(`--line-${i + 1}`)),
   panel: colorOf("--panel"),

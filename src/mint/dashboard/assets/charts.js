@@ -1,5 +1,5 @@
-// Charts over uPlot that move together: one crosshair, one zoom, one axis, one smoothing, whatever runs are shown. A
-// board holds them; a chart draws itself when it is seen. Knows run data and chart specs, not the page around them.
+// Charts over uPlot that share a crosshair, zoom, axis and smoothing. A board holds them; a chart is drawn when it becomes
+// visible. Knows run data and chart specs, not the page around them.
 
 import uPlot from "./uplot.js";
 import { padded, placed, smoothed, stackedOn, tableOf, withEdges } from "./chart_numbers.js";
@@ -55,7 +55,7 @@ export class Board {
     this.colors = readColors();
   }
 
-  /** Whether several runs are shown: then colour is the run, and each chart shows one of its series. */
+  /** Whether several runs are compared: then colour stands for the run, and each chart shows one series. */
   get isComparing() {
     return this.runs.length > 1;
   }
@@ -104,7 +104,7 @@ export class Board {
     this.changed();
   }
 
-  /** First and last place on the axis, over all runs, so that all charts lie one below the other. @returns {[number, number]} */
+  /** The range of the axis over all runs, so that all charts are aligned. @returns {[number, number]} */
   get extent() {
     const places = this.runs.flatMap((run) => {
       const own = run.places(this.axis);
@@ -116,13 +116,13 @@ export class Board {
     return [low - room, high + room];
   }
 
-  /** What the charts show of the axis. */
+  /** The visible range of the axis. */
   get range() {
     return this.zoom ?? this.extent;
   }
 }
 
-/** One chart in its panel: title, legend, plot, and the same as a table. */
+/** One chart in its panel: title, legend, plot, and the data as a table. */
 class Chart {
   /** @type {uPlot | null} */
   plot = null;
@@ -192,7 +192,7 @@ class Chart {
     this.describe();
   }
 
-  /** @returns {Series[]} those that are shown of the ones that have numbers */
+  /** @returns {Series[]} the shown series that have numbers */
   #shown() {
     const all = this.#available();
     if (!this.board.isComparing) return all.filter(({ key }) => !this.hidden.has(key));
@@ -239,7 +239,7 @@ class Chart {
     });
   }
 
-  /** The columns that uPlot draws: the places of all lines together, then each line's numbers there. */
+  /** The columns for uPlot: the x values of all lines together, then the y values of each line. */
   #data(lines) {
     /** @type {Map<number[], any[][]>} */
     const tables = new Map();
@@ -343,7 +343,7 @@ class Chart {
     plot.over.classList.toggle("is-near", Boolean(this.board.onPoint && this.#pointAt(plot)));
   }
 
-  /** The line whose point lies near the mouse. @returns {{line: Line, place: number} | null} */
+  /** The line with a point near the mouse. @returns {{line: Line, place: number} | null} */
   #pointAt(plot) {
     let best = null;
     let least = NEAR_PX;
@@ -360,11 +360,11 @@ class Chart {
 
   #click(event) {
     const point = this.plot && this.#pointAt(this.plot);
-    // a finger has no way to look before it opens; the toolbar's link is for it
+    // A touch cannot hover first, so it does not open a step; the link in the toolbar does.
     if (!point || !this.board.onPoint || event.pointerType === "touch") return;
     const { run } = point.line;
     clearTimeout(this.opening);
-    // a double click resets the zoom: wait whether it is one
+    // A double click resets the zoom: wait to see if this is one.
     this.opening = setTimeout(() => this.board.onPoint?.(run, run.stepAt(point.place, this.board.axis)), 260);
   }
 

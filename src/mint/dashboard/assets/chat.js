@@ -1,5 +1,5 @@
-// A conversation with one checkpoint: tokens appear as they come, and what goes wrong is said in words. Knows the
-// elements of the chat box by their ids; the conversation lives in this page only.
+// A conversation with one checkpoint: tokens appear as they arrive, and errors are shown as text. Knows the elements of
+// the chat box by their ids; the conversation exists only in this page.
 
 import { duration, el, find } from "./common.js";
 import { appendAnswer, finishText, sample, waiting } from "./sampling.js";
@@ -15,7 +15,7 @@ const model = find("#chat-model");
 let messages = [];
 /** @type {AbortController | null} */
 let asked = null;
-/** Whether the model has no chat template, and is given the plain text instead. */
+/** Whether the model has no chat template, so that it gets plain text. */
 let isPlain = false;
 
 /** Opens the box with a checkpoint. @param {string} checkpoint */
@@ -25,7 +25,7 @@ export function chatWith(checkpoint) {
   input.focus();
 }
 
-/** Listens to the box. */
+/** Sets up the chat box. */
 export function beginChat() {
   find("#chat-form").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -63,7 +63,7 @@ function send() {
   answer(said);
 }
 
-/** Asks for the next message and writes it as it comes. */
+/** Requests the next message and shows it while it arrives. */
 async function answer(said) {
   const conversation = messages;
   const reply = bubble("assistant", find("option:checked", model)?.textContent ?? model.value);
@@ -93,7 +93,7 @@ async function answer(said) {
     show();
   }
   if (conversation !== messages) return;
-  // an answer that never began is no part of what was said; the question then waits in the input
+  // An answer that never began is left out, and the question goes back to the input.
   if (content) messages.push({ role: "assistant", content });
   else if (finish === null) takeBack(said);
 }
@@ -136,7 +136,7 @@ function bubble(role, name) {
   return { text, state };
 }
 
-/** Adds what has come, and stays at the end where the reader is there. */
+/** Adds new text; keeps the end in view if the reader is there. */
 function write(place, text) {
   const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
   appendAnswer(place, text);

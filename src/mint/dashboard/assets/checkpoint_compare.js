@@ -1,5 +1,5 @@
-// Two checkpoints on one prompt, side by side: the same seed, temperature and limit, both at once. Knows the elements
-// of the comparison; prompts are the reader's own, of the held-out set, or of the run's rollouts.
+// Samples two checkpoints on one prompt side by side, with the same seed, temperature and limit. Knows the elements of the
+// comparison; prompts come from the reader, the held-out set, or the run's rollouts.
 
 import { duration, el, find, findAll, getJson, pageData, query, runPath, setQuery } from "./common.js";
 import { appendAnswer, finishText, sample, waiting } from "./sampling.js";
@@ -12,7 +12,7 @@ const source = find("#compare-source");
 /** @type {AbortController | null} */
 let asked = null;
 
-/** Listens to the form, and offers prompts of the run. */
+/** Sets up the form, and offers prompts of the run. */
 export async function beginCompare() {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
@@ -121,7 +121,7 @@ function question(model) {
   };
 }
 
-/** One side; whether it came to its end. */
+/** Samples for one side; returns whether it finished. */
 async function run(side, signal) {
   const out = find("[data-cell=out]", side);
   const pace = find("[data-cell=pace]", side);
@@ -155,7 +155,7 @@ async function run(side, signal) {
   }
 }
 
-/** Says of each pair of answers whether they are the same. */
+/** Marks each pair of answers as equal or different. */
 function markDifferences() {
   const [left, right] = sides().map((side) => findAll(".answer", side));
   left.forEach((answer, i) => {

@@ -1,5 +1,5 @@
-// The page of a run's checkpoints: copying, which checkpoint the chat box talks to, and the search for the fall of a
-// metric. Comparing and chatting have modules of their own.
+// The page of a run's checkpoints: copying, choosing the checkpoint of the chat box, and the search for the checkpoint
+// where a metric fell. Comparing and chatting have their own modules.
 
 import { beginChat, chatWith } from "./chat.js";
 import { beginCompare } from "./checkpoint_compare.js";
@@ -17,7 +17,7 @@ async function copy(button) {
     button.textContent = "copied";
     setTimeout(() => (button.textContent = "copy"), COPIED_MS);
   } catch {
-    // over plain HTTP from elsewhere a browser does not let a page copy: mark the text, for the person to
+    // Over plain HTTP from another machine, browsers forbid copying: select the text, so that the reader can
     getSelection()?.selectAllChildren(button.previousElementSibling);
   }
 }

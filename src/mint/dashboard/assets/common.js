@@ -1,9 +1,9 @@
-// What all pages share: asking the API, numbers as text, building elements, the address bar as state, server-sent
-// events, keys and the theme. Text from a run only ever becomes a text node. Knows no page and no chart.
+// What all pages share: API requests, numbers as text, building elements, state in the URL, server-sent events, keyboard
+// shortcuts, theme. Text from a run only becomes text nodes. Knows no page and no chart.
 
 const API = "/dashboard/v1/";
 
-/** An answer of the API that is an error: a sentence, and where known the field, its value and a remedy. */
+/** An error from the API: a sentence, and if known the field, its value and a remedy. */
 export class ApiError extends Error {
   /**
    * @param {number} status HTTP status, 0 where no answer came
@@ -62,8 +62,8 @@ async function ask(url, options) {
 }
 
 /**
- * Listens to server-sent events while the page is seen; the header shows whether it is connected. A hidden tab lets go,
- * since a browser keeps six connections to one server for all of its tabs.
+ * Listens to server-sent events while the page is visible; the header shows whether it is connected. A hidden tab
+ * disconnects, because a browser allows six connections to one server for all its tabs.
  * @param {string} path
  * @param {Record<string, (data: any) => void>} handlers by event name; the data is parsed JSON
  * @param {{since?: string, opened?: () => void}} [options] `since` is the place to go on from, and moves with each event
@@ -147,7 +147,7 @@ export const find = (selector, inside = document) => inside.querySelector(select
 /** @param {string} selector @param {ParentNode} [inside] @returns {any[]} */
 export const findAll = (selector, inside = document) => [...inside.querySelectorAll(selector)];
 
-/** The `data-…` attributes of `main`: what the server tells the page's script. */
+/** The `data-…` attributes of `main`: data from the server for the page's script. */
 export const pageData = () => /** @type {HTMLElement} */ (document.getElementById("main")).dataset;
 
 /** Shows an error above the content until it is closed. @param {unknown} error */
@@ -223,7 +223,7 @@ function searchOf(values) {
   return search;
 }
 
-/** The query of this page; `query().get("step")`, `query().getAll("flag")`. */
+/** The query of this page's URL; `query().get("step")`, `query().getAll("flag")`. */
 export const query = () => new URLSearchParams(location.search);
 
 /**
@@ -351,7 +351,7 @@ function nextTheme() {
   try {
     localStorage.setItem("mint-theme", next);
   } catch {
-    // storage may be forbidden; the choice then lasts for this page
+    // Storage may be forbidden; then the choice holds for this page only.
   }
   nameTheme();
   for (const heard of themeListeners) heard();

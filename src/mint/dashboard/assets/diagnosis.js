@@ -1,5 +1,5 @@
-// The page of a run's diagnosis: each finding with charts of what it speaks of and the first samples that show it, and
-// where the tokens went. Knows the findings of the API; what to plot and which rollouts to show is said there.
+// The page of a run's diagnosis: each finding with charts and the first samples that show it, and what became of the
+// tokens. The API says which metrics and rollouts belong to a finding.
 
 import { Board } from "./charts.js";
 import {
@@ -21,7 +21,7 @@ const CHARTS_SHOWN = 3;
 const AGAIN_MS = 2000;
 const TEXT_SHOWN = 300;
 const RANK = ["error", "warning", "info"];
-/** Metrics that are read together, on one scale. */
+/** Metrics that share a scale. */
 const ONE_SCALE = /^(groups|mismatch)\//;
 const STAGES = ["generated", "graded", "informative", "trained", "gradient"];
 
@@ -179,7 +179,7 @@ function showVerdict(findings, isWhole) {
     const steps = data.steps.length.toLocaleString("en-US");
     const until = isWhole && pageData().state !== "running" ? "" : " so far";
     verdict.replaceChildren(el("b", {}, "No findings"), " ", el("span", { class: "muted" },
-      `in ${steps} steps${until}. Each was asked all that is listed under “What is checked”.`));
+      `in ${steps} steps${until}. Every step was checked for the findings listed under “What is checked”.`));
     return;
   }
   verdict.replaceChildren(

@@ -1,5 +1,5 @@
-// One sample as a card: its reward and parts, how it ended, what it said token by token, and what happened on the way.
-// Knows a full row of the API; knows nothing of requests, addresses or the other cards.
+// One sample as a card: reward and its parts, stop reason, tokens, and the timeline of its episode. Knows a full row of the
+// API; knows nothing of requests, URLs or other cards.
 
 import { el, number } from "./common.js";
 import { asText, longText, timeline, values } from "./timeline.js";
@@ -46,7 +46,7 @@ export class Card {
     this.row = row;
     /** @type {TokenBlock[]} */
     this.blocks = [];
-    /** Whether the run says what the tokens are. */
+    /** Whether the run has logged the texts of the tokens. */
     this.isReadable = true;
     this.element = el(
       "article",

@@ -1,5 +1,5 @@
-// The form that filters rollouts: from a filter to what the form shows, and back. Knows the form and the filter; asks
-// for nothing itself, and does not know what is found.
+// The form that filters rollouts: shows a filter, and reads one from its fields. Makes no requests and does not know the
+// results.
 
 import { el, find, findAll, searchKey, showError } from "./common.js";
 import { noFilter, partsOf } from "./rollout_query.js";

@@ -1,5 +1,5 @@
-// What stands above the samples: which group or item it is, how it was rewarded, and its prompt, folded to its end.
-// Knows the shapes of the API and how to draw them; asks for nothing and remembers nothing.
+// The head above the samples: the group or item, its rewards, and its prompt, folded to the end. Draws rows of the API;
+// makes no requests and keeps no state.
 
 import { el } from "./common.js";
 import { dots, hasSignal, meanText, rangeOf } from "./rollout_lists.js";
@@ -58,7 +58,7 @@ const stageLine = (tools, ...parts) =>
   el("div", { class: "stage-line" }, ...parts, el("span", { class: "stage-tools" }, ...tools));
 
 /**
- * The end of a prompt, which tells it from others; all of it at a click.
+ * The end of a prompt, because prompts begin alike; a click shows all of it.
  * @param {string} prompt
  * @param {string|number|null} item
  */

@@ -1,5 +1,5 @@
 // The lists of the rollouts page: the groups of a step, the results of a filter, and the visits of one item over the
-// steps of a run. Knows the shapes of the API and how to draw them; asks for nothing and remembers nothing.
+// steps of a run. Draws rows of the API; makes no requests and keeps no state.
 
 import { el } from "./common.js";
 import { advantageText, rewardText, tagsOf } from "./rollout_card.js";
@@ -28,7 +28,7 @@ export const meanText = (rewards) => rewardText(meanOf(rewards));
 export const hasSignal = (rewards) => new Set(graded(rewards)).size > 1;
 
 /**
- * Rewards as dots, best first: the fuller, the nearer to the highest reward in sight; hollow at the lowest.
+ * Rewards as dots, best first: filled for the highest reward shown, hollow for the lowest.
  * @param {(number|null)[]} rewards @param {{low: number, high: number}} range
  */
 export function dots(rewards, { low, high }) {
@@ -62,7 +62,7 @@ function line(text, kind) {
 }
 
 /**
- * The end of a prompt, without the markers of a chat template: what tells one prompt from the next.
+ * The end of a prompt without the markers of a chat template, because prompts begin alike.
  * @param {string} prompt
  */
 function tailOf(prompt) {
@@ -104,7 +104,7 @@ export function groupEntry(group, range, link) {
   );
 }
 
-/** Text around what was searched for, which is marked; from its beginning where that is not in it. */
+/** Text around the search text, which is marked; the beginning if the text does not contain it. */
 function found(text, searched) {
   const box = el("bdi", { class: "entry-text mono" });
   const flat = text.replace(/\s+/g, " ").trim();

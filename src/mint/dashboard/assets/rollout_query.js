@@ -1,5 +1,5 @@
-// What the rollouts page shows, as the query of its address and back: step, group, sample, colour, the item that is
-// followed through training, and the filter. Pure; knows no document and no requests.
+// The state of the rollouts page as the query of its URL, and back: step, group, sample, colour, the item followed through
+// training, and the filter. Pure; knows no document and no requests.
 
 /**
  * @typedef {{text: string, reward_min: string, reward_max: string, length_min: string, length_max: string,
@@ -47,7 +47,7 @@ export function readState(search) {
   return state;
 }
 
-/** Whether a filter is on and no sample is chosen yet: the step shown is then no part of the question. */
+/** Whether a filter is on and no sample is chosen yet: then the shown step is not part of the query. */
 const isUnsettled = ({ group, visits, filter }) => group === null && visits === null && isFiltering(filter);
 
 /** The state as the whole query of the address. @param {State} state @returns {Record<string, unknown>} */
@@ -71,7 +71,7 @@ export const noFilter = () =>
   /** @type {Filter} */ ({ ...Object.fromEntries(FIELDS.map((name) => [name, ""])), flag: [], without: [] });
 
 /**
- * The parts of a filter in words, each with the filter that lacks it.
+ * The parts of a filter as labels, each with the filter without it.
  * @param {Filter} filter
  * @param {string} [order] the order in words
  * @returns {{label: string, without: Filter}[]}

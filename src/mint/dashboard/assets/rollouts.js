@@ -1,6 +1,6 @@
-// The page of rollouts: picks a step, a group and a sample, filters over all steps, and follows one item through
-// training. The address is the state: every choice is in the query, and everything is drawn from it. Knows the API; how
-// a card, a list or a token looks is elsewhere.
+// The page of rollouts: chooses a step, a group and a sample, filters over all steps, and follows one item through training.
+// The URL is the state: every choice is in its query, and the page is drawn from it. Other modules draw cards, lists and
+// tokens.
 
 import {
   afterPause,
@@ -39,7 +39,7 @@ let state = readState(query());
 let listed = { step: null, groups: [] };
 /** @type {Card[]} */
 let cards = [];
-/** What the stage shows, as a key: it is drawn again only where that has changed. */
+/** A key for what the stage shows: it is drawn again only if the key changes. */
 let staged = "";
 let resultsOf = "";
 let marked = "";
@@ -93,7 +93,7 @@ async function show() {
   }
 }
 
-/** A step that has rollouts: the one asked for, else the nearest before it, else the latest. */
+/** A step with rollouts: the requested one, else the nearest before it, else the latest. */
 function settleStep() {
   const asked = state.follow ? Infinity : (state.step ?? Infinity);
   state.step = steps.findLast((step) => step <= asked) ?? steps[0] ?? null;
@@ -165,7 +165,7 @@ async function showResults() {
   await addResults(0, key);
 }
 
-/** Adds the next results. A search that has not seen everything goes on by itself until there is a page of them. */
+/** Adds the next results. A search that stopped at its limit continues until there is a whole page. */
 async function addResults(offset, key) {
   const page = await ask("rollouts", { query: { ...state.filter, offset, limit: PAGE_SIZE } });
   if (key !== resultsOf) return;
@@ -429,7 +429,7 @@ async function onStep(step) {
   else drawSteps();
 }
 
-/** What the address already says is asked for at once, and not one after another. */
+/** Requests all that the URL names at once instead of one after another. */
 function askAhead() {
   const { step, group, follow, filter } = state;
   if (step === null || follow) return;

@@ -1,5 +1,5 @@
-// The page of a run, and of several compared: headline numbers, charts, and what a person has set about them, which is
-// kept in the address. Knows the cells of run.html by their `data-cell`; drawing is in charts.js.
+// The page of a run, and of several compared runs: main numbers, charts, and the reader's settings, which are in the URL.
+// Knows the cells of run.html by their `data-cell`; charts.js draws.
 
 import {
   age, afterPause, compact, duration, el, find, findAll, fixed, getJson, listen, NONE, pageData, percent, query, runPath,
@@ -55,7 +55,7 @@ async function load(name) {
   configs.set(name, config);
 }
 
-/** Loads what is missing and shows all; a run that cannot be read is named, and the others are shown. */
+/** Loads the missing runs and shows all; names a run that cannot be read, and shows the others. */
 async function showRuns() {
   const results = await Promise.allSettled(names.map(load));
   results.forEach((result) => result.status === "rejected" && showError(result.reason));
@@ -75,7 +75,7 @@ async function showRuns() {
 /** Of many noisy steps the trend is what one looks for first. @param {number} steps */
 const smoothingFor = (steps) => (steps > 300 ? 0.9 : steps > 60 ? 0.6 : 0);
 
-/** Listens to those that go on; a browser has few connections, so to some only. */
+/** Listens to the events of running runs; only to some, because a browser has few connections. */
 function follow() {
   for (const [name, stop] of streams) {
     if (!names.includes(name)) {
@@ -112,7 +112,7 @@ function listenTo(run) {
       run.summary = summary;
       grown(run);
     },
-    // the log was cut back to a checkpoint: what is known of it no longer holds
+    // The log was cut back to a checkpoint, so the data of this page is out of date.
     reset: () => getJson(runPath(run.name, "columns")).then((answer) => {
       loaded.set(run.name, Object.assign(run, new RunData(run.name, answer)));
       grown(run);
@@ -152,7 +152,7 @@ function showSummary(run) {
   showClock(run);
 }
 
-/** What a reading has gained over the one before training. */
+/** The gain of an evaluation over the one before training. */
 function gainOf(heldout, evaluations) {
   const before = evaluations.find(({ when, temperature, metric }) =>
     when === "before" && temperature === heldout?.temperature && metric === heldout?.metric);
@@ -162,7 +162,7 @@ function gainOf(heldout, evaluations) {
 
 function showClock({ summary, elapsed: places }) {
   const runs = summary.state === "running";
-  // a run of an older version has not logged when it began: the time of its steps is what is known
+  // An older version did not log the start of a run; the times of its steps are known.
   const elapsed = (runs ? Date.now() / 1000 : summary.updated_at) - summary.began_at || places.at(-1);
   find(".headline [data-cell=elapsed]").textContent = duration(elapsed);
   find(".headline [data-cell=rest]").hidden = !runs;
@@ -195,7 +195,7 @@ function showCompared(runs) {
     el("td", {}, el("button", { type: "button", class: "button button--plain", "aria-label": `Take ${name} out`, onclick: () => takeOut(name) }, "×")))));
 }
 
-/** The settings in which the runs are not alike. */
+/** The settings that differ between the runs. */
 function differences(runs) {
   const keys = new Set(runs.flatMap(({ name }) => Object.keys(configs.get(name) ?? {})));
   return [...keys].filter((key) => new Set(runs.map(({ name }) => settingText(configs.get(name)?.[key]))).size > 1);
@@ -226,7 +226,7 @@ function addRun(name) {
 
 /* charts */
 
-/** Adds the charts that are not there yet: a run reports new metrics as it goes on. */
+/** Adds missing charts: a run may report new metrics at any step. */
 function showCharts(runs) {
   const there = new Set(board.charts.map(({ spec }) => spec.id));
   for (const spec of [...CHARTS, ...taskCharts(runs)]) if (!there.has(spec.id)) board.add(find("#charts"), spec, { marks });

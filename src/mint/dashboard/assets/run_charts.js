@@ -1,9 +1,9 @@
-// Which charts the page of a run has: their titles, and the metrics of each. Pure; draws nothing.
+// The charts on the page of a run: their titles and metrics. Pure; draws nothing.
 
 /**
  * @typedef {import("./run_data.js").RunData} RunData
  * @typedef {{values?: (number | null)[], readings?: import("./run_data.js").Reading[]}} Read one value per step, or
- *   readings with intervals at some steps
+ *   evaluations with intervals at some steps
  * @typedef {{key: string, label: string, side?: "right", read: (run: RunData) => Read}} Series
  * @typedef {"share" | "seconds" | "count" | "number"} Unit
  * @typedef {{id: string, title: string, series: (runs: RunData[]) => Series[], unit?: Unit, include?: number[],

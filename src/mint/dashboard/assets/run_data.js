@@ -1,5 +1,5 @@
-// The numbers of one run as columns, one entry per step, growing while the run goes on. Knows the names of the clock's
-// metrics only; what the others mean is said in run_charts.js.
+// The numbers of one run as columns with one entry per step; they grow while the run continues. Knows the names of the
+// time metrics only; run_charts.js knows the others.
 
 /**
  * @typedef {{step: number, when: string, temperature?: number, metric?: string, mean: number, low: number, high: number, n: number,
@@ -28,7 +28,7 @@ export class RunData {
     this.#countSeconds();
   }
 
-  /** The steps that are done, in order. */
+  /** The finished steps, in order. */
   get steps() {
     return /** @type {number[]} */ (this.columns.step ??= []);
   }
@@ -80,7 +80,7 @@ export class RunData {
       const took = phases.reduce((sum, phase) => sum + (phase[i] ?? 0), 0);
       const before = i ? this.elapsed[i - 1] : 0;
       const [now, last] = [clock[i], i ? clock[i - 1] : null];
-      // the clock counts what lies between steps too, such as readings of the held-out set
+      // The time between steps counts too, such as that of held-out evaluations.
       const passed = i === 0 && now && this.summary.began_at ? now - this.summary.began_at : now && last ? now - last : took;
       this.elapsed.push(before + Math.max(passed, 1e-3));
     }

@@ -1,5 +1,5 @@
-// The table of runs: sorts, filters, compares, and follows the server's events row by row, so that what a person has
-// sorted and ticked stays. Knows the cells of runs.html by their `data-cell`.
+// The table of runs: sorts, filters and compares. Events from the server change single rows, so that the reader's order and
+// ticks stay. Knows the cells of runs.html by their `data-cell`.
 
 import {
   age, afterPause, compact, el, find, findAll, fixed, getJson, listen, NONE, percent, query, runPath, searchKey,
@@ -41,7 +41,7 @@ const filterBox = /** @type {HTMLInputElement} */ (find("#filter"));
 const stateBox = /** @type {HTMLSelectElement} */ (find("#state"));
 let sort = query().get("sort") ?? "age";
 
-/** Takes over what the server says now: changes rows in place, adds new ones, drops those that are gone. */
+/** Shows a new list from the server: changes rows in place, adds new ones, removes missing ones. */
 function take(/** @type {Summary[]} */ runs) {
   const names = new Set(runs.map((run) => run.name));
   for (const [name, { row }] of known) {
@@ -100,7 +100,7 @@ function fill(row, run) {
     el("span", { class: `tag tag--${severity}`, title: `${run.findings[severity]} of severity ${severity}` }, run.findings[severity])).flatMap((tag) => [tag, " "]));
 }
 
-/** Sorts and filters the rows that are there; a row that keeps its place is not touched. */
+/** Sorts and filters the rows; a row that keeps its place is not moved. */
 function arrange() {
   const entries = [...known.values()].sort((a, b) => compare(a.run, b.run));
   let shown = 0;

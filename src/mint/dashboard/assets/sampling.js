@@ -1,9 +1,9 @@
-// Asks the server for samples of a model and hands on the text as it comes. The protocol is OpenAI's, at `/v1`. Knows no
+// Requests samples of a model from the server and yields the text while it arrives, by OpenAI's protocol at `/v1`. Knows no
 // page; an error becomes a sentence with a remedy.
 
 import { appendVisible } from "./tokens.js";
 
-/** What went wrong, in words. */
+/** An error as a sentence. */
 export class SamplingError extends Error {
   /** @param {string} message @param {string} [code] */
   constructor(message, code = "") {
@@ -19,7 +19,7 @@ export class SamplingError extends Error {
  */
 
 /**
- * Samples; the pieces of all choices come in the order in which they are made.
+ * Samples; yields the pieces of all choices in the order in which the server makes them.
  * @param {Question} question
  * @param {AbortSignal} signal ends it, here and on the server
  * @returns {AsyncGenerator<Piece>}
@@ -77,12 +77,12 @@ async function* eventsOf(stream, signal) {
   }
 }
 
-/** Tool calls as text: nothing carries them out here. */
+/** Tool calls as text; they are not executed here. */
 const callsIn = (delta) =>
   (delta?.tool_calls ?? []).map((call) => `\n→ ${call.function?.name}(${call.function?.arguments ?? ""})`).join("");
 
 function errorOf(status, body, model) {
-  // OpenAI's shape, or the one of these pages
+  // OpenAI's form, or that of these pages
   const { message, code } = typeof body.error === "object" ? body.error : { message: body.error, code: "" };
   if (code === "model_not_found") {
     return new SamplingError(
@@ -94,7 +94,7 @@ function errorOf(status, body, model) {
 }
 
 /**
- * Adds text that a model wrote: its lines as lines, and what cannot be seen otherwise by name.
+ * Adds text that a model wrote: keeps its lines, and shows invisible characters by name.
  * @param {HTMLElement} place @param {string} text
  */
 export function appendAnswer(place, text) {
@@ -109,7 +109,7 @@ export const finishText = (finish) =>
   ({ stop: "ended by itself", length: "cut off at the limit of tokens", tool_calls: "asks for a tool" })[finish ?? ""] ?? finish ?? "";
 
 /**
- * Tells how long a first piece is waited for; the first question to a server may load its model.
+ * Shows how long the first piece takes; the first request to a server may load the model.
  * @param {(text: string) => void} tell
  * @returns {() => void} ends it
  */

@@ -1,10 +1,10 @@
-// The page of the service: asked again every two seconds while it is seen. What came before is kept in this page only,
-// for the small curves. Knows the numbers of the API by name.
+// The page of the service: polls the API every two seconds while it is visible. The small curves show values since the page
+// was opened. Knows the numbers of the API by name.
 
 import { compact, duration, el, find, getJson, number, percent, showError } from "./common.js";
 
 const EVERY_MS = 2000;
-const KEPT = 150; // five minutes
+const MAX_VALUES = 150; // five minutes
 const SVG = "http://www.w3.org/2000/svg";
 
 /** @type {Map<string, (number | null)[]>} */
@@ -64,19 +64,19 @@ function figure(key, value, format = number) {
   const values = past.get(key) ?? [];
   past.set(key, values);
   values.push(value ?? null);
-  if (values.length > KEPT) values.shift();
+  if (values.length > MAX_VALUES) values.shift();
   write(key, format(value ?? null));
   draw(find(`[data-figure=${key}] .spark`), values, key === "resident");
 }
 
-/** A curve from zero up; memory from its least, since it never comes near zero. */
+/** A curve that starts at zero; that of memory starts at its minimum, which is far from zero. */
 function draw(svg, values, isFloating) {
   const known = values.filter((value) => value !== null);
   if (known.length < 2) return;
   const low = isFloating ? Math.min(...known) : 0;
   const high = Math.max(...known, low + (isFloating ? 1 : 1e-9));
   const points = values.flatMap((value, i) => {
-    const x = 96 * (1 - (values.length - 1 - i) / (KEPT - 1));
+    const x = 96 * (1 - (values.length - 1 - i) / (MAX_VALUES - 1));
     return value === null ? [] : [`${x.toFixed(1)},${(21 - (20 * (value - low)) / (high - low)).toFixed(1)}`];
   });
   const line = document.createElementNS(SVG, "polyline");
@@ -91,7 +91,7 @@ function showTenants(tenants) {
   find("#tenants tbody").replaceChildren(...(rows.length ? rows : [nobody]));
 }
 
-/** Counters since the start, whatever the engine counts, in groups. */
+/** All counters of the engine since its start, in groups. */
 function showEngine({ tokens, busy_s, sampling, kv_cells }) {
   const groups = [
     ["Tokens since the start", Object.entries(tokens).map(([name, value]) => [name, compact(value)])],
@@ -105,7 +105,7 @@ function showEngine({ tokens, busy_s, sampling, kv_cells }) {
   ]));
 }
 
-/** How much of the prompts was not worked on again. */
+/** The share of prompt tokens found in the prefix cache. */
 function cacheShare({ prefilled, reused } = {}) {
   return prefilled + reused > 0 ? [["prompt tokens from the prefix cache", percent(reused / (prefilled + reused))]] : [];
 }

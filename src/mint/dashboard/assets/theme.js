@@ -1,4 +1,4 @@
-// Sets the chosen theme before the first paint; a classic script, since modules run after it. Knows nothing of pages.
+// Sets the chosen theme before the first paint. A classic script, because modules run later. Knows nothing of pages.
 {
   const root = document.documentElement;
   root.classList.add("js");
@@ -6,6 +6,6 @@
     const theme = localStorage.getItem("mint-theme");
     if (theme === "light" || theme === "dark") root.dataset.theme = theme;
   } catch {
-    // storage may be forbidden; the system's theme is used then
+    // Storage may be forbidden; then the system's theme is used.
   }
 }

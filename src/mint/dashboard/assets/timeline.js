@@ -1,6 +1,6 @@
-// What happened in an episode, in order: messages, tool calls and their results, with the time that each took. Knows
-// the entries of a logged `trace`; knows nothing of pages or requests, and not how tokens are coloured: whoever has the
-// tokens of a turn hands them in. What a model or a tool wrote only ever becomes text nodes.
+// The course of an episode: messages, tool calls and their results, with times. Knows the entries of a logged `trace`; knows
+// nothing of pages or requests. The caller passes in the coloured tokens of a turn. Text of a model or a tool only becomes
+// text nodes.
 
 import { el } from "./common.js";
 import { appendVisible } from "./tokens.js";
@@ -70,7 +70,7 @@ export function values(value, title) {
 }
 
 /**
- * Text with invisible characters by name; what is long is folded, and shown in parts at a click.
+ * Text with invisible characters by name; a long text is folded, and clicks show its parts.
  * @param {string} text
  * @param {number} [first] characters that are shown at once
  * @returns {HTMLElement}
@@ -92,7 +92,7 @@ export function longText(text, first = FIRST_CHARACTERS) {
   return box;
 }
 
-/** Where to cut so that no pair of surrogates is cut in two. */
+/** A place to cut that does not split a surrogate pair. */
 function whole(text, end) {
   const unit = text.charCodeAt(end - 1);
   return end < text.length && unit >= 0xd800 && unit < 0xdc00 ? end + 1 : end;

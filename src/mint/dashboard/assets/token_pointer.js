@@ -1,5 +1,5 @@
-// What is known of the token under the mouse or the keyboard's cursor, in a small box beside it. Knows cards with their
-// token blocks; knows nothing of requests or colours.
+// A small box with the facts about the token under the mouse or the keyboard cursor. Knows cards with their token blocks;
+// knows nothing of requests or colours.
 
 import { el } from "./common.js";
 import { appendVisible, describe } from "./tokens.js";

@@ -1,8 +1,8 @@
 /**
- * The sampled tokens of a rollout as spans: what each one said, and a colour for one number about it.
+ * The sampled tokens of a rollout as spans: the text of each, and a colour for one of its numbers.
  *
- * Knows a logged row and the document; knows nothing of pages, requests or addresses. What a model wrote is hostile: it
- * only ever becomes text nodes, and characters that are invisible or move the text around them are shown by name.
+ * Knows a logged row and the document; knows nothing of pages, requests or URLs. Text of a model is untrusted: it only
+ * becomes text nodes, and characters that are invisible or move the text around them are shown by name.
  *
  * @typedef {{text: string, special: boolean, bytes?: string}} Piece
  * @typedef {{tokens: number[], logprobs: number[], pieces: Piece[], advantage: number|null,
@@ -58,7 +58,7 @@ export function nameOf(character) {
 }
 
 /**
- * Text cut where a character must be shown by name; line ends and tabs keep their effect and get a mark before it.
+ * Text cut at characters that must be shown by name; line ends and tabs keep their effect and get a mark before them.
  * @param {string} text
  * @returns {{text: string, mark: boolean}[]}
  */
@@ -101,7 +101,7 @@ export function appendVisible(parent, text) {
 }
 
 /**
- * The spans of a rollout: one for each token, or one for several that only together are a character.
+ * The spans of a rollout: one per token, or one for several tokens that form a character together.
  * @param {Row} row
  * @returns {Span[]}
  */
@@ -117,7 +117,7 @@ export function spansOf(row) {
   return spans;
 }
 
-/** The shortest run of pieces from `start` that is text, or null. */
+/** The shortest sequence of pieces from `start` that is valid text, or null. */
 function join(pieces, start) {
   const decoder = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
   let hex = "";
@@ -127,7 +127,7 @@ function join(pieces, start) {
     try {
       return { end: end + 1, text: decoder.decode(bytes) };
     } catch {
-      // not text yet: the next piece may complete it
+      // Not valid text yet; the next piece may complete it.
     }
   }
   return null;
@@ -157,7 +157,7 @@ const VALUES = {
 };
 
 /**
- * How values become colours, the same for all rows that are seen side by side.
+ * The mapping from values to colours; the same for all rows shown side by side.
  * @param {string} mode one of MODES
  * @param {Row[]} rows
  * @returns {Scale}
@@ -206,7 +206,7 @@ const logprobLevel = (logprob) => PROBABILITIES.filter((limit) => Math.exp(logpr
 const entropyLevel = (entropy) => ENTROPIES.filter((limit) => entropy >= limit).length;
 
 /**
- * What there is to know of a span, as pairs of name and value; several values where it is several tokens.
+ * The facts about a span as pairs of name and value; several values for a span of several tokens.
  * @param {Row} row @param {Span} span @returns {[string, string][]}
  */
 export function describe(row, span) {
@@ -234,7 +234,7 @@ export function describe(row, span) {
   return pairs;
 }
 
-/** The spans of some tokens of one rollout in the document: a first part at once, more as it is scrolled to. */
+/** The spans of some tokens of one rollout: the first part at once, more when scrolled to. */
 export class TokenBlock {
   /** @param {Row} row @param {Span[]} spans */
   constructor(row, spans) {
