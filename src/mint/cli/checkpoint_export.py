@@ -1,6 +1,6 @@
-"""`mint export`: a checkpoint becomes a folder that other tools load. Joins checkpoints, registry and formats.
+"""Exports a checkpoint to a folder that other tools load.
 
-The checkpoint is one of this machine, or one of the server at `MINT_BASE_URL`, which sends it as an archive.
+The checkpoint is on this machine, or on the server at `MINT_BASE_URL`, which sends it as an archive.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class _Lora:
-    """A checkpoint's weights, and what they are."""
+    """The weights of a checkpoint, with their rank, alpha and base model."""
 
     weights: dict[str, np.ndarray]
     rank: int
@@ -47,11 +47,11 @@ class _Lora:
 
 
 def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir: Path | None = None) -> None:
-    """Writes the checkpoint at `path` to the new folder `output`: `peft` an adapter, `hf` a merged model, `gguf-ready`
-    a merged model for llama.cpp's converter.
+    """Writes the checkpoint at `path` to the new folder `output`.
 
-    `data_dir` None is the server at `MINT_BASE_URL` if that is set, else `MINT_HOME`. The base model must be on this
-    machine for all but `peft`. The folder appears whole or not at all.
+    `peft` writes an adapter, `hf` a merged model, `gguf-ready` a merged model for llama.cpp's converter. `data_dir`
+    None is the server at `MINT_BASE_URL` if that is set, else `MINT_HOME`. All formats except `peft` need the base
+    model on this machine. The folder appears complete or not at all.
 
     Raises:
         InvalidRequestError: `output` exists, or `path` is no checkpoint path.
@@ -123,7 +123,7 @@ def _write(folder: Path, lora: _Lora, settings: Settings, format: ExportFormat) 
 
 
 def _public_name(base_model: str, settings: Settings) -> str:
-    """What PEFT is told to load first: the hub's name where there is one, else the folder on this machine."""
+    """The base model that PEFT will load: its name on the hub if it has one, else a folder on this machine."""
     aliases = settings.model_aliases
     if base_model not in registry.BUNDLED and base_model not in aliases and not Path(base_model).exists():
         return base_model
@@ -131,16 +131,16 @@ def _public_name(base_model: str, settings: Settings) -> str:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Leaves a redirect to the caller: the key must not travel to where it leads."""
+    """Does not follow redirects, because the API key must not be sent to another address."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
     ) -> None:
-        """Does not follow."""
+        """Returns None: the caller handles the redirect."""
 
 
 def _fetch(url: str, api_key: str, target: BinaryIO) -> None:
-    """Downloads the archive that a server signs an address for."""
+    """Downloads an archive through the signed URL that the server redirects to."""
     asking = urllib.request.Request(url, headers={"X-API-Key": api_key, "Accept": "application/gzip"})
     try:
         urllib.request.build_opener(_NoRedirect).open(asking, timeout=TIMEOUT_S)
@@ -165,7 +165,7 @@ def _fetch(url: str, api_key: str, target: BinaryIO) -> None:
 
 
 def _refusal(url: str, status: int, body: IO[bytes]) -> MintError:
-    """The error that the server named."""
+    """The error in the server's answer."""
     try:
         found = json.loads(body.read(65_536))
     except ValueError:

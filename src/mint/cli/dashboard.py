@@ -1,4 +1,4 @@
-"""`mint dashboard`: arguments in, one call. Registered by `cli`."""
+"""`mint dashboard`: reads its arguments and starts the server."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from mint.errors import InvalidRequestError, MintError
 
 
 def dashboard(
-    folders: Annotated[
-        list[Path] | None, typer.Argument(help="further run folders, or folders with runs in them")
-    ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="whose runs are shown; MINT_HOME if not given")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8501,
-    host: Annotated[str, typer.Option(help="for others, keys of the data directory are asked for")] = "127.0.0.1",
-    open_browser: Annotated[bool, typer.Option("--open", help="show it in a browser")] = False,
+    folders: Annotated[list[Path] | None, typer.Argument(help="more run folders, or folders with runs in them")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="the data directory; MINT_HOME if not given")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port")] = 8501,
+    host: Annotated[str, typer.Option(help="another address requires API keys of the data directory")] = "127.0.0.1",
+    open_browser: Annotated[bool, typer.Option("--open", help="open it in a browser")] = False,
 ) -> None:
-    """Shows runs in a browser, live and afterwards; `mint serve` shows those of its own at the same address."""
+    """Shows runs in a browser, live and afterwards. `mint serve` shows the runs of its own data directory itself."""
     from mint.compose.dashboard import serve_dashboard
     from mint.config import read_settings  # deferred: `mint --help` answers at once
 

@@ -1,7 +1,7 @@
-"""`mint rollouts`, `mint plot`, and what `mint runs` says of run folders: RL runs, looked at from a terminal.
+"""`mint rollouts`, `mint plot`, and the run folders in `mint runs list` and `show`: RL runs in a terminal.
 
-Reads run folders only: no server, no engine. What a model wrote is shown sign by sign, never obeyed. Registered by
-`cli`.
+Reads run folders only; needs no server and no engine. Control characters in a model's text are shown, not sent to the
+terminal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mint.rl.tracking.terminal_text import head, one_line, paragraph, sparkline
 if TYPE_CHECKING:
     from mint.runs.reader import RunReader
 
-SHOWN_SIGNS = 2_000
+SHOWN_CHARACTERS = 2_000
 CURVE_WIDTH = 48
 ROLLOUTS = 4
 
@@ -39,20 +39,22 @@ Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON docume
 
 def rollouts(
     run: Run,
-    step: Annotated[int | None, typer.Option(help="of this step; the last one if not given")] = None,
-    worst: Annotated[int, typer.Option(min=0, help="those with the lowest reward")] = 0,
-    best: Annotated[int, typer.Option(min=0, help="those with the highest reward")] = 0,
-    item: Annotated[int | None, typer.Option(help="only this place of the dataset, over all steps")] = None,
-    flag: Annotated[list[str] | None, typer.Option(help="only truncated, error, no_signal, … ones; repeatable")] = None,
-    text: Annotated[str, typer.Option(help="only those whose prompt or text contains this, over all steps")] = "",
+    step: Annotated[int | None, typer.Option(help="the step; the last one if not given")] = None,
+    worst: Annotated[int, typer.Option(min=0, help="how many with the lowest rewards")] = 0,
+    best: Annotated[int, typer.Option(min=0, help="how many with the highest rewards")] = 0,
+    item: Annotated[int | None, typer.Option(help="only this item of the dataset, over all steps")] = None,
+    flag: Annotated[
+        list[str] | None, typer.Option(help="only rollouts with this flag: truncated, error, no_signal, …; repeatable")
+    ] = None,
+    text: Annotated[str, typer.Option(help="only rollouts whose prompt or text contains this, over all steps")] = "",
     as_json: Json = False,
 ) -> None:
-    """Rollouts of a run: prompt, text, reward by part, why each ended. Best and worst of the last step by default."""
+    """Rollouts of a run: prompt, text, reward by part, stop reason. By default the best and worst of the last step."""
     from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
 
     try:
         reader = RunReader(find_run(run))
-        rows = _chosen(reader, step=step, worst=worst, best=best, item=item, flags=frozenset(flag or ()), text=text)
+        rows = _select(reader, step=step, worst=worst, best=best, item=item, flags=frozenset(flag or ()), text=text)
     except MintError as error:
         fail(error)
     if as_json:
@@ -68,9 +70,9 @@ def rollouts(
 def plot(
     run: Run,
     output: Annotated[Path, typer.Option("--output", "-o", help="the PNG to write")],
-    metric: Annotated[list[str] | None, typer.Option(help="these instead of the reward; repeatable")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="a metric to plot instead of the reward; repeatable")] = None,
 ) -> None:
-    """The curve of a run as a PNG: reward and held-out readings, or any metrics by name."""
+    """The curve of a run as a PNG: reward and held-out evaluations, or any metrics by name."""
     from mint.rl.tracking.plot import plot_metrics, plot_run  # deferred: loads matplotlib
     from mint.runs.reader import RunReader
 
@@ -88,7 +90,7 @@ def plot(
 
 
 def show_run_folder(folder: Path, *, as_json: bool) -> None:
-    """State, curve, readings, findings and checkpoints of one RL run."""
+    """Prints state, curve, held-out evaluations, findings and checkpoints of one run."""
     from mint.rl.tracking.terminal_text import COLORS  # deferred: `mint --help` answers at once
     from mint.runs.reader import RunReader
 
@@ -132,7 +134,7 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
 
 
 def rl_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
-    """The newest RL runs below a data folder (None: `MINT_HOME`), each in a row."""
+    """The newest runs of a data directory (None: `MINT_HOME`), one dict each."""
     from mint.dashboard.run_folders import RunFolders  # deferred: `mint --help` answers at once
     from mint.runs.reader import RunReader
 
@@ -142,7 +144,7 @@ def rl_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
 
 
 def rl_row(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """One of them for a table with `RL_COLUMNS`."""
+    """A run as a row of a table with `RL_COLUMNS`."""
     heldout = "" if run["heldout"] is None else _interval(run["heldout"])
     findings = ", ".join(f"{count} {severity}" for severity, count in run["findings"].items() if count)
     steps = f"{run['step']} of {run['steps']}"
@@ -151,7 +153,7 @@ def rl_row(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def find_run(name: str) -> Path:
-    """The folder of an RL run, by its path or its name below `MINT_HOME/runs`.
+    """The folder of a run, by its path or its name below `MINT_HOME/runs`.
 
     Raises:
         NotFoundError: neither holds a run.
@@ -167,14 +169,14 @@ def find_run(name: str) -> Path:
 
 
 def run_folder(name: str) -> Path | None:
-    """The same, None if there is no such run."""
+    """The folder of a run by its path or name; None if there is no such run."""
     for folder in (Path(name), read_settings().home_dir / "runs" / name):
         if (folder / "config.json").is_file():
             return folder
     return None
 
 
-def _chosen(
+def _select(
     reader: RunReader, *, step: int | None, worst: int, best: int, item: int | None, flags: frozenset[str], text: str
 ) -> list[dict[str, Any]]:
     from mint.runs.reader import FLAGS, RolloutQuery  # deferred: `mint --help` answers at once
@@ -213,14 +215,14 @@ def _print_rollout(console: Console, row: Mapping[str, Any]) -> None:
     place = f"step {row['step']} item {row['item']} rollout {row['row']}"
     console.print(Text.assemble((place, "bold"), f"  {reward}  ({', '.join(facts)})"))
     prompt, text = str(row["prompt"]), str(row["text"])
-    if len(prompt) > SHOWN_SIGNS:
-        console.print(Text(f"  … {len(prompt) - SHOWN_SIGNS:,} signs before this", style="dim"))
-    for line in paragraph(prompt[-SHOWN_SIGNS:]).split("\n"):
+    if len(prompt) > SHOWN_CHARACTERS:
+        console.print(Text(f"  … {len(prompt) - SHOWN_CHARACTERS:,} characters before this", style="dim"))
+    for line in paragraph(prompt[-SHOWN_CHARACTERS:]).split("\n"):
         console.print(Text(f"  {line}", style="dim"))
-    for line in paragraph(text[:SHOWN_SIGNS]).split("\n"):
+    for line in paragraph(text[:SHOWN_CHARACTERS]).split("\n"):
         console.print(Text(f"  │ {line}"))
-    if len(text) > SHOWN_SIGNS:
-        console.print(Text(f"  │ … and {len(text) - SHOWN_SIGNS:,} more signs (--json has all)", style="dim"))
+    if len(text) > SHOWN_CHARACTERS:
+        console.print(Text(f"  │ … and {len(text) - SHOWN_CHARACTERS:,} more characters (--json has all)", style="dim"))
     for entry in row.get("trace") or ():
         said = entry.get("content") or entry.get("result") or ""
         console.print(Text(f"    {one_line(str(entry.get('role', '')))}: {head(str(said), 200)}", style="dim"))

@@ -1,4 +1,4 @@
-"""What all commands say in the same way: an error, as one red sentence."""
+"""Errors on the terminal, the same for all commands."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from mint.errors import MintError
 
 
 def fail(error: MintError) -> NoReturn:
-    """Prints the error as it is (no markup, no `:train:` that becomes a picture of one) and exits with 1."""
+    """Prints the error without interpreting markup or `:emoji:` in it, and exits with status 1."""
     Console(stderr=True).print(Text.assemble((type(error).__name__, "red"), f": {error}"), soft_wrap=True)
     raise typer.Exit(1) from error
