@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from waiting import wait_until
 
 from mint.cli.main import app
-from mint.dashboard import diagnosis_view as diagnosing
+from mint.dashboard import diagnosis_cache
 from mint.dashboard.finding_evidence import CHECKED, EVIDENCE, evidence_of
 from mint.dashboard.run_folders import RunFolders
 from mint.dashboard.run_readers import RunReaders
@@ -133,10 +133,10 @@ def test_a_finding_that_became_more_severe_is_shown_once(tmp_path: Path) -> None
 
 
 def test_nobody_waits_for_the_diagnosis_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosing, "WAIT_S", 0.0)
+    monkeypatch.setattr(diagnosis_cache, "WAIT_S", 0.0)
     run = write_run(tmp_path / "runs" / "long", 30)
     append(run, "findings.jsonl", finding("tracker_failed", 1))
-    diagnoses = diagnosing.DiagnosisCache(RunReaders(RunFolders([tmp_path])))
+    diagnoses = diagnosis_cache.DiagnosisCache(RunReaders(RunFolders([tmp_path])))
     found, is_whole = diagnoses.of("long")
     assert [row["code"] for row in found] == ["tracker_failed"] and not is_whole
     wait_until(lambda: diagnoses.of("long")[1])

@@ -370,7 +370,7 @@ def test_searches_go_one_by_one_and_say_what_they_read(tmp_path: Path) -> None:
     searches = BisectJobs(RunReaders(RunFolders([tmp_path])), search)
     assert searches.state("a") == {"status": "none"}
     assert searches.begin("a", "success", None)["status"] == "running"
-    with pytest.raises(OverloadedError, match="under way"):
+    with pytest.raises(OverloadedError, match="another search is running"):
         searches.begin("a", "heldout", None)
     wait_until(lambda: searches.state("a")["reading"])
     go_on.set()

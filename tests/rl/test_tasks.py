@@ -140,7 +140,7 @@ def test_reasoning_gym_train_and_held_out_are_disjoint_for_every_seed_and_the_he
 
 def test_reasoning_gym_says_what_it_refuses() -> None:
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(InvalidRequestError, match=r"is no reasoning-gym task.*chain_sum"):
+    with pytest.raises(InvalidRequestError, match=r"is not a reasoning-gym task.*chain_sum"):
         load_task("reasoning_gym:chain_some")
     with pytest.raises(InvalidRequestError, match="refused by reasoning-gym"):
         load_task("reasoning_gym:chain_sum", min_terms=5, max_terms=2)
@@ -217,8 +217,8 @@ def test_each_grader_tells_right_from_wrong(grader: str, answer: str, right: str
         ({"prompt": "x"}, {}, r"bad\.jsonl:2 = .*has no field answer or gold or solution.*answer_key"),
         ({"prompt": "x", "answer": "1"}, {"answer_key": "label"}, r"bad\.jsonl:.*has no field label"),
         ({"prompt": 3, "answer": "1"}, {}, r"bad\.jsonl:2: prompt = 3: is neither a text nor"),
-        ({"prompt": "x", "answer": None}, {}, r"bad\.jsonl:2: answer = .*is no text or number"),
-        ({"prompt": "x", "answer": "("}, {"grader": "regex"}, r"bad\.jsonl:2: answer = .*is no regular expression"),
+        ({"prompt": "x", "answer": None}, {}, r"bad\.jsonl:2: answer = .*is not a text or a number"),
+        ({"prompt": "x", "answer": "("}, {"grader": "regex"}, r"bad\.jsonl:2: answer = .*is not a regular expression"),
         ("[1]", {}, r"bad\.jsonl:2 = .*is not an object"),
     ],
 )
@@ -232,8 +232,8 @@ def test_a_bad_row_is_named_by_file_line_and_field(
 
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
-    [("gone.jsonl", {}, "does not exist"), ("here.jsonl", {"grader": "vibes"}, "is no grader"),
-     ("here.jsonl", {"heldout": 1.5}, "is no share"), ("here.jsonl", {"prompt_style": "shout"}, "is no prompt style")],
+    [("gone.jsonl", {}, "does not exist"), ("here.jsonl", {"grader": "vibes"}, "is not a grader"),
+     ("here.jsonl", {"heldout": 1.5}, "is not in"), ("here.jsonl", {"prompt_style": "shout"}, "is not a prompt style")],
 )  # fmt: skip
 def test_a_wrong_option_of_a_file_task_is_refused(
     name: str, options: dict[str, Any], complaint: str, tmp_path: Path

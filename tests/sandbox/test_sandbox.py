@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mint.errors import InvalidRequestError
-from mint.sandbox import Limits, Sandbox, same_value
-from mint.sandbox import warm as warm_module
+from mint.sandbox import Limits, Sandbox, same_value, zygote_pool
 from mint.sandbox.syscalls import ALLOWED, ALLOWED_UNLESS_EXECUTABLE, SLEEPS, seccomp_filter
 from mint.sandbox.values import decode, encode
 from mint.sandbox.zygote_pool import ZygoteError, read_outcome
@@ -174,7 +173,7 @@ def test_a_kernel_without_landlock_has_no_zygote(monkeypatch: pytest.MonkeyPatch
     def refuse(*, locked: bool) -> None:
         raise ZygoteError("Landlock: Function not implemented")
 
-    monkeypatch.setattr(warm_module, "_Zygote", refuse)
+    monkeypatch.setattr(zygote_pool, "_Zygote", refuse)
     with Sandbox() as sandbox:
         assert "zygote" not in sandbox.level.engines
         assert "Landlock" in sandbox.level.missing["zygote"]

@@ -52,7 +52,7 @@ class EventCursor:
 
 
 @dataclass(frozen=True)
-class _Event:
+class StreamEvent:
     """`cursor` is the position after the event."""
 
     name: str
@@ -77,13 +77,13 @@ class _Event:
         return b"%sevent: %s\ndata: %s\n\n" % (place, self.name.encode(), self.data)
 
 
-class _Listener:
+class Listener:
     """One open stream. None in its queue ends the stream."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[_Event | None] = asyncio.Queue(QUEUE_EVENTS)
+        self.queue: asyncio.Queue[StreamEvent | None] = asyncio.Queue(QUEUE_EVENTS)
 
-    def put(self, event: _Event | None) -> None:
+    def put(self, event: StreamEvent | None) -> None:
         """Adds an event; if the queue is full, ends the stream."""
         try:
             self.queue.put_nowait(event)
@@ -100,8 +100,8 @@ class _Listener:
 class _Watcher:
     """Polls one run, or the list, for all its listeners. `poll` is called in a thread and returns the new events."""
 
-    def __init__(self, poll: Callable[[], list[_Event]], every_s: float) -> None:
-        self.listeners: set[_Listener] = set()
+    def __init__(self, poll: Callable[[], list[StreamEvent]], every_s: float) -> None:
+        self.listeners: set[Listener] = set()
         self.has_polled = asyncio.Event()
         self._poll = poll
         self._every_s = every_s
@@ -143,7 +143,7 @@ class EventStreams:
         Raises:
             OverloadedError: too many streams are open.
         """
-        poll = _RunPoll(name, reader, self._readers)
+        poll = RunPoll(name, reader, self._readers)
         return self._open(f"run {name}", poll, POLL_RUN_S, partial(_catch_up, name, reader, self._readers, since))
 
     def of_all(self) -> StreamingResponse:
@@ -152,7 +152,7 @@ class EventStreams:
         Raises:
             OverloadedError: too many streams are open.
         """
-        poll = _ListPoll(self._readers)
+        poll = ListPoll(self._readers)
         return self._open("all", poll, POLL_LIST_S, list)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class EventStreams:
         return len(self._watchers)
 
     def _open(
-        self, key: str, poll: Callable[[], list[_Event]], every_s: float, before: Callable[[], list[_Event]]
+        self, key: str, poll: Callable[[], list[StreamEvent]], every_s: float, before: Callable[[], list[StreamEvent]]
     ) -> StreamingResponse:
         if sum(len(watcher.listeners) for watcher in self._watchers.values()) >= MAX_LISTENERS:
             raise OverloadedError(f"{MAX_LISTENERS} streams are open already", remedy="Close some pages")
@@ -176,14 +176,14 @@ class EventStreams:
         return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
     async def _events(
-        self, key: str, poll: Callable[[], list[_Event]], every_s: float, before: Callable[[], list[_Event]]
+        self, key: str, poll: Callable[[], list[StreamEvent]], every_s: float, before: Callable[[], list[StreamEvent]]
     ) -> AsyncIterator[bytes]:
         """First the earlier events, then those of the watcher.
 
         The earlier ones are read after the watcher's first poll, so that no event is missed between the two. An event
         that both have seen is sent once.
         """
-        listener = _Listener()
+        listener = Listener()
         watcher = self._watchers.get(key)
         if watcher is None or watcher.task.done():
             watcher = self._watchers[key] = _Watcher(poll, every_s)
@@ -221,7 +221,7 @@ def cursor_of(reader: RunReader) -> EventCursor:
     return EventCursor(int(steps[-1] or 0) if steps else 0, len(reader.evaluations()), len(reader.findings()))
 
 
-class _RunPoll:
+class RunPoll:
     """The new events of a run since the last call; none on the first call."""
 
     def __init__(self, name: str, reader: RunReader, readers: RunReaders) -> None:
@@ -230,7 +230,7 @@ class _RunPoll:
         self._cursor: EventCursor | None = None
         self._state: str | None = None
 
-    def __call__(self) -> list[_Event]:
+    def __call__(self) -> list[StreamEvent]:
         version = self._reader.version()
         if version == self._version:
             return []
@@ -248,20 +248,20 @@ class _RunPoll:
         return events
 
 
-class _ListPoll:
+class ListPoll:
     """The list of runs if it has changed since the last call; nothing on the first call."""
 
     def __init__(self, readers: RunReaders) -> None:
         self._readers = readers
         self._known: bytes | None = None
 
-    def __call__(self) -> list[_Event]:
+    def __call__(self) -> list[StreamEvent]:
         body = json_bytes({"runs": list(self._readers.summaries().values())})
         before, self._known = self._known, body
-        return [] if before is None or before == body else [_Event("runs", body)]
+        return [] if before is None or before == body else [StreamEvent("runs", body)]
 
 
-def _catch_up(name: str, reader: RunReader, readers: RunReaders, since: EventCursor | None) -> list[_Event]:
+def _catch_up(name: str, reader: RunReader, readers: RunReaders, since: EventCursor | None) -> list[StreamEvent]:
     """The events that a new listener has missed, and the summary."""
     end = cursor_of(reader)
     summary = _event("summary", readers.summary(name), end)
@@ -286,11 +286,11 @@ def _was_cut(now: EventCursor, before: EventCursor) -> bool:
     )
 
 
-def _events_since(reader: RunReader, since: EventCursor) -> list[_Event]:
+def _events_since(reader: RunReader, since: EventCursor) -> list[StreamEvent]:
     """The events after a position: steps, then evaluations, then findings, each with its own position."""
     rows = reader.metrics(since.step)[-CATCH_UP_STEPS:]
     evaluations, findings = since.evaluations or 0, since.findings or 0
-    events: list[_Event] = []
+    events: list[StreamEvent] = []
     step = since.step
     for row in rows:
         step = int(row["step"])
@@ -308,5 +308,5 @@ def _numbered(rows: list[dict[str, Any]], since: int) -> Iterable[tuple[int, dic
     return enumerate(rows[since:], start=since + 1)
 
 
-def _event(name: str, data: object, cursor: EventCursor) -> _Event:
-    return _Event(name, json_bytes(data), cursor)
+def _event(name: str, data: object, cursor: EventCursor) -> StreamEvent:
+    return StreamEvent(name, json_bytes(data), cursor)

@@ -1,1 +1,1 @@
-"""Runnable recipes, one readable file each. The library never imports them; copy one and bend it."""
+"""Recipes: one readable file each, to copy and change. The library never imports them."""

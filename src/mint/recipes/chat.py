@@ -1,7 +1,7 @@
 """Chat RL: one short reply to one message about a thing, through the tokenizer's chat template.
 
-The reward is a rubric of named parts, and on top of it, if one is given, a pairwise judge that compares the replies of
-a group. Held-out questions are scored by the rubric alone, whatever the judge likes.
+The reward is a rubric of named parts, optionally combined with a pairwise judge that compares the replies of a group.
+Held-out questions are scored by the rubric alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEMO = RLConfig(
     learning_rate=3e-3,
     lr_schedule="linear",
 )
-"""Tuned for the bundled model: small models want a larger learning rate than the table's 2e-5."""
+"""Tuned for the bundled model; small models need a larger learning rate than the default 2e-5."""
 
 
 class ChatAdapter(RLAdapter):
@@ -43,18 +43,18 @@ class ChatAdapter(RLAdapter):
         judge_share: float = 0.5,
         penalties: Mapping[str, Penalty] | None = None,
     ) -> None:
-        """`seed` draws the order of the questions; the split itself does not depend on it.
+        """`seed` determines the order of the questions; the split does not depend on it.
 
         Args:
             judge: Compares the replies of a training group.
-            judge_share: The judge's share of the training reward, the rest is the rubric's; 1 is the judge alone.
-            penalties: Taken off every reward, by name.
+            judge_share: The judge's share of the training reward; the rest is the rubric's. 1 is the judge alone.
+            penalties: Subtracted from every reward, by name.
 
         Raises:
-            InvalidRequestError: `judge_share` is no share.
+            InvalidRequestError: `judge_share` is not in (0, 1].
         """
         if not 0 < judge_share <= 1:
-            raise InvalidRequestError("is no share", field="judge_share", value=judge_share, remedy="Try 0.5")
+            raise InvalidRequestError("is not in (0, 1]", field="judge_share", value=judge_share, remedy="Try 0.5")
         self.seed, self.judge, self.judge_share = seed, judge, judge_share
         self.penalties = dict(penalties or {})
 
@@ -67,21 +67,21 @@ class ChatAdapter(RLAdapter):
         return self._shuffled(questions(heldout=True))
 
     def item_key(self, sample: ChatQuestion) -> str:
-        """The message: with or without a system message it is the same question."""
+        """The message, because it is the same question with and without a system message."""
         return sample.text
 
     def make_prompt(self, sample: ChatQuestion, tokenizer: Any) -> list[int]:
-        """The conversation as the model was trained to read it, up to where it replies."""
+        """The conversation in the chat template, up to the reply."""
         return tokenizer.apply_chat_template(sample.messages, add_generation_prompt=True, return_dict=False)
 
     def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
-        """The rubric, part by part, less the penalties."""
+        """The parts of the rubric, minus the penalties."""
         return penalized(RUBRIC(response, sample), response, sample, self.penalties)
 
     def compute_group_rewards(
         self, responses: Sequence[str], sample: ChatQuestion
     ) -> Awaitable[Sequence[Graded | None]] | None:
-        """Rubric and judge; None where the judge could not compare a reply with any other."""
+        """Rubric and judge; None for a reply that the judge could not compare with any other."""
         return None if self.judge is None else self._judged(self.judge, responses, sample)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Code RL: a problem and maybe examples, the model writes a function, the reward is the share of tests that it passes.
+"""Code RL: the model writes a function for a problem; the reward is the share of hidden tests that it passes.
 
-The code runs in `mint.sandbox`, which is given the inputs only; the answers stay in this process and are compared here
-in exact type and value. A solution can therefore win in no other way than by returning the right values.
+The code runs in `mint.sandbox`, which gets the inputs only. The expected values stay in this process and are compared
+here in exact type and value, so a solution can only win by returning the right values.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ DEMO = RLConfig(
     advantage="std",
     heldout_size=398,
 )
-"""Tuned for the bundled model. `std`, because a nearly right body fails one case of several: its reward is near 1."""
+"""Tuned for the bundled model. `std`, because a nearly right body fails one case of several, so rewards are close."""
 
 SHOTS = 2
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 FIRST_LINE = re.compile(r"^(?:def |import |from |class |@)", re.MULTILINE)
 
 Case = tuple[tuple[Any, ...], Any]
-"""Arguments, and the value that they must give."""
+"""Arguments, and the expected value."""
 
 
 @dataclass(frozen=True)
 class CodeProblem:
     """A prompt, the name of the function that it asks for, and the hidden cases that grade it.
 
-    Raises InvalidRequestError where there is no case, or where the prompt shows one: what grades must not be shown.
+    Raises InvalidRequestError if there is no case, or if the prompt shows one of them.
     """
 
     prompt: str
@@ -63,7 +63,7 @@ class CodeProblem:
 
 
 class CodeAdapter(RLAdapter):
-    """`# Write plus(x): return x plus 3.` → `def plus(x):` …; or, with `problems`, any problems of one's own."""
+    """`# Write plus(x): return x plus 3.` → `def plus(x):` …; or, with `problems`, your own problems."""
 
     reward_range = (0.0, 1.0)
 
@@ -77,8 +77,8 @@ class CodeAdapter(RLAdapter):
         limits: Limits | None = None,
         unsafe_sandbox: bool = False,
     ) -> None:
-        """`problems` None draws one-line functions by `seed`. `unsafe_sandbox` runs the model's code with the rights of
-        this user, outside any sandbox."""
+        """`problems` None draws one-line functions by `seed`. `unsafe_sandbox` runs the model's code without isolation,
+        with the rights of this user."""
         self.problems, self.heldout = problems, heldout
         self.seed, self.train_size = seed, train_size
         self.limits, self.unsafe_sandbox = limits, unsafe_sandbox
@@ -92,7 +92,7 @@ class CodeAdapter(RLAdapter):
         return Sandbox(self.limits, unsafe=self.unsafe_sandbox)
 
     def build_dataset(self) -> Sequence[CodeProblem]:
-        """The problems to train on; of one's own, or one-line functions, half direct and half after two examples."""
+        """Your problems, or one-line functions, half of them after two examples."""
         if self.problems is not None:
             return self.problems
         rng = random.Random(f"code {self.seed}")
@@ -100,7 +100,8 @@ class CodeAdapter(RLAdapter):
         return self._as_problems(functions, rng)
 
     def build_heldout(self) -> Sequence[CodeProblem]:
-        """All held-out one-line functions, direct and after two examples, in random order; or one's own."""
+        """Your held-out problems, or all held-out one-line functions, without and after two examples, in random
+        order."""
         if self.problems is not None:
             return self.heldout
         rng = random.Random("code held-out")
@@ -134,7 +135,7 @@ class CodeAdapter(RLAdapter):
         return problems
 
     def _cases(self, function: Function) -> tuple[Case, ...]:
-        """The right body's values; it runs in the sandbox as all code does, but in a run of its own."""
+        """The values of the right body, computed in a separate run of the sandbox."""
         inputs = [(value,) for value in edge_inputs(function)]
         source = function.source(function.kind.body)
         outcome = self.sandbox.run(source, function.name, inputs)
@@ -172,7 +173,7 @@ def run_tests(sandbox: Sandbox, code: str, function: str, cases: Sequence[Case])
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block, or else the text from the first line that begins a definition, or else all of it."""
+    """The last fenced block; else the text from the first definition or import on; else the whole response."""
     if blocks := FENCE.findall(response):
         return blocks[-1]
     start = FIRST_LINE.search(response)

@@ -1,8 +1,8 @@
 """Math RL: questions with one right answer, by exact match or by math-verify.
 
-Without problems of your own these are arithmetic questions; the held-out ones are disjoint from the training ones by
-construction (`arithmetic.is_heldout`, a hash of the problem), and the bundled model never saw them in the question
-format either. Problems of your own are split by a hash of their text.
+Without your own problems these are arithmetic questions. A hash of the problem (`arithmetic.is_heldout`) separates the
+held-out questions from the training ones; the bundled model never saw the held-out ones in the question format. Your
+own problems are split by a hash of their text.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DEMO = RLConfig(
     learning_rate=3e-3,
     lr_schedule="linear",
 )
-"""Tuned for the bundled model: small models want a larger learning rate than the table's 2e-5."""
+"""Tuned for the bundled model; small models need a larger learning rate than the default 2e-5."""
 
 GraderName = Literal["exact", "math-verify"]
 HELDOUT_SHARE = 1 / 8
 
 
 class MathAdapter(RLAdapter):
-    """`Q: What is 34 + 58?` → ` 92`, or problems of your own."""
+    """`Q: What is 34 + 58?` → ` 92`, or your own problems."""
 
     heldout_name = "arithmetic held-out (1 in 8 problems by hash, never trained on)"
     reward_range = (0.0, 1.0)
@@ -49,14 +49,14 @@ class MathAdapter(RLAdapter):
         heldout_problems: Iterable[tuple[Prompt, str]] | None = None,
         prompt_style: PromptStyle = "plain",
     ) -> None:
-        """`seed` draws the arithmetic questions; the split itself does not depend on it.
+        """`seed` draws the arithmetic questions; the split does not depend on it.
 
         Args:
             grader: `exact`: the completion is the answer and nothing else. `math-verify`: its final answer equals the
-                answer, however written.
+                answer, in any notation.
             problems: `(prompt, answer)` pairs instead of arithmetic; a prompt is a text or a list of messages.
             heldout_problems: Their held-out set; None holds out 1 in 8 of `problems` by a hash of the prompt.
-            prompt_style: How a text of `problems` is put to the model: `plain`, or `chat` through its chat template.
+            prompt_style: How the prompts of `problems` are encoded: `plain`, or `chat` with the chat template.
 
         Raises:
             InvalidRequestError: the grader is unknown, or held-out problems were given without problems.
@@ -64,7 +64,7 @@ class MathAdapter(RLAdapter):
         """
         if grader not in ("exact", "math-verify"):
             raise InvalidRequestError(
-                "is no grader", field="grader", value=grader, remedy="Choose exact or math-verify"
+                "is not a grader", field="grader", value=grader, remedy="Choose exact or math-verify"
             )
         if problems is None and heldout_problems is not None:
             raise InvalidRequestError(
@@ -99,18 +99,18 @@ class MathAdapter(RLAdapter):
         return sample.question if isinstance(sample, Problem) else sample.text
 
     def demonstrate(self, sample: Problem | Question) -> str | None:
-        """The answer, after a blank where the prompt is plain text."""
+        """The answer, after a space if the prompt is plain text."""
         plain = isinstance(sample, Problem) or self.prompt_style == "plain"
         return f" {sample.answer}" if plain else sample.answer
 
     def make_prompt(self, sample: Problem | Question, tokenizer: Any) -> list[int]:
-        """The question as plain text, or in the style asked for."""
+        """The question as plain text, or in `prompt_style`."""
         if isinstance(sample, Problem):
             return tokenizer.encode(sample.question)
         return encode_prompt(sample.prompt, tokenizer, self.prompt_style)
 
     def compute_reward(self, response: str, sample: Problem | Question) -> Reward:
-        """1 if the answer is right, 0 otherwise; `info` says who decided."""
+        """1 if the answer is right, 0 otherwise; `info` names the method that decided."""
         if self._grader is None:
             return Reward(float(exact_match(response, sample.answer)), info={"graded_by": "exact"})
         comparison = self._grader.compare(response, sample.answer)

@@ -1,6 +1,6 @@
-"""Questions with checkable answers: how they are put to any model, and which of them are held out.
+"""Tasks of questions with reference answers: encoding prompts for any model, and the held-out split.
 
-What data of others (a file, a generator, another package's tasks) have in common. Knows no grader and no file format.
+Shared by all `task_sources`. Knows no grader and no file format.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ DEMO = RLConfig(
     learning_rate=3e-3,
     lr_schedule="linear",
 )
-"""For tasks of this kind on the bundled model; a large model wants a learning rate near the table's 2e-5."""
+"""For such tasks on the bundled model; a large model needs a learning rate near the default 2e-5."""
 
 PromptStyle = Literal["chat", "plain"]
-"""`chat`: through the tokenizer's chat template where it has one. `plain`: the text as it is."""
+"""`chat`: with the tokenizer's chat template if it has one. `plain`: the text as it is."""
 
 Prompt = str | Sequence[Mapping[str, Any]]
-"""A text, or messages as chat templates take them."""
+"""A text, or messages for a chat template."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt with its reference answer; `source` is whatever else its grader wants to see."""
+    """One prompt with its reference answer; `source` is further data for the grader."""
 
     prompt: Prompt
     answer: str
@@ -42,7 +42,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The prompt as text: what makes a question the same as another, whatever its recorded answer."""
+        """The prompt as text. Questions with the same text are the same, even with another answer."""
         if isinstance(self.prompt, str):
             return self.prompt
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
@@ -52,32 +52,32 @@ class QuestionAdapter(RLAdapter):
     """A task over `Question`s; a subclass gives `load_questions` and `compute_reward`."""
 
     def __init__(self, *, prompt_style: PromptStyle = "chat") -> None:
-        """`prompt_style` says how texts are put to the model.
+        """`prompt_style` says how text prompts are encoded.
 
         Raises:
             InvalidRequestError: the style is unknown.
         """
         if prompt_style not in ("chat", "plain"):
             raise InvalidRequestError(
-                "is no prompt style", field="prompt_style", value=prompt_style, remedy="Choose chat or plain"
+                "is not a prompt style", field="prompt_style", value=prompt_style, remedy="Choose chat or plain"
             )
         self.prompt_style: PromptStyle = prompt_style
 
     def make_prompt(self, sample: Question, tokenizer: Any) -> list[int]:
-        """The question in this task's style."""
+        """The question in the task's `prompt_style`."""
         return encode_prompt(sample.prompt, tokenizer, self.prompt_style)
 
     def demonstrate(self, sample: Question) -> str | None:
-        """The reference answer, after a blank where the prompt is plain text."""
+        """The reference answer, after a space if the prompt is plain text."""
         return sample.answer if self.prompt_style == "chat" else f" {sample.answer}"
 
     def item_key(self, sample: Question) -> str:
-        """The prompt alone: the same question with another answer recorded must not cross the split."""
+        """The prompt without the answer, so that a question with two answers stays on one side of the split."""
         return sample.text
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any, style: PromptStyle) -> list[int]:
-    """Token ids of a text or of messages, ready to be continued by the assistant.
+    """Token ids of a text or of messages, up to where the assistant replies.
 
     Raises:
         InvalidRequestError: messages were given and the tokenizer has no chat template.
@@ -101,13 +101,13 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, style: PromptStyle) -> list[in
 
 
 def is_heldout(question: Question, share: float) -> bool:
-    """Whether a hash of the prompt puts the question among the `share` that is never trained on."""
+    """Whether a hash of the prompt puts the question into the held-out `share`."""
     digest = hashlib.sha256(question.text.encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def one_side(questions: Iterable[Question], *, heldout: bool, share: float, limit: int | None = None) -> list[Question]:
-    """The distinct questions of one side of the split, in order, at most `limit`; reads no further than it needs."""
+    """The distinct questions of one side of the split, in order, up to `limit`; stops reading there."""
     found: dict[str, Question] = {}
     for question in questions:
         if limit is not None and len(found) >= limit:

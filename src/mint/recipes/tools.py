@@ -1,7 +1,7 @@
-"""Tools RL: a question, a calculator, two turns; and a search over local documents as a second example.
+"""Tools RL: a question, a calculator call, an answer; and a search over local documents as a second example.
 
 The held-out questions share no operands with the training ones (`arithmetic.is_heldout`), and the bundled model never
-saw them either. Half of what it knows are direct guesses; what it has to discover is that calling pays.
+saw them. It was trained to guess as often as to call the calculator; RL teaches it to call.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ DEMO = RLConfig(
     learning_rate=2e-3,
     lr_schedule="linear",
 )
-"""Tuned for the bundled model: small models want a larger learning rate than the table's 2e-5."""
+"""Tuned for the bundled model; small models need a larger learning rate than the default 2e-5."""
 
 COSTS = Costs(per_violation=0.2, at_most=0.5)
-"""A malformed call, a tool that does not exist or bad arguments cost a fifth of the answer."""
+"""A malformed call, an unknown tool or bad arguments cost a fifth of the answer's reward."""
 
 
 @dataclass(frozen=True)
 class CalculatorQuestion:
-    """What is asked, and whether the chat template describes the calculator or the system message only mentions it."""
+    """A question; `described`: the chat template describes the calculator, else the system message only mentions it."""
 
     problem: Problem
     text: str
@@ -48,7 +48,7 @@ class CalculatorQuestion:
 
 
 def draw_questions(seed: int, count: int, *, heldout: bool) -> list[CalculatorQuestion]:
-    """Questions from one side of the split, described and undescribed in turn."""
+    """Questions from one side of the split, alternately undescribed and described."""
     rng = random.Random(f"tools {seed} {heldout}")
     questions: list[CalculatorQuestion] = []
     while len(questions) < count:
@@ -65,7 +65,7 @@ class ToolsAdapter(MessageEnvAdapter):
     heldout_name = "calculator questions held-out (1 in 8 pairs of operands by hash, never trained on)"
 
     def __init__(self, *, seed: int = 0, heldout_size: int = 512, train_size: int = 8192, costs: Costs = COSTS) -> None:
-        """`seed` draws the questions; the split itself does not depend on it."""
+        """`seed` draws the questions; the split does not depend on it."""
         self.seed, self.heldout_size, self.train_size, self.costs = seed, heldout_size, train_size, costs
         self.reward_range = costs.range_of((0.0, 1.0))
 
@@ -108,7 +108,7 @@ FACTS = (
 
 
 class SearchAdapter(MessageEnvAdapter):
-    """A question whose answer stands in one of a few local documents; for models that can read (`mint/tiny` cannot).
+    """A question with its answer in one of a few local documents; for models that can read (`mint/tiny` cannot).
 
     Give your own `documents` (texts, or a folder) and `facts` (question, answer).
     """

@@ -1,1 +1,1 @@
-"""Data sets that recipes generate or carry."""
+"""Data sets that the recipes generate."""

@@ -1,7 +1,7 @@
-"""Arithmetic problems: what they are, which are held out, and how to draw a representative set.
+"""Arithmetic problems, their held-out split, and how to draw a representative set.
 
-The pre-training corpus of the bundled model and the reinforcement-learning recipe share this file, so that "held out"
-means the same problems to both. It does not know how a reply is sampled, graded or learned from.
+The pre-training corpus of the bundled model and the RL recipe share this file, so that both hold out the same problems.
+Knows nothing of sampling, grading or training.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ KIND_SHARES = {
     "times table": 0.08,
     "two-digit * one-digit": 0.12,
 }
-"""Share of each kind in a drawn set, as far as the kind has enough problems."""
+"""Share of each kind in a drawn set, if the kind has enough problems."""
 
 HELDOUT_ONE_IN = 8
 
@@ -60,9 +60,9 @@ class Problem:
 
 
 def is_heldout(problem: Problem) -> bool:
-    """Whether the problem is one of the 1 in 8 never trained on in the question format.
+    """Whether the problem is one of the 1 in 8 that are never trained on in the question format.
 
-    A stable hash decides, and 3 + 5 and 5 + 3 fall on the same side.
+    A stable hash decides; 3 + 5 and 5 + 3 are on the same side.
     """
     low, high = sorted((problem.a, problem.b))
     first, second = (problem.a, problem.b) if problem.op == "-" else (low, high)
@@ -90,8 +90,8 @@ def problems_by_kind(*, heldout: bool) -> dict[str, tuple[Problem, ...]]:
 def draw_problems(seed: int, count: int, *, heldout: bool) -> list[Problem]:
     """`count` distinct problems from one side of the split, mixed as `KIND_SHARES` says, in random order.
 
-    A kind with too few problems gives all it has, and the most numerous kind makes up the difference.
-    Raises ValueError when that side has fewer than `count` problems.
+    If a kind has too few problems, others of the side fill up the set. Raises ValueError if that side has fewer than
+    `count` problems.
     """
     pools = problems_by_kind(heldout=heldout)
     available = sum(len(pool) for pool in pools.values())

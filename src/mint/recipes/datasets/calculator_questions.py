@@ -1,7 +1,7 @@
-"""Questions for a calculator: bare expressions and one-sentence word problems, and which are held out.
+"""Questions for a calculator: expressions and one-sentence word problems, and their held-out split.
 
-The pre-training corpus of the bundled model and the tools recipe share this file, so that "held out" means the same
-operands to both. It does not know how a reply is sampled, graded or learned from.
+The pre-training corpus of the bundled model and the tools recipe share this file, so that both hold out the same
+operands. Knows nothing of sampling, grading or training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOOLS_OUTRO = (
     f'{CALL_OPEN}{{"name": <function-name>, "arguments": <args-json-object>}}{CALL_CLOSE}'
 )
 TOOLS_SYSTEM = TOOLS_INTRO + json.dumps(calculator.schema) + TOOLS_OUTRO
-"""What the bundled model's chat template says when it is given the calculator."""
+"""The system message that the bundled model's chat template makes of the calculator."""
 
 EXPRESSION_MESSAGES = ("What is {expression}?", "Calculate {expression}.", "How much is {expression}?")
 WORD_PROBLEMS = {

@@ -1,7 +1,7 @@
-"""Things to chat about: what belongs to each, which questions about them are held out, and what makes a good reply.
+"""Questions about things, their held-out split, and the rubric for a good reply.
 
-The pre-training corpus of the bundled model and the chat recipe share this file, so that "held out" means the same
-questions to both. It does not know how a reply is sampled or learned from.
+The pre-training corpus of the bundled model and the chat recipe share this file, so that both hold out the same
+questions. Knows nothing of sampling or training.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ PAIRS = tuple((message, thing) for message in MESSAGES for thing in THINGS)
 
 
 def is_heldout_pair(message: str, thing: Thing) -> bool:
-    """Whether the corpus never asks this message about this thing (1 in 8, by a stable hash)."""
+    """Whether the pair is held out: 1 in 8 by a stable hash; the corpus never contains it."""
     return hashlib.sha256(message.format(thing.name).encode()).digest()[0] % HELDOUT_ONE_IN == 0
 
 
@@ -102,33 +102,33 @@ def questions(*, heldout: bool) -> list[ChatQuestion]:
 
 
 def words_of(reply: str) -> list[str]:
-    """Its words in lower case."""
+    """The words of a reply in lower case."""
     return re.findall(r"[a-z']+", reply.lower())
 
 
 def names_thing(reply: str, question: ChatQuestion) -> bool:
-    """Whether the reply names what it was asked about."""
+    """Whether the reply names the thing in the question."""
     return question.thing.name in words_of(reply)
 
 
 def fitting(reply: str, question: ChatQuestion) -> bool:
-    """Whether it says something that belongs to the thing; a fixed sentence with the name copied in does not."""
+    """Whether the reply has a word that belongs to the thing; a fixed sentence with the name copied in has none."""
     thing = question.thing
     return not {thing.category, thing.trait, thing.place}.isdisjoint(words_of(reply))
 
 
 def length(reply: str, question: ChatQuestion) -> bool:
-    """Whether it has 4 to 12 words."""
+    """Whether the reply has 4 to 12 words."""
     return 4 <= len(words_of(reply)) <= 12
 
 
 def ending(reply: str, question: ChatQuestion) -> bool:
-    """Whether it ends a sentence."""
+    """Whether the reply ends with a full stop, exclamation or question mark."""
     return reply.rstrip().endswith((".", "!", "?"))
 
 
 def no_repeats(reply: str, question: ChatQuestion) -> bool:
-    """Whether no word but the smallest comes twice."""
+    """Whether no word occurs twice, except the most common ones."""
     counted = [word for word in words_of(reply) if word not in ("the", "a", "is", "and", "it")]
     return len(counted) == len(set(counted))
 
@@ -142,4 +142,4 @@ RUBRIC = Rubric(
         "no_repeats": (0.1, no_repeats),
     }
 )
-"""Exactly 1 only when every part holds."""
+"""1 if every part holds."""

@@ -1,4 +1,4 @@
-"""One-line functions to write: what they are, which are held out, and the inputs that tell right from wrong.
+"""One-line Python functions to write, their held-out split, and inputs that tell right from wrong bodies.
 
 The pre-training corpus of the bundled model and the code recipe share this file, so that "held out" means the same
 requests to both. It does not know how a reply is sampled, run or learned from.
@@ -24,7 +24,7 @@ ARGUMENT_NAMES = {NUMBERS: ("x", "n", "a", "value"), LISTS: ("items", "xs", "val
 
 @dataclass(frozen=True)
 class FunctionKind:
-    """A family of functions; `{v}` stands for the argument and `{k}` for a constant in all its texts."""
+    """A family of functions. In its texts `{v}` stands for the argument and `{k}` for a constant."""
 
     argument: str
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class FunctionKind:
 
 
 def kind(argument: str, names: str, description: str, body: str, bug: str, *, hard: bool = False) -> FunctionKind:
-    """A kind whose names are written in one string."""
+    """A kind; `names` are separated by spaces."""
     return FunctionKind(argument, tuple(names.split()), description, body, bug, hard)
 
 
@@ -129,13 +129,13 @@ def draw_function(rng: random.Random, *, heldout: bool) -> Function:
 
 
 def with_examples(function: Function, rng: random.Random, count: int) -> str:
-    """The request after `count` answered ones (right, and not held out), as a few-shot prompt."""
+    """The request after `count` correctly answered ones that are not held out: a few-shot prompt."""
     shown = [draw_function(rng, heldout=False) for _ in range(count)]
     return "".join(f"{shot.request}{shot.source(shot.kind.body)}\n\n" for shot in shown) + function.request
 
 
 def edge_inputs(function: Function) -> list[Any]:
-    """A few inputs around the function's constant, where a nearly right body goes wrong."""
+    """Inputs around the function's constant, where a nearly right body gives wrong values."""
     constant, inputs = function.constant, CASES[function.kind.argument]
     if function.kind.argument == NUMBERS:
         return [constant - 1, constant, constant + 1, 2 * constant, 3 * constant + 1, 0, -4]

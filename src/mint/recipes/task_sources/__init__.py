@@ -1,1 +1,1 @@
-"""Tasks that other packages or files provide."""
+"""Tasks from files and from other packages."""

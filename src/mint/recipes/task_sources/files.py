@@ -1,6 +1,6 @@
-"""A file of prompts and answers as a task: JSONL, or whatever the `datasets` library opens.
+"""A file of prompts and answers as a task: JSON lines, or any format that the `datasets` library opens.
 
-Which rows are held out is decided by a hash of their prompts. Knows the graders by name only.
+A hash of the prompt decides which rows are held out.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ GRADERS: dict[str, Callable[[str, str], bool]] = {
     "contains": lambda response, answer: answer.strip() in response,
     "regex": lambda response, answer: re.search(answer, response) is not None,
 }
-"""Name → (response, answer) → right or wrong. `regex` reads the answer as a pattern."""
+"""Name → function of (response, answer) that says whether it is right. For `regex` the answer is a pattern."""
 
 MATH = "math"
-"""The grader that finds equal expressions, however written, in a process pool."""
+"""The grader that compares mathematical expressions in any notation, in a process pool."""
 
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".arrow": "arrow"}
 
@@ -47,8 +47,8 @@ class FileAdapter(QuestionAdapter):
         heldout: float = 0.1,
         prompt_style: PromptStyle = "chat",
     ) -> None:
-        """`heldout` is the share of prompts that is never trained on. The rows are in the file's order; `seed` is
-        not used (the run shuffles them). The keys None are found among `PROMPT_KEYS` and `ANSWER_KEYS`.
+        """`heldout` is the share of prompts that are held out. Keys of None are looked for in `PROMPT_KEYS` and
+        `ANSWER_KEYS`. `seed` has no effect: rows keep the file's order, and the run shuffles them.
 
         Raises:
             InvalidRequestError: no such file or grader, or a row without a usable prompt or answer: names its line.
@@ -57,10 +57,10 @@ class FileAdapter(QuestionAdapter):
         super().__init__(prompt_style=prompt_style)
         if grader not in {*GRADERS, MATH}:
             raise InvalidRequestError(
-                "is no grader", field="grader", value=grader, remedy=f"Choose one of {', '.join([*GRADERS, MATH])}"
+                "is not a grader", field="grader", value=grader, remedy=f"Choose one of {', '.join([*GRADERS, MATH])}"
             )
         if not 0 <= heldout < 1:
-            raise InvalidRequestError("is no share", field="heldout", value=heldout, remedy="Try 0.1")
+            raise InvalidRequestError("is not in [0, 1)", field="heldout", value=heldout, remedy="Try 0.1")
         self.path, self.share = Path(path), heldout
         self._math = MathGrader() if grader == MATH else None
         self._grade = self._math.equal_answers if self._math else GRADERS[grader]
@@ -70,15 +70,15 @@ class FileAdapter(QuestionAdapter):
         ]
 
     def build_dataset(self) -> Sequence[Question]:
-        """The rows to train on, without repetitions."""
+        """The training rows, without repetitions."""
         return one_side(self._questions, heldout=False, share=self.share)
 
     def build_heldout(self) -> Sequence[Question]:
-        """The other rows."""
+        """The held-out rows, without repetitions."""
         return one_side(self._questions, heldout=True, share=self.share)
 
     def compute_reward(self, response: str, sample: Question) -> float:
-        """1 or 0, by the grader."""
+        """1 if the grader says that the response is right, else 0."""
         return float(self._grade(response, sample.answer))
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class FileAdapter(QuestionAdapter):
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Where it stands (`file:line`) and what it holds, for every row."""
+    """The place (`file:line`) and the content of every row."""
     if not path.exists():
         raise InvalidRequestError(
             "does not exist", field="path", value=str(path), remedy="Give a .jsonl, .parquet or .csv file, or a folder"
@@ -146,7 +146,7 @@ def _question(row: Any, where: str, prompt_key: str | None, answer_key: str | No
     answer = row[_key(row, answer_key, ANSWER_KEYS, where, "answer_key")]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise InvalidRequestError(
-            "is no text or number", field=f"{where}: answer", value=answer, remedy="Give the right answer as text"
+            "is not a text or a number", field=f"{where}: answer", value=answer, remedy="Give the right answer as text"
         )
     if grader == "regex":
         _check_pattern(str(answer), where)
@@ -187,5 +187,8 @@ def _check_pattern(pattern: str, where: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise InvalidRequestError(
-            f"is no regular expression ({error})", field=f"{where}: answer", value=pattern, remedy="Correct the pattern"
+            f"is not a regular expression ({error})",
+            field=f"{where}: answer",
+            value=pattern,
+            remedy="Correct the pattern",
         ) from error

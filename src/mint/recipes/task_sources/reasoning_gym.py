@@ -1,7 +1,7 @@
 """Tasks of `reasoning-gym` (arXiv 2505.24760): 100+ generators of questions, each with its own verifier.
 
-Held-out questions are apart from the training ones twice over: by the seed that draws them, and by a hash of their text
-that no seed changes. Knows nothing of any single generator.
+Held-out questions differ from the training ones twice: by the seed that draws them, and by a hash of their text, which
+does not depend on a seed. Knows no single generator.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mint.rl.seeds import mix_seed
 
 HELDOUT_SHARE = 0.25
 HELDOUT_SEED = 1 << 40
-"""reasoning-gym draws item i from `seed + i`, so neighbouring seeds share items; this one is out of reach."""
+"""reasoning-gym draws item i from `seed + i`, so close seeds share items; this seed is far from all others."""
 
 DRAWS_PER_QUESTION = 6
-"""A generator that repeats itself is given up after this many draws per question asked for on that side."""
+"""The limit of draws per wanted question of a side, for generators that repeat themselves."""
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -28,8 +28,8 @@ TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class ReasoningGymAdapter(QuestionAdapter):
     """`reasoning_gym.create_dataset(name, **options)` as a task; the reward is the dataset's own `score_answer`.
 
-    Scores are clipped to [0, 1]. Several verifiers give a consolation to whatever is not empty (countdown .01,
-    propositional_logic .05); a score of at most `reward_floor` counts as 0, so that noise is not taught.
+    Scores are clipped to [0, 1]. Several verifiers give a small score for any non-empty answer (countdown .01,
+    propositional_logic .05), so a score of at most `reward_floor` counts as 0.
     """
 
     reward_range = (0.0, 1.0)
@@ -46,7 +46,7 @@ class ReasoningGymAdapter(QuestionAdapter):
         reward_floor: float = 0.05,
         **options: Any,
     ) -> None:
-        """`options` are the generator's (`min_terms=2`, …); `instruction` is put before each question.
+        """`options` go to the generator (`min_terms=2`, …); `instruction` is put before each question.
 
         Raises:
             MissingExtraError: reasoning-gym is not installed.
@@ -71,7 +71,7 @@ class ReasoningGymAdapter(QuestionAdapter):
         return one_side(self._draw(HELDOUT_SEED, draws), heldout=True, share=HELDOUT_SHARE, limit=self.heldout_size)
 
     def compute_reward(self, response: str, sample: Question) -> float:
-        """The verifier's score of the extracted answer."""
+        """The verifier's score for the extracted answer."""
         answer = extract_answer(response)
         score = float(self._scorer.score_answer(answer, sample.source)) if answer else 0.0
         return 0.0 if score <= self.reward_floor else min(score, 1.0)
@@ -82,7 +82,7 @@ class ReasoningGymAdapter(QuestionAdapter):
 
 
 def extract_answer(response: str) -> str:
-    """What stands in the last `<answer>` tags, or the whole completion where there are none; white space trimmed."""
+    """The text in the last `<answer>` tags, or the whole completion if there are none, without surrounding space."""
     tagged = TAGGED.findall(response)
     return (tagged[-1] if tagged else response).strip()
 
@@ -97,7 +97,10 @@ def _create(name: str, **options: Any) -> Any:
         ) from error
     if name not in DATASETS:
         raise InvalidRequestError(
-            "is no reasoning-gym task", field="task", value=name, remedy=f"Choose one of {', '.join(sorted(DATASETS))}"
+            "is not a reasoning-gym task",
+            field="task",
+            value=name,
+            remedy=f"Choose one of {', '.join(sorted(DATASETS))}",
         )
     try:
         return reasoning_gym.create_dataset(name, **options)

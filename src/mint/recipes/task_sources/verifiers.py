@@ -1,8 +1,8 @@
-"""Tasks of the `verifiers` package (0.4, `verifiers.v1`): a taskset's questions and rewards in our loop.
+"""Tasks of the `verifiers` package (0.4, `verifiers.v1`): the questions and rewards of a taskset.
 
-Single-turn tasksets: one prompt, one completion, scored by the task's own `@reward` methods and judges. What needs more
-than a conversation is refused by name: a container, tool servers, a user who speaks first, a reward that reads the
-agent's runtime. Those run in verifiers' own harnesses, which sample over HTTP; they are not driven from here.
+Single-turn tasksets: one prompt, one completion, scored by the task's own `@reward` methods and judges. Tasksets that
+need more are refused with the reason: a container, tool servers, a simulated user who starts, a reward that reads the
+agent's runtime. Those run in verifiers' own harnesses, which sample over HTTP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class VerifiersAdapter(QuestionAdapter):
-    """An installed taskset by its id. Rewards are sums of weighted parts, as the package defines them, unbounded."""
+    """An installed taskset by its id. Rewards are sums of weighted parts, as in the package, without bounds."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class VerifiersAdapter(QuestionAdapter):
         prompt_style: PromptStyle = "chat",
         **options: Any,
     ) -> None:
-        """Loads at most `limit` tasks; `options` are fields of the taskset's config. `seed` is not used (the run
-        shuffles the tasks); `heldout` is the share of prompts never trained on.
+        """Loads up to `limit` tasks; `options` are fields of the taskset's config. `heldout` is the share of held-out
+        prompts. `seed` has no effect: the run shuffles the tasks.
 
         Raises:
             MissingExtraError: verifiers is not installed.
@@ -50,15 +50,15 @@ class VerifiersAdapter(QuestionAdapter):
         self._questions = [_question(name, task) for task in itertools.islice(taskset, limit)]
 
     def build_dataset(self) -> Sequence[Question]:
-        """The tasks to train on."""
+        """The training tasks."""
         return one_side(self._questions, heldout=False, share=self.share)
 
     def build_heldout(self) -> Sequence[Question]:
-        """The other tasks."""
+        """The held-out tasks."""
         return one_side(self._questions, heldout=True, share=self.share)
 
     async def compute_reward(self, response: str, sample: Question) -> Reward:
-        """What the task's rewards and judges say of a conversation that ends with `response`; metrics go to `info`."""
+        """The task's rewards and judges on the conversation that ends with `response`; metrics go to `info`."""
         task = sample.source
         trace = self._trace(response, sample)
         await task.score(trace)
@@ -66,7 +66,7 @@ class VerifiersAdapter(QuestionAdapter):
         return Reward(sum(parts.values()), parts, {"metrics": dict(trace.metrics)} if trace.metrics else {})
 
     def _trace(self, response: str, sample: Question) -> Any:
-        """The record of a finished one-turn conversation, as verifiers' own rollouts make it."""
+        """The trace of a finished one-turn conversation, like that of verifiers' own rollouts."""
         v1, task = self._v1, sample.source
         kinds = {"system": v1.SystemMessage, "user": v1.UserMessage, "assistant": v1.AssistantMessage}
         asked = [kinds[message["role"]](content=message["content"]) for message in _messages(sample.prompt)]

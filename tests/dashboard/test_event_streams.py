@@ -13,8 +13,8 @@ import httpx
 import pytest
 from waiting import HANG_S, wait_until
 
-from mint.dashboard import events
-from mint.dashboard.event_streams import Cursor
+from mint.dashboard import event_streams
+from mint.dashboard.event_streams import EventCursor
 from mint.dashboard.run_folders import RunFolders
 from mint.dashboard.run_readers import RunReaders
 from mint.runs.reader import RunReader
@@ -71,7 +71,7 @@ def run(tmp_path: Path) -> Path:
 def looked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Returns once the watchers have looked at what is there now."""
     looks = [0]
-    for kind in (events._RunLook, events._ListLook):
+    for kind in (event_streams.RunPoll, event_streams.ListPoll):
 
         def counted(self: Any, look: Any = kind.__call__) -> Any:
             found = look(self)
@@ -89,13 +89,13 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 def test_a_look_finds_what_is_new_and_there_are_two_within_two_seconds(run: Path) -> None:
     readers = RunReaders(RunFolders([run.parent.parent]))
-    of_run, of_all = events._RunLook(RUN, RunReader(run), readers), events._ListLook(readers)
+    of_run, of_all = event_streams.RunPoll(RUN, RunReader(run), readers), event_streams.ListPoll(readers)
     assert of_run() == of_all() == []
     add_step(run, 4)
     assert [event.name for event in of_run()] == ["step", "summary"]
     assert [event.name for event in of_all()] == ["runs"]
     assert of_run() == of_all() == []
-    assert max(events.LOOK_EVERY_S, events.LIST_EVERY_S) < 1
+    assert max(event_streams.POLL_RUN_S, event_streams.POLL_LIST_S) < 1
 
 
 def test_a_step_arrives_as_it_is_written(run: Path) -> None:
@@ -182,16 +182,16 @@ def test_a_run_that_is_taken_away_ends_its_streams(run: Path, looked: Callable[[
 
 
 def test_a_silent_stream_says_that_it_is_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(event_streams, "HEARTBEAT_S", 0.1)
     with showing(run.parent.parent) as (_, client), stream(client, f"runs/{RUN}/events") as live:
         live.until("summary")
         assert live.next()[0] == ":"
 
 
 def test_who_takes_nothing_is_let_go_and_holds_nobody_up(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "QUEUE_EVENTS", 3)
-    listener = events._Listener()
-    event = events._Event("step", b"{}", Cursor(1, 0, 0))
+    monkeypatch.setattr(event_streams, "QUEUE_EVENTS", 3)
+    listener = event_streams.Listener()
+    event = event_streams.StreamEvent("step", b"{}", EventCursor(1, 0, 0))
     for _ in range(9):
         listener.put(event)
     waiting = [listener.queue.get_nowait() for _ in range(listener.queue.qsize())]
@@ -199,7 +199,7 @@ def test_who_takes_nothing_is_let_go_and_holds_nobody_up(run: Path, monkeypatch:
 
 
 def test_there_are_no_more_streams_than_the_server_can_hold(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_LISTENERS", 1)
+    monkeypatch.setattr(event_streams, "MAX_LISTENERS", 1)
     with showing(run.parent.parent) as (_, client), stream(client, f"runs/{RUN}/events") as live:
         live.until("summary")
         assert client.get(f"{API}/runs/events").status_code == 429
@@ -225,4 +225,4 @@ def test_open_streams_do_not_hold_up_the_end_of_a_server(run: Path) -> None:
 
 def test_the_end_of_a_log_is_a_place_in_it(run: Path) -> None:
     append(run, "evaluations.jsonl", reading(1, 0.1))
-    assert str(events.cursor_of(RunReader(run))) == "3-1-0"
+    assert str(event_streams.cursor_of(RunReader(run))) == "3-1-0"
