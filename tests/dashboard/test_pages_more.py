@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from typer.testing import CliRunner
-from waiting import wait_until
+from waiting import HANG_S, wait_until
 
 from mint.cli.main import app
 from mint.dashboard import diagnosis_cache
@@ -23,6 +24,7 @@ from mint.dashboard.run_folders import RunFolders
 from mint.dashboard.run_readers import RunReaders
 from mint.rl.analysis.diagnosis import CODES
 from mint.rl.analysis.run_analysis import diagnose_run
+from mint.rl.finding import Finding
 from mint.runs.rollout_index import FLAGS
 from mint.runs.rollout_query import SORTS, RolloutQuery
 from mint.server.http.access_log import AccessRecord
@@ -133,12 +135,20 @@ def test_a_finding_that_became_more_severe_is_shown_once(tmp_path: Path) -> None
 
 
 def test_nobody_waits_for_the_diagnosis_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_asked = threading.Event()
+
+    def diagnose_when_asked(folder: Path) -> list[Finding]:
+        assert is_asked.wait(HANG_S)
+        return diagnose_run(folder)
+
     monkeypatch.setattr(diagnosis_cache, "WAIT_S", 0.0)
+    monkeypatch.setattr(diagnosis_cache, "diagnose_run", diagnose_when_asked)
     run = write_run(tmp_path / "runs" / "long", 30)
     append(run, "findings.jsonl", finding("tracker_failed", 1))
     diagnoses = diagnosis_cache.DiagnosisCache(RunReaders(RunFolders([tmp_path])))
     found, is_whole = diagnoses.of("long")
     assert [row["code"] for row in found] == ["tracker_failed"] and not is_whole
+    is_asked.set()
     wait_until(lambda: diagnoses.of("long")[1])
     codes = {row["code"] for row in diagnoses.of("long")[0]}
     assert codes == {row["code"] for row in diagnoses.known("long")} == {one.code for one in diagnose_run(run)}
