@@ -1,7 +1,7 @@
-"""What MinT adds to the protocol, by its names; `import mint.mint as mintx` is how its scripts write it.
+"""The names of MinT's extensions of the protocol (`import mint.mint as mintx`).
 
-Every name is here, and says in one sentence that it is not supported when it is used: scripts that import them for one
-branch run the others.
+None is supported: using one raises an error that says so. They are here so that scripts that import them for one branch
+can run the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INSTEAD = {
     "train with importance_sampling on their difference (`mint train distill`)",
     "interpolate_checkpoints": "Export both checkpoints with `mint export`, mix their tensors, and upload the result",
 }
-_NO_VISION = "The models here read text alone: OpenPI's, which read camera images, are not among them"
+_NO_VISION = "The models here read only text; OpenPI's models read camera images"
 
 
 def _unsupported(name: str) -> Callable[..., NoReturn]:
@@ -34,7 +34,7 @@ class ReverseKLDatum:
     """One example for `forward_backward_reverse_kl`."""
 
     def __init__(self, student_input: Any, reference_input: Any, target_tokens: Any, weights: Any = None) -> None:
-        """Kept as given."""
+        """Stores its arguments."""
         self.student_input, self.reference_input = student_input, reference_input
         self.target_tokens, self.weights = target_tokens, weights
 
@@ -43,7 +43,7 @@ class OpenPITrainingClient:
     """A client for OpenPI's models."""
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        """Always refused."""
+        """Raises `MissingExtraError`."""
         _unsupported("OpenPITrainingClient")()
 
 

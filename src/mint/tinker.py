@@ -1,4 +1,4 @@
-"""The names of `mint` under `mint.tinker`, as MinT's package has them."""
+"""The names of `mint` once more, because MinT's package has them here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A loss of the user's own, made of two passes: logprobs for it, and the weights whose cross-entropy has its gradient.
+"""A loss that the user computes, in two passes: one for its logprobs, one with weights that give it its gradient.
 
-Pure but for the user's function. Needs torch where such a loss is used, and nowhere else.
+The weights are minus the loss's gradient with respect to each logprob: their cross-entropy has the same gradient. Pure
+except for the user's function, which needs torch.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ def without_loss(data: Sequence[Datum]) -> list[Datum]:
 
 
 def reweighted(datum: Datum, weights: np.ndarray) -> Datum:
-    """Inputs and targets of a datum with other weights, of the targets' shape."""
+    """The inputs and targets of a datum with other weights, which have the shape of the targets."""
     return _with_weights(datum, TensorData.from_numpy(weights))
 
 
 def gradient(
     fn: CustomLoss, data: list[Datum], rows: Sequence[TensorData]
 ) -> tuple[float, dict[str, float], list[np.ndarray]]:
-    """The user's loss and metrics, and per datum the weights whose cross-entropy has the same gradient."""
+    """The user's loss and metrics, and for each datum the weights of the second pass."""
     try:
         import torch  # deferred: only this function of the SDK needs it
     except ImportError as error:
@@ -53,7 +54,7 @@ def _with_weights(datum: Datum, weights: TensorData) -> Datum:
 
 
 def _zeros(tensor: TensorData) -> TensorData:
-    """Zeros in the layout of a tensor."""
+    """Zeros in the layout of `tensor`."""
     return tensor.with_values(np.zeros(len(tensor.values), np.float32), "float32")
 
 

@@ -1,7 +1,4 @@
-"""Handles to what is under way: waited for with `.result()` in plain code, with `await` in async code.
-
-Knows threads and event loops, not requests.
-"""
+"""Futures of requests: `.result()` in plain code, `await` in async code. Knows threads and event loops, no requests."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ T = TypeVar("T")
 
 
 class APIFuture(Generic[T]):
-    """The result of one request, once it is there; any number of waiters get the same."""
+    """The result of one request. Any number of waiters get the same object."""
 
     def __init__(self, future: concurrent.futures.Future[T]) -> None:
-        """`future` is resolved by the session's own thread."""
+        """The session's thread resolves `future`."""
         self._future = future
 
     def result(self, timeout: float | None = None) -> T:
-        """Waits at most `timeout` seconds (None: as long as it takes).
+        """The result; waits at most `timeout` seconds (None: without limit).
 
         Raises:
-            ResultTimeoutError: the time ran out; the request goes on, and may be waited for again.
-            MintError: what the request failed with.
+            ResultTimeoutError: the time ran out; the request goes on, and `result` may be called again.
+            MintError: the error of the request.
         """
         return wait(self._future, timeout)
 
@@ -43,19 +40,19 @@ class APIFuture(Generic[T]):
         return self._future
 
     def cancel(self) -> bool:
-        """Gives the result up; False where it is there already. The server is told to stop sampling; a request of a
-        training client has its place in the order, and is carried out all the same."""
+        """Cancels the wait; False where the result is there already. The server is told to stop sampling; a request of
+        a training client has its place in the order, and is carried out all the same."""
         return self._future.cancel()
 
     def done(self) -> bool:
-        """Whether the result, or the error, is there."""
+        """Whether there is a result or an error."""
         return self._future.done()
 
 
 class ClientFuture:
-    """A client that is also the future of its own making: usable at once, and `.result()` or `await` give it back.
+    """A client that may be used before the server has made it; `.result()` and `await` wait for that, and return it.
 
-    An error in the making is raised by `.result()`, by `await`, and by everything asked of the client.
+    If the server refuses, `.result()`, `await` and all other methods raise its error.
     """
 
     _made: concurrent.futures.Future[Any]

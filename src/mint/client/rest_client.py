@@ -1,6 +1,6 @@
-"""Questions about what is saved and what has run, and changes to it, apart from any model in training.
+"""Lists, shows and changes what is stored: training runs, checkpoints, sessions.
 
-Each method returns an `APIFuture`; its `…_async` twin returns the value. A checkpoint's path may be `mint://…`,
+Each method returns an `APIFuture`; awaiting its `…_async` twin gives the value. A checkpoint's path may be `mint://…`,
 `tinker://…` or, where a method takes a path, a `ckpt_…` id. Knows the routes and their bodies; nothing of HTTP.
 """
 
@@ -51,17 +51,17 @@ class RestClient:
         self, base_url: str | None = None, api_key: str | None = None, *, session: Session | None = None
     ) -> None:
         """`base_url` and `api_key` None are read from the environment; without an address, the service in this process
-        is asked. `session` is one that somebody else opened, and will close."""
+        is used. `session` is the session of another client, which closes it."""
         settings = read_settings()
-        self._is_guest = session is not None
+        self._shares_session = session is not None
         url = base_url or settings.base_url
         self._session = session or Session(
             Address(url, api_key or settings.api_key), open_embedded=_open_embedded, joined=""
         )
 
     def close(self) -> None:
-        """Lets go of the connections that this client has opened itself."""
-        if not self._is_guest:
+        """Closes the connections that this client has opened itself."""
+        if not self._shares_session:
             self._session.close()
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class RestClient:
     # --- the server ----------------------------------------------------------------------------------------------
 
     def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
-        """The base models on offer."""
+        """The base models of the server."""
         return self._ask(lambda: self._session.server.get("get_server_capabilities", GetServerCapabilitiesResponse))
 
     get_server_capabilities_async = awaited(get_server_capabilities)
@@ -89,7 +89,7 @@ class RestClient:
     def list_training_runs(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned", project_id: str | None = None
     ) -> APIFuture[TrainingRunsResponse]:
-        """A page of training runs, newest first; `accessible` adds those of which something is published."""
+        """A page of training runs, newest first; `accessible` adds runs of others with a published checkpoint."""
         query = {"limit": limit, "offset": offset, "access_scope": access_scope, "project_id": project_id}
         return self._ask(lambda: self._session.server.get(_with("training_runs", query), TrainingRunsResponse))
 
@@ -128,7 +128,7 @@ class RestClient:
     def list_user_checkpoints(
         self, limit: int = 100, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> APIFuture[CheckpointsListResponse]:
-        """A page of the checkpoints of all runs, newest first; `accessible` adds what others have published."""
+        """A page of the checkpoints of all runs, newest first; `accessible` adds those that others have published."""
         query = {"limit": limit, "offset": offset, "access_scope": access_scope}
         return self._ask(lambda: self._session.server.get(_with("checkpoints", query), CheckpointsListResponse))
 
@@ -141,7 +141,7 @@ class RestClient:
     get_checkpoint_async = awaited(get_checkpoint)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
-        """What a checkpoint was saved from."""
+        """The model that a checkpoint was saved from."""
         request = WeightsInfoRequest(tinker_path=tinker_path)
         return self._ask(lambda: self._session.server.post("weights_info", request, WeightsInfoResponse))
 
@@ -166,13 +166,13 @@ class RestClient:
     publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Makes a checkpoint readable by its owner alone."""
+        """Makes a checkpoint readable only by its owner."""
         return self._change("DELETE", tinker_path, "/publish")
 
     unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
-        """Keeps a checkpoint for so long from now on; None keeps it for good."""
+        """Deletes a checkpoint after `ttl_seconds` from now; None keeps it for good."""
         return self._change("PUT", tinker_path, "/ttl", SetCheckpointTtlRequest(ttl_seconds=ttl_seconds))
 
     set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
@@ -185,7 +185,7 @@ class RestClient:
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
     ) -> APIFuture[str]:
-        """Copies a readable checkpoint into a new run of the caller's; the path of the copy."""
+        """Copies a readable checkpoint into a new run of the caller; the path of the copy."""
         request = CopyWeightsRequest(
             source_path=path,
             destination_project_id=destination_project_id,
@@ -205,7 +205,7 @@ class RestClient:
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """Where a checkpoint's .tar.gz can be fetched, without a key, for a while."""
+        """The URL of a checkpoint's .tar.gz; it needs no key, and expires."""
         return self.get_checkpoint_archive_url_from_tinker_path(f"mint://{training_run_id}/{checkpoint_id}")
 
     get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
@@ -220,7 +220,7 @@ class RestClient:
     get_checkpoint_archive_url_from_mint_path_async = get_checkpoint_archive_url_from_tinker_path_async
 
     def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
-        """Where the files of a checkpoint that `save_weights_external` wrote can be fetched, without a key."""
+        """The URLs of the files that `save_weights_external` wrote; they need no key, and expire."""
 
         async def ask() -> ExternalWeightsUrlsResponse:
             route = _route(await self._located(tinker_path))
@@ -231,7 +231,7 @@ class RestClient:
     get_external_weights_urls_async = awaited(get_external_weights_urls)
 
     def download_checkpoint(self, path: str, output: str | Path) -> APIFuture[Path]:
-        """Writes a checkpoint's .tar.gz to `output`: all of it or nothing. In a folder it is named after itself."""
+        """Writes a checkpoint's .tar.gz to the file or folder `output`: all of it or nothing."""
 
         async def ask() -> Path:
             located = await self._located(path)
@@ -250,7 +250,7 @@ class RestClient:
     ) -> APIFuture[UploadCheckpointResponse]:
         """Makes a checkpoint of a .tar.gz that holds a PEFT folder, such as `download_checkpoint` writes.
 
-        `base_model` says what it belongs to where the archive's own word is not known to the server.
+        `base_model` names its base model, where the server does not know the name in the archive.
         """
         fields = {key: value for key, value in (("base_model", base_model), ("name", name)) if value is not None}
 
@@ -267,7 +267,7 @@ class RestClient:
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> APIFuture[ListSessionsResponse]:
-        """A page of session ids, living or ended, newest first."""
+        """A page of session ids, active and ended, newest first."""
         query = {"limit": limit, "offset": offset, "access_scope": access_scope}
         return self._ask(lambda: self._session.server.get(_with("sessions", query), ListSessionsResponse))
 
@@ -281,7 +281,7 @@ class RestClient:
     get_session_async = awaited(get_session)
 
     def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
-        """A page of sessions that fit, newest first."""
+        """A page of the sessions that meet all conditions, newest first."""
         return self._ask(lambda: self._session.server.post("sessions/search", request, SessionSearchResponse))
 
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
@@ -298,7 +298,7 @@ class RestClient:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> APIFuture[T]:
-        """Runs `work()` on the session's thread; the session is opened first, where it is not yet."""
+        """Runs `work()` on the session's thread; opens the session first."""
         self._session.open()
         return APIFuture(self._session.run(work()))
 
@@ -326,9 +326,9 @@ class RestClient:
 
 
 def _part(text: str) -> str:
-    """A part of a route's path, whatever is in it."""
+    """A part of a route's path, quoted."""
     if text in ("", ".", ".."):
-        raise InvalidRequestError("is no id", field="id", value=text, remedy="Pass an id that a listing shows")
+        raise InvalidRequestError("is not an id", field="id", value=text, remedy="Pass an id that a listing shows")
     return quote(text, safe=":")
 
 
@@ -342,6 +342,8 @@ def _with(path: str, query: dict[str, Any]) -> str:
 
 
 def _open_embedded() -> EmbeddedServer:
-    from mint.compose.embedded import open_embedded  # deferred: the one door to the service in this process
+    from mint.compose.embedded import (
+        open_embedded,
+    )  # deferred: the service, which users of a server may not have installed
 
     return open_embedded()

@@ -1,4 +1,4 @@
-"""Samples from one fixed set of weights, and reads logprobs under them."""
+"""`SamplingClient`: samples from one fixed set of weights, and computes logprobs under them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mint.types import ModelInput, SampleResponse, SamplerInfo, SamplingParams, 
 from mint.wire.requests import SampleRequest
 
 CLONES = 1_000_000_000
-"""A client in another process numbers its requests from a random multiple of this, so that no two use one number."""
+"""A client in another process numbers its requests from a random multiple of this, so that numbers do not collide."""
 
 
 class SamplingClient(ClientFuture):
-    """A sampler, and the future of its making. Its weights never change: later training steps make new samplers.
+    """A sampler. Its weights never change: later training steps need a new sampler.
 
     May be pickled for another process (the pickle holds the API key; `get_sampler_handle` gives a text without it). The
-    session stays that of the `ServiceClient`, which must live on.
+    copy uses the session of the `ServiceClient`, which must stay open.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class SamplingClient(ClientFuture):
             num_samples: How many continuations; they share the prompt's computation.
             sampling_params: Length, temperature, stops, seed.
             include_prompt_logprobs: Also the logprob of each prompt token (None for the first).
-            topk_prompt_logprobs: Also the so many most probable tokens at each place of the prompt.
-            topk_sample_logprobs: Also the so many most probable tokens at each sampled place.
+            topk_prompt_logprobs: Also this many most probable tokens at each place of the prompt.
+            topk_sample_logprobs: Also this many most probable tokens at each sampled place.
             target_prompt_logprobs: Also the logprobs of these token ids [prompt - 1, K] at each place after the first.
-            prompt_alt_tokens_k: Also so many draws from the policy at each place after the first.
-            prompt_logprobs_last_n: All that is asked about the prompt, for its last so many tokens only.
+            prompt_alt_tokens_k: Also this many draws from the policy at each place after the first.
+            prompt_logprobs_last_n: Limits what is asked about the prompt to this many last tokens.
         """
         request = SampleRequest(
             sampling_session_id=self.sampling_session_id,
@@ -132,7 +132,7 @@ class SamplingClient(ClientFuture):
     # --- in other processes --------------------------------------------------------------------------------------
 
     def get_sampler_handle(self) -> str:
-        """A text from which `from_sampler_handle` makes this client again, in any process. It holds no key.
+        """A text from which `from_sampler_handle` makes this client again in any process. It holds no key.
 
         Raises:
             InvalidRequestError: the service runs in this process, and nowhere else.
@@ -141,7 +141,7 @@ class SamplingClient(ClientFuture):
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
-        """The client that a handle stands for, with `api_key`, or, where that is None, `MINT_API_KEY`.
+        """The client of a handle; `api_key` None reads `MINT_API_KEY`.
 
         Raises:
             InvalidRequestError: the text is no handle.
@@ -151,7 +151,7 @@ class SamplingClient(ClientFuture):
             fields = {name: identity[name] for name in ("base_url", "session_id", "sampler_id")}
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequestError(
-                "is not what get_sampler_handle() gave", field="handle", value=handle, remedy="Pass that text unchanged"
+                "is not a text of get_sampler_handle()", field="handle", value=handle, remedy="Pass that text unchanged"
             ) from error
         return _joined_sampler({**fields, "api_key": api_key or read_settings().api_key})
 
@@ -200,7 +200,7 @@ _joined_lock = threading.Lock()
 
 
 def _joined_sampler(identity: Mapping[str, Any]) -> SamplingClient:
-    """A client of a sampler that belongs to the session of another process; those of one session share a connection."""
+    """A client of a sampler in the session of another process; the clients of one session share a connection."""
     address = Address(identity["base_url"], identity.get("api_key"), identity.get("headers") or {})
     session_id = identity["session_id"]
     key = (address.url, address.api_key or "", session_id)

@@ -1,4 +1,4 @@
-"""Where everything starts: one session, and the clients it makes."""
+"""`ServiceClient`: a session with a server, and the clients that it makes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Q = TypeVar("Q", bound=BaseModel)
 class ServiceClient:
     """A session with a server, or with the service inside this process where no address is given.
 
-    Nothing happens until the first use. Closing it (also by `with`, or at the end of the program) ends the session:
-    its models go, named checkpoints stay.
+    Nothing happens until the first use. Closing it (also by `with`, or at the end of the program) ends the session: its
+    models are dropped, named checkpoints stay.
 
-    A client that is made from plain code is waited for, so that a wrong argument raises on its own line; from async
-    code nothing blocks, and `await` (or `.result()`) raises instead.
+    In plain code, a method that makes a client waits for it, so that a wrong argument raises on its own line. In async
+    code it does not block: `await` (or `.result()`) raises instead.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class ServiceClient:
             display_name: What lists of sessions show.
             base_url: The server; `MINT_BASE_URL` if None, and the service in this process if that is unset too.
             api_key: The key for that server; `MINT_API_KEY` if None.
-            default_headers_overrides: Headers for every request, for whatever stands in front of the server.
-            data_dir: Where the embedded service keeps journal and checkpoints; `MINT_HOME` if None.
-            open_embedded: Opens another service in this process, with an engine of your own.
-            **unknown: Settings of other SDKs of this protocol; each is named in a warning, and changes nothing.
+            default_headers_overrides: Headers of every request, for example for a proxy in front of the server.
+            data_dir: The folder of the embedded service, for journal and checkpoints; `MINT_HOME` if None.
+            open_embedded: Opens another service in this process, for example with your own engine.
+            **unknown: Settings of other SDKs of this protocol; each is named in a warning, and has no effect.
         """
         settings = read_settings()
         for name in unknown:
-            warnings.warn(f"ServiceClient knows no {name!r}; it changes nothing", stacklevel=2)
+            warnings.warn(f"ServiceClient has no setting {name!r}; it has no effect", stacklevel=2)
         url = base_url or settings.base_url or None
         if url is not None and data_dir is not None and base_url is None:
             url = None  # a data directory asks for the embedded service, whatever the environment says
@@ -103,7 +103,7 @@ class ServiceClient:
         return self._session.open()
 
     def close(self, status: Outcome = "success", detail: str | None = None) -> None:
-        """Ends the session, and says how it went. Again is fine; takes seconds at most where the server is gone."""
+        """Ends the session with its outcome; takes a few seconds where the server is gone. Again does nothing."""
         self._session.close(status, detail)
 
     def __enter__(self) -> Self:
@@ -130,7 +130,7 @@ class ServiceClient:
     ) -> TrainingClient:
         """A new model: a lora over `base_model`. With a `seed`, the same calls give the same bits.
 
-        `optimizer` None is AdamW, the one there is; another is refused by name.
+        `optimizer` None is AdamW, the only one; any other is refused.
         """
         lora = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn, train_unembed=train_unembed)
         return _made(self._new_model(base_model, lora, user_metadata, optimizer))
@@ -162,7 +162,7 @@ class ServiceClient:
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
     ) -> TrainingClient:
-        """A new model that goes on where a checkpoint was saved, optimizer and all."""
+        """A new model with the weights and the optimizer of a checkpoint."""
         return _made(self._loaded_model(path, base_model, user_metadata, weights_access_token, None, with_moments=True))
 
     create_training_client_from_state_with_optimizer_async = awaited(create_training_client_from_state_with_optimizer)
@@ -178,16 +178,16 @@ class ServiceClient:
     ) -> SamplingClient:
         """A sampler of a checkpoint (`model_path`), or of a base model as it is.
 
-        `retry_config` is accepted: this SDK tries again by its own rules.
+        `retry_config` is accepted and has no effect: this SDK has its own rules.
         """
         return _made(create_sampler(self._session, model_path, base_model, record_stability_info))
 
     create_sampling_client_async = awaited(create_sampling_client)
 
     def create_sampling_client_from_checkpoint(self, checkpoint_name: str) -> SamplingClient:
-        """A sampler of a checkpoint of one's own, by its path, its `ckpt_…` id, or the name that it was saved under.
+        """A sampler of your own checkpoint, by its path, its `ckpt_…` id, or the name that it was saved under.
 
-        The newest one of that name, weights for samplers before training states.
+        With a name, it is the newest of that name; weights for samplers come before training states.
 
         Raises:
             NotFoundError: no checkpoint has that name.
@@ -202,7 +202,7 @@ class ServiceClient:
         return self.create_sampling_client(model_path=best.tinker_path)
 
     def create_rest_client(self) -> RestClient:
-        """Questions about saved weights and samplers."""
+        """A client for checkpoints, training runs and sessions; it shares this session."""
         return RestClient(session=self._session)
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
@@ -269,14 +269,14 @@ def _checked(message: type[Q], /, **fields: Any) -> Q:
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any] | None:
-    """The choice of an optimizer as the wire has it; the server refuses what it does not have."""
+    """The optimizer as the wire has it; the server refuses one that it does not have."""
     if optimizer is None or isinstance(optimizer, dict):
         return optimizer
     if isinstance(optimizer, str):
         return {"type": optimizer}
     if isinstance(optimizer, BaseModel):
         return optimizer.model_dump()
-    raise InvalidRequestError("is no optimizer", field="optimizer", value=optimizer, remedy="Leave it out: AdamW")
+    raise InvalidRequestError("is not an optimizer", field="optimizer", value=optimizer, remedy="Leave it out: AdamW")
 
 
 def _made(client: C) -> C:
@@ -289,6 +289,8 @@ def _made(client: C) -> C:
 
 
 def _open_embedded(data_dir: Path | None) -> EmbeddedServer:
-    from mint.compose.embedded import open_embedded  # deferred: the one door to the service in this process
+    from mint.compose.embedded import (
+        open_embedded,
+    )  # deferred: the service, which users of a server may not have installed
 
     return open_embedded(data_dir=data_dir)

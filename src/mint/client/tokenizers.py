@@ -1,7 +1,7 @@
-"""The tokenizer of a model, wherever its files are: in this process's models, or on the server.
+"""The tokenizer of a model, from the models of this process or from the server.
 
-What a server sends is kept under `MINT_HOME/tokenizers`, by the hash of its contents. Only files of known names are
-taken, and nothing in them is executed.
+Files from a server are kept under `MINT_HOME/tokenizers`, in a folder named by the hash of their contents. Only files
+with known names are accepted, and nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def tokenizer_of(session: Session, tokenizer_id: str, base_model: str) -> Any:
 
     Raises:
         MissingExtraError: transformers is not installed.
-        NotFoundError: neither the server, nor this machine, nor the Hugging Face cache has it.
+        NotFoundError: the server, this machine and the Hugging Face cache do not have it.
     """
     if session.is_embedded:
         return load_tokenizer(tokenizer_id, base_model)
@@ -38,14 +38,14 @@ def tokenizer_of(session: Session, tokenizer_id: str, base_model: str) -> Any:
             answer = wait(
                 session.run(session.server.get(f"tokenizers/{quote(base_model)}", TokenizerFilesResponse)), None
             )
-        except NotFoundError:  # a server that sends none: another one of this protocol
+        except NotFoundError:  # another server of this protocol, which sends no tokenizers
             return load_tokenizer("", tokenizer_id or base_model)
-        _folders[key] = str(_keep(answer.files, read_settings().home_dir / "tokenizers"))
+        _folders[key] = str(_store(answer.files, read_settings().home_dir / "tokenizers"))
     return load_tokenizer(_folders[key], base_model)
 
 
-def _keep(files: dict[str, str], home: Path) -> Path:
-    """Writes the files into a folder of their own, named by their contents; the folder appears whole or not at all."""
+def _store(files: dict[str, str], home: Path) -> Path:
+    """Writes the files into a folder named by their contents; the folder appears whole or not at all."""
     contents = {name: _harmless(name, text).encode() for name, text in sorted(files.items()) if name in TOKENIZER_FILES}
     if "tokenizer.json" not in contents:
         raise InvalidRequestError("holds no tokenizer.json", field="tokenizer", value=sorted(files))
@@ -64,7 +64,7 @@ def _keep(files: dict[str, str], home: Path) -> Path:
         try:
             made.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was first, with the same bytes
+            if not folder.is_dir():  # another process may have been first, with the same bytes
                 raise
     return folder
 

@@ -1,6 +1,6 @@
-"""Trains one model: passes, steps, saving and loading, in the order in which they are called.
+"""Trains one model: passes, steps, saving and loading, in the order of the calls.
 
-Every call takes its number at once and returns a future; nothing waits unless asked to. Knows no loss and no engine.
+Each call takes its number in that order at once, and returns a future. Knows no loss and no engine.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TrainingClient(ClientFuture):
         """
         if loss_type_input not in (None, "logprobs"):
             raise InvalidRequestError(
-                "is not what a loss can be given",
+                "is not an input of a custom loss",
                 field="loss_type_input",
                 value=loss_type_input,
                 remedy="Leave it out: fn gets logprobs",
@@ -108,7 +108,7 @@ class TrainingClient(ClientFuture):
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> APIFuture[OptimStepResponse]:
-        """Applies the accumulated gradient with AdamW and clears it; refused after a pass that failed.
+        """Applies the accumulated gradient with AdamW and clears it; refused after a failed pass.
 
         `adam_params` is the older name of `optim_params`.
         """
@@ -117,7 +117,7 @@ class TrainingClient(ClientFuture):
         params = optim_params or adam_params or AdamParams()
         if not isinstance(params, AdamParams):
             raise InvalidRequestError(
-                "is no optimizer here", field="optim_params", value=params, remedy="Pass types.AdamParams"
+                "is not an optimizer of this SDK", field="optim_params", value=params, remedy="Pass types.AdamParams"
             )
         request = self._numbered(OptimStepRequest, adam_params=params)
         return self._send("optim_step", request, OptimStepResponse)
@@ -135,7 +135,7 @@ class TrainingClient(ClientFuture):
     ) -> APIFuture[SaveWeightsResponse]:
         """Saves weights and optimizer under `name`; `.path` is what loads them again.
 
-        Kept for `ttl_seconds`, or for good. A name that is taken is refused unless `overwrite` is asked for.
+        It is kept for `ttl_seconds`, or for good. A name that is taken is refused, except with `overwrite`.
         """
         request = self._numbered(
             SaveWeightsRequest, path=name, overwrite=overwrite, ttl_seconds=ttl_seconds, user_metadata=user_metadata
@@ -161,7 +161,7 @@ class TrainingClient(ClientFuture):
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        """Saves the weights alone under `name`; `.path` goes to `create_sampling_client`."""
+        """Saves only the weights under `name`; `create_sampling_client` takes its `.path`."""
         request = self._numbered(
             SaveWeightsForSamplerRequest, path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
         )
@@ -172,7 +172,7 @@ class TrainingClient(ClientFuture):
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
     ) -> APIFuture[SaveWeightsExternalResponse]:
-        """Saves the weights as a PEFT folder; `RestClient.get_external_weights_urls` says where its files are."""
+        """Saves the weights as a PEFT folder; `RestClient.get_external_weights_urls` has the URLs of its files."""
         request = self._numbered(
             SaveWeightsExternalRequest,
             path=name,
@@ -190,10 +190,10 @@ class TrainingClient(ClientFuture):
         record_stability_info: bool = False,
         kind: str = "snapshot",
     ) -> SamplingClient:
-        """A sampler of the weights as they are after all calls so far, kept in memory for this session.
+        """A sampler of the weights after all calls so far. They are kept in memory for this session.
 
-        `name` is accepted as MinT's is; the weights are kept without a name (`save_weights_for_sampler` names them).
-        `retry_config` is accepted, too: this SDK tries again by its own rules.
+        `name` and `retry_config` are accepted for scripts of other SDKs. The weights get no name
+        (`save_weights_for_sampler` names them), and this SDK has its own rules for retries.
         """
         sampler = next(self._session.sampler_numbers)
         request = self._numbered(SaveWeightsForSamplerRequest, sampling_session_seq_id=sampler, kind=kind)
@@ -214,7 +214,7 @@ class TrainingClient(ClientFuture):
     # --- looking up ----------------------------------------------------------------------------------------------
 
     def get_info(self) -> GetInfoResponse:
-        """What this model is, and every setting that took effect."""
+        """The base model, and every setting that took effect."""
         return wait(self._session.run(self._get_info()), None)
 
     async def get_info_async(self) -> GetInfoResponse:
@@ -227,12 +227,12 @@ class TrainingClient(ClientFuture):
         return tokenizer_of(self._session, data.tokenizer_id, data.model_name)
 
     def get_checkpoint_metadata(self) -> list[Checkpoint]:
-        """What is known of every checkpoint of this model, newest first."""
+        """All checkpoints of this model, newest first."""
         self.result()
         return RestClient(session=self._session).list_checkpoints(self.model_id).result().checkpoints
 
     def publish_checkpoint(self, path: str) -> None:
-        """Makes a checkpoint readable for everyone on its server."""
+        """Makes a checkpoint readable by everyone on its server."""
         self.result()
         RestClient(session=self._session).publish_checkpoint_from_tinker_path(path).result()
 
@@ -245,7 +245,7 @@ class TrainingClient(ClientFuture):
         return list(range(first, first + count))
 
     def _numbered(self, message: type[Q], /, **fields: Any) -> Q:
-        """The next request of this model. A wrong field raises here, and uses no number up."""
+        """The next request of this model. A wrong field raises here, before a number is taken."""
         with self._lock:
             try:
                 request = message(**{"model_id": self.model_id, "seq_id": self._next_number, **fields})
@@ -315,7 +315,7 @@ class TrainingClient(ClientFuture):
         return second.model_copy(update={"loss_fn_outputs": first.loss_fn_outputs, "metrics": merged, "warnings": []})
 
     async def _fail_numbers(self, numbers: Sequence[int]) -> None:
-        """Uses up numbers that were taken for passes that cannot be made, so that the next step is refused."""
+        """Sends empty passes for numbers whose passes cannot be made: the server refuses them and the next step."""
         empty = [self._pass_body(self._pass_input([]), number) for number in numbers]
         await asyncio.gather(*(self._submit_passes([body]) for body in empty), return_exceptions=True)
 
@@ -338,7 +338,7 @@ class TrainingClient(ClientFuture):
 def create_sampler(
     session: Session, model_path: str | None, base_model: str | None, record_stability_info: bool = False
 ) -> SamplingClient:
-    """A sampler of a checkpoint or of a base model, under way."""
+    """A sampler of a checkpoint or of a base model; the server may still be making it."""
     session_id = session.open()
     number = next(session.sampler_numbers)
     request = CreateSamplingSessionRequest(

@@ -178,7 +178,7 @@ class TensorData(ArrayValue):
             raise _misfit("sparse_col_indices", f"{len(columns)} numbers", f"data has {len(self.values)}")
         if ((columns < 0) | (columns >= shape[1])).any():
             wrong = columns[(columns < 0) | (columns >= shape[1])][0]
-            raise _misfit("sparse_col_indices", int(wrong), f"is no column of shape {self.shape}")
+            raise _misfit("sparse_col_indices", int(wrong), f"is not a column of shape {self.shape}")
         rows = np.repeat(np.arange(shape[0]), counts)
         if ((np.diff(rows) == 0) & (np.diff(columns) <= 0)).any():
             raise _misfit("sparse_col_indices", self.sparse_col_indices, "does not ascend within each row")

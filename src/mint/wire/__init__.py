@@ -1,6 +1,6 @@
-"""What crosses the wire: requests, and the bytes that requests and results are written as.
+"""Requests and results as bytes, in JSON or protobuf. `requests` and `responses` have messages, `codec` the encodings.
 
-Knows no HTTP, no routes and no meaning. `requests` has the messages, `codec` reads and writes them.
+Knows no HTTP, no routes and no meaning of a message.
 """
 
 from __future__ import annotations

@@ -41,14 +41,14 @@ log = logging.getLogger("mint.wire")
 
 API_PREFIX = "/api/v1"
 PREFER, WAIT, APPLIED = "prefer", "wait", "preference-applied"
-"""By RFC 7240: whoever prefers to wait is answered with the result, if it comes soon enough, instead of a promise; the
-answer says in a header that it is the result."""
+"""Headers of RFC 7240: a client that prefers to wait gets the result instead of a promise, if it comes soon enough. A
+header of the answer says so."""
 
 MAX_NAMED, MAX_NAME_CHARS = 20, 100
 _READ_BY_VALIDATORS = frozenset({"betas"})
-"""What messages read besides their fields."""
+"""Names that messages accept besides their fields."""
 _SETTINGS = frozenset({"adam_params.", "lora_config.", "sampling_params."})
-"""Where an unknown field would change what is computed: it is ignored only if it is null, false, 0 or empty."""
+"""Parts in which an unknown field might change what is computed: it is ignored only if null, false, 0 or empty."""
 
 
 class Encoding(StrEnum):
@@ -76,16 +76,16 @@ def encode(message: Message, encoding: Encoding = Encoding.JSON) -> bytes:
 
 
 def is_same(one: Message, other: Message) -> bool:
-    """Whether two requests ask for the same, however they were written."""
+    """Whether two requests are equal, in whatever encoding they came."""
     encoding = Encoding.PROTO if type(one) in _PROTO else Encoding.JSON
     try:
         return type(one) is type(other) and encode(one, encoding) == encode(other, encoding)
-    except InvalidRequestError:  # one of them holds what cannot be written, and will fail for it
+    except InvalidRequestError:  # one holds a value that protobuf cannot carry, and will fail for it
         return one == other
 
 
 def encode_result(result: Message) -> bytes:
-    """A result as it is stored: the large ones as protobuf, the others as JSON; `{` begins JSON only."""
+    """A result as it is stored: large ones as protobuf, the others as JSON, which alone begins with `{`."""
     return encode(result, Encoding.PROTO if type(result) in _PROTO else Encoding.JSON)
 
 
@@ -95,7 +95,7 @@ def decode_result(kind: type[T], body: bytes) -> T:
 
 
 def result_as_json(body: bytes, kind: type[Message]) -> bytes:
-    """A stored result of this kind for a client that reads JSON alone."""
+    """A stored result of this kind for a client that reads only JSON."""
     return body if body.startswith(b"{") else encode(decode(kind, body, Encoding.PROTO))
 
 
@@ -164,7 +164,9 @@ def _prune(annotation: Any, value: Any, where: str, unknown: dict[str, None]) ->
         field = message.model_fields.get(key)
         if field is not None:
             kept[key] = _prune(field.annotation, part, f"{where}{key}.", unknown)
-        elif key in _READ_BY_VALIDATORS or (where in _SETTINGS and part):  # what is not at rest is not passed over
+        elif key in _READ_BY_VALIDATORS or (
+            where in _SETTINGS and part
+        ):  # a setting that does something is not ignored: the message refuses it
             kept[key] = part
         else:
             unknown[f"{where}{key}"[:MAX_NAME_CHARS]] = None
@@ -172,7 +174,7 @@ def _prune(annotation: Any, value: Any, where: str, unknown: dict[str, None]) ->
 
 
 def _message_in(annotation: Any) -> type[BaseModel] | None:
-    """The type of message that an annotation such as `X | None` or `list[X]` speaks of; none for `dict[str, X]`."""
+    """The message in an annotation such as `X | None` or `list[X]`; none for `dict[str, X]`."""
     if isinstance(annotation, type) and issubclass(annotation, ArrayValue):
         return annotation.json_form
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -194,9 +196,9 @@ def decode_error(body: bytes) -> dict[str, Any] | None:
 
 
 def read_identity(body: bytes, name: str, number: str, encoding: Encoding = Encoding.JSON) -> tuple[str, int] | None:
-    """The string field `name` and the whole number `number` of a body that may be wrong everywhere else.
+    """The string field `name` and the integer field `number` of a body that may be wrong everywhere else.
 
-    A request whose place in the order can be read has used that place up, however wrong the rest of it is.
+    A request whose place in the order can be read has taken that place, even if the rest of it is wrong.
     """
     if encoding is Encoding.PROTO:
         # the one request with a protobuf form belongs to a model, and has its place in fields 1 and 2

@@ -1,8 +1,9 @@
 """The three large messages as protobuf, and back: `forward_backward` requests and results, and samples.
 
-Everything that arrives is taken for hostile: whatever is cut, contradicts itself or claims more than it holds is an
-`InvalidRequestError` that names the field. Knows the layout alone; whether a request makes sense for a model is checked
-by the service. Letters in the comments: D datums · K alternatives per position.
+Input may be hostile: a body that is cut, contradicts itself or claims more than it holds raises an
+`InvalidRequestError` that names the field. Knows only the layout; the service checks whether a request makes sense.
+
+Letters in the comments: D datums · K alternatives per position.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The outer shell of a protobuf message, read without the message: its fields one after another.
+"""The fields of a protobuf message one after another, without parsing the message.
 
-For two things that a parser of whole messages cannot do: to read the place of a request whose rest is damaged, and to
-count the parts of a body before objects are made of them (a part of two bytes would cost hundreds in memory). Knows no
-message but by the numbers of its fields.
+A parser of whole messages cannot do two things: read the place of a request whose rest is damaged, and count the parts
+of a body before it makes objects of them (a part of two bytes costs hundreds in memory). Knows only numbers of fields.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Iterator
 from mint.errors import InvalidRequestError
 
 MAX_PARTS = 500_000
-"""Parts of a message, and of its repeated parts: far more than the 1,024 datums that clients send at once."""
+"""Parts of a message and of its repeated parts; clients send at most 1,024 datums at once."""
 
 
 def check_parts(body: bytes, name: str, *, repeated: int) -> None:
-    """Refuses a body of absurdly many parts; `repeated` is the field whose own parts are counted too.
+    """Refuses a body with too many parts; `repeated` is the field whose own parts are counted too.
 
     Raises:
         InvalidRequestError: more than `MAX_PARTS`.
@@ -41,7 +40,7 @@ def check_parts(body: bytes, name: str, *, repeated: int) -> None:
 
 
 def read_place(body: bytes) -> tuple[str, int] | None:
-    """Fields 1 and 2 of a `forward_backward` request (model_id, seq_id), whatever the rest of it holds."""
+    """Fields 1 and 2 of a `forward_backward` request (model_id, seq_id), even if the rest is damaged."""
     owner: str | None = None
     place = 0
     for number, value in fields(body):
@@ -56,7 +55,7 @@ def read_place(body: bytes) -> tuple[str, int] | None:
 
 
 def fields(body: bytes | memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Number and value of each field in turn, up to the first that is cut or of no known kind."""
+    """Number and value of each field, up to the first that is cut or of an unknown wire type."""
     view, at = memoryview(body), 0
     while at < len(view):
         key, at = _varint(view, at)

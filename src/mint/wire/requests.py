@@ -34,10 +34,10 @@ class WireRequest(StrictValue):
             part = given.get(key, {})
             if isinstance(part, dict):
                 known = {name: value for name, value in part.items() if value is not None}
-                at_rest = {
+                defaults = {
                     name: value for name, value in _DEFAULTS[key].items() if "betas" not in known or name[:4] != "beta"
                 }
-                given[key] = {**at_rest, **known}
+                given[key] = {**defaults, **known}
         return given
 
 

@@ -1,7 +1,6 @@
-"""What a server's answer means: the error in it, or that the result is not there yet. Pure.
+"""Reads the error in a server's answer, or that there is no result yet. Pure.
 
-Reads mint's own error bodies, and those of other servers of this protocol as well as their status says. Knows no HTTP
-library.
+Reads mint's own error bodies. For those of other servers of this protocol, the status decides the class.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mint.errors import (
 
 TRY_AGAIN = 408
 LONGEST_ERROR_BYTES = 65_536
-"""A longer answer with a good status is a result; it is not read twice."""
+"""A longer answer with a good status is a result, and is not searched for an error."""
 
 _KINDS: dict[int, type[MintError]] = {
     400: InvalidRequestError,
@@ -40,11 +39,11 @@ _KINDS: dict[int, type[MintError]] = {
 
 
 class LostError(SessionEndedError):
-    """The server does not know the request any more: a sample request may be sent again."""
+    """The server no longer has the request; a sample request may be sent again."""
 
 
 def is_not_yet(status: int, body: bytes) -> bool:
-    """Whether the result is still being made; some servers say so with 200."""
+    """Whether the result is not ready; some servers say so with status 200."""
     return status == TRY_AGAIN or (status == 200 and body[:1] == b"{" and b'"try_again"' in body[:200])
 
 
@@ -58,7 +57,7 @@ def json_of(body: bytes) -> dict[str, Any]:
 
 
 def is_error(status: int, body: bytes) -> bool:
-    """Whether the answer holds an error; that of a request that was accepted and failed comes with 200."""
+    """Whether the answer holds an error; that of an accepted request that failed has status 200."""
     if status >= 300:
         return True
     content = wire.decode_error(body) if len(body) <= LONGEST_ERROR_BYTES else None
@@ -66,7 +65,7 @@ def is_error(status: int, body: bytes) -> bool:
 
 
 def error_of(status: int, body: bytes, url: str) -> MintError:
-    """The error that the server named, as the class that it has there; else what the status says."""
+    """The error with the class that the server named, or else the class of the status."""
     content = wire.decode_error(body)
     if content is not None and "code" in content:
         return from_wire(content)

@@ -333,7 +333,7 @@ def _check_tokens(tokens: np.ndarray, base: BaseInfo, where: str) -> None:
     wrong = (tokens < 0) | (tokens >= base.vocab_size)
     if wrong.any():
         raise InvalidRequestError(
-            f"is no token id: the vocabulary has {base.vocab_size} tokens",
+            f"is not a token id: the vocabulary has {base.vocab_size} tokens",
             field=where + _place(wrong),
             value=int(tokens[wrong][0]),
             remedy=f"Pass ids from 0 to {base.vocab_size - 1}, from this model's own tokenizer",
