@@ -12,7 +12,7 @@ from http_server import http_server
 
 import mint
 import mint.client.tokenizers as tokenizers_module
-from mint.client.tokenizers import _keep
+from mint.client.tokenizers import store_files
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import InvalidRequestError
 from mint.models.registry import BUNDLED
@@ -65,16 +65,16 @@ def test_only_known_files_are_kept_and_no_code_is_named_in_them(tmp_path: Path) 
         "tokenization.py": "raise SystemExit",
         "tokenizer.json/../x": "x",
     }
-    folder = _keep(hostile, tmp_path / "home" / "tokenizers")
+    folder = store_files(hostile, tmp_path / "home" / "tokenizers")
     assert {path.name for path in folder.iterdir()} == set(files)
     assert "auto_map" not in (folder / "tokenizer_config.json").read_text()
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == sorted(files)
-    assert _keep(hostile, tmp_path / "home" / "tokenizers") == folder
-    other = _keep({**files, "chat_template.jinja": "other"}, tmp_path / "home" / "tokenizers")
+    assert store_files(hostile, tmp_path / "home" / "tokenizers") == folder
+    other = store_files({**files, "chat_template.jinja": "other"}, tmp_path / "home" / "tokenizers")
     assert other != folder and not list(folder.parent.glob("tmp*"))
 
 
 @pytest.mark.parametrize("files", [{}, {"tokenizer_config.json": "{}"}])
 def test_an_answer_without_a_tokenizer_is_refused(files: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
-        _keep(files, tmp_path)
+        store_files(files, tmp_path)

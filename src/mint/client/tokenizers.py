@@ -40,11 +40,11 @@ def tokenizer_of(session: Session, tokenizer_id: str, base_model: str) -> Any:
             )
         except NotFoundError:  # another server of this protocol, which sends no tokenizers
             return load_tokenizer("", tokenizer_id or base_model)
-        _folders[key] = str(_store(answer.files, read_settings().home_dir / "tokenizers"))
+        _folders[key] = str(store_files(answer.files, read_settings().home_dir / "tokenizers"))
     return load_tokenizer(_folders[key], base_model)
 
 
-def _store(files: dict[str, str], home: Path) -> Path:
+def store_files(files: dict[str, str], home: Path) -> Path:
     """Writes the files into a folder named by their contents; the folder appears whole or not at all."""
     contents = {name: _harmless(name, text).encode() for name, text in sorted(files.items()) if name in TOKENIZER_FILES}
     if "tokenizer.json" not in contents:
