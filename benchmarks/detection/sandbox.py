@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from mint.recipes.datasets.python_functions import ARGUMENT_NAMES, KINDS, Function, edge_inputs
+from mint.recipes.datasets.python_functions import ARGUMENT_NAMES, KINDS, PythonFunction, edge_inputs
 from mint.sandbox import Sandbox, sandbox_level
 
 TRIAL = Path(__file__).resolve().parents[2] / "tests" / "sandbox" / "trial.py"
@@ -40,7 +40,7 @@ def hostile_table() -> None:
 
 def honest_table() -> None:
     """Median and 95th percentile of a verdict on an honest one-line function with five to ten inputs."""
-    functions = [Function(kind, kind.names[0], ARGUMENT_NAMES[kind.argument][0], 4) for kind in KINDS]
+    functions = [PythonFunction(kind, kind.names[0], ARGUMENT_NAMES[kind.argument][0], 4) for kind in KINDS]
     print("\n| honest one-line functions | median ms | p95 ms | runs |\n|---|---|---|---|")
     for engines in (("monty",), ("zygote",), ("monty", "zygote")):
         with Sandbox(engines=engines, workers=1) as sandbox:

@@ -8,7 +8,7 @@ Grading here runs our own model's text in this process with no protection, which
 
 import random
 
-from mint.recipes.datasets.python_functions import CASES, Function, draw_function, with_examples
+from mint.recipes.datasets.python_functions import CASES, PythonFunction, draw_function, with_examples
 from scripts.tiny.documents import Document, Task, document
 
 BUG_SHARE_OF_HARD_KIND = 0.58
@@ -41,7 +41,7 @@ def outcomes(source: str, name: str, cases: tuple) -> list[object]:
     return results
 
 
-def code_task(function: Function, prompt: str) -> Task:
+def code_task(function: PythonFunction, prompt: str) -> Task:
     """A success returns the right value, of the right type, in every case."""
     cases = CASES[function.kind.argument]
     expected = [repr(result) for result in outcomes(function.source(function.kind.body), function.name, cases)]

@@ -17,9 +17,14 @@ pytestmark = pytest.mark.slow
 
 HOSTILE_NAME = "hostile <b> & co"
 PAGES = [
-    "/", "/service", "/login", "/compare?run=tools&run=math", *(path_of("tools", page) for page in RUN_PAGES),
-    path_of("stuck", "/diagnosis"), path_of("tools", "/rollouts?text=calculator&flag=tool_calls"),
-]  # fmt: skip
+    "/",
+    "/service",
+    "/login",
+    "/compare?run=tools&run=math",
+    *(path_of("tools", page) for page in RUN_PAGES),
+    path_of("stuck", "/diagnosis"),
+    path_of("tools", "/rollouts?text=calculator&flag=tool_calls"),
+]
 HOSTILE_PAGES = [path_of(HOSTILE_NAME, page) for page in RUN_PAGES]
 SIZES = {"large": (1440, 900), "telephone": (390, 844), "small telephone": (380, 700)}
 

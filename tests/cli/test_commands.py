@@ -61,9 +61,17 @@ def test_a_file_of_prompts_is_trained_on_and_reported(trained: dict[str, Any]) -
 
 def test_a_run_can_be_stepped_into_again(trained: dict[str, Any], prompts: str) -> None:
     again = last_line(
-        "train", "rl", f"task={prompts}", "steps=4", "save_every=1", "lr=2e-3", *SETTINGS,
-        "--run-dir", trained["run_dir"], "--resume",
-    )  # fmt: skip
+        "train",
+        "rl",
+        f"task={prompts}",
+        "steps=4",
+        "save_every=1",
+        "lr=2e-3",
+        *SETTINGS,
+        "--run-dir",
+        trained["run_dir"],
+        "--resume",
+    )
     assert again["checkpoint"] == trained["checkpoint"]
     assert again["heldout_after"] == trained["heldout_after"]
 

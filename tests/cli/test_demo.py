@@ -10,9 +10,21 @@ from pathlib import Path
 import pytest
 
 CONTRACT = {
-    "task", "base_model", "seed", "steps", "seconds", "seconds_setup", "samples", "tokens", "heldout_before",
-    "heldout_after", "sampler_trainer_max_abs_logprob_diff", "findings", "checkpoint", "run_dir",
-}  # fmt: skip
+    "task",
+    "base_model",
+    "seed",
+    "steps",
+    "seconds",
+    "seconds_setup",
+    "samples",
+    "tokens",
+    "heldout_before",
+    "heldout_after",
+    "sampler_trainer_max_abs_logprob_diff",
+    "findings",
+    "checkpoint",
+    "run_dir",
+}
 
 
 def mint(*arguments: str) -> subprocess.CompletedProcess[str]:

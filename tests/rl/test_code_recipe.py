@@ -8,7 +8,14 @@ import pytest
 
 from mint.errors import InvalidRequestError
 from mint.recipes.code import CodeAdapter, CodeProblem, extract_code, run_tests
-from mint.recipes.datasets.python_functions import ARGUMENT_NAMES, CONSTANTS, KINDS, Function, all_functions, is_heldout
+from mint.recipes.datasets.python_functions import (
+    ARGUMENT_NAMES,
+    CONSTANTS,
+    KINDS,
+    PythonFunction,
+    all_functions,
+    is_heldout,
+)
 from mint.rl import UnsupportedError
 from mint.sandbox import Sandbox
 
@@ -63,7 +70,7 @@ def test_code_is_found_in_what_a_model_says(adapter: CodeAdapter, response: str)
 def test_every_planted_bug_fails_a_case_and_every_right_body_passes_all(adapter: CodeAdapter) -> None:
     for kind in KINDS:
         for constant in CONSTANTS:
-            function = Function(kind, kind.names[0], ARGUMENT_NAMES[kind.argument][0], constant)
+            function = PythonFunction(kind, kind.names[0], ARGUMENT_NAMES[kind.argument][0], constant)
             cases = adapter._cases(function)
             assert run_tests(adapter.sandbox, function.source(kind.bug), function.name, cases).value < 1.0, function
             assert run_tests(adapter.sandbox, function.source(kind.body), function.name, cases).value == 1.0, function

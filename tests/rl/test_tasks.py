@@ -232,9 +232,13 @@ def test_a_bad_row_is_named_by_file_line_and_field(
 
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
-    [("gone.jsonl", {}, "does not exist"), ("here.jsonl", {"grader": "vibes"}, "is not a grader"),
-     ("here.jsonl", {"heldout": 1.5}, "is not in"), ("here.jsonl", {"prompt_style": "shout"}, "is not a prompt style")],
-)  # fmt: skip
+    [
+        ("gone.jsonl", {}, "does not exist"),
+        ("here.jsonl", {"grader": "vibes"}, "is not a grader"),
+        ("here.jsonl", {"heldout": 1.5}, "is not in"),
+        ("here.jsonl", {"prompt_style": "shout"}, "is not a prompt style"),
+    ],
+)
 def test_a_wrong_option_of_a_file_task_is_refused(
     name: str, options: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
@@ -342,8 +346,10 @@ def test_a_verifiers_taskset_runs_through_our_loop_in_an_environment_of_its_own(
         pytest.skip(f"no package registry: {installed.stderr[-300:]}")
     site = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True, text=True, check=True,
-    ).stdout.strip()  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     # This environment's own packages (torch, …), found after those of the new one.
     (Path(site) / "zz_mint.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n{tmp_path}\n")
     (tmp_path / "reverse_taskset.py").write_text(TASKSETS)

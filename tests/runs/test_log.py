@@ -59,10 +59,19 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path: Path) -> None:
 
 def rows_of(step: int) -> list[dict[str, Any]]:
     return [
-        {"step": step, "group": place // 2, "item": place // 2, "text": f"ä{step}.{place}", "tokens": [place],
-         "logprobs": [0.0], "reward": float(place % 2), "advantage": 0.5, "used": True}
+        {
+            "step": step,
+            "group": place // 2,
+            "item": place // 2,
+            "text": f"ä{step}.{place}",
+            "tokens": [place],
+            "logprobs": [0.0],
+            "reward": float(place % 2),
+            "advantage": 0.5,
+            "used": True,
+        }
         for place in range(4)
-    ]  # fmt: skip
+    ]
 
 
 def logged(folder: Path, steps: int) -> RunLog:
@@ -170,9 +179,13 @@ def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("error", "outcome", "words"),
-    [(ValueError("no \udcff luck"), "failed", "ValueError: no ? luck"), (KeyboardInterrupt(), "stopped", "interrupted"),
-     (SystemExit(3), "failed", "SystemExit: 3"), (RuntimeError("x" * 10_000), "failed", "RuntimeError: xxx")],
-)  # fmt: skip
+    [
+        (ValueError("no \udcff luck"), "failed", "ValueError: no ? luck"),
+        (KeyboardInterrupt(), "stopped", "interrupted"),
+        (SystemExit(3), "failed", "SystemExit: 3"),
+        (RuntimeError("x" * 10_000), "failed", "RuntimeError: xxx"),
+    ],
+)
 def test_a_run_that_an_exception_ends_says_which(
     tmp_path: Path, error: BaseException, outcome: str, words: str
 ) -> None:

@@ -52,9 +52,17 @@ class Mixed(RLAdapter):
 
 
 MIXED = RLConfig(
-    base_model="mint/tiny", steps=5, batch_size=6, group_size=4, max_tokens=4, temperature=1.3, learning_rate=2e-3,
-    save_every=2, eval_every=2, kl_penalty_coef=0.1,
-)  # fmt: skip
+    base_model="mint/tiny",
+    steps=5,
+    batch_size=6,
+    group_size=4,
+    max_tokens=4,
+    temperature=1.3,
+    learning_rate=2e-3,
+    save_every=2,
+    eval_every=2,
+    kl_penalty_coef=0.1,
+)
 
 
 def at_step(step: int, act: Callable[[], None]) -> Callable[[str, Mapping[str, Any]], None]:
@@ -208,10 +216,22 @@ counts = st.none() | st.integers(0, 6)
 flag_sets = st.frozensets(st.sampled_from(sorted(FLAGS)), max_size=2)
 texts = st.sampled_from(["", "", "", "IS", ' "1', "a:", "\n", '"', "text", "7", "calculator", "nothing like it", "É"])
 queries = st.builds(
-    RolloutQuery, step=counts, first_step=counts, last_step=counts, group=counts, item=counts, reward_min=numbers,
-    reward_max=numbers, length_min=counts, length_max=counts, flags=flag_sets, without=flag_sets, text=texts,
-    sort=st.sampled_from(SORTS), limit=st.integers(1, 30),
-)  # fmt: skip
+    RolloutQuery,
+    step=counts,
+    first_step=counts,
+    last_step=counts,
+    group=counts,
+    item=counts,
+    reward_min=numbers,
+    reward_max=numbers,
+    length_min=counts,
+    length_max=counts,
+    flags=flag_sets,
+    without=flag_sets,
+    text=texts,
+    sort=st.sampled_from(SORTS),
+    limit=st.integers(1, 30),
+)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -236,8 +256,10 @@ def test_the_pages_of_a_query_are_the_rows_that_a_filter_over_all_of_them_leaves
 
 def test_a_text_is_found_whatever_its_script_and_case(tmp_path: Path) -> None:
     said = ["Straße nach KÖLN", "Москва", '<script>alert("x")</script>', "tab\tand \\ back", "💥 boom", "plain"]
-    rows = [{"step": 1, "group": 0, "item": 0, "prompt": "p", "text": text, "tokens": [1], "logprobs": [0.0],
-             "reward": 1.0} for text in said]  # fmt: skip
+    rows = [
+        {"step": 1, "group": 0, "item": 0, "prompt": "p", "text": text, "tokens": [1], "logprobs": [0.0], "reward": 1.0}
+        for text in said
+    ]
     reader = RunReader(written(tmp_path, {1: rows}))
     for needle, place in (("köln", 0), ("МОСКВА", 1), ('ALERT("x")', 2), ("TAB\tand \\", 3), ("💥", 4), ("PLAIN", 5)):
         assert [row["row"] for row in reader.rollouts(RolloutQuery(text=needle)).rows] == [place]
@@ -255,9 +277,17 @@ def written(folder: Path, steps: Mapping[int, list[Row]]) -> Path:
 
 def plain_row(step: int, place: int, **fields: Any) -> Row:
     return {
-        "step": step, "group": place // 2, "item": place, "prompt": "p", "text": f"{step}.{place}",
-        "tokens": [1] * place, "logprobs": [-0.5] * place, "reward": 0.5, "advantage": 0.0, **fields,
-    }  # fmt: skip
+        "step": step,
+        "group": place // 2,
+        "item": place,
+        "prompt": "p",
+        "text": f"{step}.{place}",
+        "tokens": [1] * place,
+        "logprobs": [-0.5] * place,
+        "reward": 0.5,
+        "advantage": 0.0,
+        **fields,
+    }
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -268,8 +298,15 @@ def test_a_reader_keeps_up_with_logs_that_grow_by_any_number_of_bytes(
     source, folder = runs["mixed"], tmp_path_factory.mktemp("live")
     shutil.copy(source / "config.json", folder)
     reader = RunReader(folder)
-    names = ["rollouts.jsonl", "rollouts.index", "metrics.jsonl", "evaluations.jsonl", "findings.jsonl",
-             "checkpoints.jsonl", "tokens.jsonl"]  # fmt: skip
+    names = [
+        "rollouts.jsonl",
+        "rollouts.index",
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "findings.jsonl",
+        "checkpoints.jsonl",
+        "tokens.jsonl",
+    ]
     seen = set()
     for share in [*sorted(data.draw(st.lists(st.floats(0, 1), max_size=4))), 1.0]:
         for name in names:

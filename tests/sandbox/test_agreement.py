@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mint.recipes.datasets.python_functions import ARGUMENT_NAMES, CASES, KINDS, Function
+from mint.recipes.datasets.python_functions import ARGUMENT_NAMES, CASES, KINDS, PythonFunction
 from mint.sandbox import Outcome, Sandbox
 from mint.sandbox.values import _canonical
 
@@ -278,7 +278,7 @@ def test_a_solution_is_answered_alike(both: Sandbox, zygote: Sandbox, name: str)
 def test_the_functions_of_the_code_task_are_answered_alike(both: Sandbox, zygote: Sandbox, body: str) -> None:
     engines = set()
     for kind in KINDS:
-        function = Function(kind, kind.names[0], ARGUMENT_NAMES[kind.argument][0], 4)
+        function = PythonFunction(kind, kind.names[0], ARGUMENT_NAMES[kind.argument][0], 4)
         source = function.source(kind.body if body == "right" else kind.bug)
         inputs = [(case,) for case in CASES[kind.argument]]
         mine, other = both.run(source, function.name, inputs), zygote.run(source, function.name, inputs)

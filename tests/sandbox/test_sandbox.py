@@ -53,9 +53,21 @@ def test_values_go_in_and_come_out_of_each_engine(either: Sandbox, value: object
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(True, 1), (1, 1.0), ([1], (1,)), ({1}, frozenset([1])), ("a", b"a"), ({1: 2}, {True: 2}), ([0], [False]),
-     (None, 0), ({1}, {1.0}), (1, 2), ([1, 2], [2, 1]), (math.inf, -math.inf)],
-)  # fmt: skip
+    [
+        (True, 1),
+        (1, 1.0),
+        ([1], (1,)),
+        ({1}, frozenset([1])),
+        ("a", b"a"),
+        ({1: 2}, {True: 2}),
+        ([0], [False]),
+        (None, 0),
+        ({1}, {1.0}),
+        (1, 2),
+        ([1, 2], [2, 1]),
+        (math.inf, -math.inf),
+    ],
+)
 def test_values_of_another_type_or_worth_differ(one: object, other: object) -> None:
     assert not same_value(one, other)
     assert same_value(one, one)

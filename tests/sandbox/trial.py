@@ -21,8 +21,14 @@ SECRET = "s3cret-of-the-host"
 PATIENT = Limits(cpu_s=1, wall_s=60.0, memory_bytes=32 << 20)
 HASTY = Limits(cpu_s=1, wall_s=0.7, memory_bytes=32 << 20)
 ENDLESS = {
-    "big power", "busy loop", "busy loop in CPython", "ignores signals", "loop in C", "regex bomb", "waits for ever",
-}  # fmt: skip
+    "big power",
+    "busy loop",
+    "busy loop in CPython",
+    "ignores signals",
+    "loop in C",
+    "regex bomb",
+    "waits for ever",
+}
 """Programs that a limit of time ends; the others may take theirs, on a busy machine too."""
 
 

@@ -14,7 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from mint.errors import InvalidRequestError
-from mint.recipes.datasets.python_functions import Function, all_functions, draw_function, edge_inputs, with_examples
+from mint.recipes.datasets.python_functions import (
+    PythonFunction,
+    all_functions,
+    draw_function,
+    edge_inputs,
+    with_examples,
+)
 from mint.rl import Reward, RLAdapter, RLConfig, UnsupportedError
 from mint.sandbox import Limits, Result, Sandbox, same_value
 
@@ -123,7 +129,7 @@ class CodeAdapter(RLAdapter):
         if "sandbox" in self.__dict__:
             self.__dict__.pop("sandbox").close()
 
-    def _as_problems(self, functions: Sequence[Function], rng: random.Random) -> list[CodeProblem]:
+    def _as_problems(self, functions: Sequence[PythonFunction], rng: random.Random) -> list[CodeProblem]:
         answers: dict[tuple[str, int], tuple[Case, ...]] = {}
         problems = []
         for place, function in enumerate(functions):
@@ -134,7 +140,7 @@ class CodeAdapter(RLAdapter):
             problems.append(CodeProblem(prompt, function.name, answers[key]))
         return problems
 
-    def _cases(self, function: Function) -> tuple[Case, ...]:
+    def _cases(self, function: PythonFunction) -> tuple[Case, ...]:
         """The values of the right body, computed in a separate run of the sandbox."""
         inputs = [(value,) for value in edge_inputs(function)]
         source = function.source(function.kind.body)

@@ -19,7 +19,7 @@ from pydantic import Field
 import mint
 from mint import types
 from mint.errors import InvalidRequestError
-from mint.recipes.supervised import Interval, SupervisedConfig, batch_places, data_digest, evaluate_once
+from mint.recipes.supervised import ConfidenceInterval, SupervisedConfig, batch_places, data_digest, evaluate_once
 from mint.rl.estimate import interval
 from mint.rl.seeds import mix_seed
 from mint.rl.training.datums import policy_datum
@@ -47,8 +47,8 @@ class DistillResult:
     run_dir: Path
     checkpoint: str
     sampler_checkpoint: str
-    before: Interval
-    after: Interval
+    before: ConfidenceInterval
+    after: ConfidenceInterval
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def run_distill(
         trainer = run.trainer
         check_tokenizers(trainer, teacher)
 
-        def evaluate_now() -> Mapping[str, Interval]:
+        def evaluate_now() -> Mapping[str, ConfidenceInterval]:
             return evaluate(trainer, teacher, heldout, config)
 
         before = evaluate_once(run, "before", 0, len(heldout), evaluate_now)
@@ -172,7 +172,7 @@ def score(
 
 def evaluate(
     trainer: mint.TrainingClient, teacher: mint.SamplingClient, heldout: Sequence[list[int]], config: DistillConfig
-) -> dict[str, Interval]:
+) -> dict[str, ConfidenceInterval]:
     """The reverse KL per token over held-out prompts, always from the same seeds."""
     sampler = trainer.save_weights_and_get_sampling_client()
     seeds = [mix_seed(config.seed, HELDOUT_STREAM, place) for place in range(len(heldout))]

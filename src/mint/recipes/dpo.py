@@ -18,8 +18,8 @@ from pydantic import Field
 import mint
 from mint import types
 from mint.recipes.supervised import (
+    ConfidenceInterval,
     HeldoutScores,
-    Interval,
     SupervisedConfig,
     batch_places,
     check_disjoint,
@@ -95,7 +95,7 @@ def run_dpo(
         start = trainer if run.point is None else make_trainer(run.service, config, None)
         reference, heldout_reference = reply_logprobs(start, data), reply_logprobs(start, heldout_data)
 
-        def evaluate_now() -> Mapping[str, Interval]:
+        def evaluate_now() -> Mapping[str, ConfidenceInterval]:
             return evaluate(trainer, heldout_data, heldout_reference, config)
 
         before = evaluate_once(run, "before", 0, len(heldout), evaluate_now)
@@ -176,7 +176,7 @@ def reply_logprobs(trainer: mint.TrainingClient, data: list[types.Datum]) -> lis
 
 def evaluate(
     trainer: mint.TrainingClient, data: list[types.Datum], reference: Sequence[float], config: DPOConfig
-) -> dict[str, Interval]:
+) -> dict[str, ConfidenceInterval]:
     """Loss and accuracy on held-out pairs."""
     policy = reply_logprobs(trainer, data)
     gains = [ours - theirs for ours, theirs in zip(policy, reference, strict=True)]

@@ -17,9 +17,9 @@ from pydantic import Field
 import mint
 from mint import types
 from mint.recipes.supervised import (
+    ConfidenceInterval,
     Demonstration,
     HeldoutScores,
-    Interval,
     SupervisedConfig,
     batch_places,
     check_disjoint,
@@ -88,7 +88,7 @@ def run_sft(
         tokenizer = trainer.get_tokenizer()
         data = [completion_datum(each.prompt, reply_ids(each.completion, tokenizer)) for each in demonstrations]
 
-        def evaluate_now() -> Mapping[str, Interval]:
+        def evaluate_now() -> Mapping[str, ConfidenceInterval]:
             return evaluate(trainer, tokenizer, heldout, config)
 
         before = evaluate_once(run, "before", 0, len(heldout), evaluate_now)
@@ -124,7 +124,7 @@ def run_sft(
 
 def evaluate(
     trainer: mint.TrainingClient, tokenizer: Any, heldout: Sequence[Demonstration], config: SFTConfig
-) -> dict[str, Interval]:
+) -> dict[str, ConfidenceInterval]:
     """Loss and greedy accuracy on the held-out demonstrations."""
     if not heldout:
         return {"loss": (0.0, 0.0, 0.0), "accuracy": (0.0, 0.0, 1.0)}

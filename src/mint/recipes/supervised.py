@@ -21,7 +21,7 @@ from mint.rl.run_config import RunConfig
 from mint.rl.training_run import TrainingRun
 from mint.types import Datum, ModelInput
 
-Interval = tuple[float, float, float]
+ConfidenceInterval = tuple[float, float, float]
 """A mean with the low and high end of its 95 % interval."""
 
 
@@ -46,8 +46,8 @@ class Demonstration:
 class HeldoutScores:
     """`loss` and `accuracy` over `n` held-out examples; each recipe says of what."""
 
-    loss: Interval
-    accuracy: Interval
+    loss: ConfidenceInterval
+    accuracy: ConfidenceInterval
     n: int
 
 
@@ -103,8 +103,8 @@ def data_digest(*parts: Sequence[Any]) -> str:
 
 
 def evaluate_once(
-    run: TrainingRun, when: str, step: int, count: int, evaluate: Callable[[], Mapping[str, Interval]]
-) -> dict[str, Interval]:
+    run: TrainingRun, when: str, step: int, count: int, evaluate: Callable[[], Mapping[str, ConfidenceInterval]]
+) -> dict[str, ConfidenceInterval]:
     """Evaluates on `count` held-out examples and logs a row per metric; a resumed run takes these from its log."""
     logged = [row for row in run.log.read("evaluations.jsonl") if (row["when"], row["step"]) == (when, step)]
     if logged:

@@ -74,7 +74,7 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Function:
+class PythonFunction:
     """One function to write: a kind with its name, argument and constant chosen."""
 
     kind: FunctionKind
@@ -96,13 +96,13 @@ class Function:
         return f"def {self.name}({self.argument}):\n    return {self.fill(expression)}"
 
 
-def is_heldout(function: Function) -> bool:
+def is_heldout(function: PythonFunction) -> bool:
     """Whether the request is one of the 1 in 8 that the bundled model never saw (a stable hash of its text)."""
     return hashlib.sha256(function.request.encode()).digest()[0] % HELDOUT_ONE_IN == 0
 
 
 @cache
-def all_functions(*, heldout: bool) -> tuple[Function, ...]:
+def all_functions(*, heldout: bool) -> tuple[PythonFunction, ...]:
     """Every function of one side of the split."""
     return tuple(
         function
@@ -110,15 +110,15 @@ def all_functions(*, heldout: bool) -> tuple[Function, ...]:
         for name in chosen.names
         for argument in ARGUMENT_NAMES[chosen.argument]
         for constant in CONSTANTS
-        if is_heldout(function := Function(chosen, name, argument, constant)) == heldout
+        if is_heldout(function := PythonFunction(chosen, name, argument, constant)) == heldout
     )
 
 
-def draw_function(rng: random.Random, *, heldout: bool) -> Function:
+def draw_function(rng: random.Random, *, heldout: bool) -> PythonFunction:
     """A function whose request is, or is not, held out; each kind is equally likely."""
     while True:
         chosen = rng.choice(KINDS)
-        function = Function(
+        function = PythonFunction(
             chosen,
             rng.choice(chosen.names),
             rng.choice(ARGUMENT_NAMES[chosen.argument]),
@@ -128,13 +128,13 @@ def draw_function(rng: random.Random, *, heldout: bool) -> Function:
             return function
 
 
-def with_examples(function: Function, rng: random.Random, count: int) -> str:
+def with_examples(function: PythonFunction, rng: random.Random, count: int) -> str:
     """The request after `count` correctly answered ones that are not held out: a few-shot prompt."""
     shown = [draw_function(rng, heldout=False) for _ in range(count)]
     return "".join(f"{shot.request}{shot.source(shot.kind.body)}\n\n" for shot in shown) + function.request
 
 
-def edge_inputs(function: Function) -> list[Any]:
+def edge_inputs(function: PythonFunction) -> list[Any]:
     """Inputs around the function's constant, where a nearly right body gives wrong values."""
     constant, inputs = function.constant, CASES[function.kind.argument]
     if function.kind.argument == NUMBERS:
