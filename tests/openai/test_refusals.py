@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai_server import MODEL, Server, serving
 
-from mint.server.openai.messages import ChatRequest, CompletionRequest
+from mint.server.openai.schemas import ChatRequest, CompletionRequest
 from mint.server.queue.queue import QueueLimits, RequestQueue
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "One", "max_tokens": 1}

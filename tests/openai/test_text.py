@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mint.models.registry import BUNDLED
-from mint.server.openai.text import CallReader, TextStream, Vocabulary, read_vocabulary
+from mint.server.openai.detokenizer import Detokenizer, Vocabulary, read_vocabulary
+from mint.server.openai.tool_parser import ToolParser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
@@ -21,7 +22,7 @@ def vocabulary() -> Vocabulary:
 
 
 def stream(tokens: list[int], stops: tuple[str, ...] = ()) -> list[str]:
-    text = TextStream(vocabulary(), vocabulary().hidden(skip_special=True, calls=False), stops)
+    text = Detokenizer(vocabulary(), vocabulary().hidden(skip_special=True, calls=False), stops)
     return [*(text.push(token) for token in tokens), text.close()]
 
 
@@ -59,7 +60,7 @@ def test_a_stop_string_may_be_a_token_that_is_no_text() -> None:
 
 
 def read(text: str, sizes: int, *, is_thinking: bool = False) -> tuple[str, list[tuple[str, dict[str, object]]]]:
-    reader = CallReader(is_thinking=is_thinking)
+    reader = ToolParser(is_thinking=is_thinking)
     said, calls = "", []
     for start in range(0, len(text), sizes):
         piece, found = reader.push(text[start : start + sizes])

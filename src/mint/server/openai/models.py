@@ -1,6 +1,6 @@
-"""What a `model` of the OpenAI protocol stands for: a base, a checkpoint, or the newest weights of a training run.
+"""What a `model` of OpenAI's protocol stands for: a base model, a checkpoint, or the newest weights of a training run.
 
-Knows whose things are whose; knows nothing of prompts and of sampling.
+Checks who owns them. Knows no prompts and no sampling.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pydantic_core
 
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.server.callers import Caller
-from mint.server.openai.messages import Model
+from mint.server.openai.schemas import Model
 from mint.server.service.service import Service
 from mint.server.store import checkpoints
 from mint.server.store.checkpoints import CheckpointPath
@@ -31,7 +31,7 @@ def find_weights(service: Service, caller: Caller, model: str) -> SamplerRow:
         if service.journal.run(model) is not None:
             return _newest(service, caller, model)
         if model not in service.base_models.names and _is_path(model):
-            raise NotFoundError("names a folder")  # which of the server's files are models is the operator's to say
+            raise NotFoundError("names a folder")  # only the operator decides which folders are models
         service.base_models.folder(model)
     except (NotFoundError, InvalidRequestError) as error:
         why = error.message if isinstance(error, _NoWeightsError) else "is not a model here"
@@ -40,7 +40,7 @@ def find_weights(service: Service, caller: Caller, model: str) -> SamplerRow:
 
 
 def find_model(service: Service, caller: Caller, name: str) -> Model:
-    """What is said of one model; slow, as `list_models`.
+    """The description of one model; slow, as `list_models`.
 
     Raises:
         NotFoundError, CheckpointError: as `find_weights`.
@@ -52,7 +52,7 @@ def find_model(service: Service, caller: Caller, name: str) -> Model:
 
 
 def list_models(service: Service, caller: Caller) -> list[Model]:
-    """The bases; then of what is the caller's own the newest thousand runs that have weights, and checkpoints.
+    """The base models, then the caller's newest thousand training runs that have weights, and the caller's checkpoints.
 
     Slow: it reads a folder for each.
     """
@@ -64,18 +64,18 @@ def list_models(service: Service, caller: Caller) -> list[Model]:
         if is_saved or service.journal.saves(run.training_run_id, limit=1):
             created = int(run.last_request_time.timestamp())
             models.append(_model(service, run.training_run_id, run.base_model, run.model_owner, created))
-    for kept in service.checkpoint_catalog.checkpoints(caller.owner).checkpoints:
-        base = bases.get(CheckpointPath.parse(kept.tinker_path).model_id, "unknown")
-        models.append(_model(service, kept.tinker_path, base, caller.owner, int(kept.time.timestamp())))
+    for checkpoint in service.checkpoint_catalog.checkpoints(caller.owner).checkpoints:
+        base = bases.get(CheckpointPath.parse(checkpoint.tinker_path).model_id, "unknown")
+        models.append(_model(service, checkpoint.tinker_path, base, caller.owner, int(checkpoint.time.timestamp())))
     return models
 
 
 class _NoWeightsError(NotFoundError):
-    """The run is the caller's, but nothing was saved or published of it."""
+    """The run is the caller's, but none of its weights were saved or published."""
 
 
 def _newest(service: Service, caller: Caller, run_id: str) -> SamplerRow:
-    """The last that was published or saved and is still there; after the session's end, the last checkpoint."""
+    """The newest published or saved weights that still exist; after the session's end, the newest checkpoint."""
     kept = service.checkpoint_catalog.checkpoints_of(caller.owner, run_id).checkpoints
     run = service.journal.run(run_id)
     if run is not None and run.owner == caller.owner:
@@ -86,7 +86,7 @@ def _newest(service: Service, caller: Caller, run_id: str) -> SamplerRow:
             if found is not None:
                 return found
             if content.get("path"):
-                break  # a named save: the newest of those is what the catalog says, whatever was deleted since
+                break  # a named save: the catalog knows the newest of those that were not deleted since
     for checkpoint in kept:
         if checkpoint.checkpoint_type != "external":
             return _saved(service, caller, checkpoint.tinker_path)
@@ -107,6 +107,6 @@ def _is_path(model: str) -> bool:
 def _model(service: Service, name: str, base: str, owner: str, created: int) -> Model:
     try:
         length = service.base_models.context_length(base)
-    except (MintError, OSError, ValueError):  # its folder has gone since; that is not the list's business
+    except (MintError, OSError, ValueError):  # its folder is gone, and the list is shown all the same
         length = None
     return Model(id=name, created=created, owned_by=owner, root=base, max_model_len=length)

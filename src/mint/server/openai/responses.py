@@ -1,6 +1,6 @@
-"""Writes pieces of choices down as OpenAI's messages: whole answers, and the events of a stream.
+"""Writes generated choices as OpenAI's responses: whole ones, and the events of a stream.
 
-Knows what clients read; knows nothing of how tokens come about, and no HTTP.
+Knows no engine and no HTTP.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mint.errors import AuthenticationError, MintError, NotFoundError, OverloadedError, PromptTooLongError
-from mint.server.openai.completions import Order, Piece, Sampled
-from mint.server.openai.messages import (
+from mint.server.openai.generation import ChoiceDelta, SampledToken
+from mint.server.openai.generation_requests import GenerationRequest
+from mint.server.openai.schemas import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -38,34 +39,33 @@ from mint.server.openai.messages import (
 )
 
 
-class Counts:
-    """Tokens read and sampled, as pieces go by."""
+class UsageCounter:
+    """Counts the tokens of the prompts and of the choices."""
 
-    def __init__(self, order: Order) -> None:
-        self._prompt = sum(len(prompt) for prompt in order.prompts)
+    def __init__(self, generation: GenerationRequest) -> None:
+        self._prompt = sum(len(prompt) for prompt in generation.prompts)
         self._sampled = 0
 
-    def note(self, piece: Piece) -> None:
-        """Counts a piece."""
-        self._sampled += len(piece.sampled)
+    def add(self, delta: ChoiceDelta) -> None:
+        """UsageCounter a delta."""
+        self._sampled += len(delta.sampled)
 
     @property
     def usage(self) -> Usage:
-        """The counts so far."""
         total = self._prompt + self._sampled
         return Usage(prompt_tokens=self._prompt, completion_tokens=self._sampled, total_tokens=total)
 
 
 class _Writer:
-    """What all messages of one request share."""
+    """What the responses of both routes share."""
 
-    def __init__(self, request: CompletionRequest | ChatRequest, order: Order, kind: str) -> None:
+    def __init__(self, request: CompletionRequest | ChatRequest, generation: GenerationRequest, kind: str) -> None:
         self._request = request
-        self._order = order
+        self._generation = generation
         self._as_ids = request.return_tokens_as_token_ids
-        self.counts = Counts(order)
-        weights = order.weights.weights_id or order.weights.base_model
-        # the same as long as the same weights answer, and another one once a run has published newer ones
+        self.counts = UsageCounter(generation)
+        weights = generation.weights.weights_id or generation.weights.base_model
+        # changes when a training run publishes newer weights
         fingerprint = f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}"
         self._head: dict[str, Any] = {
             "id": f"{kind}-{uuid.uuid4().hex}",
@@ -75,23 +75,23 @@ class _Writer:
         }
 
     def _name(self, token: int) -> str:
-        return self._order.vocabulary.name(token, as_id=self._as_ids)
+        return self._generation.vocabulary.name(token, as_id=self._as_ids)
 
-    def _ids(self, sampled: Sequence[Sampled]) -> list[int] | None:
+    def _ids(self, sampled: Sequence[SampledToken]) -> list[int] | None:
         return [each.token for each in sampled] if self._request.return_token_ids else None
 
-    def _by_choice(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """All pieces of each choice as one."""
-        parts: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            parts.setdefault(piece.choice, []).append(piece)
+    def _by_choice(self, deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
+        """All deltas of each choice as one."""
+        parts: dict[int, list[ChoiceDelta]] = {}
+        for delta in deltas:
+            parts.setdefault(delta.choice, []).append(delta)
         return [
-            Piece(
+            ChoiceDelta(
                 index,
-                "".join(piece.text for piece in own),
-                [call for piece in own for call in piece.calls],
-                [each for piece in own for each in piece.echoed],
-                [each for piece in own for each in piece.sampled],
+                "".join(delta.text for delta in own),
+                [call for delta in own for call in delta.calls],
+                [each for delta in own for each in delta.echoed],
+                [each for delta in own for each in delta.sampled],
                 own[-1].finish,
             )
             for index, own in sorted(parts.items())
@@ -101,54 +101,54 @@ class _Writer:
 class CompletionWriter(_Writer):
     """Writes `/v1/completions`."""
 
-    def __init__(self, request: CompletionRequest, order: Order) -> None:
-        super().__init__(request, order, "cmpl")
+    def __init__(self, request: CompletionRequest, generation: GenerationRequest) -> None:
+        super().__init__(request, generation, "cmpl")
         self._started: set[int] = set()
 
-    def whole(self, pieces: Sequence[Piece]) -> Completion:
-        """The answer."""
-        choices = [self._choice(piece, is_first=True) for piece in self._by_choice(pieces)]
+    def whole(self, deltas: Sequence[ChoiceDelta]) -> Completion:
+        """The whole response."""
+        choices = [self._choice(delta, is_first=True) for delta in self._by_choice(deltas)]
         return Completion(**self._head, choices=choices, usage=self.counts.usage)
 
-    def event(self, piece: Piece) -> Completion | None:
-        """The next event of a stream; None where a piece says nothing."""
-        if not (piece.text or piece.finish or piece.echoed or self._shows_tokens(piece)):
+    def event(self, delta: ChoiceDelta) -> Completion | None:
+        """The next event of a stream; None for a delta that shows nothing."""
+        if not (delta.text or delta.finish or delta.echoed or self._shows_tokens(delta)):
             return None
-        is_first = piece.choice not in self._started
-        self._started.add(piece.choice)
-        return Completion(**self._head, choices=[self._choice(piece, is_first=is_first)])
+        is_first = delta.choice not in self._started
+        self._started.add(delta.choice)
+        return Completion(**self._head, choices=[self._choice(delta, is_first=is_first)])
 
     def last(self) -> Completion:
-        """The event that has the counts."""
+        """The event with the token counts."""
         return Completion(**self._head, choices=[], usage=self.counts.usage)
 
-    def _shows_tokens(self, piece: Piece) -> bool:
-        return bool(piece.sampled) and (self._order.top is not None or self._request.return_token_ids)
+    def _shows_tokens(self, delta: ChoiceDelta) -> bool:
+        return bool(delta.sampled) and (self._generation.top is not None or self._request.return_token_ids)
 
-    def _choice(self, piece: Piece, *, is_first: bool) -> CompletionChoice:
+    def _choice(self, delta: ChoiceDelta, *, is_first: bool) -> CompletionChoice:
         shows_prompt = is_first and self._request.return_token_ids
-        prompt = list(self._order.prompts[piece.choice // self._order.n])
+        prompt = list(self._generation.prompts[delta.choice // self._generation.n])
         return CompletionChoice(
-            index=piece.choice,
-            text=piece.text,
-            logprobs=self._logprobs([*piece.echoed, *piece.sampled]),
-            finish_reason=piece.finish,
-            token_ids=self._ids(piece.sampled),
+            index=delta.choice,
+            text=delta.text,
+            logprobs=self._logprobs([*delta.echoed, *delta.sampled]),
+            finish_reason=delta.finish,
+            token_ids=self._ids(delta.sampled),
             prompt_token_ids=prompt if shows_prompt else None,
         )
 
-    def _logprobs(self, sampled: Sequence[Sampled]) -> CompletionLogprobs | None:
-        if self._order.top is None:
+    def _logprobs(self, sampled: Sequence[SampledToken]) -> CompletionLogprobs | None:
+        if self._generation.top is None:
             return None
         return CompletionLogprobs(
             tokens=[self._name(each.token) for each in sampled],
             token_logprobs=[each.logprob for each in sampled],
-            top_logprobs=[self._top(each) for each in sampled] if self._order.top else None,
+            top_logprobs=[self._top(each) for each in sampled] if self._generation.top else None,
             text_offset=[each.offset for each in sampled],
         )
 
-    def _top(self, sampled: Sampled) -> dict[str, float] | None:
-        """The alternatives and the token itself, whose logprob stands here to the bit as it stands there."""
+    def _top(self, sampled: SampledToken) -> dict[str, float] | None:
+        """The alternatives and the token itself, with exactly the logprob that `token_logprobs` has."""
         if sampled.logprob is None:
             return None
         top = {self._name(token): logprob for token, logprob in sampled.top or ()}
@@ -158,64 +158,63 @@ class CompletionWriter(_Writer):
 class ChatWriter(_Writer):
     """Writes `/v1/chat/completions`."""
 
-    def __init__(self, request: ChatRequest, order: Order) -> None:
-        super().__init__(request, order, "chatcmpl")
-        self._calls: dict[int, int] = {}  # choice → how many calls of it have been written
+    def __init__(self, request: ChatRequest, generation: GenerationRequest) -> None:
+        super().__init__(request, generation, "chatcmpl")
+        self._calls: dict[int, int] = {}  # choice → number of its calls so far
 
-    def whole(self, pieces: Sequence[Piece]) -> ChatCompletion:
-        """The answer."""
+    def whole(self, deltas: Sequence[ChoiceDelta]) -> ChatCompletion:
+        """The whole response."""
         choices = []
-        for piece in self._by_choice(pieces):
-            calls = [ToolCall(id=_call_id(), function=call) for call in piece.calls]
-            message = AssistantMessage(content=piece.text or (None if calls else ""), tool_calls=calls or None)
+        for delta in self._by_choice(deltas):
+            calls = [ToolCall(id=_call_id(), function=call) for call in delta.calls]
+            message = AssistantMessage(content=delta.text or (None if calls else ""), tool_calls=calls or None)
             choices.append(
                 ChatChoice(
-                    index=piece.choice,
+                    index=delta.choice,
                     message=message,
-                    logprobs=self._logprobs(piece.sampled),
-                    finish_reason=_chat_finish(piece, bool(calls)) or "length",
-                    token_ids=self._ids(piece.sampled),
+                    logprobs=self._logprobs(delta.sampled),
+                    finish_reason=_chat_finish(delta, bool(calls)) or "length",
+                    token_ids=self._ids(delta.sampled),
                 )
             )
         return ChatCompletion(**self._head, choices=choices, usage=self.counts.usage, prompt_token_ids=self._prompt)
 
     def first(self, choice: int) -> ChatChunk:
-        """The event that opens a message."""
+        """The first event of a message."""
         delta = Delta(role="assistant", content="")
         chunk = ChunkChoice(index=choice, delta=delta)
         return ChatChunk(**self._head, choices=[chunk], prompt_token_ids=self._prompt if choice == 0 else None)
 
-    def event(self, piece: Piece) -> ChatChunk | None:
-        """The next event of a stream; None where a piece says nothing."""
-        shows_tokens = bool(piece.sampled) and (self._order.top is not None or self._request.return_token_ids)
-        if not (piece.text or piece.calls or piece.finish or shows_tokens):
+    def event(self, delta: ChoiceDelta) -> ChatChunk | None:
+        """The next event of a stream; None for a delta that shows nothing."""
+        shows_tokens = bool(delta.sampled) and (self._generation.top is not None or self._request.return_token_ids)
+        if not (delta.text or delta.calls or delta.finish or shows_tokens):
             return None
-        calls = [self._delta(piece.choice, call) for call in piece.calls]
-        delta = Delta(content=piece.text or None, tool_calls=calls or None)
+        calls = [self._delta(delta.choice, call) for call in delta.calls]
         chunk = ChunkChoice(
-            index=piece.choice,
-            delta=delta,
-            logprobs=self._logprobs(piece.sampled),
-            finish_reason=_chat_finish(piece, piece.choice in self._calls),
-            token_ids=self._ids(piece.sampled),
+            index=delta.choice,
+            delta=Delta(content=delta.text or None, tool_calls=calls or None),
+            logprobs=self._logprobs(delta.sampled),
+            finish_reason=_chat_finish(delta, delta.choice in self._calls),
+            token_ids=self._ids(delta.sampled),
         )
         return ChatChunk(**self._head, choices=[chunk])
 
     def last(self) -> ChatChunk:
-        """The event that has the counts."""
+        """The event with the token counts."""
         return ChatChunk(**self._head, choices=[], usage=self.counts.usage)
 
     @property
     def _prompt(self) -> list[int] | None:
-        return list(self._order.prompts[0]) if self._request.return_token_ids else None
+        return list(self._generation.prompts[0]) if self._request.return_token_ids else None
 
     def _delta(self, choice: int, call: FunctionCall) -> ToolCallDelta:
         number = self._calls.get(choice, 0)
         self._calls[choice] = number + 1
         return ToolCallDelta(index=number, id=_call_id(), function=call)
 
-    def _logprobs(self, sampled: Sequence[Sampled]) -> ChatLogprobs | None:
-        if self._order.top is None:
+    def _logprobs(self, sampled: Sequence[SampledToken]) -> ChatLogprobs | None:
+        if self._generation.top is None:
             return None
         content = [
             ChatTokenLogprob(
@@ -230,13 +229,13 @@ class ChatWriter(_Writer):
         return {
             "token": self._name(token),
             "logprob": logprob,
-            "bytes": list(self._order.vocabulary.piece(token)),
+            "bytes": list(self._generation.vocabulary.piece(token)),
         }
 
 
-def _chat_finish(piece: Piece, has_calls: bool) -> ChatFinish | None:
-    """Calls are what a reply ends for only where the model has ended it."""
-    return "tool_calls" if has_calls and piece.finish == "stop" else piece.finish
+def _chat_finish(delta: ChoiceDelta, has_calls: bool) -> ChatFinish | None:
+    """`tool_calls` only if the model has ended the reply itself."""
+    return "tool_calls" if has_calls and delta.finish == "stop" else delta.finish
 
 
 def _call_id() -> str:
@@ -244,7 +243,7 @@ def _call_id() -> str:
 
 
 def describe_error(error: MintError) -> ErrorBody:
-    """An error in OpenAI's shape. `param` is the field, `code` what clients tell errors apart by."""
+    """An error in OpenAI's shape; clients tell errors apart by `code`."""
     kind, code = "invalid_request_error", None
     if error.status >= 500:
         kind = "server_error"
@@ -261,6 +260,6 @@ def describe_error(error: MintError) -> ErrorBody:
 
 
 def _param(field: str) -> str:
-    """The name as the client has sent it: pydantic's complaints begin with the message's own name."""
+    """The field's name as the client sent it: pydantic's errors begin with the name of the message."""
     first, _, rest = field.partition(".")
     return rest if rest and first.endswith("Request") else field

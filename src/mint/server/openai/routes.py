@@ -1,6 +1,7 @@
 """The routes of OpenAI's protocol, below `/v1` and, as Tinker and MinT have them, below `/oai/api/v1`.
 
-Completions leave whole, or as server-sent events while they are sampled. A client that goes away ends its request.
+A completion is sent whole, or as server-sent events while it is sampled. If the client disconnects, its request is
+cancelled.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from starlette.responses import Response, StreamingResponse
 import mint.wire as wire
 from mint.errors import MintError, OverloadedError, RequestCancelledError
 from mint.server.http.route_table import Call, Operation, RouteRow
-from mint.server.openai.completions import Order, Piece, order_chat, order_completion, pieces
-from mint.server.openai.messages import (
+from mint.server.openai.generation import ChoiceDelta, generate
+from mint.server.openai.generation_requests import GenerationRequest, read_chat, read_completion
+from mint.server.openai.models import find_model, list_models
+from mint.server.openai.responses import ChatWriter, CompletionWriter, describe_error
+from mint.server.openai.schemas import (
     ChatCompletion,
     ChatRequest,
     Completion,
@@ -27,8 +31,6 @@ from mint.server.openai.messages import (
     Model,
     ModelList,
 )
-from mint.server.openai.models import find_model, list_models
-from mint.server.openai.responses import ChatWriter, CompletionWriter, describe_error
 from mint.types import invalid_request
 
 PREFIXES = ("/v1", "/oai/api/v1")
@@ -52,38 +54,40 @@ def model(call: Call) -> Response:
 async def completions(call: Call) -> Response:
     """Continues text or token ids; with `stream`, as server-sent events."""
     request = await call.run_blocking(_read, CompletionRequest, call.body)
-    order = await call.run_blocking(order_completion, call.service, call.caller, request)
-    return await _carry_out(
-        call, order, CompletionWriter(request, order), stream=request.stream, usage=request.wants_usage
+    generation = await call.run_blocking(read_completion, call.service, call.caller, request)
+    return await _send(
+        call, generation, CompletionWriter(request, generation), stream=request.stream, usage=request.wants_usage
     )
 
 
 async def chat_completions(call: Call) -> Response:
     """The next message of a conversation; with `stream`, as server-sent events."""
     request = await call.run_blocking(_read, ChatRequest, call.body)
-    order = await call.run_blocking(order_chat, call.service, call.caller, request)
-    return await _carry_out(call, order, ChatWriter(request, order), stream=request.stream, usage=request.wants_usage)
+    generation = await call.run_blocking(read_chat, call.service, call.caller, request)
+    return await _send(
+        call, generation, ChatWriter(request, generation), stream=request.stream, usage=request.wants_usage
+    )
 
 
-async def _carry_out(call: Call, order: Order, writer: Writer, *, stream: bool, usage: bool) -> Response:
-    source = pieces(call.service, order, live=stream)
+async def _send(call: Call, generation: GenerationRequest, writer: Writer, *, stream: bool, usage: bool) -> Response:
+    source = generate(call.service, generation, live=stream)
     if not stream:
         return _respond(await _unless_client_leaves(call.request, _whole(source, writer)))
-    # what is refused is refused with its status, before a stream begins
+    # errors before the first token have a status of their own, so the stream begins after it
     first = await _unless_client_leaves(call.request, anext(source))
     return StreamingResponse(_events(source, first, writer, usage=usage), media_type="text/event-stream")
 
 
-async def _whole(source: AsyncGenerator[Piece], writer: Writer) -> BaseModel:
+async def _whole(source: AsyncGenerator[ChoiceDelta], writer: Writer) -> BaseModel:
     async with aclosing(source):
-        return writer.whole([_noted(writer, piece) async for piece in source])
+        return writer.whole([_counted(writer, delta) async for delta in source])
 
 
 async def _unless_client_leaves(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result; a client that goes away before it is there ends the work.
+    """The result of `work`, which is cancelled if the client disconnects.
 
     Raises:
-        RequestCancelledError: it has gone away.
+        RequestCancelledError: the client has disconnected.
     """
     working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnect(request))
     try:
@@ -101,16 +105,18 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-async def _events(source: AsyncGenerator[Piece], first: Piece, writer: Writer, *, usage: bool) -> AsyncGenerator[bytes]:
-    """Server-sent events; an error in the midst is one, too. Leaving early cancels the samples."""
-    opened: set[int] = set()
+async def _events(
+    source: AsyncGenerator[ChoiceDelta], first: ChoiceDelta, writer: Writer, *, usage: bool
+) -> AsyncGenerator[bytes]:
+    """Server-sent events; an error after the first token is an event, too."""
+    started: set[int] = set()
     async with aclosing(source):
         try:
-            async for piece in _chain(first, source):
-                if isinstance(writer, ChatWriter) and piece.choice not in opened:
-                    opened.add(piece.choice)
-                    yield _event(writer.first(piece.choice))
-                event = writer.event(_noted(writer, piece))
+            async for delta in _chain(first, source):
+                if isinstance(writer, ChatWriter) and delta.choice not in started:
+                    started.add(delta.choice)
+                    yield _event(writer.first(delta.choice))
+                event = writer.event(_counted(writer, delta))
                 if event is not None:
                     yield _event(event)
             if usage:
@@ -120,19 +126,19 @@ async def _events(source: AsyncGenerator[Piece], first: Piece, writer: Writer, *
         yield b"data: [DONE]\n\n"
 
 
-async def _chain(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+async def _chain(first: ChoiceDelta, rest: AsyncIterator[ChoiceDelta]) -> AsyncIterator[ChoiceDelta]:
     yield first
-    async for piece in rest:
-        yield piece
+    async for delta in rest:
+        yield delta
 
 
-def _noted(writer: Writer, piece: Piece) -> Piece:
-    writer.counts.note(piece)
-    return piece
+def _counted(writer: Writer, delta: ChoiceDelta) -> ChoiceDelta:
+    writer.counts.add(delta)
+    return delta
 
 
 def _read(kind: type[M], body: bytes) -> M:
-    """Not by `wire.decode`: whoever speaks this protocol sends fields that nobody knows, and need not be logged."""
+    """Not by `wire.decode`, which logs unknown fields: clients of this protocol send many."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -148,7 +154,7 @@ def _respond(message: BaseModel) -> Response:
 
 
 def refuse(error: MintError) -> Response:
-    """An error as clients of OpenAI's protocol read it."""
+    """An error in OpenAI's shape."""
     response = Response(
         describe_error(error).model_dump_json().encode(), status_code=error.status, media_type=wire.MEDIA_TYPE
     )

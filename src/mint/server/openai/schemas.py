@@ -1,7 +1,7 @@
-"""The messages of OpenAI's completions and chat protocol, under OpenAI's names, and the few that vLLM adds.
+"""The request and response bodies of OpenAI's completions and chat protocol, with a few fields that vLLM adds.
 
-Fields that neither protocol knows are ignored, as every server of it does; known ones that cannot be honoured are
-refused where they are not at rest. Knows no model, tokenizer or HTTP.
+Unknown fields are ignored, as every server of this protocol does. Known fields that cannot be honoured are refused,
+unless their value asks for nothing. Knows no model, tokenizer or HTTP.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "Pass `tools`, and run them on your side"),
     "prompt_logprobs": ((), "Ask /v1/completions with echo and logprobs"),
 }
-"""Known fields that cannot be honoured: the values at which they say nothing (besides null), and what to do instead."""
+"""Known fields that cannot be honoured: the values (besides null) that ask for nothing, and what to do instead."""
 
 
 class _Lenient(BaseModel):
-    """Unknown fields are ignored; types are not bent (`"1"` is no number)."""
+    """Ignores unknown fields, and converts no types (`"1"` is no number)."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class StreamOptions(_Lenient):
-    """How a stream ends."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class _SamplingRequest(_Lenient):
-    """What both kinds of request say about sampling. `top_k`, `stop_token_ids`, `skip_special_tokens`,
-    `return_token_ids` and `return_tokens_as_token_ids` are vLLM's."""
+    """The fields of both kinds of request. `top_k`, `stop_token_ids`, `skip_special_tokens`, `return_token_ids` and
+    `return_tokens_as_token_ids` are vLLM's."""
 
     model: str
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -91,34 +91,34 @@ class _SamplingRequest(_Lenient):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, fields: Any) -> Any:
-        """A null means that a field was left out; one that cannot be honoured is refused by name."""
+        """Treats null as left out, and refuses fields that cannot be honoured."""
         if not isinstance(fields, dict):
             return fields
         given = {key: value for key, value in fields.items() if value is not None}
         for name in given.keys() & _UNSUPPORTED.keys():
-            at_rest, remedy = _UNSUPPORTED[name]
-            if not any(given[name] == value for value in at_rest):
+            harmless, remedy = _UNSUPPORTED[name]
+            if not any(given[name] == value for value in harmless):
                 raise InvalidRequestError("is not supported", field=name, value=given[name], remedy=remedy)
         return given
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the counts."""
+        """Whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def stop_strings(self) -> list[str]:
-        """The strings to stop at; none is what an empty list means here."""
+        """The strings to stop at; an empty list means none, unlike in mint's own protocol."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     @property
     def sampling_seed(self) -> int | None:
-        """The seed in the engine's range: negative ones are seeds, too."""
+        """The seed in the engine's range; negative seeds are allowed."""
         return None if self.seed is None else self.seed % (MAX_SEED + 1)
 
 
 def _one_of_four(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-    """One complaint instead of four."""
+    """One error instead of four."""
     try:
         return read(value)
     except ValidationError as error:
@@ -214,7 +214,7 @@ class ChatMessage(_Lenient):
 
 
 class Function(_Lenient):
-    """What a model is told of a function; `parameters` is a JSON schema."""
+    """The description of a function for the model; `parameters` is a JSON schema."""
 
     name: str
     description: str | None = None
@@ -252,12 +252,12 @@ class ChatRequest(_SamplingRequest):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of a reply; None is what the context holds."""
+        """The most tokens of a reply; None for as many as the context holds."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -266,7 +266,7 @@ def _is_none(value: object) -> bool:
 
 
 _OPTIONAL: Any = Field(default=None, exclude_if=_is_none)
-"""A field that is not sent where nothing asked for it, instead of being sent as null."""
+"""A field that is left out of the response, instead of being null, unless it was asked for."""
 
 # --- answers -------------------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Every sampled token (that which ended the text, too), after those of the prompt where it is echoed."""
+    """Every sampled token, with the one that ended the text; before them the prompt's tokens, if it is echoed."""
 
     tokens: list[str] = Field(default_factory=list)
     token_logprobs: list[float | None] = Field(default_factory=list)
@@ -300,7 +300,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The answer of `/v1/completions`; in a stream, one event of it."""
+    """The response of `/v1/completions`; in a stream, one event of it."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -326,13 +326,13 @@ class ChatTokenLogprob(TokenLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Every sampled token, that which ended the message, too."""
+    """Every sampled token, with the one that ended the message."""
 
     content: list[ChatTokenLogprob]
 
 
 class AssistantMessage(BaseModel):
-    """What the model said."""
+    """The model's reply."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -340,13 +340,13 @@ class AssistantMessage(BaseModel):
 
 
 class ToolCallDelta(ToolCall):
-    """A whole call, as a stream numbers it."""
+    """A complete call in a stream; `index` counts the calls of the message."""
 
     index: int
 
 
 class Delta(BaseModel):
-    """What a message grows by."""
+    """What an event adds to a message."""
 
     role: Literal["assistant"] | None = _OPTIONAL
     content: str | None = _OPTIONAL
@@ -367,7 +367,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """The answer of `/v1/chat/completions`."""
+    """The response of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -421,7 +421,7 @@ class ModelList(BaseModel):
 
 
 class ErrorDetails(BaseModel):
-    """What went wrong, in OpenAI's shape."""
+    """An error in OpenAI's shape."""
 
     message: str
     type: str
@@ -430,6 +430,6 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every refusal here."""
+    """The body of an error response."""
 
     error: ErrorDetails

@@ -1,0 +1,224 @@
+"""Generates the choices of a request, as deltas that can be sent while they are sampled.
+
+The prompts run in the same batch as all other samples. Knows no HTTP, and no shape of a response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from mint.server.openai.detokenizer import Detokenizer
+from mint.server.openai.generation_requests import GenerationRequest
+from mint.server.openai.schemas import FunctionCall
+from mint.server.openai.tool_parser import ToolParser
+from mint.server.service.service import Service
+from mint.types import ModelInput, SampleResponse
+from mint.wire.requests import SampleRequest
+
+SEED_BITS = 63
+DELTAS_AT_ONCE = 256
+"""After so many the event loop may do other work."""
+
+Finish = Literal["stop", "length"]
+Alternatives = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A token of a choice. `offset` is where it begins in the text; the first token of a prompt has no logprob."""
+
+    token: int
+    logprob: float | None
+    offset: int
+    top: Alternatives | None = None
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """What was added to a choice; the last delta has `finish`."""
+
+    choice: int
+    text: str = ""
+    calls: list[FunctionCall] = field(default_factory=list)
+    echoed: list[SampledToken] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+class _Choice:
+    """One choice as it grows."""
+
+    def __init__(self, generation: GenerationRequest, index: int) -> None:
+        self._index = index
+        self._detokenizer = Detokenizer(generation.vocabulary, generation.hidden, generation.stops)
+        self._tool_parser = ToolParser(is_thinking=generation.is_thinking) if generation.reads_calls else None
+        self.count = 0
+
+    def echo(self, text: str, prompt: list[SampledToken]) -> ChoiceDelta:
+        """The prompt as the beginning of the text."""
+        self._detokenizer.offset = len(text)
+        return ChoiceDelta(self._index, text, echoed=prompt)
+
+    def push(self, token: int, logprob: float, top: Alternatives | None = None) -> ChoiceDelta:
+        """Adds a sampled token."""
+        self.count += 1
+        sampled = [SampledToken(token, logprob, self._detokenizer.offset, top)]
+        text, calls = self._parse(self._detokenizer.push(token))
+        return ChoiceDelta(self._index, text, calls, sampled=sampled)
+
+    def close(self, finish: Finish) -> ChoiceDelta:
+        """The last delta."""
+        text, calls = self._parse(self._detokenizer.close())
+        rest = "" if self._tool_parser is None else self._tool_parser.close()
+        return ChoiceDelta(self._index, text + rest, calls, finish=finish)
+
+    def _parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        return (text, []) if self._tool_parser is None else self._tool_parser.push(text)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """The end of a prompt's samples; `task` has their result or their error."""
+
+    prompt: int
+    task: asyncio.Task[SampleResponse]
+
+
+class _TokenQueue:
+    """Tokens from the engine's thread, and ends of prompts, in order, for one reader on an event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[tuple[int, int, float] | _Done] = deque()
+        self._has_items = asyncio.Event()
+
+    def put(self, choice: int, token: int, logprob: float) -> None:
+        """Adds a token; called on the engine's thread."""
+        self._items.append((choice, token, logprob))
+        if len(self._items) == 1:  # otherwise the reader is awake already
+            self._loop.call_soon_threadsafe(self._has_items.set)
+
+    def finish(self, prompt: int, task: asyncio.Task[SampleResponse]) -> None:
+        """Adds the end of a prompt, good or bad; called on the event loop."""
+        if not task.cancelled():
+            task.exception()  # read it: asyncio logs errors that nobody has read
+        self._items.append(_Done(prompt, task))
+        self._has_items.set()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, int, float] | _Done]:
+        while True:
+            await self._has_items.wait()
+            self._has_items.clear()
+            while self._items:
+                yield self._items.popleft()
+
+
+async def generate(service: Service, generation: GenerationRequest, *, live: bool) -> AsyncGenerator[ChoiceDelta]:
+    """Samples, and yields the deltas of all choices: with `live` as tokens come, else when a prompt is done.
+
+    Closing the generator early cancels the sampling.
+
+    Raises:
+        MintError: what a prompt failed with; the other prompts are cancelled.
+    """
+    queue, cancelled = _TokenQueue(), threading.Event()
+    streams = live and not generation.needs_whole_result
+    tasks = [
+        asyncio.create_task(_sample(service, generation, number, queue if streams else None, cancelled))
+        for number in range(len(generation.prompts))
+    ]
+    for number, task in enumerate(tasks):
+        task.add_done_callback(partial(queue.finish, number))
+    choices = [_Choice(generation, index) for index in range(len(generation.prompts) * generation.n)]
+    running = len(tasks)
+    echoes: Sequence[str] = () if generation.echoes is None or generation.needs_whole_result else generation.echoes
+    try:
+        async for item in queue:
+            if isinstance(item, _Done):
+                item.task.result()  # an error is raised before anything is yielded
+            for index in range(len(choices) if echoes else 0):
+                yield choices[index].echo(echoes[index // generation.n], [])
+            echoes = ()
+            if not isinstance(item, _Done):
+                choice, token, logprob = item
+                yield choices[choice].push(token, logprob)
+                continue
+            own = choices[item.prompt * generation.n : (item.prompt + 1) * generation.n]
+            for number, delta in enumerate(_remaining_deltas(generation, item.prompt, own, item.task.result())):
+                yield delta
+                if number % DELTAS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            running -= 1
+            if not running:
+                return
+    finally:
+        cancelled.set()
+        for task in tasks:
+            task.cancel()
+
+
+async def _sample(
+    service: Service, generation: GenerationRequest, number: int, queue: _TokenQueue | None, cancelled: threading.Event
+) -> SampleResponse:
+    """The samples of one prompt; with a queue, their tokens also go there as they come."""
+    params = generation.params
+    if params.seed is None:
+        params = params.model_copy(update={"seed": secrets.randbits(SEED_BITS)})
+    scores_prompt = params.max_tokens == 0 or (generation.echoes is not None and generation.top is not None)
+    request = SampleRequest(
+        sampling_session_id=generation.weights.sampler_id,
+        seq_id=0,
+        prompt=ModelInput.from_ints(list(generation.prompts[number])),
+        sampling_params=params,
+        num_samples=generation.n,
+        prompt_logprobs=scores_prompt,
+        topk_prompt_logprobs=(generation.top or 0) if scores_prompt else 0,
+        topk_sample_logprobs=generation.top or 0,
+    )
+
+    def put(sample: int, token: int, logprob: float) -> None:
+        assert queue is not None  # without one it is not called
+        queue.put(number * generation.n + sample, token, logprob)
+
+    on_token = None if queue is None else put
+    caller, weights = generation.caller, generation.weights
+    return await service.sample_now(caller, weights, request, cancelled=cancelled, on_token=on_token)
+
+
+def _remaining_deltas(
+    generation: GenerationRequest, prompt: int, choices: Sequence[_Choice], response: SampleResponse
+) -> Iterator[ChoiceDelta]:
+    """What has not been yielded yet of a prompt's choices."""
+    if generation.echoes is not None and generation.needs_whole_result:
+        echo = generation.echoes[prompt]
+        scored = [] if generation.top is None else _scored_prompt(generation, prompt, echo, response)
+        yield from (choice.echo(echo, scored) for choice in choices)
+    if not response.sequences:  # no token was asked for
+        yield from (choice.close("length") for choice in choices)
+    for choice, sequence in zip(choices, response.sequences, strict=False):
+        for place in range(choice.count, len(sequence.tokens)):
+            top = None if sequence.topk_logprobs is None else sequence.topk_logprobs[place]
+            yield choice.push(sequence.tokens[place], sequence.logprobs[place], top)
+        yield choice.close("stop" if sequence.stop_reason == "stop" else "length")
+
+
+def _scored_prompt(
+    generation: GenerationRequest, prompt: int, echo: str, response: SampleResponse
+) -> list[SampledToken]:
+    vocabulary, tokens, scored = generation.vocabulary, generation.prompts[prompt], list[SampledToken]()
+    # a first token that is not in the text was added by the tokenizer
+    is_added = not echo.encode().startswith(vocabulary.piece(tokens[0]))
+    text = Detokenizer(vocabulary, frozenset(tokens[:1]) & vocabulary.special if is_added else frozenset())
+    for place, token in enumerate(tokens):
+        logprob = None if response.prompt_logprobs is None else response.prompt_logprobs[place]
+        top = None if response.topk_prompt_logprobs is None else response.topk_prompt_logprobs[place]
+        scored.append(SampledToken(token, logprob, text.offset, top))
+        text.push(token)
+    return scored

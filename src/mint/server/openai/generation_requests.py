@@ -1,0 +1,183 @@
+"""Completion and chat requests as what the engine needs: prompts of token ids, and sampling settings.
+
+Finds the model, tokenizes, and renders conversations with the model's chat template. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mint.errors import InvalidRequestError, MintError
+from mint.server.callers import Caller
+from mint.server.openai.detokenizer import Vocabulary, read_vocabulary
+from mint.server.openai.models import find_weights
+from mint.server.openai.schemas import ChatMessage, ChatRequest, CompletionRequest
+from mint.server.openai.tool_parser import THINK_OPEN
+from mint.server.service.service import Service
+from mint.server.store.rows import SamplerRow
+from mint.types import SamplingParams
+
+MAX_SEQUENCES = 4096
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """`n` choices of each prompt.
+
+    `hidden` tokens give no text. `top` is the number of alternatives with each logprob, None for no logprobs.
+    `echoes` are the texts of the prompts, if the response repeats them.
+    """
+
+    caller: Caller
+    weights: SamplerRow
+    vocabulary: Vocabulary
+    hidden: frozenset[int]
+    prompts: Sequence[Sequence[int]]
+    n: int
+    params: SamplingParams
+    stops: Sequence[str] = ()
+    top: int | None = None
+    echoes: Sequence[str] | None = None
+    reads_calls: bool = False
+    is_thinking: bool = False
+
+    @property
+    def needs_whole_result(self) -> bool:
+        """Whether the response holds something that is known only at the end, so that nothing can be streamed."""
+        return bool(self.top) or (self.echoes is not None and self.top is not None)
+
+
+def read_completion(service: Service, caller: Caller, request: CompletionRequest) -> GenerationRequest:
+    """Reads a completion request; slow (tokenizer).
+
+    Raises:
+        NotFoundError: there is no such model for this caller.
+        InvalidRequestError: a prompt cannot be used.
+    """
+    weights = find_weights(service, caller, request.model)
+    vocabulary = read_vocabulary(service.base_models.folder(weights.base_model))
+    if len(request.prompts) * request.n > MAX_SEQUENCES:
+        remedy = f"Ask for at most {MAX_SEQUENCES} choices at once"
+        raise InvalidRequestError("times the prompts is too much", field="n", value=request.n, remedy=remedy)
+    hidden = vocabulary.hidden(skip_special=request.skip_special_tokens, calls=False)
+    encode = vocabulary.tokenizer.encode
+    prompts = [
+        encode(prompt, add_special_tokens=request.add_special_tokens) if isinstance(prompt, str) else prompt
+        for prompt in request.prompts
+    ]
+    beginning = vocabulary.tokenizer.bos_token_id
+    prompts = [prompt or ([] if beginning is None else [beginning]) for prompt in prompts]
+    echoes = [
+        text if isinstance(text, str) else vocabulary.text(prompt, frozenset())
+        for text, prompt in zip(request.prompts, prompts, strict=True)
+    ]
+    return GenerationRequest(
+        caller=caller,
+        weights=weights,
+        vocabulary=vocabulary,
+        hidden=hidden | frozenset(request.stop_token_ids or ()),
+        prompts=prompts,
+        n=request.n,
+        params=_params(request, request.max_tokens),
+        stops=request.stop_strings,
+        top=request.logprobs,
+        echoes=echoes if request.echo else None,
+    )
+
+
+def read_chat(service: Service, caller: Caller, request: ChatRequest) -> GenerationRequest:
+    """Reads a chat request; slow (tokenizer).
+
+    Raises:
+        NotFoundError: there is no such model for this caller.
+        InvalidRequestError: the model has no chat template, or it cannot render the conversation.
+    """
+    weights = find_weights(service, caller, request.model)
+    vocabulary = read_vocabulary(service.base_models.folder(weights.base_model))
+    text = _render(vocabulary.tokenizer, request)
+    reads_calls = bool(request.offered_tools)
+    hidden = vocabulary.hidden(skip_special=request.skip_special_tokens, calls=reads_calls)
+    return GenerationRequest(
+        caller=caller,
+        weights=weights,
+        vocabulary=vocabulary,
+        hidden=hidden | frozenset(request.stop_token_ids or ()),
+        prompts=[vocabulary.tokenizer.encode(text, add_special_tokens=False)],
+        n=request.n,
+        params=_params(request, request.token_limit),
+        stops=request.stop_strings,
+        top=request.top_logprobs if request.logprobs else None,
+        reads_calls=reads_calls,
+        is_thinking=text.rstrip().endswith(THINK_OPEN),
+    )
+
+
+def _params(request: CompletionRequest | ChatRequest, max_tokens: int | None) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k or -1,
+        seed=request.sampling_seed,
+        stop=request.stop_strings or None,
+        stop_token_ids=request.stop_token_ids,
+    )
+
+
+def _render(tokenizer: Any, request: ChatRequest) -> str:
+    """The conversation as the model's own template writes it (transformers renders it in a sandbox)."""
+    if tokenizer.chat_template is None:
+        remedy = "Use /v1/completions, or a model whose folder has a chat template"
+        raise InvalidRequestError("has no chat template", field="model", value=request.model, remedy=remedy)
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in request.chat_template_kwargs:
+        if name in taken or name == "messages":
+            remedy = "Pass only what the template itself reads, such as enable_thinking"
+            raise InvalidRequestError("is not for templates", field="chat_template_kwargs", value=name, remedy=remedy)
+    try:
+        return tokenizer.apply_chat_template(
+            [_message(message) for message in request.messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in request.offered_tools] or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **request.chat_template_kwargs,
+        )
+    except MintError:
+        raise
+    except Exception as error:  # the boundary: a template is a program from elsewhere and may raise anything
+        roles = [message.role for message in request.messages]
+        remedy = "Use roles and an generation of them that the model's chat template knows"
+        raise InvalidRequestError(
+            f"cannot be rendered by the model's chat template ({error})", field="messages", value=roles, remedy=remedy
+        ) from error
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    """As templates read it: a text, and the arguments of calls as objects."""
+    shown: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.tool_calls is not None:
+        shown["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return shown
+
+
+def _arguments(text: str) -> Any:
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):  # the model's own words: templates write texts as they stand
+        return text
+    return arguments if isinstance(arguments, dict) else text
