@@ -12,7 +12,7 @@ from waiting import HANG_S, run_without_clock, wait_until
 
 from mint.errors import OverloadedError
 from mint.server.callers import LOCAL
-from mint.server.ids import RequestName
+from mint.server.ids import RequestId
 from mint.server.queue.eta import SAMPLE, Eta
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import QueuedSample, TrainingJob
@@ -45,7 +45,7 @@ def waiting_sample(name: str, arrived_at: float) -> QueuedSample:
     return QueuedSample(name, request, arrived_at)
 
 
-def position_of(name: RequestName, pending: Pending, seen: Eta, now: float, *, at_limit: bool = False) -> QueuePosition:
+def position_of(name: RequestId, pending: Pending, seen: Eta, now: float, *, at_limit: bool = False) -> QueuePosition:
     return QueueSnapshot(pending, seen).position(name, now, at_limit=at_limit)
 
 
@@ -57,20 +57,20 @@ def test_a_request_is_told_how_many_go_before_it_and_how_long_they_take() -> Non
     ]
     pending = Pending({"a": 1, "b": 1}, training, [waiting_sample("s:0", 10.5)])
     seen = eta(forward_backward=2.0, optim_step=0.5, sample=3.0)
-    found = position_of(RequestName("a", 2), pending, seen, 13.0)
+    found = position_of(RequestId("a", 2), pending, seen, 13.0)
     assert (found.status, found.depth, found.position) == ("queued", 4, 3)
     assert found.wait_s == 2.0 + 2.0 + 3.0 + 0.5
-    first = position_of(RequestName("a", 1), pending, seen, 13.0)
+    first = position_of(RequestId("a", 1), pending, seen, 13.0)
     assert (first.position, first.wait_s, first.state) == (0, 2.0, "active")
 
 
 def test_a_missing_number_is_the_reason_of_those_behind_it() -> None:
     pending = Pending({"a": 3}, [waiting_job("a", 5, 10.0, "optim_step"), waiting_job("a", 6, 10.0, "optim_step")])
-    found = position_of(RequestName("a", 6), pending, eta(), 11.0)
+    found = position_of(RequestId("a", 6), pending, eta(), 11.0)
     assert found.status == "held" and found.wait_s is None
     assert found.reason == "waits for request 3, 4 of a, which has not arrived"
     far = Pending({"a": 0}, [waiting_job("a", 2**31 - 1, 10.0, "optim_step")])
-    assert "request 0" in position_of(RequestName("a", 2**31 - 1), far, eta(), 11.0).reason
+    assert "request 0" in position_of(RequestId("a", 2**31 - 1), far, eta(), 11.0).reason
 
 
 def test_what_runs_says_how_far_it_is() -> None:
@@ -78,7 +78,7 @@ def test_what_runs_says_how_far_it_is() -> None:
     seen.start(["s:0", "s:1"], SAMPLE)
     beside = seen.started("s:1")
     assert beside is not None
-    found = position_of(RequestName("s", 1), Pending(), seen, beside.started_at + 4.0)
+    found = position_of(RequestId("s", 1), Pending(), seen, beside.started_at + 4.0)
     assert (found.status, found.position, found.progress) == ("running", 0, pytest.approx(0.4))
     assert found.wait_s == pytest.approx(6.0)
 
@@ -87,24 +87,24 @@ def test_a_training_request_that_runs_goes_before_the_others_and_samples_that_ru
     seen = eta(sample=10.0, optim_step=1.0)
     seen.start(["s:0", "s:1"], SAMPLE)
     waiting = Pending({"a": 1}, [waiting_job("a", 1, 0.0, "optim_step")])
-    behind = position_of(RequestName("a", 1), waiting, seen, 0.0)
+    behind = position_of(RequestId("a", 1), waiting, seen, 0.0)
     assert behind.position == 0 and behind.wait_s == pytest.approx(1.0)
     seen.start(["b:1"], "optim_step")
     before = seen.started("b:1")
     assert before is not None
-    behind = position_of(RequestName("a", 1), waiting, seen, before.started_at + 0.25)
+    behind = position_of(RequestId("a", 1), waiting, seen, before.started_at + 0.25)
     assert behind.position == 1 and behind.wait_s == pytest.approx(1.75)
 
 
 def test_the_body_and_the_headers_say_the_same() -> None:
     pending = Pending({"a": 1}, [waiting_job("a", 1, 10.0, "optim_step")])
-    found = position_of(RequestName("a", 1), pending, eta(optim_step=90.0), 10.0, at_limit=False)
+    found = position_of(RequestId("a", 1), pending, eta(optim_step=90.0), 10.0, at_limit=False)
     body, headers = found.body("a:1"), found.headers()
     assert body["type"] == "try_again" and body["request_id"] == "a:1" and body["queue_state"] == "active"
     assert headers["Retry-After"] == str(body["retry_after_s"]) and headers["Retry-After"].isdigit()
     assert headers["X-Queue-Depth"] == str(body["queue_depth"]) == "1"
     assert headers["X-Queue-ETA-S"] == "90.0" and body["estimated_wait_s"] == 90.0
-    full = position_of(RequestName("a", 1), pending, eta(), 10.0, at_limit=True)
+    full = position_of(RequestId("a", 1), pending, eta(), 10.0, at_limit=True)
     assert full.state == "paused_rate_limit"
 
 

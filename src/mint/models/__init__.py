@@ -1,4 +1,4 @@
-"""Weights on disk: which folder a name stands for, what lies in it, and the formats that mint writes.
+"""Weights on disk: the folders of base models, the formats that mint writes, and files from untrusted sources.
 
-Knows nothing of torch, requests or checkpoints' names: folders, files and numpy arrays only.
+Knows folders, files and numpy arrays; nothing of torch, requests or checkpoints.
 """

@@ -15,7 +15,7 @@ from mint.models.tensor_files import StoredTensor, open_tensors
 
 
 class ModelFolder:
-    """One folder, opened. `config` is config.json as it stands."""
+    """An open folder. `config` is the content of config.json."""
 
     def __init__(self, path: Path) -> None:
         """Reads the configuration files.
@@ -30,14 +30,14 @@ class ModelFolder:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text: those of generation_config.json, else of config.json."""
+        """The ids of the tokens that end a text, from generation_config.json, else from config.json."""
         found = self._generation.get("eos_token_id", self.config.get("eos_token_id"))
         if found is None:
             return ()
         return tuple(int(token) for token in found) if isinstance(found, list) else (int(found),)
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """All tensors by name, not read yet.
+        """All tensors by name; nothing is read yet.
 
         Raises:
             CheckpointError: a file is missing or damaged.

@@ -19,7 +19,7 @@ from mint.models.peft_format import module_names
 from mint.models.tensor_files import StoredTensor, write_file, write_tensors
 
 _COPIED = {".json", ".jinja", ".txt", ".model"}
-"""Tokenizer, chat template and generation settings; everything else in a folder is weights or documents."""
+"""The suffixes of tokenizer, chat template and generation settings; other files are weights or documents."""
 
 
 def write_merged(
@@ -30,12 +30,12 @@ def write_merged(
     scale: float,
     dtype: Literal["float32", "float16"] = "float32",
 ) -> None:
-    """Writes `base` + `scale · B @ A` to `folder`: rounded to bfloat16, most of a small lora would be lost.
+    """Writes `base` + `scale · B @ A` to `folder`. Not in bfloat16: rounding to it would lose most of a small lora.
 
-    A lora on the unembedding of a tied model unties it: the embedding stays as it was, and config.json says so.
+    A lora on the unembedding of a tied model unties it: the embedding does not change, and config.json says so.
 
     Raises:
-        CheckpointError: the lora has a layer that the base has not, or other shapes; or a weight is too large for
+        CheckpointError: the lora has a layer that the base lacks, or other shapes; or a weight is too large for
             float16.
     """
     source = ModelFolder(base)
@@ -58,8 +58,10 @@ def write_merged(
 
 
 def write_gguf_ready(folder: Path, base: Path, weights: Mapping[str, np.ndarray], *, scale: float) -> None:
-    """As `write_merged`, in the shape that llama.cpp's convert_hf_to_gguf.py reads: float16, which keeps eight times
-    finer steps of the lora than bfloat16, the architecture's name, and generation settings that name the end tokens.
+    """As `write_merged`, as llama.cpp's convert_hf_to_gguf.py reads it.
+
+    That is in float16, whose steps are eight times finer than bfloat16's, with the architecture's name, and with
+    generation settings that name the end tokens.
 
     Raises:
         CheckpointError: as `write_merged`, or the base does not name its architecture.
@@ -67,9 +69,11 @@ def write_gguf_ready(folder: Path, base: Path, weights: Mapping[str, np.ndarray]
     write_merged(folder, base, weights, scale=scale, dtype="float16")
     source = ModelFolder(base)
     if not source.config.get("architectures"):
-        raise CheckpointError(f"{base / 'config.json'} names no architecture, by which llama.cpp picks its converter")
+        raise CheckpointError(
+            f"{base / 'config.json'} names no architecture, and llama.cpp chooses its converter by that"
+        )
     config = json.loads((folder / "config.json").read_text())
-    # converters from before transformers 5 look for the older key
+    # converters older than transformers 5 read the older key
     write_file(folder / "config.json", [json.dumps({**config, "torch_dtype": "float16"}, indent=2).encode()])
     if not (folder / "generation_config.json").is_file():
         ends = {"eos_token_id": list(source.eos_token_ids)} if source.eos_token_ids else {}

@@ -31,7 +31,7 @@ _LAYER = re.compile(
     re.ASCII,
 )
 _FROZEN_COPY = re.compile(r"(?P<module>model\.embed_tokens|lm_head)\.(?:base_layer\.)?weight", re.ASCII)
-"""Where PEFT stores a second copy of a base's embeddings, once a lora is on one of them."""
+"""The names under which PEFT stores a copy of the base's embeddings if a lora is on one of them."""
 
 _FILL_SEED = 0
 _MANY = 100_000
@@ -40,7 +40,7 @@ _MANY = 100_000
 _ROWS_AT_ONCE = 4096
 
 _STARTS_AS_BASE = (True, False, "gaussian", "eva", "orthogonal")
-"""Ways to draw the first A and B that leave the base model's own weights alone; PiSSA, OLoRA and LoftQ do not."""
+"""The initialisations that do not change the base model's weights; PiSSA, OLoRA and LoftQ do."""
 
 _CHANGES_FUNCTION = {
     "use_dora": "DoRA rescales every column of the merged weights",
@@ -62,12 +62,12 @@ _CHANGES_FUNCTION = {
     "velora_config": "VeLoRA has further factors",
     "megatron_config": "Megatron's layers are split",
 }
-"""Settings of PEFT's that make the adapter compute something else than base + scale · B @ A, and what they mean."""
+"""PEFT's settings that make an adapter compute something else than base + scale · B @ A → what they mean."""
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says, checked."""
+    """The checked content of adapter_config.json."""
 
     rank: int
     alpha: float
@@ -76,7 +76,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a base model that a lora can be on; `part` is attn, mlp or unembed."""
+    """A layer of a base model that can have a lora; `part` is attn, mlp or unembed."""
 
     part: str
     outputs: int
@@ -92,7 +92,7 @@ def module_names(weights: Iterable[str]) -> list[str]:
 
 
 def config_json(modules: Iterable[str], *, rank: int, alpha: float, base_model: str) -> bytes:
-    """adapter_config.json; `base_model` is what PEFT is told to load first."""
+    """The content of adapter_config.json; PEFT loads `base_model` first."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -119,8 +119,9 @@ def write_peft(folder: Path, weights: Mapping[str, np.ndarray], *, rank: int, al
 
 
 def peft_header(path: Path) -> tuple[bytes, int, list[str]]:
-    """A file of weights by mint's names, as PEFT names them: the first bytes of the renamed file, the place in `path`
-    from which the rest follows unchanged, and the layers.
+    """What turns a file with mint's tensor names into one with PEFT's names, without a copy of the tensors.
+
+    Returns the header of the new file, the offset in `path` from which the rest is the same, and the layers.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -142,10 +143,10 @@ def peft_header(path: Path) -> tuple[bytes, int, list[str]]:
 
 
 def read_config(text: bytes) -> AdapterConfig:
-    """What adapter_config.json says.
+    """Reads adapter_config.json.
 
     Raises:
-        InvalidRequestError: it is no such file, or the adapter is of another kind.
+        InvalidRequestError: it is no such file, or the adapter is not a plain lora.
     """
     try:
         config = json.loads(text)
@@ -186,9 +187,9 @@ def base_layers(folder: ModelFolder) -> dict[str, Layer]:
 
 
 def read_weights(file: BinaryIO, config: AdapterConfig, base: ModelFolder) -> dict[str, np.ndarray]:
-    """The matrices of adapter_model.safetensors by mint's names, in float32, as they stand in the file.
+    """The matrices of adapter_model.safetensors by mint's names, in float32.
 
-    Nothing is read before every name and shape has been found to fit the base.
+    Reads no tensor before every name and shape was found to fit the base model.
 
     Raises:
         InvalidRequestError: the file is damaged, holds something else, or is an adapter of another model.
@@ -211,7 +212,7 @@ def read_weights(file: BinaryIO, config: AdapterConfig, base: ModelFolder) -> di
 
 
 def read_unchecked(file: BinaryIO) -> dict[str, np.ndarray]:
-    """As `read_weights`, where the base model is not at hand to compare shapes with.
+    """As `read_weights`, without a base model to compare names and shapes with.
 
     Raises:
         InvalidRequestError: the file is damaged, or holds anything but loras.
@@ -224,7 +225,7 @@ def read_unchecked(file: BinaryIO) -> dict[str, np.ndarray]:
 
 
 def rescale(weights: Mapping[str, np.ndarray], factor: float) -> dict[str, np.ndarray]:
-    """The same lora for a scale that is `factor` times smaller: B takes the difference."""
+    """The same function with a scale that is `factor` times smaller: B is multiplied by `factor`."""
     return {
         name: (array.astype(np.float64) * factor).astype(np.float32) if name.endswith(".lora_B.weight") else array
         for name, array in weights.items()
@@ -232,8 +233,10 @@ def rescale(weights: Mapping[str, np.ndarray], factor: float) -> dict[str, np.nd
 
 
 def fill(weights: Mapping[str, np.ndarray], layers: Mapping[str, Layer], rank: int) -> dict[str, np.ndarray]:
-    """`weights`, and for every other layer of the parts they touch a lora that changes nothing yet: A drawn as for a
-    new model, B zero. mint trains attention, MLP and unembedding as wholes."""
+    """Adds a lora to each layer that lacks one in a part (attn, mlp, unembed) where another layer has one.
+
+    mint trains these parts as wholes. An added lora changes nothing yet: A is drawn as for a new model, B is zero.
+    """
     modules = set(module_names(weights))
     parts = {layers[module].part for module in modules}
     rng = np.random.default_rng(_FILL_SEED)
@@ -262,7 +265,7 @@ def _check_shape(name: str, entry: UntrustedTensor, layers: Mapping[str, Layer],
 def _require_frozen(
     stored: UntrustedTensors, entry: UntrustedTensor, base: Mapping[str, StoredTensor], module: str
 ) -> None:
-    """A copy of an embedding must be the base's own; PEFT stores it untrained when a lora is on it."""
+    """Refuses a copy of an embedding that differs from the base's: PEFT stores it unchanged if a lora is on it."""
     own = base.get(f"{module}.weight", base.get(f"{_EMBEDDING}.weight"))
     if own is not None and entry.shape == own.shape:
         theirs = stored.read(entry.name)

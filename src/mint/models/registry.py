@@ -1,6 +1,6 @@
-"""Which folder of weights a base model's name stands for.
+"""Finds the folder with a base model's weights by the model's name.
 
-Knows names, aliases and folders; reads neither the environment nor the weights, and never the network.
+Knows names, aliases and folders; reads neither the environment nor the weights, and never uses the network.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from mint.errors import InvalidRequestError, UnknownBaseModelError
 
 BUNDLED = {"mint/tiny": Path(__file__).parent / "tiny"}
-"""The base models that lie in the package."""
+"""The base models in the package."""
 
 HOW_TO_ADD = "Add one with MINT_MODELS=name=path, or download it into the Hugging Face cache"
 
@@ -23,14 +23,14 @@ def available(aliases: Mapping[str, str]) -> list[str]:
 
 
 def resolve(name: str, aliases: Mapping[str, str]) -> Path:
-    """The folder behind `name`: an alias (of a name or a folder), a bundled model, a local folder, or a Hugging Face
-    id whose files lie in the local cache.
+    """The folder of `name`: an alias (of a name or a folder), a bundled model, a local folder, or a Hugging Face id
+    whose files are in the local cache.
 
-    An alias wins over everything else, so that an operator can put any weights behind any name.
+    An alias comes before everything else, so that an operator can give any weights any name.
 
     Raises:
-        UnknownBaseModelError: nothing answers to that name.
-        InvalidRequestError: the folder is there but is not complete, or an alias leads back to itself.
+        UnknownBaseModelError: there is no base model of that name.
+        InvalidRequestError: the folder is incomplete, or an alias leads back to itself.
     """
     target = _follow(name, aliases)
     folder = BUNDLED.get(target) or _local_folder(target) or _cached_folder(target)
@@ -51,7 +51,7 @@ def resolve(name: str, aliases: Mapping[str, str]) -> Path:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a Hugging Face folder still lacks to be usable here, in words; empty if nothing."""
+    """The files that a Hugging Face folder lacks to be usable here, in words."""
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     return [*missing, *_missing_weights(folder)]
 
@@ -73,7 +73,7 @@ def _follow(name: str, aliases: Mapping[str, str]) -> str:
     seen = [name]
     while seen[-1] in aliases:
         target = aliases[seen[-1]]
-        if target == seen[-1]:  # `name=name` says only that the name is to be offered
+        if target == seen[-1]:  # `name=name` only offers the name
             return target
         if target in seen:
             raise InvalidRequestError(
@@ -90,7 +90,7 @@ def _local_folder(target: str) -> Path | None:
     try:
         path = Path(target).expanduser().resolve()
         return path if target and path.is_dir() else None
-    except (OSError, ValueError, RuntimeError):  # too long a name, a NUL byte, ~ of nobody: no folder
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, or `~` of an unknown user
         return None
 
 

@@ -1,6 +1,6 @@
-"""Safetensors files: read, and written so that after a crash either the old file or the new one is there.
+"""Reads safetensors files, and writes files so that after a crash either the old or the new one is there.
 
-Nothing is ever unpickled. Knows nothing of models, loras or checkpoints: names and arrays only.
+Never unpickles. Knows names and arrays only; nothing of models, loras or checkpoints.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ WRITTEN = {
         ("bool", "BOOL"),
     )
 }
-"""The numpy dtypes that a file can hold, and what each is called there."""
+"""The numpy dtypes that a file can hold → their names in the format."""
 
 
 BUFFER_BYTES = 1 << 20
-"""The tensors of a lora are small and many: so few writes take them to a file."""
+"""A lora has many small tensors: a large buffer makes few writes of them."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, not read yet. `dtype` is safetensors' name, such as F32 or BF16."""
+    """A tensor in a file; `read` reads it. `dtype` is safetensors' name, such as F32 or BF16."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class StoredTensor:
         Raises:
             CheckpointError: the file is damaged.
         """
-        with _damage_named(self.path):
+        with _read_errors(self.path):
             return self.file.get_tensor(self.name)
 
 
@@ -78,7 +78,7 @@ def write_tensors(
 
 
 def _parts(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Generator[bytes | memoryview]:
-    """The file: its header's size as 8 bytes, its header as JSON, then the arrays as they are; nothing is copied."""
+    """Yields the file: the header's size in 8 bytes, the header as JSON, then the arrays' memory, not copied."""
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for name, array in arrays.items():
@@ -98,19 +98,19 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """The arrays (writable copies) and the metadata of a file without bfloat16.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds a dtype that numpy has not.
+        CheckpointError: the file is missing or damaged, or has a dtype that numpy does not have.
     """
-    with _damage_named(path), safe_open(path, framework="np") as file:
+    with _read_errors(path), safe_open(path, framework="np") as file:
         return {name: np.array(file.get_tensor(name)) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a file by name: nothing is read until it is asked for, and then from the page cache.
+    """All tensors of a file by name. `StoredTensor.read` reads one of them from the memory-mapped file.
 
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    with _damage_named(path):
+    with _read_errors(path):
         file = safe_open(path, framework="pt")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         return {
@@ -122,7 +122,7 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
 def write_file(path: Path, parts: Iterable[bytes | memoryview], *, sync: bool = True) -> None:
     """Writes a file through a temporary name in the same folder: fsync, rename, fsync of the folder.
 
-    Without `sync` it survives this process at once, but a loss of power only after `sync_file`.
+    Without `sync`, the file survives the end of this process, but a loss of power only after `sync_file`.
     """
     _make_folder(path.parent)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -142,7 +142,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], *, sync: bool = 
 
 
 def sync_file(path: Path) -> None:
-    """Returns once a file and its name survive a loss of power."""
+    """Returns when a file and its name survive a loss of power."""
     _sync(path)
     _sync(path.parent)
 
@@ -164,8 +164,8 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _damage_named(path: Path) -> Generator[None]:
+def _read_errors(path: Path) -> Generator[None]:
     try:
         yield
-    except (SafetensorError, OSError, ValueError, TypeError) as error:  # TypeError: a dtype that numpy has not
+    except (SafetensorError, OSError, ValueError, TypeError) as error:  # TypeError: a dtype that numpy does not have
         raise CheckpointError(f"the tensor file {path} cannot be read: {error}") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from mint.errors import InvalidRequestError, OverloadedError
 
 LOCAL_OWNER = "local"
-"""The owner of what is made without keys: in this process, or by a server that asks for none. Also in the schema."""
+"""The owner of what is made without keys: in this process, or by a server without keys. The schema has it, too."""
 
 
 @dataclass(frozen=True)

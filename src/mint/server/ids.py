@@ -1,7 +1,7 @@
-"""How things are named: sessions, models, requests, samplers, files; and the seeds that follow from names.
+"""The ids of sessions, models, requests and samplers, the names of their files, and the seeds of samplers.
 
-Pure. Every name of what a session owns starts with the session's id, so that whose it is can be read from it. No
-random id ever enters a seed where the user gave one: seeds follow from the user's seed and from counters alone.
+The id of everything in a session starts with the session's id. Where the user gave a seed, seeds depend on that seed
+and on counters only, never on a random id.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ _SEED_BITS = 63
 
 
 def new_session_id() -> str:
-    """A name that nobody can guess."""
+    """A new id that cannot be guessed."""
     return f"sess-{uuid.uuid4().hex}"
 
 
 def model_id(session_id: str, number: int) -> str:
-    """The id that clients of this protocol compute themselves."""
+    """The id of a model; clients of this protocol compute it themselves."""
     return f"{session_id}:train:{number}"
 
 
 def sampler_id(session_id: str, number: int) -> str:
-    """The id of a sampling session."""
     return f"{session_id}:sample:{number}"
 
 
-def session_of(identity: str) -> str:
+def session_of(any_id: str) -> str:
     """The session that a model, sampler or request belongs to."""
-    return identity.split(":", 1)[0]
+    return any_id.split(":", 1)[0]
 
 
 def request_id(owner: str, number: int) -> str:
@@ -39,35 +38,34 @@ def request_id(owner: str, number: int) -> str:
 
 
 @dataclass(frozen=True)
-class RequestName:
-    """What a request id says."""
+class RequestId:
+    """A request id in its parts: the id of a model or sampler, and the number of the request."""
 
     owner: str
     number: int
 
     @property
     def is_sample(self) -> bool:
-        """Whether the owner is a sampler."""
         return ":sample:" in self.owner
 
     @classmethod
-    def parse(cls, identity: str) -> RequestName | None:
-        """None where the text is no request id."""
-        owner, _, number = identity.rpartition(":")
+    def parse(cls, text: str) -> RequestId | None:
+        """The parts of a request id; None if the text is none."""
+        owner, _, number = text.rpartition(":")
         return cls(owner, int(number)) if owner and number.isascii() and number.isdigit() else None
 
 
-def file_stem(identity: str) -> str:
-    """A file name that says nothing and cannot be steered by users."""
-    return hashlib.sha256(identity.encode()).hexdigest()[:32]
+def file_stem(any_id: str) -> str:
+    """A file name that users cannot influence and that reveals nothing."""
+    return hashlib.sha256(any_id.encode()).hexdigest()[:32]
 
 
 def seed_root(user_seed: int | None, sampler_number: int) -> str:
-    """What the seeds of a sampler's requests start from; random where the user gave no seed."""
+    """The text from which the seeds of a sampler's requests are derived; random if the user gave no seed."""
     return f"{uuid.uuid4().hex if user_seed is None else user_seed}/{sampler_number}"
 
 
 def sample_seed(root: str, seq_id: int) -> int:
-    """The seed of one sample request that names none."""
+    """The seed of a sample request that has none of its own."""
     digest = hashlib.sha256(f"{root}/{seq_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> (64 - _SEED_BITS)

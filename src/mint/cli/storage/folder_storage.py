@@ -14,8 +14,8 @@ from mint.config import Settings
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.models import registry
 from mint.server.callers import LOCAL_OWNER
-from mint.server.http.file_routes import ARCHIVE, open_file
-from mint.server.service import uploads
+from mint.server.service.downloads import ARCHIVE, open_file
+from mint.server.service.uploads import import_checkpoint
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoints import JOURNAL_FILE, CheckpointPath, find_checkpoint
 from mint.server.store.journal import Journal
@@ -108,7 +108,7 @@ class FolderStorage:
 
     def upload(self, file: Path, base_model: str | None, name: str | None) -> str:
         # no key owns it: it belongs to this machine
-        row = uploads.import_checkpoint(
+        row = import_checkpoint(
             self._journal, self._data_dir, file, owner=LOCAL_OWNER, base_model=base_model, name=name
         )
         return CheckpointPath(row.model_id, row.kind, row.name).uri

@@ -1,7 +1,7 @@
 """The routes by which weights leave and enter as files: signed addresses, the downloads behind them, and uploads.
 
-A file is named by checkpoint and by one of a few names, never by a path. Knows HTTP; what is in the files is
-`archives`' and `uploads`' business.
+A file is named by its checkpoint and one of a few names, never by a path. Knows HTTP; what is in the files is the
+business of `service/downloads` and `service/uploads`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from pathlib import Path
@@ -24,25 +24,22 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 import mint.wire as wire
-from mint.engine.protocol import LORA_ALPHA
 from mint.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError, NotFoundError, OverloadedError
-from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE, config_json, peft_header
-from mint.models.untrusted_files import COMPLETE_FILE, MANIFEST_FILE, MAX_UPLOAD_BYTES, OPTIMIZER_FILE
+from mint.models.peft_format import CONFIG_FILE
+from mint.models.untrusted_files import MAX_UPLOAD_BYTES
 from mint.server.http.route_table import Call, RouteRow, respond, respond_json
 from mint.server.http.signed_urls import LIFETIME_S, Signer
+from mint.server.service.downloads import ARCHIVE, PEFT_FILES, open_file
 from mint.server.service.service import Service
-from mint.server.service.uploads import SCRATCH, archive_manifest, full_disk_named, import_checkpoint
-from mint.server.store import archives, checkpoints
-from mint.server.store.archives import ArchiveMember
-from mint.server.store.checkpoints import CheckpointPath, Manifest
+from mint.server.service.uploads import SCRATCH_FOLDER, import_checkpoint, report_full_disk
+from mint.server.store import checkpoints
+from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.rows import CheckpointRow
 from mint.types.records import ExternalWeightsUrlsResponse, UploadCheckpointResponse
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks  # not there at run time
 
-ARCHIVE = "checkpoint.tar.gz"
-PEFT_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 UPLOADS_AT_ONCE = 8
 PATIENCE_S = 60.0
 MAX_FIELD_BYTES = 4096
@@ -123,42 +120,6 @@ def _signed_url(call: Call, row: CheckpointRow, file: str, expires_at: int) -> s
     return f"{str(call.request.base_url).rstrip('/')}{wire.API_PREFIX}/downloads/{place}?{query}"
 
 
-def open_file(folder: Path, name: str) -> tuple[int, Iterator[bytes]]:
-    """Size and content of a file to be downloaded."""
-    manifest = checkpoints.read_manifest(folder)
-    parts = {part.name: part for part in _parts(folder, manifest)}
-    if name == ARCHIVE:
-        return archives.tar_gz(parts.values())
-    return parts[name].size, parts[name].content()
-
-
-def _parts(folder: Path, manifest: Manifest) -> list[ArchiveMember]:
-    """A checkpoint as others read it: the weights renamed on the way, their bytes as they lie on the disk."""
-    weights = folder / checkpoints.WEIGHTS_FILE
-    header, start, modules = peft_header(weights)
-    rank = manifest.lora_spec.rank
-    config = config_json(modules, rank=rank, alpha=LORA_ALPHA, base_model=manifest.base_model)
-    size = len(header) + weights.stat().st_size - start
-    parts = [
-        ArchiveMember.of_bytes(CONFIG_FILE, config),
-        ArchiveMember(WEIGHTS_FILE, size, lambda: _content(weights, header, start)),
-        ArchiveMember.of_bytes(MANIFEST_FILE, archive_manifest(manifest)),
-    ]
-    optimizer = folder / checkpoints.OPTIMIZER_FILE
-    if checkpoints.OPTIMIZER_FILE in manifest.files:
-        parts.append(ArchiveMember(OPTIMIZER_FILE, optimizer.stat().st_size, lambda: _content(optimizer)))
-    # the last one, by which older clients see that nothing is missing
-    return [*parts, ArchiveMember.of_bytes(COMPLETE_FILE, b"")]
-
-
-def _content(path: Path, first: bytes = b"", start: int = 0) -> Iterator[bytes]:
-    yield first
-    with path.open("rb") as file:
-        file.seek(start)
-        while chunk := file.read(archives.CHUNK):
-            yield chunk
-
-
 # --- up ----------------------------------------------------------------------------------------------------------
 
 
@@ -168,9 +129,9 @@ async def upload(call: Call) -> Response:
     if not _uploads.acquire(blocking=False):
         raise OverloadedError(f"{UPLOADS_AT_ONCE} uploads are under way already", remedy="Try again in a minute")
     try:
-        scratch = call.service.data_dir / SCRATCH
+        scratch = call.service.data_dir / SCRATCH_FOLDER
         await asyncio.to_thread(scratch.mkdir, parents=True, exist_ok=True)
-        with full_disk_named(), tempfile.TemporaryFile(dir=scratch) as spool:
+        with report_full_disk(), tempfile.TemporaryFile(dir=scratch) as spool:
             fields = await _receive(call, spool)
             row = await asyncio.to_thread(_import, call, spool, fields)
     finally:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError, NotFoundError, SessionEndedError
 from mint.server.http.route_table import Call, Operation, RouteRow, respond, respond_json
-from mint.server.ids import RequestName
+from mint.server.ids import RequestId
 from mint.server.queue.futures import FutureResult
 from mint.types import (
     CreateSamplingSessionResponse,
@@ -154,7 +154,7 @@ async def retrieve_future(call: Call) -> Response:
     """Long poll: the result; the error (200 too: it is final); 408 for "ask again"; 410 for a lost sample."""
     # `allow_metadata_only` may be ignored: clients take the result itself where they asked for its size
     request_id = wire.decode(RetrieveFutureRequest, call.body).request_id
-    name = RequestName.parse(request_id)
+    name = RequestId.parse(request_id)
     is_sample = name is not None and name.is_sample
     try:
         result = await call.service.retrieve(call.caller, request_id)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from mint.server.ids import RequestName, request_id
+from mint.server.ids import RequestId, request_id
 from mint.server.queue.eta import SAMPLE, Eta
 from mint.server.queue.scheduler import Pending
 
@@ -91,7 +91,7 @@ class QueueSnapshot:
         delay_s = {kind: eta.delay_s(kind) for kind in {kind for _, _, kind in by_arrival}}
         self._before_s = list(accumulate((delay_s[kind] for _, _, kind in by_arrival), initial=0.0))
 
-    def position(self, name: RequestName, now: float, *, at_limit: bool = False) -> QueuePosition:
+    def position(self, name: RequestId, now: float, *, at_limit: bool = False) -> QueuePosition:
         """Where a request that waits or runs is. `at_limit`: its owner may have no more waiting requests."""
         text = request_id(name.owner, name.number)
         started = self._eta.started(text)

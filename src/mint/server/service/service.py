@@ -36,7 +36,7 @@ from mint.errors import (
     from_wire,
 )
 from mint.server.callers import Caller
-from mint.server.ids import RequestName, request_id, sampler_id, seed_root, session_of
+from mint.server.ids import RequestId, request_id, sampler_id, seed_root, session_of
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import (
     QueuedSample,
@@ -577,7 +577,7 @@ class Service:
         Training requests keep their place in the order, and nothing happens to them.
         """
         name = wire.decode(CancelFutureRequest, body).request_id
-        parsed = RequestName.parse(name)
+        parsed = RequestId.parse(name)
         if parsed is None or not parsed.is_sample:
             return
         self._sessions.require(session_of(parsed.owner), caller.owner)
@@ -668,10 +668,10 @@ class Service:
         if not dead:
             return
         now = time.time()
-        marks = [RequestName.parse(mark) for mark in dead.values()]
+        marks = [RequestId.parse(mark) for mark in dead.values()]
         running = [(name.owner, name.number) for name in marks if name is not None and not name.is_sample]
         self.journal.adopt_sessions(list(dead), running=running, instance_id=self.instance.instance_id, now=now)
-        self.instance.bury(dead)
+        self.instance.remove(dead)
         for session in (row for row in live if row.instance_id in dead):
             self._sessions.resume(session.session_id, session.owner)
             if now - session.last_seen > STALE_S:
@@ -710,13 +710,13 @@ def _adopted_request(row: JobRow) -> BaseModel | MintError:
     )
 
 
-def _parse_request_id(name: str) -> RequestName:
-    parsed = RequestName.parse(name)
+def _parse_request_id(name: str) -> RequestId:
+    parsed = RequestId.parse(name)
     if parsed is None:
         raise NotFoundError("is not a request here", field="request_id", value=name)
     return parsed
 
 
 def _clone_of(name: str) -> int:
-    parsed = RequestName.parse(name)
+    parsed = RequestId.parse(name)
     return 0 if parsed is None else parsed.number // CLONE_SEQ_IDS

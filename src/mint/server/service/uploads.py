@@ -1,7 +1,7 @@
-"""An adapter from outside becomes a checkpoint that trains on: a PEFT folder, or an archive that mint wrote.
+"""Makes a checkpoint of an adapter from outside: a PEFT folder or archive, or an archive of `downloads`.
 
-Everything is checked against the base model before the first byte is written; what is refused leaves nothing behind.
-Knows no HTTP and no engine.
+Everything is checked against the base model before the first byte is written, so a refused upload leaves nothing
+behind. Knows no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from mint.models.untrusted_files import MANIFEST_FILE, OPTIMIZER_FILE, UntrustedFiles
 from mint.models.untrusted_tensors import UntrustedTensors
 from mint.server.ids import model_id, new_session_id
+from mint.server.service.downloads import ARCHIVE_FORMAT
 from mint.server.store import checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoints import CheckpointPath, Manifest
@@ -36,15 +37,14 @@ from mint.server.store.rows import CheckpointRow, RunRow, SessionRow
 from mint.server.store.snapshot_files import size_bytes
 from mint.server.worker.validation import MAX_RANK, MAX_SEED
 
-SCRATCH = "tmp"
+SCRATCH_FOLDER = "tmp"
 DEFAULT_NAME = "upload"
 MAX_STEP = 2**53
-ARCHIVE_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class _Content:
-    """What an upload holds, checked."""
+    """The content of an upload, checked."""
 
     base_model: str
     lora: LoraSpec
@@ -68,21 +68,21 @@ def import_checkpoint(
     folder_of: Callable[[str], Path] | None = None,
     max_bytes: int | None = None,
 ) -> CheckpointRow:
-    """The new checkpoint made of a PEFT folder, or of a .tar.gz or .tar of one; a new run of `owner`'s holds it.
+    """Makes a checkpoint, in a new run of `owner`, of a PEFT folder, or of a .tar.gz or .tar of one.
 
-    `base_model` None takes the one that the adapter names. `folder_of` finds a base model's folder (the default: by
-    `MINT_MODELS`). `max_bytes` bounds what the owner's checkpoints may weigh together. What was changed on the way is
-    said in the row's `user_metadata["notes"]`.
+    `base_model` None takes the one that the adapter names. `folder_of` finds a base model's folder; the default looks
+    in `MINT_MODELS`. `max_bytes` limits the owner's checkpoints together. The row's `user_metadata["notes"]` say what
+    was changed on the way.
 
     Raises:
-        InvalidRequestError: it is no such thing, hostile, does not fit the base model, or is more than
-            the owner may store.
+        InvalidRequestError: `source` is no adapter, is hostile, does not fit the base model, or is more than the owner
+            may store.
         JournalError: the disk is full.
     """
     name = checkpoints.check_name(name or DEFAULT_NAME)
     find = folder_of or _registered
-    with full_disk_named():
-        with UntrustedFiles(source, data_dir / SCRATCH) as files:
+    with report_full_disk():
+        with UntrustedFiles(source, data_dir / SCRATCH_FOLDER) as files:
             content = _read(files, base_model, find)
         catalog = CheckpointCatalog(journal, data_dir)
         catalog.check_storage(owner, max_bytes, size_bytes(content.state))
@@ -90,31 +90,14 @@ def import_checkpoint(
 
 
 @contextmanager
-def full_disk_named() -> Generator[None]:
-    """Says in words that the disk is full.
-
-    Raises:
-        JournalError: it is.
-    """
+def report_full_disk() -> Generator[None]:
+    """Turns the errors of a full disk or quota into a JournalError that says so."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise JournalError("no room is left for the upload", remedy="Free disk space on the server") from error
-
-
-def archive_manifest(manifest: Manifest) -> bytes:
-    """mint.json: what PEFT's own files do not say, so that an upload of the archive restores the same state."""
-    content = {
-        "format": ARCHIVE_FORMAT,
-        "base_model": manifest.base_model,
-        "lora": manifest.lora,
-        "seed_given": manifest.seed_given,
-        "step": manifest.step,
-        "path": manifest.path,
-    }
-    return json.dumps(content, indent=2).encode()
 
 
 def _registered(name: str) -> Path:
@@ -153,7 +136,7 @@ def _read(files: UntrustedFiles, base_model: str | None, find: Callable[[str], P
 def _find_base(
     given: str | None, ours: Mapping[str, Any] | None, named: str, find: Callable[[str], Path]
 ) -> tuple[str, Path]:
-    """The base model that was asked for, else the one that mint.json or adapter_config.json names."""
+    """The name and folder of the base model: the given one, else the one of mint.json or adapter_config.json."""
     in_file = ["" if ours is None else str(ours["base_model"]), named]
     candidates = [name for name in ([given] if given is not None else in_file) if name != ""]
     for name in candidates:
@@ -170,7 +153,7 @@ def _find_base(
 
 
 def _read_manifest(text: bytes | None) -> dict[str, Any] | None:
-    """mint.json, if it is there. Rank and parts follow from the weights, never from here."""
+    """The content of mint.json, if there is one. Rank and parts are taken from the weights, never from here."""
     if text is None:
         return None
     try:
@@ -181,11 +164,11 @@ def _read_manifest(text: bytes | None) -> dict[str, Any] | None:
             return content
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _refused(MANIFEST_FILE, f"cannot be read: {type(error).__name__}", "Leave it out") from error
-    raise _refused(MANIFEST_FILE, "says what it cannot say", "Leave it out, or upgrade mint")
+    raise _refused(MANIFEST_FILE, "has a field of a wrong type or value", "Leave it out, or upgrade mint")
 
 
 def _read_optimizer(file: BinaryIO, weights: Mapping[str, np.ndarray]) -> ModelState:
-    """Weights with their moments and step count, every name and shape checked."""
+    """The weights with their moments and step count; checks every name and shape."""
     stored = UntrustedTensors(file, OPTIMIZER_FILE, expected=2 * len(weights))
     wanted = {f"{part}/{name}": array.shape for part in ("exp_avg", "exp_avg_sq") for name, array in weights.items()}
     found = {name: entry.shape for name, entry in stored.entries.items() if entry.dtype == "F32"}
@@ -202,7 +185,7 @@ def _read_optimizer(file: BinaryIO, weights: Mapping[str, np.ndarray]) -> ModelS
 
 
 def _store(catalog: CheckpointCatalog, data_dir: Path, content: _Content, *, owner: str, name: str) -> CheckpointRow:
-    """Writes the checkpoint and its rows; the folder goes again if the rows cannot be written."""
+    """Writes the checkpoint and its rows; removes the folder if the rows cannot be written."""
     session_id = new_session_id()
     run_id = model_id(session_id, 0)
     folder = f"checkpoints/{uuid.uuid4()}"

@@ -68,7 +68,7 @@ class CheckpointCatalog:
         self._left: set[str] = set()  # folders that nobody names but a sampler
 
     def checkpoints(self, owner: str | None, page: PageQuery = FIRST_PAGE) -> CheckpointsListResponse:
-        """A page of checkpoints of all runs, newest first."""
+        """A page of the checkpoints of all runs, newest first."""
         whose = readable_by(owner) if page.access_scope == "accessible" else owned_by(owner)
         rows, cursor = read_page(
             self._database,
@@ -83,10 +83,10 @@ class CheckpointCatalog:
         return CheckpointsListResponse(checkpoints=[checkpoint_record(row) for row in rows], cursor=cursor)
 
     def checkpoints_of(self, owner: str | None, run_id: str) -> CheckpointsListResponse:
-        """All checkpoints of a run, newest first; of another's run, those that are published.
+        """All checkpoints of a run, newest first; of another owner's run, the public ones.
 
         Raises:
-            NotFoundError: there is no such run, or nothing in it is for this owner.
+            NotFoundError: there is no such run, or the owner may read nothing of it.
         """
         run = self._journal.run(run_id)
         rows = self._database.rows(
@@ -105,21 +105,21 @@ class CheckpointCatalog:
         """One checkpoint by its path or `ckpt_…` id.
 
         Raises:
-            InvalidRequestError: the text is neither.
-            NotFoundError: there is none for this owner.
+            InvalidRequestError: `path` is neither.
+            NotFoundError: there is no such checkpoint that the owner may read.
         """
         return checkpoint_record(find_checkpoint(self._journal, path, reader=owner, now=self._clock()))
 
     def delete(self, owner: str | None, path: str) -> None:
-        """Forgets a checkpoint for good. What was made from it goes on: its files stay while a sampler reads them.
+        """Deletes a checkpoint. Models made from it are not affected; its files stay as long as a sampler reads them.
 
         Raises:
-            InvalidRequestError, NotFoundError: as `checkpoint`; what others have published cannot be deleted.
+            InvalidRequestError, NotFoundError: as `checkpoint`; also for a public one of another owner.
         """
         self._drop(self._own(owner, path))
 
     def publish(self, owner: str | None, path: str, *, public: bool) -> None:
-        """Makes a checkpoint readable by everyone who knows its path, or by its owner alone again.
+        """Makes a checkpoint public: readable by everyone who knows its path; or private again.
 
         Raises:
             InvalidRequestError, NotFoundError: as `delete`.
@@ -128,7 +128,7 @@ class CheckpointCatalog:
         self._database.write(f"UPDATE checkpoints SET public = :public WHERE {_THIS_ONE}", **vars(row))
 
     def set_ttl(self, owner: str | None, path: str, ttl_seconds: int | None) -> None:
-        """How long a checkpoint is kept from now on; None is for good.
+        """Lets a checkpoint expire so many seconds from now; None is never.
 
         Raises:
             InvalidRequestError: out of range, or as `delete`.
@@ -146,12 +146,13 @@ class CheckpointCatalog:
         key: str | None = None,
         max_bytes: int | None = None,
     ) -> str:
-        """Copies a readable checkpoint into a new run of the owner's, and gives its path. The bytes are shared.
+        """Copies a readable checkpoint into a new run of the owner; returns the path of the copy.
 
-        The same `key` with the same request gives the same copy. `max_bytes` bounds what the owner stores in all.
+        The files are hard links where the file system has them. The same `key` with the same request gives the same
+        copy. `max_bytes` limits the owner's checkpoints together.
 
         Raises:
-            InvalidRequestError: a field cannot be honoured, or the quota is full.
+            InvalidRequestError: a field is not supported, or the quota is full.
             NotFoundError: no such checkpoint, or no such session.
             ConflictError: the slot in the session is taken.
         """
@@ -188,9 +189,9 @@ class CheckpointCatalog:
         return target.uri
 
     def add(self, session: SessionRow, run: RunRow, row: CheckpointRow) -> None:
-        """A run that was never trained here, with the checkpoint that it consists of.
+        """Adds a checkpoint that was not saved here, with a run of its own.
 
-        A session that is not there yet is added as one that has ended: nobody else can take its name.
+        Adds the session, too, unless it is there: one that has ended, so that nobody else can take its id.
         """
         with self._database.transaction() as transaction:
             transaction.execute(insert(SessionRow, "sessions", on_conflict="IGNORE"), **vars(session))
@@ -198,10 +199,10 @@ class CheckpointCatalog:
             transaction.execute(insert(CheckpointRow, "checkpoints"), **vars(row))
 
     def check_storage(self, owner: str, max_bytes: int | None, more_bytes: int) -> None:
-        """Refuses what would not fit into an owner's quota; None is no bound.
+        """Checks that `more_bytes` fit into an owner's quota; None is no limit.
 
         Raises:
-            InvalidRequestError: the owner's checkpoints would weigh more than `max_bytes`.
+            InvalidRequestError: the owner's checkpoints would have more than `max_bytes`.
         """
         if max_bytes is None:
             return
@@ -215,10 +216,10 @@ class CheckpointCatalog:
             )
 
     def remove_expired(self) -> int:
-        """Removes what has expired, and folders that were kept only for samplers now gone; how many expired.
+        """Removes expired checkpoints, and folders whose last sampler is gone; returns how many expired.
 
-        Called now and then. A checkpoint that a live sampling session uses is left alone. One wrong reading of the
-        time of day removes nothing: a checkpoint must be due at every look for `EXPIRY_GRACE_S`.
+        To be called regularly. A checkpoint that a living sampler uses is left. So that one wrong reading of the time
+        of day removes nothing, a checkpoint must be due at every call for `EXPIRY_GRACE_S`.
         """
         due = self._database.rows(
             CheckpointRow,
@@ -248,7 +249,7 @@ class CheckpointCatalog:
     def _destination(
         self, owner: str | None, whose: str, request: records.CopyWeightsRequest, key: str | None
     ) -> tuple[str, int]:
-        """The session and the slot in it that a copy goes to."""
+        """The session of a copy, and the number of its run in it."""
         if request.weights_access_token is not None:
             raise InvalidRequestError(
                 "is not supported",
@@ -272,7 +273,7 @@ class CheckpointCatalog:
         return f"sess-{uuid.uuid5(uuid.NAMESPACE_URL, named).hex}", 0
 
     def _share(self, source: CheckpointRow, target: CheckpointRow, manifest: Manifest) -> None:
-        """The source's files under another folder, by links where the file system has them."""
+        """Links, or else copies, the source's files to the target's folder."""
         folder = self._data_dir / target.folder
         try:
             shutil.copytree(self._data_dir / source.folder, folder, copy_function=_link)
@@ -282,12 +283,12 @@ class CheckpointCatalog:
             raise CheckpointError(f"the checkpoint cannot be copied: {error}", remedy="Free disk space") from error
 
     def _drop(self, row: CheckpointRow) -> None:
-        """The row first: a death in between leaves an orphan, never a checkpoint without files."""
+        """Removes the row first: a kill in between leaves a folder without a row, never a row without a folder."""
         self._database.write(f"DELETE FROM checkpoints WHERE {_THIS_ONE}", **vars(row))
         self._remove_unused(row.folder)
 
     def _remove_unused(self, folder: str) -> None:
-        """Removes a folder, unless a checkpoint or a sampler names it; then it is tried again later."""
+        """Removes a folder, unless a checkpoint or a sampler names it; `remove_expired` tries that one again."""
         named = folder in self._journal.named_files()
         with self._lock:
             (self._left.add if named else self._left.discard)(folder)
@@ -296,7 +297,7 @@ class CheckpointCatalog:
 
 
 def checkpoint_record(row: CheckpointRow) -> Checkpoint:
-    """A row as management shows it."""
+    """A row as clients see it."""
     return Checkpoint(
         checkpoint_id=f"{row.kind}/{row.name}",
         checkpoint_type=records.TYPE_OF_KIND[row.kind],

@@ -1,9 +1,9 @@
-"""Named checkpoints: `tinker://{model_id}/weights/{name}` (with optimizer) and `…/sampler_weights/{name}`
-(without); `mint://` is the same.
+"""Named checkpoints: their paths, and their folders.
 
-A checkpoint is a folder `checkpoints/<uuid>/` with `weights.safetensors`, perhaps `optimizer.safetensors`, and
-`manifest.json`, written last: a folder without a manifest is no checkpoint. Users' names never become file names.
-Knows no engine and no request.
+A path is `tinker://{model_id}/weights/{name}` (with optimizer) or `…/sampler_weights/{name}` (without); `mint://` is
+the same. A folder is `checkpoints/<uuid>/` with `weights.safetensors`, perhaps `optimizer.safetensors`, and
+`manifest.json`, which is written last: a folder without a manifest is no checkpoint. Users' names never become file
+names. Knows no engine and no request.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ JOURNAL_FILE = "journal.sqlite3"
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """The three parts of a checkpoint's path."""
+    """A checkpoint's path in its parts."""
 
     model_id: str
     kind: str
@@ -53,15 +53,15 @@ class CheckpointPath:
 
     @property
     def uri(self) -> str:
-        """The path as the wire has it; the SDK shows `mint://`."""
+        """The path as sent to clients; the SDK shows `mint://`."""
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
     @classmethod
     def parse(cls, path: str) -> CheckpointPath:
-        """From `mint://…` or its alias `tinker://…`.
+        """The parts of `mint://…` or `tinker://…`.
 
         Raises:
-            InvalidRequestError: the text is no such path.
+            InvalidRequestError: the text is not such a path.
         """
         match = _PATH.fullmatch(path)
         if match is None:
@@ -76,7 +76,7 @@ class CheckpointPath:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is. `files` maps file names to their SHA-256."""
+    """The content of a checkpoint's manifest.json. `files` maps file names to their SHA-256."""
 
     path: str
     base_model: str
@@ -88,15 +88,14 @@ class Manifest:
 
     @property
     def lora_spec(self) -> LoraSpec:
-        """The shape of the lora."""
         return LoraSpec(**self.lora)
 
 
 def check_name(name: str) -> str:
-    """The name, if it may name a checkpoint.
+    """Returns the name.
 
     Raises:
-        InvalidRequestError: it may not.
+        InvalidRequestError: a checkpoint cannot have that name.
     """
     if not NAME.fullmatch(name):
         raise InvalidRequestError(
@@ -109,7 +108,7 @@ def check_name(name: str) -> str:
 
 
 def check_ttl(seconds: int | None) -> int | None:
-    """How long a checkpoint is to be kept; None is for ever.
+    """Returns the seconds after which a checkpoint expires; None is never.
 
     Raises:
         InvalidRequestError: not between a second and ten years.
@@ -121,12 +120,12 @@ def check_ttl(seconds: int | None) -> int | None:
 
 
 def folder_size(folder: Path) -> int:
-    """The bytes of a checkpoint's files."""
+    """The size of a checkpoint's files together, in bytes."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def write_checkpoint(folder: Path, state: ModelState, manifest: Manifest, *, optimizer: bool) -> Manifest:
-    """Writes the folder, durable when this returns; the same content again is fine."""
+    """Writes the folder; it is durable when this returns. Writing it again replaces it."""
     write_weights(folder / WEIGHTS_FILE, state)
     names = [WEIGHTS_FILE]
     if optimizer:
@@ -138,15 +137,15 @@ def write_checkpoint(folder: Path, state: ModelState, manifest: Manifest, *, opt
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Says what a folder holds, replacing what was said before in one step."""
+    """Writes manifest.json; replaces an old one in one step."""
     write_file(folder / MANIFEST_FILE, [json.dumps(asdict(manifest), indent=2).encode()])
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a folder holds.
+    """The manifest of a folder.
 
     Raises:
-        CheckpointError: there is no readable manifest.
+        CheckpointError: there is none that can be read.
     """
     try:
         return Manifest(**json.loads((folder / MANIFEST_FILE).read_bytes()))
@@ -157,10 +156,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_checkpoint(folder: Path, *, optimizer: bool) -> tuple[Manifest, ModelState]:
-    """The manifest and the state, every file checked against its hash; moments are None unless asked for.
+    """The manifest and the state, after every file was checked against its hash. Without `optimizer`, moments are None.
 
     Raises:
-        CheckpointError: damaged, or without the optimizer that was asked for.
+        CheckpointError: the checkpoint is damaged, or has no optimizer although `optimizer` asks for it.
     """
     manifest = read_manifest(folder)
     if optimizer and OPTIMIZER_FILE not in manifest.files:
@@ -176,30 +175,30 @@ def read_checkpoint(folder: Path, *, optimizer: bool) -> tuple[Manifest, ModelSt
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Reads files of a checkpoint, and compares them with its manifest.
+    """Compares files of a checkpoint with the hashes in its manifest.
 
     Raises:
-        CheckpointError: one is damaged.
+        CheckpointError: a file is damaged.
     """
     for name in names:
         if _sha256(folder / name) != manifest.files.get(name):
             raise CheckpointError(
-                f"{manifest.path} is damaged: {folder / name} has not the hash in its manifest",
+                f"{manifest.path} is damaged: {folder / name} does not have the hash that its manifest names",
                 remedy="Use another checkpoint",
             )
 
 
 def alias_of(folder: str) -> str:
-    """The `ckpt_…` id of the checkpoint in a folder: another name for its path, as MinT has it."""
+    """The `ckpt_…` id of the checkpoint in a folder, which MinT's clients use instead of its path."""
     return f"ckpt_{folder.rpartition('/')[2].replace('-', '')}"
 
 
 def find_checkpoint(journal: Journal, path: str, *, reader: str | None, now: float | None = None) -> CheckpointRow:
-    """The row of a path or `ckpt_…` id, if `reader` owns it or it is public; None reads everything.
+    """The row of a path or `ckpt_…` id, if `reader` owns it or it is public. None may read everything.
 
     Raises:
-        InvalidRequestError: the text is neither.
-        NotFoundError: there is no such checkpoint for that reader.
+        InvalidRequestError: `path` is neither.
+        NotFoundError: there is no such checkpoint that `reader` may read.
     """
     if _ALIAS.fullmatch(path):
         row = journal.checkpoint_in(f"checkpoints/{uuid.UUID(path.removeprefix('ckpt_'))}")
@@ -214,22 +213,22 @@ def find_checkpoint(journal: Journal, path: str, *, reader: str | None, now: flo
 
 
 def is_expired(row: CheckpointRow, now: float) -> bool:
-    """Whether a checkpoint's time is over; its files may lie there for a while yet."""
+    """Whether a checkpoint has expired; its files are removed some time later."""
     return row.expires_at is not None and row.expires_at <= now
 
 
 def no_checkpoint(path: str) -> NotFoundError:
-    """What is said of a path that leads nowhere, or to somebody else's."""
+    """The error for a path without a checkpoint; a checkpoint of another owner gives the same one."""
     return NotFoundError("is not a checkpoint here", field="path", value=path, remedy="See `mint checkpoints list`")
 
 
 def open_checkpoint(data_dir: Path, path: str) -> tuple[Manifest, dict[str, np.ndarray]]:
-    """The manifest and the weights (PEFT's names, float32) of a path, without a running service.
+    """The manifest and the weights (mint's names, float32) of a path, without a running service.
 
     Raises:
-        InvalidRequestError: the text is no checkpoint path.
-        NotFoundError: there is no such checkpoint in `data_dir`.
-        CheckpointError: it is damaged.
+        InvalidRequestError: `path` is no checkpoint path.
+        NotFoundError: `data_dir` has no such checkpoint.
+        CheckpointError: the checkpoint is damaged.
     """
     if not (data_dir / JOURNAL_FILE).is_file():
         raise NotFoundError("holds no journal", field="data_dir", value=str(data_dir), remedy="Set MINT_HOME")

@@ -1,7 +1,7 @@
-"""Which process serves what: one locked file per running process, so that the dead can be told from the living.
+"""The processes that use a data directory: one locked file for each, so that dead ones can be recognised.
 
-A process holds an exclusive `flock` on its own file for as long as it lives; the kernel lets go of it at any kind of
-death. Knows nothing of sessions or models: names of instances only.
+A process holds an exclusive `flock` on its own file as long as it lives. The kernel releases the lock however the
+process ends. Knows instance ids only; nothing of sessions or models.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SERVER = "server-"
-"""How the names of instances begin that serve others over a socket."""
+"""How the ids of instances begin that serve a socket."""
 
 
 class Instance:
     """This process's place in a data directory."""
 
     def __init__(self, data_dir: Path, *, is_server: bool = False) -> None:
-        """Takes a new name and its lock."""
+        """Takes a new id and locks its file."""
         self._folder = data_dir / "instances"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._role = SERVER if is_server else ""
@@ -30,18 +30,18 @@ class Instance:
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def mark(self, request: str) -> None:
-        """Notes what is being run now (or nothing), for those who find this process dead."""
+        """Writes which request runs now (or none) into the file, for the process that finds this one dead."""
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, request.encode(), 0)
 
     def close(self) -> None:
-        """Gives the place up, as death would."""
+        """Removes the file and releases the lock."""
         self._path(self.instance_id).unlink(missing_ok=True)
         os.close(self._file)
 
     @contextmanager
     def sole_adopter(self) -> Generator[None]:
-        """Only one process at a time looks for the dead."""
+        """Lets one process at a time look for dead instances."""
         file = os.open(self._folder / "adopt.lock", os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -50,18 +50,18 @@ class Instance:
             os.close(file)
 
     def dead_among(self, instance_ids: Iterable[str]) -> dict[str, str]:
-        """Those whose process is gone, and what each of them was running then. Call inside `sole_adopter`.
+        """The ids of those whose process has ended → the request that each was running. Call inside `sole_adopter`.
 
-        Only those of this instance's kind: a server's clients come back to a server, and would not find what a script
-        in the same data directory had taken over.
+        Only instances of this one's kind: the clients of a server come back to a server, and would not find sessions
+        that a script in the same data directory had taken over.
         """
         others = sorted(
             name for name in set(instance_ids) - {self.instance_id} if name.startswith(SERVER) == bool(self._role)
         )
         return {instance_id: self._last_mark(instance_id) for instance_id in others if not self._is_held(instance_id)}
 
-    def bury(self, instance_ids: Iterable[str]) -> None:
-        """Removes the files of the dead, once what they had is in other hands."""
+    def remove(self, instance_ids: Iterable[str]) -> None:
+        """Removes the files of dead instances, after their sessions were taken over."""
         for instance_id in instance_ids:
             self._path(instance_id).unlink(missing_ok=True)
 

@@ -1,6 +1,6 @@
-"""API keys: made, checked, listed and revoked. A key itself is known to its holder alone; here lies its SHA-256.
+"""API keys: created, verified, listed and revoked. The database has their SHA-256, never the keys themselves.
 
-Works on the database of a data directory, beside a server that runs there. Knows no HTTP.
+A server may run on the same data directory at the same time: it sees a change within `FRESH_S`. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mint.server.store.database import Database, insert
 log = logging.getLogger("mint.keys")
 
 PREFIX = "tml-mint-"
-"""Public clients refuse, before they ask, keys that do not begin with `tml-`."""
+"""Public clients refuse keys that do not begin with `tml-` before they send anything."""
 
 SECRET_BYTES = 32
 HINT_CHARS = len(PREFIX) + 4
 MIN_KEY_CHARS, MAX_KEY_CHARS = 24, 512
 MIN_DISTINCT_CHARS = 12
-"""A key of one's own must be as long, and have as many different characters, that nobody finds it by trying."""
+"""A key that the operator chose must be this long and varied, so that nobody can guess it."""
 
 FRESH_S = 0.5
-"""How long a verdict is believed without asking the database; so long may a revoked key still work."""
+"""How long the result of a verification is cached, and so how long a revoked key may still work."""
 
 CACHED_KEYS = 4096
 USE_NOTED_S = 60.0
@@ -40,7 +40,7 @@ USE_NOTED_S = 60.0
 
 @dataclass(frozen=True)
 class KeyRow:
-    """What is known of a key. `hint` is how it begins; times are seconds since the epoch."""
+    """A key without its secret. `hint` is its beginning; times are seconds since the epoch."""
 
     key_id: str
     owner: str
@@ -69,7 +69,7 @@ class _StoredKey:
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class _Verification:
     caller: Caller | None
     read_at: float
 
@@ -78,19 +78,18 @@ class Keys:
     """The keys of one data directory. Any thread may call."""
 
     def __init__(self, database: Database, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives monotonic seconds."""
         self._database = database
         self._clock = clock
         self._lock = threading.Lock()
-        self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
+        self._verified: OrderedDict[str, _Verification] = OrderedDict()
         self._noted_at: dict[str, float] = {}
 
     def create(self, owner: str, quotas: Quotas | None = None, *, key: str | None = None) -> tuple[str, KeyRow]:
-        """A new key, which is not kept and cannot be shown again, and its row; `key` registers one of one's own.
+        """Creates a key, or registers `key`. Returns it, for it cannot be shown again, and its row.
 
         Raises:
-            InvalidRequestError: the owner's name is empty or odd, or the own key is too easy to guess.
-            ConflictError: that key is registered already.
+            InvalidRequestError: the owner's name is empty or has odd characters, or `key` is too easy to guess.
+            ConflictError: `key` is registered already.
         """
         if not (owner.isprintable() and owner.strip() == owner and 0 < len(owner) <= 128) or owner == LOCAL_OWNER:
             raise InvalidRequestError(
@@ -103,7 +102,7 @@ class Keys:
             key = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
         else:
             _require_strength(key)
-        # of a short key of one's own, even its beginning says too much
+        # the beginning of a short key that the operator chose would reveal too much
         hint = key[:HINT_CHARS] if key.startswith(PREFIX) else key[:4]
         row = KeyRow(uuid.uuid4().hex[:12], owner, f"{hint}…", time.time(), None, None, quotas or Quotas())
         stored = _StoredKey(**asdict(row), sha256=_digest(key))
@@ -114,17 +113,16 @@ class Keys:
         return key, row
 
     def verify(self, key: str) -> Caller | None:
-        """Who holds this key; None if it is none, or was revoked.
+        """The holder of a key; None if there is no such key, or it was revoked.
 
         Raises:
-            JournalError: the database cannot be read; nothing is known of the key.
+            JournalError: the database cannot be read, so nothing is known of the key.
         """
         digest = _digest(key)
         return self._known(f"key {digest}", lambda: self._read("sha256 = :value", digest))
 
     def holder(self, key_id: str) -> Caller | None:
-        """Whom the key of this id stands for; None if there is none, or it was revoked. For those who have shown the
-        key before.
+        """The holder of the key of this id, for a caller who has shown the key before; None as for `verify`.
 
         Raises:
             JournalError: as `verify`.
@@ -132,7 +130,7 @@ class Keys:
         return self._known(f"id {key_id}", lambda: self._read("key_id = :value", key_id))
 
     def active_owners(self) -> frozenset[str]:
-        """Those who have a key that was not revoked.
+        """The owners who have a key that was not revoked.
 
         Raises:
             JournalError: as `verify`.
@@ -140,7 +138,7 @@ class Keys:
         return frozenset(self._database.values("SELECT DISTINCT owner FROM keys WHERE revoked_at IS NULL"))
 
     def revoke(self, key_id: str) -> KeyRow:
-        """Ends a key; again is fine. Its owner's work and checkpoints stay.
+        """Revokes a key; no error if it is revoked already. Its owner's work and checkpoints stay.
 
         Raises:
             NotFoundError: there is no such key.
@@ -154,26 +152,26 @@ class Keys:
         if row is None:
             raise NotFoundError("is not a key here", field="key_id", value=key_id, remedy="See mint keys list")
         with self._lock:
-            self._verdicts.clear()
+            self._verified.clear()
         return row
 
     def list(self) -> Sequence[KeyRow]:
-        """All keys ever made, oldest first."""
+        """All keys ever created, oldest first."""
         return [stored.row for stored in self._database.rows(_StoredKey, "SELECT * FROM keys ORDER BY created_at")]
 
     def _known(self, name: str, read: Callable[[], Caller | None]) -> Caller | None:
-        """A verdict, read again once it is not fresh."""
+        """The cached result of a verification, read again after `FRESH_S`."""
         now = self._clock()
         with self._lock:
-            known = self._verdicts.get(name)
+            known = self._verified.get(name)
             if known is not None and now - known.read_at < FRESH_S:
                 return known.caller
         caller = read()
         with self._lock:
-            self._verdicts[name] = _Verdict(caller, now)
-            self._verdicts.move_to_end(name)
-            if len(self._verdicts) > CACHED_KEYS:
-                self._verdicts.popitem(last=False)
+            self._verified[name] = _Verification(caller, now)
+            self._verified.move_to_end(name)
+            if len(self._verified) > CACHED_KEYS:
+                self._verified.popitem(last=False)
         if caller is not None:
             self._note_use(caller.key_id or "", now)
         return caller
@@ -198,7 +196,7 @@ class Keys:
 
 
 def _require_strength(key: str) -> None:
-    """Refuses a key of one's own that could be guessed, or that no header can carry; never shows it."""
+    """Refuses a key that could be guessed, or that a header cannot carry. The error does not show it."""
     problem = None
     if not (key.isascii() and key.isprintable() and " " not in key):
         problem = "has characters that a header cannot carry"

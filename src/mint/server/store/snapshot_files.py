@@ -1,6 +1,6 @@
-"""A model's state as safetensors files, and back.
+"""Writes a model's state to safetensors files, and reads it back.
 
-Knows arrays and file layouts; it does not know when a state is saved or under which name.
+Knows arrays and file layouts; does not know when a state is saved, or under which name.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mint.models.tensor_files import read_tensors, write_tensors
 
 
 def write_snapshot(path: Path, state: ModelState, *, digest: str) -> None:
-    """Weights and optimizer in one file; it survives a loss of power after `sync_file` only."""
+    """Writes weights and optimizer to one file. It survives a loss of power only after `sync_file`."""
     arrays = {**_prefixed("weights", state.weights), **_moments(state)}
     write_tensors(path, arrays, _metadata(state, digest), sync=False)
 
 
 def read_snapshot(path: Path) -> ModelState:
-    """What `write_snapshot` wrote.
+    """Reads what `write_snapshot` wrote.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -34,17 +34,17 @@ def read_snapshot(path: Path) -> ModelState:
 
 
 def write_weights(path: Path, state: ModelState) -> None:
-    """The weights alone, under their own names."""
+    """Writes the weights alone, under their own names; durable when this returns."""
     write_tensors(path, state.weights, {})
 
 
 def write_optimizer(path: Path, state: ModelState) -> None:
-    """Moments and step count."""
+    """Writes moments and step count; durable when this returns."""
     write_tensors(path, _moments(state), _metadata(state, ""))
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:
-    """What `write_weights` wrote, or the weights of a snapshot.
+    """Reads what `write_weights` wrote, or the weights of a snapshot.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -54,7 +54,7 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_optimizer(path: Path, weights: Mapping[str, np.ndarray]) -> ModelState:
-    """`weights` together with what `write_optimizer` wrote.
+    """Reads what `write_optimizer` wrote; the state has it together with `weights`.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -64,7 +64,7 @@ def read_optimizer(path: Path, weights: Mapping[str, np.ndarray]) -> ModelState:
 
 
 def size_bytes(state: ModelState) -> int:
-    """How much a snapshot of this state weighs."""
+    """The size of a state's arrays together."""
     parts = (state.weights, state.exp_avg or {}, state.exp_avg_sq or {})
     return sum(array.nbytes for part in parts for array in part.values())
 
