@@ -59,11 +59,12 @@ def test_a_server_killed_and_started_again_changes_not_one_bit_of_a_loop(
 
 PROGRAM = """
 import sys
-import httpx
 import mint
-from mint.client import session as http
+from mint.client import session
+from mint.client.connection import server_connection
 from mint.types import AdamParams, Datum, ModelInput
-http.CLOSE_S, http.TIMEOUT = float(sys.argv[2]), httpx.Timeout(3600.0)
+session.CLOSE_S = float(sys.argv[2])
+server_connection.NOTIFY_TIMEOUT_S = 3600.0
 client = mint.ServiceClient(base_url=sys.argv[1])
 training = client.create_lora_training_client("mint/tiny", rank=4)
 data = [Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})]
@@ -130,7 +131,7 @@ def deaf_at(port: int) -> Iterator[socket.socket]:
 def test_closing_waits_for_no_server_that_is_gone_and_not_for_long_for_one_that_is_deaf(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mint.client.session.TIMEOUT", httpx.Timeout(3600.0))
+    monkeypatch.setattr("mint.client.connection.server_connection.NOTIFY_TIMEOUT_S", 3600.0)
     with ServerProcess(tmp_path) as server:
         gone, deaf_client = (mint.ServiceClient(base_url=server.url) for _ in range(2))
         waiting = gone.create_lora_training_client("mint/tiny", rank=4)
@@ -149,7 +150,6 @@ def test_closing_waits_for_no_server_that_is_gone_and_not_for_long_for_one_that_
 def test_a_server_that_takes_connections_and_never_answers_is_an_error_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mint.client.session.TIMEOUT", httpx.Timeout(3600.0))
     monkeypatch.setattr("mint.client.session.CONNECT_PATIENCE_S", 0.5)
     with deaf_at(0) as deaf, pytest.raises(mint.APIConnectionError, match="ReadTimeout"):
         mint.ServiceClient(base_url=f"http://127.0.0.1:{deaf.getsockname()[1]}").get_server_capabilities()

@@ -23,7 +23,8 @@ DType = Literal["int64", "float32"]
 MAX_DENSE_CELLS = 1 << 26
 """Cells of a sparse matrix that is made dense; a few bytes can ask for any number of them."""
 
-_NUMPY: dict[str, np.dtype] = {"int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
+_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+_NUMPY: dict[str, np.dtype] = {"int64": _INT64, "float32": _FLOAT32}
 _Integers = Annotated[list[int], Field(fail_fast=True)]
 _Numbers = Annotated[_Integers | Annotated[list[float], Field(fail_fast=True)], Field(union_mode="left_to_right")]
 
@@ -73,8 +74,9 @@ class TensorData(ArrayValue):
         self.dtype = dtype
         self.values = flat_array(data, _NUMPY[dtype], "TensorData.data")
         self._shape = None if shape is None else tuple(shape)
-        self._crow = _indices(sparse_crow_indices, "TensorData.sparse_crow_indices")
-        self._columns = _indices(sparse_col_indices, "TensorData.sparse_col_indices")
+        crow, columns = sparse_crow_indices, sparse_col_indices
+        self._crow = None if crow is None else flat_array(crow, _INT64, "TensorData.sparse_crow_indices")
+        self._columns = None if columns is None else flat_array(columns, _INT64, "TensorData.sparse_col_indices")
         self._list: list[Any] | None = None
 
     # --- from other forms ----------------------------------------------------------------------------------------
@@ -270,7 +272,7 @@ def _require_numbers(array: np.ndarray, values: Any, field: str) -> None:
     if array.dtype.kind in "iubf":
         return
     if array.dtype.kind == "O" and all(isinstance(value, int) for value in array.flat):
-        raise _too_large(field, values, np.dtype(np.int64))
+        raise _too_large(field, values, _INT64)
     remedy = "Pass a list, numpy array or torch tensor of equal-length rows of numbers"
     raise _refusal(f"is not a tensor of numbers (numpy reads it as {array.dtype})", field, values, remedy)
 
@@ -283,10 +285,6 @@ def _too_large(field: str, values: Any, dtype: np.dtype) -> InvalidRequestError:
 def _refusal(message: str, field: str, values: Any, remedy: str) -> InvalidRequestError:
     shown = values.tolist() if isinstance(values, np.ndarray) else values
     return InvalidRequestError(message, field=field, value=shown, remedy=remedy)
-
-
-def _indices(values: Sequence[int] | np.ndarray | None, field: str) -> np.ndarray | None:
-    return None if values is None else flat_array(values, _NUMPY["int64"], field)
 
 
 def _misfit(field: str, value: object, message: str) -> InvalidRequestError:

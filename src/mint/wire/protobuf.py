@@ -341,7 +341,7 @@ def _shape(sizes: Sequence[int], where: str) -> list[int]:
     if len(sizes) > _MAX_DIMENSIONS:
         _refuse(where, f"{len(sizes)} dimensions", "are too many", f"Pass at most {_MAX_DIMENSIONS}")
     shape = list(sizes)
-    if any(not 0 <= size < 2**31 for size in shape):
+    if shape and (min(shape) < 0 or max(shape) >= 2**31):
         _refuse(where, shape, "is not a shape", "Pass sizes from 0 to 2**31 - 1")
     return shape
 
