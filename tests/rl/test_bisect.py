@@ -44,11 +44,11 @@ def test_a_fall_after_a_rise_is_found_from_a_reading_that_the_log_has() -> None:
     assert found.evaluations == len(read)
 
 
-def test_without_a_regression_it_says_so_after_two_readings() -> None:
+def test_without_a_regression_it_says_so_after_two_evaluations() -> None:
     read: list[str] = []
     found = find_regression(NAMES, reader(lambda step: 0.5 + step / 200, read))
     assert (found.verdict, found.good, found.bad, found.evaluations) == ("none", None, None, 2)
-    assert "reads best" in found.explanation
+    assert "is the best" in found.explanation
 
 
 def test_a_fall_within_the_noise_or_the_tolerance_is_no_regression() -> None:

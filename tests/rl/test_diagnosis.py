@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mint.rl.analysis.diagnosis import CODES, diagnose
-from mint.rl.analysis.policy_rules import step_promise
+from mint.rl.analysis.policy_rules import first_order_gain
 from mint.rl.analysis.run_record import RunRecord
 from mint.rl.finding import Finding
 from mint.rl.training.datum_check import check_datums
@@ -251,7 +251,7 @@ def test_steps_that_cannot_matter_are_blamed_on_the_learning_rate() -> None:
     assert finding.numbers["run_promise"] < 0.1
 
 
-def test_the_promise_of_a_step_bounds_what_a_step_on_a_known_policy_gives() -> None:
+def test_the_first_order_gain_of_a_step_bounds_what_a_step_on_a_known_policy_gives() -> None:
     """A bandit with success p = sigmoid(θ): dE[R]/dθ = p(1 − p), whatever the number of rollouts."""
     p, rollouts, update = 0.3, 64, 0.01
     gradient = rollouts * p * (1 - p)
@@ -261,10 +261,10 @@ def test_the_promise_of_a_step_bounds_what_a_step_on_a_known_policy_gives() -> N
     }  # fmt: skip
     theta = math.log(p / (1 - p)) + update
     gain = 1 / (1 + math.exp(-theta)) - p
-    promise = step_promise(metrics, {})
-    assert promise == pytest.approx(gain / math.sqrt(p * (1 - p)), rel=0.01)
+    bound = first_order_gain(metrics, {})
+    assert bound == pytest.approx(gain / math.sqrt(p * (1 - p)), rel=0.01)
     scaled = {**metrics, "optim/grad_norm": gradient / (rollouts * 16)}
-    assert step_promise(scaled, {"loss_normalization": "constant", "max_tokens": 16}) == pytest.approx(promise)
+    assert first_order_gain(scaled, {"loss_normalization": "constant", "max_tokens": 16}) == pytest.approx(bound)
 
 
 # --- the reward and the grader ------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def evaluate(
     """Held-out reward of a checkpoint: mean with its 95 % interval, success, pass@k, parts."""
     from mint.client.service_client import ServiceClient  # deferred: `mint --help` answers at once
     from mint.recipes.task_registry import open_task
-    from mint.rl.analysis.report import print_reading
+    from mint.rl.analysis.report import print_estimates
     from mint.rl.heldout_evaluation import evaluate_checkpoint
 
     try:
@@ -38,7 +38,7 @@ def evaluate(
             readings = evaluate_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
     except MintError as error:
         fail(error)
-    print_reading(Console(stderr=as_json), f"{checkpoint} on {task}", readings)
+    print_estimates(Console(stderr=as_json), f"{checkpoint} on {task}", readings)
     if as_json:
         typer.echo(json.dumps({f"{temperature:g}": reading.to_dict() for temperature, reading in readings.items()}))
 

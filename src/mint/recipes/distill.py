@@ -21,9 +21,9 @@ from mint import types
 from mint.errors import InvalidRequestError
 from mint.recipes.supervised import ConfidenceInterval, SupervisedConfig, batch_places, data_digest, evaluate_once
 from mint.rl.estimate import interval
+from mint.rl.run_frame import ProgressHook, open_run
 from mint.rl.seeds import mix_seed
 from mint.rl.training.datums import policy_datum
-from mint.rl.training_run import ProgressHook, open_run
 
 HELDOUT_STREAM = 0x48454C44
 

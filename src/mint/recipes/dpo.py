@@ -30,7 +30,7 @@ from mint.recipes.supervised import (
     steps_per_epoch,
 )
 from mint.rl.estimate import interval
-from mint.rl.training_run import ProgressHook, make_trainer, open_run
+from mint.rl.run_frame import ProgressHook, make_trainer, open_run
 
 
 class DPOConfig(SupervisedConfig):

@@ -31,8 +31,8 @@ from mint.recipes.supervised import (
 )
 from mint.rl.estimate import interval
 from mint.rl.run_config import ScheduleName
+from mint.rl.run_frame import ProgressHook, open_run
 from mint.rl.seeds import mix_seed
-from mint.rl.training_run import ProgressHook, open_run
 
 
 class SFTConfig(SupervisedConfig):

@@ -1,6 +1,6 @@
 """What SFT, DPO and distillation share: their settings, examples as datums, batches, and held-out evaluations.
 
-The run itself (folder, checkpoints, resume, progress) is `mint.rl.training_run`. Knows no loss.
+The run itself (folder, checkpoints, resume, progress) is `mint.rl.run_frame`. Knows no loss.
 
 Letters: P prompt tokens · T completion tokens.
 """
@@ -18,7 +18,7 @@ from pydantic import Field
 
 from mint.errors import InvalidRequestError
 from mint.rl.run_config import RunConfig
-from mint.rl.training_run import TrainingRun
+from mint.rl.run_frame import RunFrame
 from mint.types import Datum, ModelInput
 
 ConfidenceInterval = tuple[float, float, float]
@@ -103,7 +103,7 @@ def data_digest(*parts: Sequence[Any]) -> str:
 
 
 def evaluate_once(
-    run: TrainingRun, when: str, step: int, count: int, evaluate: Callable[[], Mapping[str, ConfidenceInterval]]
+    run: RunFrame, when: str, step: int, count: int, evaluate: Callable[[], Mapping[str, ConfidenceInterval]]
 ) -> dict[str, ConfidenceInterval]:
     """Evaluates on `count` held-out examples and logs a row per metric; a resumed run takes these from its log."""
     logged = [row for row in run.log.read("evaluations.jsonl") if (row["when"], row["step"]) == (when, step)]

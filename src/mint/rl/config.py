@@ -27,18 +27,18 @@ class RLConfig(RunConfig):
     # The algorithm. Names and defaults are those of the parameter table in MinT's overview of RL.
     loss_fn: LossName = "importance_sampling"
     group_size: int = Field(4, ge=2, le=1024)
-    """Samples per prompt."""
+    """Completions per prompt."""
     batch_size: int = Field(8, ge=1, validation_alias=AliasChoices("batch_size", "groups_per_batch"))
     """Prompts per training step; `groups_per_batch` is the same."""
     max_tokens: int = Field(16, ge=1)
     temperature: float = Field(0.8, gt=0, allow_inf_nan=False)
     kl_penalty_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Weight of KL(policy ‖ base), taken as k1 inside the advantage (its exact gradient; see `advantages`)."""
+    """Weight of KL(policy ‖ base), taken as k1 inside the advantage (its exact gradient; see `kl_reference`)."""
     steps: int = Field(10, ge=0)
 
     # The objective.
     loss_fn_config: dict[str, float] | None = None
-    """Passed on as it is, for example `{"clip_high_threshold": 1.28}` for ppo (clip-higher, arXiv 2503.14476)."""
+    """Sent unchanged, for example `{"clip_high_threshold": 1.28}` for ppo (clip-higher, arXiv 2503.14476)."""
     advantage: AdvantageName = "center"
     """`center`: r − mean. `rloo`: r − mean of the others. `std`: (r − mean) / (std of the group + 1e-4). `std_batch`:
     the same with the deviation over the whole batch."""
@@ -49,51 +49,52 @@ class RLConfig(RunConfig):
     kl_reference: str | None = None
     """A checkpoint (`mint://…/sampler_weights/…`) as the reference of the KL penalty; None is the base model."""
     optim_steps_per_batch: int = Field(1, ge=1)
-    """Optimizer steps per batch of rollouts, each on its share of the prompts; from the second on, off-policy."""
+    """Optimizer steps per batch of rollouts, each on a part of the groups; off-policy from the second on."""
     max_staleness: int = Field(0, ge=0)
     """Steps by which the sampling weights may lag behind; 0 is strictly on-policy, more samples ahead of training."""
     on_collapse: CollapseName = "warn"
-    """What an `error` finding of a collapse does: only say so, stop the run, or stop at the best checkpoint."""
+    """On an `error` finding of a collapse: report it, stop the run, or stop and load the best checkpoint."""
 
     # Sampling.
     temperature_end: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """The temperature moves linearly from `temperature` to this; None keeps it."""
+    """The temperature changes linearly from `temperature` to this; None keeps it."""
     stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
-    """Besides the model's own end token."""
+    """In addition to the model's own end token."""
     dynamic_sampling: bool = False
-    """Replaces groups without a signal by groups of other prompts (DAPO, arXiv 2503.14476)."""
+    """Replaces groups with equal rewards by groups of other prompts (DAPO, arXiv 2503.14476)."""
     max_refill: float = Field(3.0, ge=0, allow_inf_nan=False)
-    """At most this many extra groups per wanted group, with `dynamic_sampling`."""
+    """With `dynamic_sampling`: the most extra groups, per group of the batch."""
     truncation: TruncationName = "keep"
-    """What a rollout that a limit cut off does. `keep`: its reward counts. `mask`: it is left out of its group.
+    """For a rollout that a limit cut off. `keep`: its reward counts. `mask`: it is left out of its group.
     `penalize`: its reward loses `truncation_penalty`."""
     truncation_penalty: float = Field(0.5, ge=0, allow_inf_nan=False)
     max_turns: int = Field(8, ge=1)
-    """Of an episode with tools."""
+    """The most turns of an episode."""
     max_episode_tokens: int | None = Field(None, ge=1)
-    """Sampled tokens of an episode; None is no limit besides the model's context."""
+    """The most sampled tokens of an episode; None: only the model's context limits it."""
     max_episode_s: float = Field(60.0, gt=0)
-    """Seconds of an episode's own environment and tools; sampling does not count."""
+    """The most seconds in an episode's own environment and tools; sampling does not count."""
 
     # Data.
     curriculum: bool = False
-    """Prefers items with a success rate from `curriculum_low` to `curriculum_high`; retires and re-tests others."""
+    """Prefers items with a success rate from `curriculum_low` to `curriculum_high`; retires solved items and tests them
+    again."""
     curriculum_low: float = Field(0.2, ge=0, le=1)
     curriculum_high: float = Field(0.8, ge=0, le=1)
     curriculum_retire_at: float = Field(0.95, gt=0, le=1)
     curriculum_retest_share: float = Field(0.05, ge=0, lt=1)
 
-    # Reading.
+    # Grading and evaluation.
     grader_timeout_s: float = Field(30.0, gt=0)
     heldout_size: int = Field(512, ge=0)
-    """How many held-out samples to read; 0 reads none."""
+    """The most held-out items to evaluate on; 0 evaluates nothing."""
     heldout_samples: int = Field(1, ge=1)
-    """Completions per held-out sample at temperature 1, for pass@k."""
+    """Completions per held-out item at temperature 1, for pass@k."""
     eval_every: int = Field(0, ge=0)
-    """Steps between readings of the held-out set; 0 reads it before and after only. The best reading is kept."""
+    """Steps between held-out evaluations; 0: only before and after. The weights of the best one are saved."""
     print_samples: int = Field(0, ge=0)
-    """Rollouts printed per step."""
+    """Rollouts to print per step."""
 
     @model_validator(mode="after")
     def _band_is_ordered(self) -> Self:
@@ -108,8 +109,8 @@ class RLConfig(RunConfig):
 
     @classmethod
     def from_env(cls, **fields: Any) -> Self:
-        """The settings named by `MINT_BASE_MODEL, MINT_LORA_RANK, MINT_RL_STEPS, MINT_RL_BATCH, MINT_RL_GROUP,
-        MINT_RL_LR, MINT_RL_MAX_TOKENS, MINT_RL_TEMPERATURE`; `fields` stand for variables that are not set."""
+        """Reads `MINT_BASE_MODEL, MINT_LORA_RANK, MINT_RL_STEPS, MINT_RL_BATCH, MINT_RL_GROUP,
+        MINT_RL_LR, MINT_RL_MAX_TOKENS, MINT_RL_TEMPERATURE`; `fields` are the values for variables that are not set."""
         settings: dict[str, Any] = {**fields, **rl_variables()}
         return cls(**settings)
 
@@ -125,7 +126,7 @@ class RLConfig(RunConfig):
         return self.temperature + (self.temperature_end - self.temperature) * (step - 1) / (self.steps - 1)
 
     def sampling_params(self, seed: int, temperature: float | None = None) -> SamplingParams:
-        """How this run samples; `temperature` overrides the run's own (evaluation)."""
+        """The sampling settings of the run; `temperature` replaces the run's own."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature if temperature is None else temperature,

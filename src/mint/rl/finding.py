@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 Severity = Literal["info", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("info", "warning", "error")
-"""`info`: worth knowing · `warning`: look at it · `error`: the run does not do what it is meant to."""
+"""`info`: worth knowing · `warning`: look at it · `error`: the run cannot reach its goal like this."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`code` names the fault, `step` is where it was first seen, `numbers` are those that `evidence` speaks of."""
+    """`code` names the fault, `step` is where it was first seen, `numbers` are the numbers in `evidence`."""
 
     code: str
     severity: Severity

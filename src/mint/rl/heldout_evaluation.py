@@ -19,9 +19,9 @@ from mint.rl.config import RLConfig
 from mint.rl.estimate import Estimate, estimate
 from mint.rl.rollout import GroupRequest, Rollout
 from mint.rl.rollouts.rollout_worker import RolloutWorker
+from mint.rl.run_frame import RunFrame
 from mint.rl.seeds import mix_seed
 from mint.rl.tracking.step_log import rollout_row
-from mint.rl.training_run import TrainingRun
 
 EVALUATION_TEMPERATURES = (0.0, 1.0)
 GREEDY, SAMPLED = EVALUATION_TEMPERATURES
@@ -101,7 +101,7 @@ class HeldoutEvaluation:
     An evaluation that is in the log already is not made again.
     """
 
-    def __init__(self, run: TrainingRun, worker: RolloutWorker, items: Sequence[Any]) -> None:
+    def __init__(self, run: RunFrame, worker: RolloutWorker, items: Sequence[Any]) -> None:
         """`items` empty: nothing is evaluated."""
         self.run, self.worker, self.items = run, worker, items
         self.rows: list[dict[str, Any]] = run.log.read("evaluations.jsonl")

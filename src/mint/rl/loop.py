@@ -1,8 +1,8 @@
-"""`run_grpo`: sample groups, score them, centre the rewards, take an optimizer step; again.
+"""`run_grpo`: in each step, sample groups, grade them, centre the rewards, and take an optimizer step.
 
-Uses nothing but the public SDK, so it runs against any server of the protocol. Every random choice is a function of
-(seed, step, position), so that a run can be repeated, and resumed from a checkpoint, bit for bit (a run that samples
-ahead, `max_staleness` > 0, repeats bit for bit but resumes with fresh samples).
+Uses only the public SDK, so it runs against any server of the protocol. Every random choice is a function of (seed,
+step, position). So a run repeats bit for bit, and resumes from a checkpoint bit for bit; a run that samples ahead
+(`max_staleness` > 0) resumes with fresh samples.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mint.client.service_client import ServiceClient
@@ -27,20 +28,20 @@ from mint.rl.rollout import RolloutBatch
 from mint.rl.rollouts.batch_collector import BatchCollector
 from mint.rl.rollouts.item_order import ItemOrder
 from mint.rl.rollouts.rollout_worker import RolloutWorker
+from mint.rl.run_frame import ProgressHook, open_run
 from mint.rl.run_result import RunResult
 from mint.rl.tasks.chat_format import check_template
 from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate
 from mint.rl.training.kl_reference import KLReference
 from mint.rl.training.policy_update import PolicyTrainer, PolicyUpdate
-from mint.rl.training_run import ProgressHook, open_run
 from mint.runs.reader import RunReader
 from mint.runs.tokens import TokenPieces
 
 DIAGNOSED_STEPS = 10
-"""Steps whose rollouts the live diagnosis looks at."""
+"""The live diagnosis reads the rollouts of so many last steps."""
 
 COLLAPSES = frozenset({"reward_collapse", "entropy_collapse", "learning_rate_too_high", "nonfinite_or_skipped_steps"})
-"""Findings that `on_collapse` acts on, where their severity is `error`."""
+"""Findings on which `on_collapse` acts if their severity is `error`."""
 
 
 def run_grpo(
@@ -51,14 +52,14 @@ def run_grpo(
     resume: bool = False,
     on_progress: ProgressHook | None = None,
 ) -> RunResult:
-    """Trains `config.base_model` on a task and returns what came of it.
+    """Trains `config.base_model` on a task.
 
     Args:
         adapter: An `RLAdapter` (or any object with its four methods), or a `MessageEnvAdapter`.
         config: None is `RLConfig.from_env()`: the `MINT_RL_…` variables over the defaults.
-        service_client: Whose server to use; None opens one as the environment says (embedded by default).
-        resume: Go on with the run in `config.run_dir` from its last checkpoint; the result has the same bits as an
-            uninterrupted run. A folder without a run is started.
+        service_client: None opens one as the environment says (embedded by default) and closes it with the run.
+        resume: Continue the run in `config.run_dir` from its last checkpoint. The result is bit for bit that of a run
+            without interruption. A folder without a run starts a new one.
         on_progress: Called in this thread after each evaluation and step.
 
     Raises:
@@ -77,7 +78,7 @@ def run_grpo(
 def _check(config: RLConfig) -> None:
     if config.curriculum and config.max_staleness:
         raise InvalidRequestError(
-            "cannot be combined with curriculum: what was solved is not known yet when samples are drawn ahead",
+            "cannot be combined with curriculum: success rates are not known yet when samples are drawn ahead",
             field="RLConfig.max_staleness",
             value=config.max_staleness,
             remedy="Set max_staleness=0 or curriculum=False",
@@ -86,7 +87,7 @@ def _check(config: RLConfig) -> None:
 
 @dataclass
 class _Totals:
-    """Counters over the whole run, carried over a resume."""
+    """Counters over the whole run, including the steps before a resume."""
 
     samples: float = 0
     tokens: float = 0
@@ -113,9 +114,9 @@ class _RLRun:
         heldout = all_heldout[: self.config.heldout_size]
         dataset, left_out = without_heldout(self.task, self.task.build_dataset(), all_heldout)
         if not dataset:
-            what = f"has nothing but its {left_out} held-out samples" if left_out else "is empty"
+            what = f"has only its {left_out} held-out items" if left_out else "is empty"
             raise InvalidRequestError(
-                what, field=f"{self.name}.build_dataset()", value=[], remedy="Return at least one more sample"
+                what, field=f"{self.name}.build_dataset()", value=[], remedy="Return at least one more item"
             )
         described = {
             "task": self.name,
@@ -128,27 +129,27 @@ class _RLRun:
         try:
             with open_run(
                 self.config, service_client, name=name, described=described, resume=resume, on_progress=on_progress
-            ) as self.training:
+            ) as self.frame:
                 self._prepare(dataset, heldout)
                 if left_out:
-                    self.training.note(_left_out(left_out, len(all_heldout)))
+                    self.frame.note(_heldout_overlap(left_out, len(all_heldout)))
                 return self._train(began)
         finally:
             self.calls.close()
 
     def _prepare(self, dataset: Sequence[Any], heldout: Sequence[Any]) -> None:
-        """Everything that takes part in the run, as it was when the run was saved."""
-        config, log = self.config, self.training.log
-        self.trainer = self.training.trainer
+        """Makes the parts of the run, and restores their state in a resumed run."""
+        config, log = self.config, self.frame.log
+        self.trainer = self.frame.trainer
         self.tokenizer = self.trainer.get_tokenizer()
         self.order = ItemOrder(len(dataset), config)
         worker = RolloutWorker(self.task, config=config, tokenizer=self.tokenizer, calls=self.calls)
         self.collector = BatchCollector(worker, dataset, self.order, config)
-        reference = KLReference(self.training.service, config) if config.kl_penalty_coef else None
+        reference = KLReference(self.frame.service, config) if config.kl_penalty_coef else None
         self.policy_trainer = PolicyTrainer(self.trainer, reference, config)
-        self.heldout = HeldoutEvaluation(self.training, worker, heldout)
+        self.heldout = HeldoutEvaluation(self.frame, worker, heldout)
         self.pieces = TokenPieces(self.tokenizer, (row["id"] for row in log.read("tokens.jsonl")))
-        point = self.training.point
+        point = self.frame.point
         if point is None:
             return
         self.totals = _Totals(**point.totals)
@@ -159,21 +160,21 @@ class _RLRun:
         self.recent.extend((step, reader.rows(step)) for step in reader.steps()[-DIAGNOSED_STEPS:])
 
     def _train(self, began: float) -> RunResult:
-        run = self.training
-        if isinstance(self.task, MessageEnvAdapter) and (rewrites := check_template(self.tokenizer)) is not None:
-            run.note(rewrites)
+        frame = self.frame
+        if isinstance(self.task, MessageEnvAdapter) and (finding := check_template(self.tokenizer)) is not None:
+            frame.note(finding)
         before, before_rollouts = self.heldout.evaluate("before", 0)
         seconds_setup = time.monotonic() - began
-        last = self._steps(run.first_step)
+        last = self._run_steps(frame.first_step)
         checkpoint = self._save(last)
-        if run.stopped_by is not None and self.config.on_collapse == "rollback":
+        if frame.stopped_by is not None and self.config.on_collapse == "rollback":
             checkpoint = self._roll_back(checkpoint)
-        sampler_checkpoint = run.save_sampler_weights()
+        sampler_checkpoint = frame.save_sampler_weights()
         after, after_rollouts = self.heldout.evaluate("after", last)
-        if run.metrics:
+        if frame.metrics:
             self._diagnose(last, [], over=True)
         return RunResult(
-            run_dir=run.log.folder,
+            run_dir=frame.log.folder,
             checkpoint=checkpoint,
             sampler_checkpoint=sampler_checkpoint,
             steps=last,
@@ -186,46 +187,41 @@ class _RLRun:
             heldout_before=before,
             heldout_after=after,
             heldout_rollouts={"before": before_rollouts, "after": after_rollouts},
-            findings=list(run.findings.values()),
+            findings=list(frame.findings.values()),
             best_checkpoint=self.heldout.best_checkpoint,
-            stopped_by=run.stopped_by,
+            stopped_by=frame.stopped_by,
         )
 
     def _save(self, step: int) -> str:
         state = {"items": self.order.to_dict(), "readings": self.heldout.to_dict()}
-        return self.training.save(step, totals=vars(self.totals), state=state)
+        return self.frame.save(step, totals=vars(self.totals), state=state)
 
     def _roll_back(self, last_checkpoint: str) -> str:
         """Loads the weights of the best evaluation, else of the last checkpoint before the collapse was seen."""
-        seen = self.training.findings[self.training.stopped_by or ""].step
-        earlier = [row["checkpoint"] for row in self.training.log.read("checkpoints.jsonl") if row["step"] < seen]
+        seen = self.frame.findings[self.frame.stopped_by or ""].step
+        earlier = [row["checkpoint"] for row in self.frame.log.read("checkpoints.jsonl") if row["step"] < seen]
         target = self.heldout.best_checkpoint or (earlier[-1] if earlier else last_checkpoint)
         self.trainer.load_state_with_optimizer(target).result()
         return target
 
-    # --- steps ---------------------------------------------------------------------------------------------------
-
-    def _steps(self, first: int) -> int:
+    def _run_steps(self, first: int) -> int:
         """Runs the steps from `first` on; returns the last one that was taken."""
         config = self.config
-        ahead: deque[RolloutBatch | Future[RolloutBatch]] = deque()
-        issued = first - 1
+        batches: deque[RolloutBatch | Future[RolloutBatch]] = deque()
+        requested = first - 1
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mint-rollouts") as background:
             for step in range(first, config.steps + 1):
                 began = time.monotonic()
-                wanted = min(config.steps, step + config.max_staleness)
-                if issued < wanted:
+                last_requested = min(config.steps, step + config.max_staleness)
+                if requested < last_requested:
                     sampler = self.trainer.save_weights_and_get_sampling_client(name=f"rl-step-{step - 1}")
-                    for upcoming in range(issued + 1, wanted + 1):
-                        arguments = (upcoming, sampler, int(self.totals.optim_steps))
-                        if config.max_staleness:
-                            ahead.append(background.submit(self.collector.collect, *arguments))
-                        else:
-                            ahead.append(self.collector.collect(*arguments))
-                    issued = wanted
-                batch = ahead.popleft()
+                    for upcoming in range(requested + 1, last_requested + 1):
+                        collect = partial(self.collector.collect, upcoming, sampler, int(self.totals.optim_steps))
+                        batches.append(background.submit(collect) if config.max_staleness else collect())
+                    requested = last_requested
+                batch = batches.popleft()
                 self._step(batch.result() if isinstance(batch, Future) else batch, began)
-                if self.training.stopped_by is not None:
+                if self.frame.stopped_by is not None:
                     return step
         return config.steps
 
@@ -253,7 +249,7 @@ class _RLRun:
         self.totals.seconds += time.monotonic() - began
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
             self.heldout.evaluate("during", step)
-        if self.training.is_save_due(step, config.steps):
+        if self.frame.is_save_due(step, config.steps):
             self._save(step)
         rewards = [reward for group in batch.all_groups for reward in group.rewards]
         self.task.evaluate(step, rewards, update.datums)
@@ -269,39 +265,39 @@ class _RLRun:
 
     def _record(self, batch: RolloutBatch, metrics: dict[str, float], update: PolicyUpdate) -> None:
         step = batch.step
-        log = self.training.log
+        log = self.frame.log
         rows = rollout_rows(batch, update, self.tokenizer)
         self.recent.append((step, rows))
         self.warnings += [(step, warning) for warning in update.warnings]
         log.append_all("warnings.jsonl", [{"step": step, "warning": warning} for warning in update.warnings])
         log.append_all("tokens.jsonl", self.pieces.new_rows(step, (row.get("tokens", ()) for row in rows)))
         log.append_rollouts(step, rows)
-        self.training.record_step(metrics)
-        self.training.tell("samples", {"step": step, "rows": rows, "count": self.config.print_samples})
+        self.frame.record_step(metrics)
+        self.frame.tell("samples", {"step": step, "rows": rows, "count": self.config.print_samples})
         self._diagnose(step, update.findings)
 
     def _diagnose(self, step: int, findings: Sequence[Finding], *, over: bool = False) -> None:
-        """Notes `findings`, and what the log shows of `step`; a run that is `over` cannot be stopped any more."""
-        run = self.training
+        """Notes `findings` and those of the diagnosis of `step`; a run that is `over` cannot be stopped any more."""
+        frame = self.frame
         record = RunRecord(
-            config=run.described,
-            metrics=run.metrics,
+            config=frame.described,
+            metrics=frame.metrics,
             evaluations=self.heldout.rows,
             rollouts=[row for _, rows_of_step in self.recent for row in rows_of_step],
             warnings=self.warnings,
         )
-        for finding in [*findings, *diagnose(record, since=step - 1, known=run.findings.values())]:
+        for finding in [*findings, *diagnose(record, since=step - 1, known=frame.findings.values())]:
             collapsed = finding.severity == "error" and finding.code in COLLAPSES
-            if run.note(finding) and collapsed and self.config.on_collapse != "warn" and not over:
-                run.stop(finding)
+            if frame.note(finding) and collapsed and self.config.on_collapse != "warn" and not over:
+                frame.stop(finding)
 
 
-def _left_out(count: int, heldout: int) -> Finding:
+def _heldout_overlap(count: int, heldout: int) -> Finding:
     return Finding(
         "heldout_overlap",
         "info",
         0,
-        f"{count} training samples are in the held-out set of {heldout}, too: they were left out of training",
-        "Build the two sets apart, so that the training set has the size that you expect",
+        f"{count} training items are also in the held-out set of {heldout}; they were left out of training",
+        "Build two disjoint sets, so that the training set has the size that you expect",
         {"left_out": float(count)},
     )

@@ -1,6 +1,6 @@
-"""An environment that speaks messages: it opens a conversation, and answers each message of the policy.
+"""An environment of messages: it begins a conversation and answers each message of the policy.
 
-Knows nothing of tokens: `episodes` renders messages with the model's chat template and keeps the sampled ids.
+Knows nothing of tokens; `rollouts/episodes.py` renders messages with the model's chat template.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class MessageStepResult:
-    """What the environment makes of the policy's message.
+    """The environment's answer to a message of the policy.
 
-    `reward` is added to the episode's reward and `parts` to its named parts (they add up to `reward` where given).
+    `reward` is added to the episode's reward and `parts` to its named parts (if given, they add up to `reward`).
     `next_messages` are appended to the conversation after the policy's message; the episode goes on unless
-    `episode_done`. `metrics` are facts for the log. `tool_calls` counts the calls that this message made.
+    `episode_done`. `metrics` are logged. `tool_calls` counts the tool calls in this message.
     """
 
     reward: float = 0.0
@@ -32,19 +32,19 @@ class MessageStepResult:
 
 
 class MessageEnv(ABC):
-    """One episode. Both methods may be `async`; an exception costs this episode alone, and is counted and shown."""
+    """One episode. Both methods may be `async`. An exception ends this episode alone; it is counted and logged."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    """JSON schemas of the tools, handed to the chat template as `tools=`."""
+    """JSON schemas of the tools, passed to the chat template as `tools=`."""
 
     @abstractmethod
     def initial_observation(self) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """The conversation up to the policy's first message; the same for every episode of one sample."""
+        """The conversation up to the policy's first message; the same for every episode of one item."""
 
     @abstractmethod
     def step(self, message: Message) -> MessageStepResult | Awaitable[MessageStepResult]:
-        """The policy said `message` (role assistant; content without special tokens but with tool-call markup)."""
+        """Answers the policy's `message` (role assistant; content without special tokens, with tool-call markup)."""
 
     def cut_off(self, reason: str) -> MessageStepResult:
-        """A limit ended the episode (`max_turns`, `max_episode_tokens`, `wall_time`, `length`): the reward for that."""
+        """The reward when a limit ends the episode (`max_turns`, `max_episode_tokens`, `wall_time`, `length`)."""
         return MessageStepResult(0.0)

@@ -1,4 +1,4 @@
-"""What a grader may answer: a number, a number with named parts, or that it cannot judge."""
+"""What a grader returns or raises: a reward with named parts, or that it cannot judge."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PARTS_TOLERANCE = 1e-6
 
 
 class UnsupportedError(MintError):
-    """Raised by a grader that cannot judge this completion here: it is left out of its group, counted and shown."""
+    """Raised by a grader that cannot judge a completion on this machine; the completion is left out of its group."""
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward with what it is made of.
+    """A reward with its parts.
 
-    `parts` are contributions by name and add up to `value` (a penalty is a negative part); `info` holds facts about the
-    verdict (which engine graded, what failed) and is logged with the rollout.
+    `parts` are contributions by name and add up to `value` (a penalty is a negative part); `info` holds facts about
+    the grading (which engine, what failed) and is logged with the rollout.
     """
 
     value: float

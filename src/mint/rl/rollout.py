@@ -12,15 +12,15 @@ from typing import Any, Literal
 from mint.types import SamplingParams
 
 RolloutStopReason = Literal["stop", "length", "env", "max_turns", "max_episode_tokens", "wall_time", "error"]
-"""Why a rollout ended: the model's own end, `max_tokens` of a turn, the environment, an episode's limit, a fault."""
+"""Why a rollout ended: an end token, `max_tokens` of a turn, the environment, a limit of the episode, or an error."""
 
 CUT_OFF: frozenset[str] = frozenset({"length", "max_turns", "max_episode_tokens", "wall_time"})
-"""The stop reasons that mean that the policy had not finished."""
+"""The stop reasons of a rollout that was cut off before the policy had finished."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One sampled continuation: the ids that the policy read [P], those it said [T], and the sampler's logprobs [T]."""
+    """One sampled continuation: prompt ids [P], sampled ids [T], and the sampler's logprobs [T]."""
 
     prompt: list[int]
     tokens: list[int]
@@ -29,12 +29,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One episode of the policy: a single turn for a plain completion, several with tools.
+    """One episode of the policy: one turn for a plain completion, several with tools.
 
-    `text` is what the policy said, without special tokens. `reward` is None where it was not graded: `error` says why,
-    and `unsupported` that the grader cannot judge it here. `parts` add up to the reward. `trace` holds one dict per
-    message, tool call and result of a multi-turn episode; `info` facts from the grader. `policy_step` counts the
-    optimizer steps behind the weights that sampled it.
+    `text` is the policy's text without special tokens. `reward` is None if it was not graded; then `error` says why,
+    and `unsupported` that the grader cannot judge it on this machine. `parts` add up to the reward. `trace` holds one
+    dict per message, tool call and result of a multi-turn episode; `info` facts from the grader. `policy_step` counts
+    the optimizer steps behind the weights that sampled it.
     """
 
     turns: list[Turn] = field(repr=False)
@@ -78,9 +78,9 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of one dataset item; `error` where sampling itself failed, and then there are none.
+    """The rollouts of one dataset item; if sampling failed, `error` says why and there are none.
 
-    `index` is the item's place in the dataset; `prompt` the ids that the first turn read.
+    `index` is the item's place in the dataset; `prompt` the prompt ids of the first turn.
     """
 
     item: Any
@@ -115,5 +115,5 @@ class RolloutBatch:
 
     @property
     def all_groups(self) -> list[Group]:
-        """Everything that was sampled."""
+        """All groups that were sampled."""
         return [*self.groups, *self.replaced]

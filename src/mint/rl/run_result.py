@@ -1,4 +1,4 @@
-"""What an RL run gives back."""
+"""The result of an RL run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mint.rl.rollout import Rollout
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did. `heldout_before` and `heldout_after` are by temperature (0.0 greedy, 1.0), empty if not read.
+    """`heldout_before` and `heldout_after` are by temperature (0.0 greedy, 1.0); empty without a held-out set.
 
-    `checkpoint` holds the final weights and optimizer; `best_checkpoint` those of the best greedy reading, where
-    `eval_every` asked for readings. `stopped_by` is the finding that ended the run early.
+    `checkpoint` holds the final weights and optimizer; `best_checkpoint` those of the best greedy evaluation,
+    if `eval_every` is set. `stopped_by` is the finding that ended the run early.
     """
 
     run_dir: Path

@@ -1,6 +1,6 @@
-"""Between which two checkpoints did a metric fall? A binary search that reads as few of them as it needs to.
+"""Binary search for the two checkpoints between which a metric fell, with as few evaluations as possible.
 
-Knows checkpoints by name only; `read` is the caller's, and so are the readings that the run has made already.
+Knows checkpoints by name only; the caller evaluates them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mint.errors import InvalidRequestError
 from mint.rl.estimate import Estimate
 
 RegressionVerdict = Literal["found", "uncertain", "none"]
-"""`found`: the readings on both sides of the fall do not overlap. `uncertain`: it is there, but noise hides where.
+"""`found`: the intervals on both sides of the fall do not overlap. `uncertain`: the metric fell, but noise hides where.
 `none`: the last checkpoint is not worse than an earlier one by more than noise and tolerance."""
 
 
@@ -21,7 +21,7 @@ RegressionVerdict = Literal["found", "uncertain", "none"]
 class Regression:
     """The metric fell from `good` to its successor `bad`; None without a regression.
 
-    `evaluations` counts fresh readings; `readings` holds all that were used, by checkpoint; `explanation` is in words.
+    `evaluations` counts new evaluations; `estimates` holds all that were used, by checkpoint.
     """
 
     verdict: RegressionVerdict
@@ -29,74 +29,74 @@ class Regression:
     bad: str | None
     evaluations: int
     explanation: str
-    readings: Mapping[str, Estimate] = field(default_factory=dict, repr=False)
+    estimates: Mapping[str, Estimate] = field(default_factory=dict, repr=False)
 
 
 def find_regression(
     checkpoints: Sequence[str],
-    read: Callable[[str], Estimate],
+    evaluate: Callable[[str], Estimate],
     *,
     tolerance: float = 0.0,
     known: Mapping[str, Estimate] | None = None,
     higher_is_better: bool = True,
 ) -> Regression:
-    """Searches `checkpoints` (oldest first) for the fall that the last one suffers from, in about log2(n) + 2 readings.
+    """Searches `checkpoints` (oldest first) for the fall before the last one, with about log2(n) + 2 evaluations.
 
-    A reading counts as good above the middle between the best and the last. Of several falls one is found, as with any
-    bisection. `known` readings are not made again; `tolerance` is a fall that does not matter.
+    A checkpoint is good if its mean lies above the middle between the best and the last. Of several falls one is found.
+    `known` estimates are not made again; a fall of up to `tolerance` is ignored.
 
     Raises:
         InvalidRequestError: fewer than two checkpoints, or one twice.
     """
     if len(checkpoints) < 2 or len(set(checkpoints)) < len(checkpoints):
         raise InvalidRequestError(
-            "must be at least two different ones",
+            "must be at least two, all different",
             field="checkpoints",
             value=list(checkpoints),
-            remedy="Train with a smaller save_every, so that there is something between which to search",
+            remedy="Train with a smaller save_every, so that there are more checkpoints",
         )
-    readings = {name: value for name, value in (known or {}).items() if name in set(checkpoints)}
-    before = len(readings)
+    estimates = {name: value for name, value in (known or {}).items() if name in set(checkpoints)}
+    before = len(estimates)
 
-    def look(place: int) -> Estimate:
+    def estimate_at(place: int) -> Estimate:
         name = checkpoints[place]
-        if name not in readings:
-            readings[name] = read(name)
-        return readings[name]
+        if name not in estimates:
+            estimates[name] = evaluate(name)
+        return estimates[name]
 
-    end, _ = look(len(checkpoints) - 1), look(0)
+    end, _ = estimate_at(len(checkpoints) - 1), estimate_at(0)
     sign = 1.0 if higher_is_better else -1.0
-    places = [place for place, name in enumerate(checkpoints) if name in readings]
-    good = max(places, key=lambda place: sign * look(place).mean)
-    best = look(good)
+    places = [place for place, name in enumerate(checkpoints) if name in estimates]
+    good = max(places, key=lambda place: sign * estimate_at(place).mean)
+    best = estimate_at(good)
     if not _is_better(best, end, sign, tolerance):
         return Regression(
             "none",
             None,
             None,
-            len(readings) - before,
+            len(estimates) - before,
             _no_fall(checkpoints[good], best, checkpoints[-1], end),
-            readings,
+            estimates,
         )
     middle = (best.mean + end.mean) / 2
     bad = len(checkpoints) - 1
     while bad - good > 1:
-        inside = [place for place in range(good + 1, bad) if checkpoints[place] in readings]
+        inside = [place for place in range(good + 1, bad) if checkpoints[place] in estimates]
         place = inside[len(inside) // 2] if inside else (good + bad) // 2
-        if sign * look(place).mean > sign * middle:
+        if sign * estimate_at(place).mean > sign * middle:
             good = place
         else:
             bad = place
-    high, low = look(good), look(bad)
+    high, low = estimate_at(good), estimate_at(bad)
     sure = _is_better(high, low, sign, 0.0)
     return Regression(
         "found" if sure else "uncertain",
         checkpoints[good],
         checkpoints[bad],
-        len(readings) - before,
+        len(estimates) - before,
         f"{_words(checkpoints[good], high)} → {_words(checkpoints[bad], low)}"
-        + ("" if sure else ": the intervals overlap; read more samples to be sure of the place"),
-        readings,
+        + ("" if sure else ": the intervals overlap; evaluate more samples to be sure of the place"),
+        estimates,
     )
 
 
@@ -108,12 +108,12 @@ def _is_better(one: Estimate, other: Estimate, sign: float, tolerance: float) ->
 
 def _no_fall(best_name: str, best: Estimate, last_name: str, last: Estimate) -> str:
     if best_name == last_name:
-        return f"no regression: the last checkpoint reads best, {_words(last_name, last)}"
+        return f"no regression: the last checkpoint is the best, {_words(last_name, last)}"
     return (
         f"no regression beyond noise and tolerance: best {_words(best_name, best)}, last {_words(last_name, last)}; "
-        "read more samples to see a smaller one"
+        "evaluate more samples to see a smaller one"
     )
 
 
-def _words(name: str, reading: Estimate) -> str:
-    return f"{name} {reading.mean:.3f} [{reading.low:.3f}, {reading.high:.3f}]"
+def _words(name: str, estimate: Estimate) -> str:
+    return f"{name} {estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

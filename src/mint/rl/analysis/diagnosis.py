@@ -1,7 +1,7 @@
-"""Why a run does or does not learn: which rules are asked, in which order, and which finding explains which.
+"""Diagnosis of a run: the order of the rules, and which finding explains which. Pure.
 
-Pure functions over the run log, live or afterwards. The rules are in `rules_signal`, `rules_policy` and `rules_reward`;
-what each code means and what to do about it is in docs/diagnosis.md.
+The rules are in `signal_rules`, `policy_rules` and `reward_rules`. docs/diagnosis.md says what each code means and
+what to do about it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RULES: tuple[Rule, ...] = (
     length_runaway,
     no_heldout,
 )
-"""Causes before symptoms."""
+"""In this order: causes before symptoms."""
 
 CODES: Mapping[str, Severity] = {
     "no_learning_signal_all_wrong": "error",
@@ -83,7 +83,7 @@ CODES: Mapping[str, Severity] = {
     "server_warnings": "warning",
     "no_heldout": "info",
 }
-"""Every code, and the worst severity that it can have."""
+"""Every code with its worst severity."""
 
 _FALLS = frozenset({"reward_collapse", "entropy_collapse", "no_learning_signal_all_wrong", "truncation"})
 _SILENCE = frozenset({"no_learning_signal_all_wrong", "constant_reward"})
@@ -102,15 +102,15 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     "entropy_collapse": frozenset({"no_learning_signal_all_wrong"}),
     "suspected_reward_hacking": frozenset({"reward_collapse", "entropy_collapse"}),
 }
-"""An error of the first kind is the cause of errors of the others that are seen no earlier: those become warnings."""
+"""Cause → symptoms. An error of a symptom that is not older than the error of its cause becomes a warning."""
 
 _RANK: Mapping[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 
 
 def diagnose(record: RunRecord, *, since: int = 0, known: Iterable[Finding] = ()) -> list[Finding]:
-    """What the steps after `since` show that `known` findings do not say, in the order of `RULES`.
+    """The findings of the steps after `since` that are not in `known`.
 
-    Each code at most once: at the step where it is first seen, or, if it becomes more severe later, where it does.
+    Each code comes at most once: at its first step, or at the step where it becomes more severe.
     """
     before = {finding.code: finding for finding in known}
     found: dict[str, Finding] = {}
@@ -130,7 +130,7 @@ def diagnose(record: RunRecord, *, since: int = 0, known: Iterable[Finding] = ()
 
 
 def _explained(finding: Finding, causes: Iterable[Finding]) -> Finding:
-    """A symptom of a known error is a warning that names it."""
+    """Turns an error that a known error explains into a warning that names the cause."""
     if finding.severity != "error":
         return finding
     for cause in causes:

@@ -1,7 +1,6 @@
-"""Which lever fits a task: samples it with the untrained model and says whether RL can learn from that, and why.
+"""`mint doctor`: samples a task with the untrained model and says whether RL can learn from it, and why.
 
-Acts: samples, grades, probes the grader. What follows from what was seen is decided in `verdict`. Knows no task's
-contents.
+Samples, grades and probes the grader; `readiness` decides what follows from the evidence.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ DOCTOR_STREAM = 0x444F43
 PROBES = ("", "?!")
 PROBED_ITEMS = 8
 FIXED_REPLIES, FIXED_ITEMS = 16, 16
-"""The best-paid replies are put to this many other prompts each, to see whether one of them pays everywhere."""
+"""The best replies are graded on this many prompts each, to see whether one of them is rewarded everywhere."""
 
 HISTOGRAM_BINS = 11
 
 
 @dataclass(frozen=True)
 class Examination:
-    """The verdict, the reason with its numbers, what to do, and the evidence; `notes` are worth knowing besides.
+    """The verdict with its reason, remedy and evidence; `notes` are further remarks.
 
-    `sandbox` says what code that a model writes would run in on this machine.
+    `sandbox` names the engines that run model-written code on this machine.
     """
 
     verdict: Readiness
@@ -61,7 +60,7 @@ class Examination:
         return fields
 
     def lines(self) -> list[str]:
-        """For people: the verdict first, then what it rests on."""
+        """For people: the verdict first, then the evidence."""
         seen = self.evidence
         shares = "  ".join(f"{size}: {share:.0%}" for size, share in seen.informative.items())
         return [
@@ -73,7 +72,7 @@ class Examination:
             f"informative   {shares}  (expected share of groups with a signal, by group size)",
             f"cut off       {seen.truncated:.0%} at max_tokens {seen.max_tokens}, mean length {seen.mean_tokens:.1f}",
             f"ungraded      {seen.ungraded:.0%}, unsupported {seen.unsupported:.0%}, {seen.timeouts} time-outs",
-            f"verdict time  {seen.reward_seconds * 1e3:.2f} ms median, {seen.reward_seconds_max * 1e3:.1f} ms at most",
+            f"grading time  {seen.reward_seconds * 1e3:.2f} ms median, {seen.reward_seconds_max * 1e3:.1f} ms at most",
             f"sandbox       {self.sandbox}",
             *(f"note          {note}" for note in self.notes),
         ]
@@ -88,7 +87,7 @@ def examine(
     samples: int = 8,
     seed: int = 0,
 ) -> Examination:
-    """Samples `samples` completions of `prompts` training prompts with the run's starting weights, and judges.
+    """Samples `samples` completions of `prompts` training prompts with the starting weights, and decides.
 
     Raises:
         InvalidRequestError: the dataset is empty.
@@ -100,14 +99,14 @@ def examine(
     task = as_task(adapter)
     dataset = list(task.build_dataset())
     if not dataset:
-        raise InvalidRequestError("is empty", field="build_dataset()", value=[], remedy="Return at least one sample")
+        raise InvalidRequestError("is empty", field="build_dataset()", value=[], remedy="Return at least one item")
     items = np.random.default_rng([seed, DOCTOR_STREAM]).permutation(len(dataset))[:prompts].tolist()
     sampler = _starting_weights(service_client, config)
     calls = CallPool(timeout_s=config.grader_timeout_s)
     try:
-        ask = _Asker(sampler, task, dataset, config, calls, seed)
-        groups = ask.groups(items, samples)
-        evidence = _evidence(ask, groups, samples)
+        prober = _Prober(sampler, task, dataset, config, calls, seed)
+        groups = prober.groups(items, samples)
+        evidence = _evidence(prober, groups, samples)
     finally:
         calls.close()
     verdict, reason, remedy = decide(evidence)
@@ -117,7 +116,7 @@ def examine(
 
 
 @dataclass(frozen=True)
-class _Asker:
+class _Prober:
     """Samples and grades items of the task."""
 
     sampling_client: SamplingClient
@@ -152,15 +151,15 @@ def _starting_weights(service: ServiceClient, config: RLConfig) -> SamplingClien
     return service.create_sampling_client(base_model=config.base_model)
 
 
-def _evidence(ask: _Asker, groups: Sequence[Group], samples: int) -> ReadinessEvidence:
+def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> ReadinessEvidence:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [group for group in groups if group.graded]
     rewards = [reward for group in graded for reward in group.rewards]
-    counts = [(sum(map(ask.is_success, group.rewards)), len(group.rewards)) for group in graded]
+    counts = [(sum(map(prober.is_success, group.rewards)), len(group.rewards)) for group in graded]
     rates = [solved / count for solved, count in counts]
     cut = _share(rollout.truncated for rollout in rollouts)
-    seconds, noisy = _grade_again(ask, graded)
-    fixed_reply, fixed_reward = _best_fixed_reply(ask, graded)
+    seconds, noisy = _grade_again(prober, graded)
+    fixed_reply, fixed_reward = _best_fixed_reply(prober, graded)
     return ReadinessEvidence(
         prompts=len(groups),
         samples=samples,
@@ -168,31 +167,31 @@ def _evidence(ask: _Asker, groups: Sequence[Group], samples: int) -> ReadinessEv
         mean=interval([float(np.mean(group.rewards)) for group in graded]),
         lowest=min(rewards, default=0.0),
         highest=max(rewards, default=0.0),
-        floor=ask.task.reward_range[0] if ask.task.reward_range else 0.0,
-        full=ask.task.success_reward,
+        floor=prober.task.reward_range[0] if prober.task.reward_range else 0.0,
+        full=prober.task.success_reward,
         pass_histogram=tuple(np.bincount([round(10 * rate) for rate in rates], minlength=HISTOGRAM_BINS).tolist()),
-        informative=_informative(graded, counts, ask.config),
-        group_size=ask.config.group_size,
+        informative=_informative(graded, counts, prober.config),
+        group_size=prober.config.group_size,
         truncated=cut,
-        cured=cut > TRUNCATED_LIMIT and _share_cut_off_with_more(ask, groups) <= cut / 2,
+        cured=cut > TRUNCATED_LIMIT and _share_cut_off_with_more(prober, groups) <= cut / 2,
         ungraded=_share(rollout.reward is None for rollout in rollouts),
         unsupported=_share(rollout.unsupported for rollout in rollouts),
         timeouts=sum(rollout.timed_out for rollout in rollouts),
         first_error=next((rollout.error for rollout in rollouts if rollout.error is not None), None),
-        junk_accepted=_junk_accepted(ask, graded),
+        junk_accepted=_junk_accepted(prober, graded),
         noisy=noisy,
         fixed_reply=fixed_reply,
         fixed_reward=fixed_reward,
-        relative=_is_relative(ask.task),
+        relative=_is_relative(prober.task),
         reward_seconds=statistics.median(seconds) if seconds else 0.0,
         reward_seconds_max=max(seconds, default=0.0),
         mean_tokens=float(np.mean([len(rollout.tokens) for rollout in rollouts])),
-        max_tokens=ask.config.max_tokens,
+        max_tokens=prober.config.max_tokens,
     )
 
 
 def _informative(graded: Sequence[Group], counts: Sequence[tuple[int, int]], config: RLConfig) -> dict[int, float]:
-    """By group size; rewards with more than two values inform more often than successes alone (unbiased up to n)."""
+    """By group size. Rewards with more than two values are unequal more often than successes (unbiased up to n)."""
     if not counts:
         return dict.fromkeys(GROUP_SIZES, 0.0)
     planned = plan(counts, mean_tokens=1.0, batch_size=config.batch_size).options
@@ -211,38 +210,38 @@ def _unequal(rewards: Sequence[float], size: int) -> float:
     return 1.0 - sum(math.comb(many, size) for many in Counter(rewards).values()) / math.comb(len(rewards), size)
 
 
-def _share_cut_off_with_more(ask: _Asker, groups: Sequence[Group]) -> float:
-    """The share of completions that a longer limit cuts off, too; 1 where the model's context has no room for more."""
+def _share_cut_off_with_more(prober: _Prober, groups: Sequence[Group]) -> float:
+    """The share of completions that a larger limit truncates, too; 1 if the model's context has no room for more."""
     indices = [group.index for group in groups if any(rollout.truncated for rollout in group.rollouts)][:PROBED_ITEMS]
-    longer = ask.groups(indices, 2, max_tokens=LONGER * ask.config.max_tokens)
+    longer = prober.groups(indices, 2, max_tokens=LONGER * prober.config.max_tokens)
     rollouts = [rollout for group in longer for rollout in group.rollouts]
     return _share(rollout.truncated for rollout in rollouts) if rollouts else 1.0
 
 
-def _grade_again(ask: _Asker, groups: Sequence[Group]) -> tuple[list[float], float]:
-    """Seconds per verdict, and the share of verdicts that differ from the first; nothing for episodes and judges."""
-    task = ask.task
+def _grade_again(prober: _Prober, groups: Sequence[Group]) -> tuple[list[float], float]:
+    """Seconds per grading, and the share of rewards that differ from the first; none for episodes and judges."""
+    task = prober.task
     if not isinstance(task, RLAdapter) or _is_relative(task):
         return [], 0.0
     firsts: list[tuple[Group, Rollout]] = [(group, group.graded[0]) for group in groups]
-    answers = ask.calls.run([_call(task, rollout.text, group.item) for group, rollout in firsts])
-    again = grade_one_by_one(ask.calls, task, [(rollout.text, group.item) for group, rollout in firsts])
+    answers = prober.calls.run([_call(task, rollout.text, group.item) for group, rollout in firsts])
+    again = grade_one_by_one(prober.calls, task, [(rollout.text, group.item) for group, rollout in firsts])
     changed = _share(grade.reward != rollout.reward for grade, (_, rollout) in zip(again, firsts, strict=True))
     return [answer.seconds for answer in answers], changed
 
 
-def _junk_accepted(ask: _Asker, groups: Sequence[Group]) -> float:
-    task = ask.task
+def _junk_accepted(prober: _Prober, groups: Sequence[Group]) -> float:
+    task = prober.task
     if not isinstance(task, RLAdapter) or _is_relative(task):
         return 0.0
     pairs = [(probe, group.item) for group in groups[:PROBED_ITEMS] for probe in PROBES]
-    grades = grade_one_by_one(ask.calls, task, pairs)
-    return _share(ask.is_success(grade.reward) for grade in grades)
+    grades = grade_one_by_one(prober.calls, task, pairs)
+    return _share(prober.is_success(grade.reward) for grade in grades)
 
 
-def _best_fixed_reply(ask: _Asker, groups: Sequence[Group]) -> tuple[str, float]:
-    """Of the best-paid replies, the one that would earn most if it were said to every prompt, and how much."""
-    task = ask.task
+def _best_fixed_reply(prober: _Prober, groups: Sequence[Group]) -> tuple[str, float]:
+    """Of the best replies, the one with the highest mean reward as the reply to every prompt, and that reward."""
+    task = prober.task
     if not isinstance(task, RLAdapter) or _is_relative(task):
         return "", 0.0
     paid = sorted(((each.reward or 0.0, each.text) for group in groups for each in group.graded), reverse=True)
@@ -250,7 +249,7 @@ def _best_fixed_reply(ask: _Asker, groups: Sequence[Group]) -> tuple[str, float]
     items = [group.item for group in groups[:FIXED_ITEMS]]
     earned = {}
     for reply in replies:
-        grades = grade_one_by_one(ask.calls, task, [(reply, item) for item in items])
+        grades = grade_one_by_one(prober.calls, task, [(reply, item) for item in items])
         earned[reply] = float(np.mean([grade.reward or 0.0 for grade in grades]))
     return max(earned.items(), key=lambda one: one[1], default=("", 0.0))
 
@@ -272,18 +271,18 @@ def _sandbox() -> str:
 def _notes(task: Task, dataset: Sequence[Any], seen: ReadinessEvidence) -> tuple[str, ...]:
     chosen = seen.informative.get(seen.group_size)
     notes = {
-        "there is no held-out set: nothing would be measured": not task.build_heldout(),
-        f"only {len(dataset)} training samples": len(dataset) < seen.group_size * 4,
-        f"group_size {seen.group_size} is expected to give a signal in {chosen or 0:.0%} of the groups only; "
+        "there is no held-out set, so nothing can be measured": not task.build_heldout(),
+        f"only {len(dataset)} training items": len(dataset) < seen.group_size * 4,
+        f"group_size {seen.group_size} is expected to give a signal in only {chosen or 0:.0%} of the groups; "
         "a larger one or dynamic_sampling gives more": chosen is not None and chosen < 0.5,
         f"{seen.truncated:.0%} of the completions are cut off": seen.truncated > 0.05,
-        f"{seen.ungraded:.0%} of the completions got no verdict ({seen.first_error})": seen.ungraded > 0,
-        f"{seen.noisy:.0%} of the verdicts changed when asked again": seen.noisy > 0,
-        f"{seen.junk_accepted:.0%} of empty and senseless replies got full marks": seen.junk_accepted > 0,
-        f"{seen.fixed_reply!r}, said to every prompt, earns {seen.fixed_reward:.2f}": (
+        f"{seen.ungraded:.0%} of the completions were not graded ({seen.first_error})": seen.ungraded > 0,
+        f"{seen.noisy:.0%} of the rewards changed when graded again": seen.noisy > 0,
+        f"{seen.junk_accepted:.0%} of empty and senseless replies got the full reward": seen.junk_accepted > 0,
+        f"{seen.fixed_reply!r} as the reply to every prompt earns {seen.fixed_reward:.2f}": (
             seen.fixed_share > 0.1 and seen.success[0] < SATURATED_FROM
         ),
-        f"a verdict takes {seen.reward_seconds:.1f} s: the grader will set the pace": seen.reward_seconds > 1,
+        f"grading takes {seen.reward_seconds:.1f} s per completion and will limit the speed": seen.reward_seconds > 1,
     }
     return tuple(note for note, holds in notes.items() if holds)
 
@@ -301,6 +300,6 @@ def _share(flags: Any) -> float:
     return sum(map(bool, values)) / len(values) if values else 0.0
 
 
-def _with_interval(reading: tuple[float, float, float]) -> str:
-    mean, low, high = reading
+def _with_interval(estimate: tuple[float, float, float]) -> str:
+    mean, low, high = estimate
     return f"{mean:.3f} ({low:.3f} to {high:.3f})"

@@ -1,7 +1,7 @@
-"""What to expect before a run: how many groups will carry a signal, and how many tokens that costs. Pure.
+"""Predicts before a run how many groups will have a signal, and how many tokens that costs. Pure.
 
-A group of G samples informs only if not all of them succeed and not all of them fail:
-P(informative | p, G) = 1 − p^G − (1 − p)^G. An estimate of p from few samples put into this formula is biased low (a
+A group of G completions is informative only if not all of them succeed and not all of them fail:
+P(informative | p, G) = 1 − p^G − (1 − p)^G. With an estimate of p from few samples, this formula is biased low (a
 seldom solved item looks hopeless), and the unbiased estimator C(c, G) / C(n, G) of p^G does not exist for G > n. So
 pass rates get a Beta prior fitted to all items (empirical Bayes), and the expectation over each item's posterior is
 taken exactly.
@@ -19,12 +19,11 @@ from mint.rl.estimate import Z95
 GROUP_SIZES = (4, 6, 8, 10, 12, 14, 16)
 
 ENOUGH_INFORMATIVE = 0.5
-"""The recommended group size is the smallest with at least this share of informative groups: below it, more than half
-of the sampling is wasted (or refilled)."""
+"""The recommended group size is the smallest with at least this share of informative groups."""
 
 MEANS = tuple(step / 40 for step in range(1, 40))
 CONCENTRATIONS = tuple(0.1 * 1.5**power for power in range(20))
-"""The grid that the Beta prior is fitted on: its mean, and how many samples it is worth (0.1 to 220)."""
+"""The grid on which the Beta prior is fitted: its mean, and its weight in samples (0.1 to 220)."""
 
 Counts = tuple[int, int]
 """(successes, samples) of one item."""
@@ -32,7 +31,7 @@ Counts = tuple[int, int]
 
 @dataclass(frozen=True)
 class Option:
-    """What a group size gives: the share of informative groups with its 95 % interval over items, and its cost."""
+    """A group size: its share of informative groups with the 95 % interval over items, and its cost."""
 
     group_size: int
     informative: float
@@ -44,7 +43,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """`options` by rising group size. Rewards with partial credit inform at least as often as planned here."""
+    """`options` by rising group size. With partial credit, groups are informative at least as often as predicted."""
 
     items: int
     pass_rate: float
@@ -54,7 +53,7 @@ class Plan:
 
     @property
     def recommended(self) -> Option:
-        """The smallest group size that wastes no more than half of the groups, else the largest."""
+        """The smallest group size with enough informative groups, else the largest."""
         good = (option for option in self.options if option.informative >= ENOUGH_INFORMATIVE)
         return next(good, self.options[-1])
 
@@ -67,7 +66,7 @@ def informative_probability(pass_rate: float, group_size: int) -> float:
 def plan(
     counts: Sequence[Counts], *, mean_tokens: float, batch_size: int, group_sizes: Sequence[int] = GROUP_SIZES
 ) -> Plan:
-    """The expectation for a batch of `batch_size` items like those of `counts`.
+    """The prediction for a batch of `batch_size` items like those of `counts`.
 
     `mean_tokens` is the mean length of a sample.
 
@@ -95,8 +94,8 @@ def plan(
 def plan_for_rate(
     pass_rate: float, *, mean_tokens: float, batch_size: int, group_sizes: Sequence[int] = GROUP_SIZES
 ) -> Plan:
-    """The same where every item has the same known pass rate: the best case for its mean, since rates that differ leave
-    more groups without a signal (the probability is concave in p). No item is measured: `items` is 0."""
+    """The prediction if every item has the same pass rate. It is the best case for this mean rate, because the
+    probability is concave in p. No item is measured: `items` is 0."""
     options = []
     for size in sorted(group_sizes):
         share = informative_probability(pass_rate, size)
@@ -105,7 +104,7 @@ def plan_for_rate(
 
 
 def fit_beta(counts: Sequence[Counts]) -> tuple[float, float]:
-    """(a, b) of the Beta distribution of pass rates that makes `counts` most likely (beta-binomial), on a grid."""
+    """(a, b) of the Beta distribution of pass rates with the highest likelihood of `counts`, on a grid."""
     candidates = [(mean * size, (1 - mean) * size) for mean in MEANS for size in CONCENTRATIONS]
     kinds = {count: counts.count(count) for count in set(counts)}
 
@@ -138,7 +137,7 @@ def _option(
 ) -> Option:
     expected = [expected_informative(count, prior, group_size) for count in counts]
     mean = sum(share for share, _ in expected) / len(expected)
-    # Law of total variance: how items differ, and what is not known about each.
+    # Law of total variance: between items, and within the posterior of each.
     variance = sum((share - mean) ** 2 + unknown for share, unknown in expected) / len(expected)
     half = Z95 * math.sqrt(variance / len(expected))
     interval = (mean, max(0.0, mean - half), min(1.0, mean + half))

@@ -1,6 +1,6 @@
-"""Rules about the policy: entropy, length, truncation, how far and how soundly it moves. Pure.
+"""Rules about the policy: entropy, length, truncation, and the size of the optimizer steps. Pure.
 
-Each rule takes a run up to one step and says what that step shows, or None.
+Each rule takes a run up to one step and returns a finding or None.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from mint.rl.estimate import wilson
 from mint.rl.finding import Finding
 
 ENTROPY_SHARE = 0.1
-"""Of the entropy at the start, what is left in a collapse (the collapse guard of the practice: 10 %)."""
+"""In a collapse, at most this share of the entropy at the start is left."""
 
 NEAR_CEILING = 0.8
-"""Of the reward's range: a policy that wins nearly always is certain for a good reason (arXiv 2505.22617 trades entropy
-for reward)."""
+"""Share of the reward's range from which low entropy is expected: policies trade entropy for reward (arXiv
+2505.22617)."""
 
 ROSE_Z = 3.0
-"""Standard errors by which a mean has surely risen or fallen (one-sided chance 0.1 %)."""
+"""A mean has risen or fallen if it differs by so many standard errors (one-sided probability 0.1 %)."""
 
 LENGTH_TIMES, LENGTH_TOKENS = 2.0, 4.0
-"""Growth over the start that is a runaway: factor (the practice's alarm) and tokens."""
+"""The growth since the start that is a runaway: a factor, and tokens."""
 
 TRUNCATED_SHARE = 0.05
-"""Above it cut-off samples begin to mislead (the practice's alarm), tested at its lower 95 % bound."""
+"""A finding if the share of truncated completions is surely (95 %) above this."""
 
 ALL_TRUNCATED, HARDLY_SUCCESSFUL = 0.9, 0.15
-"""Nearly everything is cut off and hardly anything ever succeeded: the limit, not the policy, is graded."""
+"""An error if at least this share is truncated, and the success rate never exceeded the second number."""
 
 KL_DRIFT = 0.05
-"""k2 between sampler and policy on trained tokens; training is stable below 0.01, and five times that is drift."""
+"""k2 between sampler and policy on trained tokens; training is stable below 0.01."""
 
 ESS_SHARE = 0.3
-"""Effective share of the sample under the importance weights; low values precede collapse (VCPO, arXiv 2602.17616)."""
+"""Effective sample size under the importance weights, as a share; low values precede a collapse (arXiv 2602.17616)."""
 
 CLIPPED_SHARE = 0.3
-"""Tokens beyond the clip range: so many lose their say."""
+"""Share of the tokens beyond the clip range; clipped tokens have no gradient."""
 
 MISMATCH_LOGPROB = 0.02
-"""Mean |Δ logprob| of sampler and trainer on the same weights: bf16 stays below, wrong temperatures do not."""
+"""Mean |Δ logprob| of sampler and trainer with the same weights; bf16 stays below it, a wrong temperature does not."""
 
 TOO_LARGE_STEP = 3.0
-"""Promised gain of one step, in standard deviations of the reward (see `step_promise`), beyond which the first-order
-argument for taking the step is void. Measured on mint/tiny: 0.4 to 2 at a learning rate that learns (3e-3), 2 to 4 at
-one that barely does (1e-2), 9 to 30 at one that destroys (3e-2)."""
+"""The first-order gain of one step, in standard deviations of the reward (`first_order_gain`), above which the
+approximation is invalid. Measured on mint/tiny: 0.4 to 2 at a learning rate that learns (3e-3), 2 to 4 at one that
+barely learns (1e-2), 9 to 30 at one that destroys the policy (3e-2)."""
 
 TOO_SMALL_RUN = 0.1
-"""The same, summed over the whole planned run, below which not even perfect steps could be seen."""
+"""The first-order gain of all planned steps together, below which even perfect steps have no visible effect."""
 
 SETTLED_STEPS = 8
-"""Steps with a signal before a learning rate is called too low."""
+"""The fewest steps with a signal before a learning rate is called too low."""
 
 
 def entropy_collapse(view: StepView) -> Finding | None:
-    """The policy has become certain without having become right."""
+    """The policy is nearly deterministic, but often wrong."""
     if len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
     first, last = view.metrics[:CHANGE_WINDOW], view.last(CHANGE_WINDOW)
@@ -84,7 +84,7 @@ def entropy_collapse(view: StepView) -> Finding | None:
 
 
 def length_runaway(view: StepView) -> Finding | None:
-    """Completions grow and the reward does not grow with them."""
+    """Completions become longer and the reward does not rise."""
     if len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
     first, last = view.metrics[:CHANGE_WINDOW], view.last(CHANGE_WINDOW)
@@ -108,7 +108,7 @@ def length_runaway(view: StepView) -> Finding | None:
 
 
 def truncation(view: StepView) -> Finding | None:
-    """Samples end at a limit."""
+    """Completions end at a limit."""
     last = view.last(CHANGE_WINDOW)
     count = total(last, "rollouts/count")
     cut = sum(get(step, "rollouts/truncated_share") * get(step, "rollouts/count") for step in last)
@@ -127,20 +127,20 @@ def truncation(view: StepView) -> Finding | None:
         view.step,
         f"{share:.0%} of {count:.0f} completions were cut off by a limit"
         + (f"; {mean(last, 'success/rate'):.0%} succeed" if hopeless else ""),
-        "Raise max_tokens (or max_turns, max_episode_tokens), or give a stop that the model produces; else say what a "
-        "cut-off sample counts: truncation='mask' or 'penalize'",
+        "Raise max_tokens (or max_turns, max_episode_tokens), or give a stop that the model produces; else choose "
+        "truncation='mask' or 'penalize'",
         {"truncated_share": share, "rollouts": count},
     )
 
 
 def off_policy_drift(view: StepView) -> Finding | None:
-    """The policy that is trained is no longer the one that sampled."""
+    """The trained policy has moved away from the one that sampled."""
     now = view.now
     kl, ess = get(now, "train/kl_k2"), get(now, "train/ess", 1.0)
     clipped = get(now, "train/clip_low_fraction") + get(now, "train/clip_high_fraction")
     reasons = [
-        f"KL (k2) is {kl:.3g} nats a token" if kl > KL_DRIFT else "",
-        f"the effective sample is {ess:.0%}" if ess < ESS_SHARE else "",
+        f"KL (k2) is {kl:.3g} nats per token" if kl > KL_DRIFT else "",
+        f"the effective sample size is {ess:.0%}" if ess < ESS_SHARE else "",
         f"{clipped:.0%} of the tokens are beyond the clip range" if clipped > CLIPPED_SHARE else "",
     ]
     if not any(reasons) or _mismatched(now):
@@ -159,7 +159,7 @@ def off_policy_drift(view: StepView) -> Finding | None:
 
 
 def sampler_trainer_mismatch(view: StepView) -> Finding | None:
-    """On the very weights that sampled, the trainer computes other logprobs."""
+    """With the same weights, the trainer computes other logprobs than the sampler."""
     if not _mismatched(view.now):
         return None
     difference = get(view.now, "mismatch/mean_abs_logprob_diff")
@@ -167,10 +167,10 @@ def sampler_trainer_mismatch(view: StepView) -> Finding | None:
         "sampler_trainer_mismatch",
         "error",
         view.step,
-        f"mean |Δ logprob| of sampler and trainer is {difference:.3g} on the same weights (largest "
+        f"mean |Δ logprob| of sampler and trainer is {difference:.3g} with the same weights (largest "
         f"{get(view.now, 'mismatch/max_abs_logprob_diff'):.3g}); it should be 0, in bf16 at most {MISMATCH_LOGPROB}",
-        "Are the logprobs those of temperature 1, not of the sampling temperature? Of these weights, not of older "
-        "ones? Of the same tokens? loss_fn_config={'tis_cap': 2} softens what cannot be repaired",
+        "Are the logprobs at temperature 1, not at the sampling temperature? Of these weights, not of older ones? Of "
+        "the same tokens? If the difference cannot be removed, loss_fn_config={'tis_cap': 2} limits its effect",
         {"mean_abs_logprob_diff": difference},
     )
 
@@ -180,7 +180,7 @@ def _mismatched(now: StepMetrics) -> bool:
 
 
 def nonfinite_or_skipped_steps(view: StepView) -> Finding | None:
-    """A loss or gradient was not a number, and the step was not taken."""
+    """A loss or gradient was not finite, and the optimizer step was skipped."""
     skipped = get(view.now, "optim/skipped_nonfinite")
     broken = sorted(
         name
@@ -193,18 +193,18 @@ def nonfinite_or_skipped_steps(view: StepView) -> Finding | None:
         "nonfinite_or_skipped_steps",
         "error",
         view.step,
-        f"{skipped:.0f} optimizer steps were skipped for gradients that are not finite"
+        f"{skipped:.0f} optimizer steps were skipped because of gradients that are not finite"
         + (f"; not finite: {', '.join(broken)}" if broken else ""),
         "Lower learning_rate, set grad_clip_norm=1; are rewards, advantages and logprobs of this step finite numbers?",
         {"skipped": skipped},
     )
 
 
-def step_promise(metrics: StepMetrics, config: Mapping[str, Any]) -> float | None:
-    """The most that one step can raise the mean reward, to first order, in standard deviations of the reward.
+def first_order_gain(metrics: StepMetrics, config: Mapping[str, Any]) -> float | None:
+    """An upper bound, to first order, of the gain in mean reward of one step, in standard deviations of the reward.
 
     ∇E[R] · Δθ ≤ |∇E[R]| · |Δθ| (Cauchy and Schwarz), with the gradient of the summed loss divided by the rollouts as
-    the estimate of ∇E[R]. Its noise makes the bound generous. None for a step that trained nothing.
+    the estimate of ∇E[R]. Its noise makes the bound larger. None for a step that trained nothing.
     """
     spread, rollouts = get(metrics, "reward/std"), graded([metrics])
     product = get(metrics, "optim/grad_norm") * get(metrics, "optim/update_norm")
@@ -220,51 +220,51 @@ def step_promise(metrics: StepMetrics, config: Mapping[str, Any]) -> float | Non
     return product * scale * steps**2 / rollouts / spread
 
 
-def _promises(steps: Sequence[StepMetrics], config: Mapping[str, Any]) -> list[float]:
-    return [promise for step in steps if (promise := step_promise(step, config)) is not None]
+def _gains(steps: Sequence[StepMetrics], config: Mapping[str, Any]) -> list[float]:
+    return [gain for step in steps if (gain := first_order_gain(step, config)) is not None]
 
 
 def learning_rate_too_high(view: StepView) -> Finding | None:
-    """The reward collapsed after steps that were too large for their own argument."""
+    """The reward collapsed after steps too large for the first-order approximation."""
     collapse = reward_collapse(view)
     if collapse is None or "z" not in collapse.numbers:
         return None
     best_step = collapse.numbers["best_step"]
-    promises = _promises([step for step in view.metrics if get(step, "step") >= best_step], view.config)
-    if not promises or statistics.median(promises) < TOO_LARGE_STEP:
+    gains = _gains([step for step in view.metrics if get(step, "step") >= best_step], view.config)
+    if not gains or statistics.median(gains) < TOO_LARGE_STEP:
         return None
-    promise, rate = statistics.median(promises), get(view.now, "learning_rate")
+    gain, rate = statistics.median(gains), get(view.now, "learning_rate")
     return Finding(
         "learning_rate_too_high",
         "error",
         view.step,
-        f"{collapse.evidence}, after steps that promised, to first order, up to {promise:.1f} standard deviations of "
-        f"reward each (a sound step promises about 1 or less; learning_rate {rate:.3g})",
-        f"Divide learning_rate by {max(3, round(promise)):d}, or set grad_clip_norm and lr_warmup_steps; go back to a "
+        f"{collapse.evidence}, after steps with a first-order gain of {gain:.1f} standard deviations of reward each "
+        f"(a sound step has about 1 or less; learning_rate {rate:.3g})",
+        f"Divide learning_rate by {max(3, round(gain)):d}, or set grad_clip_norm and lr_warmup_steps; go back to a "
         "checkpoint before the fall",
-        {**collapse.numbers, "step_promise": promise, "learning_rate": rate},
+        {**collapse.numbers, "step_promise": gain, "learning_rate": rate},
     )
 
 
 def learning_rate_too_low(view: StepView) -> Finding | None:
-    """There is a signal, but all the steps of the run together cannot move the reward visibly."""
+    """There is a signal, but all steps of the run together are too small to change the reward visibly."""
     config = view.config
     warmup = int(config.get("lr_warmup_steps") or 0)
-    promises: list[float] = []
+    gains: list[float] = []
     so_far = 0.0
     for step in view.metrics:
-        promise = step_promise(step, config) if get(step, "step") > warmup else None
-        if promise is None:
+        gain = first_order_gain(step, config) if get(step, "step") > warmup else None
+        if gain is None:
             continue
-        promises.append(promise)
-        so_far += promise
-        # A sound run is known after its first steps, so that a long one is not added up again at each of its steps.
-        if len(promises) >= SETTLED_STEPS and so_far >= TOO_SMALL_RUN:
+        gains.append(gain)
+        so_far += gain
+        # A sound run is known after a few steps; then the sum over a long run need not be computed.
+        if len(gains) >= SETTLED_STEPS and so_far >= TOO_SMALL_RUN:
             return None
-    if len(promises) < SETTLED_STEPS:
+    if len(gains) < SETTLED_STEPS:
         return None
     left = max(0, int(config.get("steps") or 0) - view.step)
-    whole = so_far + left * statistics.fmean(promises[-SETTLED_STEPS:])
+    whole = so_far + left * statistics.fmean(gains[-SETTLED_STEPS:])
     if whole >= TOO_SMALL_RUN:
         return None
     rate = get(view.now, "learning_rate")
@@ -272,9 +272,9 @@ def learning_rate_too_low(view: StepView) -> Finding | None:
         "learning_rate_too_low",
         "error",
         view.step,
-        f"{len(promises)} steps had a signal, but even if every step pointed straight uphill, the whole run could "
-        f"raise the mean reward by {whole:.2g} of its standard deviation only (learning_rate {rate:.3g})",
+        f"{len(gains)} steps had a signal, but to first order, the whole run can raise the mean "
+        f"reward by at most {whole:.2g} standard deviations (learning_rate {rate:.3g})",
         f"Multiply learning_rate by {10 ** max(1, round(math.log10(1.0 / max(whole, 1e-9)))):g} or so, or train more "
         "steps",
-        {"run_promise": whole, "learning_rate": rate, "steps_with_signal": float(len(promises))},
+        {"run_promise": whole, "learning_rate": rate, "steps_with_signal": float(len(gains))},
     )

@@ -1,4 +1,4 @@
-"""From what the doctor saw to the lever that fits: RL, or what has to come before it. Pure."""
+"""Decides from the doctor's evidence whether a task is ready for RL, and what to do if not. Pure."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ Readiness = Literal["go", "sft_first", "saturated", "reward_constant", "unlearna
 
 UNGRADED_LIMIT, TRUNCATED_LIMIT, NOISE_LIMIT, JUNK_LIMIT, FIXED_LIMIT = 0.5, 0.25, 0.5, 0.5, 0.6
 SATURATED_FROM = 0.9
-"""Mean success above which items teach little (ScaleRL, arXiv 2510.13786, retires single items there)."""
+"""Mean success from which items teach little (ScaleRL, arXiv 2510.13786, retires items there)."""
 
 SCRAPS_SUCCESS, SCRAPS_REWARD = 0.01, 0.1
-"""Below both (a share of the way from the lowest to the full reward) partial credit is noise rather than a slope."""
+"""If success and mean reward (as a share of the range) are below these, partial credit is mostly noise."""
 
 LEAST_INFORMATIVE = 0.25
-"""With fewer informative groups than this at the largest group size, nearly all sampling is for nothing."""
+"""With a smaller share of informative groups at the largest group size, most sampling is wasted."""
 
 LONGER = 4
-"""A cut-off completion is tried again with this many times `max_tokens`."""
+"""Truncated completions are sampled again with this many times `max_tokens`."""
 
 
 @dataclass(frozen=True)
 class ReadinessEvidence:
-    """What was seen. Shares are of all completions; `success` and `mean` are (mean, low, high), 95 % over prompts.
+    """Shares are of all completions; `success` and `mean` are (mean, low, high), with 95 % intervals over prompts.
 
     `pass_histogram[i]` counts the prompts solved in about i · 10 % of their samples. `informative` is the expected
-    share of groups with unequal rewards by group size. `floor` is the lowest reward there can be, `full` that of a
-    success. `cured` says that a longer `max_tokens` halves the cut-offs; `junk_accepted` is the share of empty and
-    senseless replies that got full marks, `noisy` that of verdicts that changed when asked again. `fixed_reward`
-    is what `fixed_reply`, said to every prompt, would earn. `relative` marks rewards that only compare within a group.
+    share of groups with unequal rewards by group size. `floor` is the lowest possible reward, `full` that of a success.
+    `cured`: a larger `max_tokens` halves the truncated share. `junk_accepted` is the share of empty and senseless
+    replies with full reward, `noisy` the share of rewards that changed when graded again. `fixed_reward` is the mean
+    reward of `fixed_reply` as the reply to every prompt. `relative`: rewards only compare within a group.
     """
 
     prompts: int
@@ -62,12 +62,12 @@ class ReadinessEvidence:
 
     @property
     def only_scraps(self) -> bool:
-        """Whether what signal there is comes from a little partial credit: nearly no success, rewards at the floor."""
+        """Whether there is hardly any success and the mean reward is near its floor."""
         return not self.relative and self.success[0] < SCRAPS_SUCCESS and self._share(self.mean[0]) < SCRAPS_REWARD
 
     @property
     def fixed_share(self) -> float:
-        """How far up from the lowest to the full reward the best fixed reply gets."""
+        """The reward of the best fixed reply, as a share of the range."""
         return self._share(self.fixed_reward)
 
     def _share(self, reward: float) -> float:
@@ -75,37 +75,37 @@ class ReadinessEvidence:
 
 
 def decide(seen: ReadinessEvidence) -> tuple[Readiness, str, str]:
-    """The lever, the reason and the remedy. What spoils the reward is looked for before what the reward says."""
+    """The verdict, the reason and the remedy. Defects of the grader are tested first."""
     success = seen.success[0]
     best_size, best = max(seen.informative.items(), key=lambda option: option[1])
     if seen.ungraded > UNGRADED_LIMIT:
         return (
             "unlearnable",
-            f"{seen.ungraded:.0%} of the completions got no verdict ({seen.first_error})",
-            "Correct the grader; where replies can only be compared, use a pairwise judge or DPO (mint.recipes.dpo)",
+            f"{seen.ungraded:.0%} of the completions were not graded ({seen.first_error})",
+            "Correct the grader; if replies can only be compared, use a pairwise judge or DPO (mint.recipes.dpo)",
         )
     if seen.noisy > NOISE_LIMIT:
         return (
             "unlearnable",
-            f"{seen.noisy:.0%} of the verdicts changed when the same completion was graded again",
-            "Make the reward a function of the completion; where replies can only be compared, use preferences (DPO)",
+            f"{seen.noisy:.0%} of the rewards changed when the same completion was graded again",
+            "Make the reward a function of the completion; if replies can only be compared, use preferences (DPO)",
         )
     if seen.junk_accepted > JUNK_LIMIT:
         return (
             "reward_constant",
-            f"{seen.junk_accepted:.0%} of empty and senseless replies got full marks",
-            "Correct the grader: it accepts anything, so RL would learn nothing, or nonsense",
+            f"{seen.junk_accepted:.0%} of empty and senseless replies got the full reward",
+            "Correct the grader: it accepts anything",
         )
     if seen.truncated > TRUNCATED_LIMIT and seen.cured:
         return (
             "truncated",
-            f"{seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, far fewer with more",
-            f"Set max_tokens to {LONGER * seen.max_tokens} and examine again: cut-off rewards mislead",
+            f"{seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, far fewer at more",
+            f"Set max_tokens to {LONGER * seen.max_tokens} and examine again: rewards of truncated completions mislead",
         )
     if seen.fixed_share > FIXED_LIMIT and seen.fixed_reward > seen.mean[2] and seen.success[0] < SATURATED_FROM:
         return (
             "reward_constant",
-            f"{seen.fixed_reply!r}, said to every prompt, earns {seen.fixed_reward:.2f} where the model earns "
+            f"{seen.fixed_reply!r} as the reply to every prompt earns {seen.fixed_reward:.2f}, the model earns "
             f"{seen.mean[0]:.2f}",
             "Correct the grader, or balance the prompts: RL would learn that reply instead of the task",
         )
@@ -113,7 +113,7 @@ def decide(seen: ReadinessEvidence) -> tuple[Readiness, str, str]:
         return (
             "reward_constant",
             f"every completion got the same reward, {seen.highest:g}",
-            "Correct the grader, or let it tell more and less good replies apart",
+            "Correct the grader, or let it distinguish better and worse replies",
         )
     if success >= SATURATED_FROM and not seen.relative:
         return (
@@ -134,15 +134,15 @@ def decide(seen: ReadinessEvidence) -> tuple[Readiness, str, str]:
 
 def _no_signal(seen: ReadinessEvidence, size: int, share: float) -> tuple[Readiness, str, str]:
     if seen.relative:
-        reason = f"the judge tells the replies of a group apart in only {share:.0%} of groups of {size}"
-        return "reward_constant", reason, "Sample at a higher temperature, or let the judge tell finer differences"
+        reason = f"the judge distinguishes the replies of a group in only {share:.0%} of groups of {size}"
+        return "reward_constant", reason, "Sample at a higher temperature, or let the judge see finer differences"
     rest = f"of groups of {size} only {share:.0%} would carry a signal"
     if seen.only_scraps:
-        rest = f"what signal there is comes from partial credit near nothing (mean reward {seen.mean[0]:.3f})"
+        rest = f"the only signal is a little partial credit (mean reward {seen.mean[0]:.3f})"
     return (
         "sft_first",
         f"the model succeeds in {seen.success[0]:.1%} of the cases: {rest}",
         "Fine-tune on demonstrations first (mint.recipes.sft) and start RL from that checkpoint (init_from); if you "
         "have none, easier prompts, partial credit, or distillation from a stronger model. Check that the grader "
-        "accepts a reply that you know to be right",
+        "accepts a reply that is known to be right",
     )

@@ -1,4 +1,4 @@
-"""What a run looks like on a terminal: readings, samples, findings. Formats only: numbers come from elsewhere."""
+"""Reports for the terminal: held-out estimates, findings, token counts, plans. Formats only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN_ITEMS = 10
 
 
 def print_run(console: Console, result: RunResult, evaluations: Sequence[Mapping[str, Any]]) -> None:
-    """The whole report of a run; `evaluations` are the rows of its log."""
+    """The report of a run; `evaluations` are the rows of its log."""
     if result.heldout_before:
         name = next((str(row["set"]) for row in evaluations), "held-out")
         print_before_after(console, name, result.heldout_before, result.heldout_after)
@@ -51,7 +51,7 @@ def print_run(console: Console, result: RunResult, evaluations: Sequence[Mapping
 def print_before_after(
     console: Console, title: str, before: Mapping[float, Estimate], after: Mapping[float, Estimate]
 ) -> None:
-    """Mean reward and success rate, each with what stands behind it."""
+    """Mean reward and success rate before and after, with intervals."""
     table = Table(title=escape(title))
     for heading in ("", "reward before RL", "after RL", "success before", "after", "n"):
         table.add_column(heading)
@@ -61,26 +61,26 @@ def print_before_after(
     console.print(table)
 
 
-def print_reading(console: Console, title: str, readings: Mapping[float, Estimate]) -> None:
+def print_estimates(console: Console, title: str, estimates: Mapping[float, Estimate]) -> None:
     """One checkpoint on one task: reward with its interval, success, pass@k and the parts of the reward."""
     table = Table(title=escape(title))
     for heading in ("", "reward (95 %)", "success", "pass@k", "parts", "n", "ungraded"):
         table.add_column(heading)
-    for temperature, reading in readings.items():
+    for temperature, estimate in estimates.items():
         table.add_row(
             "greedy" if temperature == GREEDY else f"temperature {temperature:g}",
-            _cell(reading),
-            f"{reading.success:.3f}",
-            "  ".join(f"{k}: {value:.3f}" for k, value in reading.pass_at.items()),
-            "  ".join(f"{name} {value:.3f}" for name, value in reading.parts.items()),
-            str(reading.n),
-            str(reading.ungraded),
+            _cell(estimate),
+            f"{estimate.success:.3f}",
+            "  ".join(f"{k}: {value:.3f}" for k, value in estimate.pass_at.items()),
+            "  ".join(f"{name} {value:.3f}" for name, value in estimate.parts.items()),
+            str(estimate.n),
+            str(estimate.ungraded),
         )
     console.print(table)
 
 
 def print_findings(console: Console, findings: Iterable[Finding]) -> None:
-    """One paragraph per finding: code, step, evidence, remedy; says so when there is none."""
+    """One paragraph per finding: code, step, evidence, remedy; or "no findings"."""
     found = list(findings)
     if not found:
         console.print("[green]no findings[/green]")
@@ -93,23 +93,23 @@ def print_findings(console: Console, findings: Iterable[Finding]) -> None:
 
 
 def print_token_counts(console: Console, run: TokenCounts, items: Mapping[int, TokenCounts]) -> None:
-    """From tokens generated to tokens trained on: the run, and the items that cost most."""
+    """Token counts of the run, and of the items with the most generated tokens."""
     console.print(token_counts_table({"all": run}, title="where the tokens went", first="run"))
     most = dict(list(items.items())[:SHOWN_ITEMS])
-    console.print(token_counts_table(most, title=f"the {len(most)} items that cost most"))
+    console.print(token_counts_table(most, title=f"the {len(most)} items with the most tokens"))
 
 
 def print_regression(console: Console, metric: str, regression: Regression) -> None:
-    """Between which two checkpoints the metric fell, and how many readings that took."""
+    """The two checkpoints between which the metric fell, and the number of evaluations."""
     color = {"found": "red", "uncertain": "yellow", "none": "green"}[regression.verdict]
     console.print(
         f"[{color}]{regression.verdict}[/{color}]: {metric}, {escape(regression.explanation)}", soft_wrap=True
     )
-    console.print(f"{regression.evaluations} checkpoints were read for this")
+    console.print(f"{regression.evaluations} checkpoints were evaluated for this")
 
 
 def print_examination(console: Console, task: str, examination: Examination) -> None:
-    """The verdict of `mint doctor`, and what it rests on."""
+    """The verdict of `mint doctor` and its evidence."""
     first, *rest = examination.lines()
     console.print(f"[bold]{escape(task)}[/bold]  [bold]{escape(first)}[/bold]", soft_wrap=True)
     for line in rest:
@@ -149,8 +149,8 @@ def _example(row: Mapping[str, Any]) -> str:
     return f"{paragraph(str(row['text']).strip()[:EXAMPLE_SIGNS])}  ({reward})"
 
 
-def _cell(reading: Estimate) -> str:
-    return f"{reading.mean:.3f}  ({reading.low:.3f} to {reading.high:.3f})"
+def _cell(estimate: Estimate) -> str:
+    return f"{estimate.mean:.3f}  ({estimate.low:.3f} to {estimate.high:.3f})"
 
 
 def _agreement(max_abs_diff: float) -> str:

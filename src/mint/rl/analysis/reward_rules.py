@@ -1,7 +1,7 @@
-"""Rules about the reward and those who give it: does it fail, does it deserve trust, what did the server remark. Pure.
+"""Rules about the reward and the grader: failures, reward hacking, unreliable judges, server warnings. Pure.
 
-Each rule takes a run up to one step and says what that step shows, or None. Nothing here can prove that a reward is
-hacked; the evidence says where to look.
+Each rule takes a run up to one step and returns a finding or None. No rule can prove that a reward is hacked; the
+evidence says where to look.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ FAILED_STEPS = 3
 """Steps over which grader failures are counted."""
 
 MANY_FAILED, FEWEST_FAILED = 0.5, 8
-"""Share of the rollouts of those steps, and their number, from which on the grader, not the policy, decides the run."""
+"""Share of the rollouts of those steps, and their number, from which failures are an error."""
 
 HACK_STEPS = 5
-"""Steps whose rollouts are searched for what wins."""
+"""Steps whose rollouts are searched for reward hacking."""
 
 SAME_TEXT_ITEMS = 8
-"""Different prompts on which one and the same text must have won."""
+"""The fewest prompts on which the same text must have won."""
 
 SAME_TEXT_SHARE = 0.5
-"""Of all winners, and at the lower 95 % bound of its own wins: a text that always wins, whatever was asked."""
+"""The text must be this share of all winners, and win with at least this probability (lower 95 % bound)."""
 
 LENGTH_VARIANCE = 0.5
-"""Of the variance of reward within groups, what length alone explains (r²)."""
+"""The share of the variance of reward within groups that length explains (r²)."""
 
 LENGTH_ROLLOUTS = 64
 LENGTH_GROWTH = 1.5
 
 PART_Z = 4.0
-"""Standard errors by which a part of the reward must have fallen; several parts are looked at in every step."""
+"""Standard errors by which a part of the reward must have fallen; high, because every step tests several parts."""
 
 
 def suspected_reward_hacking(view: StepView) -> Finding | None:
-    """The reward rises, and something says that it is not for what was wanted."""
+    """The reward rises, with a sign that it rises for the wrong reason."""
     return _heldout_falls(view) or _one_text_wins(view) or _length_wins(view) or _parts_fall(view)
 
 
@@ -55,15 +55,15 @@ def _hacking(view: StepView, severity: Severity, evidence: str, numbers: dict[st
         severity,
         view.step,
         evidence,
-        "Read the winning samples of this step. Close the gap in the grader (hidden inputs, exact answers, a penalty, "
-        "a second grader), hold the policy near the base with kl_penalty_coef, and stop at the best held-out "
+        "Read the winning completions of this step. Close the gap in the grader (hidden inputs, exact answers, a "
+        "penalty, a second grader), hold the policy near the base with kl_penalty_coef, and stop at the best held-out "
         "checkpoint",
         numbers,
     )
 
 
 def _heldout_falls(view: StepView) -> Finding | None:
-    """Held-out reward surely down from its best, training reward not down, and the two surely apart in this."""
+    """The held-out reward has fallen from its best, the training reward has not, and the two changes differ."""
     falls = list(heldout_falls(view))
     if not falls or len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
@@ -84,7 +84,7 @@ def _heldout_falls(view: StepView) -> Finding | None:
 
 
 def _one_text_wins(view: StepView) -> Finding | None:
-    """The same words win on all prompts: the reward does not depend on what was asked."""
+    """The same text wins on many prompts: the reward does not depend on the prompt."""
     winners = [row for row in view.rows(1) if _wins(row, view)]
     texts = Counter(_normal(row["text"]) for row in winners).most_common(1)
     if not texts or texts[0][1] < SAME_TEXT_SHARE * len(winners):
@@ -102,26 +102,26 @@ def _one_text_wins(view: StepView) -> Finding | None:
     return _hacking(
         view,
         "warning",
-        f"{text[:60]!r} is {share:.0%} of the winning samples and won on {len(prompts)} different prompts of "
-        f"{len({row['prompt'] for row in tried})} where it was said",
+        f"{text[:60]!r} is {share:.0%} of the winning completions and won on {len(prompts)} different prompts of "
+        f"{len({row['prompt'] for row in tried})} on which it was sampled",
         {"share_of_winners": share, "prompts": float(len(prompts))},
     )
 
 
 def _wins(row: Row, view: StepView) -> bool:
-    """Whether the reward lies in the upper half of what can be had."""
+    """Whether the reward lies in the upper half of the range."""
     return row.get("reward") is not None and row["reward"] - view.reward_floor > 0.5 * (
         view.reward_ceiling - view.reward_floor
     )
 
 
 def _normal(text: str) -> str:
-    """Without case and runs of white space, so that near-duplicates are one."""
+    """Lower case with single spaces, so that near-duplicates are equal."""
     return " ".join(text.casefold().split())
 
 
 def _length_wins(view: StepView) -> Finding | None:
-    """Within groups, length explains the reward, and the policy has understood."""
+    """Length explains the reward within groups, and the policy has changed its length accordingly."""
     start = mean(view.metrics[:CHANGE_WINDOW], "rollouts/mean_length")
     now = mean(view.last(CHANGE_WINDOW), "rollouts/mean_length")
     if len(view.metrics) < 2 * CHANGE_WINDOW or start / LENGTH_GROWTH < now < start * LENGTH_GROWTH:
@@ -156,14 +156,14 @@ def _centred(values: Iterable[float]) -> np.ndarray:
 
 
 def _parts_fall(view: StepView) -> Finding | None:
-    """The reward rises by one part, at the cost of another."""
+    """The reward rises while one of its parts falls."""
     if len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
     first, last = view.metrics[:CHANGE_WINDOW], view.last(CHANGE_WINDOW)
     if reward_window(last).above(reward_window(first)) < ROSE_Z:
         return None
     for name in sorted(key for key in view.now if key.startswith("reward/part/")):
-        # A part varies no more than about the whole does, so the whole's variance stands for the part's.
+        # A part varies about as much as the whole reward at most, so the variance of the whole is used.
         before, now = reward_window(first, name), reward_window(last, name)
         if before.above(now) >= PART_Z:
             return _hacking(
@@ -177,7 +177,7 @@ def _parts_fall(view: StepView) -> Finding | None:
 
 
 def grader_failures(view: StepView) -> Finding | None:
-    """The grader raised, or gave no number."""
+    """The grader raised, or returned no finite number."""
     kinds = ("ungraded", "unsupported", "timeouts")
     of_now = {kind: get(view.now, f"rollouts/{kind}") for kind in kinds}
     if not of_now["ungraded"]:
@@ -209,12 +209,12 @@ def grader_timeouts(view: StepView) -> Finding | None:
         "grader_timeouts",
         failed,
         f"were not graded within {limit:g} s",
-        "Raise grader_timeout_s, or make compute_reward give up by itself on hostile answers",
+        "Raise grader_timeout_s, or make compute_reward stop by itself on hostile answers",
     )
 
 
 def unsupported_rewards(view: StepView) -> Finding | None:
-    """The grader said that it cannot judge here."""
+    """The grader cannot judge on this machine."""
     if not get(view.now, "rollouts/unsupported"):
         return None
     reasons = Counter(row["error"] for row in view.rows(FAILED_STEPS) if row.get("unsupported"))
@@ -224,12 +224,12 @@ def unsupported_rewards(view: StepView) -> Finding | None:
         "unsupported_rewards",
         total(view.last(FAILED_STEPS), "rollouts/unsupported"),
         f"could not be judged on this machine{first}",
-        "They are left out of their groups. Use a machine or a grader that supports them, or leave such samples out",
+        "They are left out of their groups. Use a machine or a grader that supports them, or leave such items out",
     )
 
 
 def judge_unreliable(view: StepView) -> Finding | None:
-    """A pairwise judge prefers a place, or fails; whatever it says about it is in the rollouts' `info`."""
+    """A pairwise judge prefers the first or the second reply, or fails (from the rollouts' `info`)."""
     judged = [row["info"] for row in view.rows(FAILED_STEPS) if "judge_pairs" in row.get("info", {})]
     pairs = sum(info["judge_pairs"] for info in judged)
     failed = sum(info["judge_failed_pairs"] for info in judged)
@@ -243,14 +243,14 @@ def judge_unreliable(view: StepView) -> Finding | None:
         "warning",
         view.step,
         "; ".join([*said, *([] if alarm is None else [str(alarm)])]),
-        "Both orders are asked, so a preferred place costs signal and not fairness: sharpen the question, or take a "
-        "better judge. Failed comparisons are left out: look at the judge's endpoint",
+        "Both orders are judged, so a biased judge weakens the signal but is not unfair: ask a more precise question, "
+        "or use a better judge. Failed comparisons are left out: check the judge's endpoint",
         {"pairs": float(pairs), "failed": float(failed)},
     )
 
 
 def reward_out_of_range(view: StepView) -> Finding | None:
-    """A reward left the range that its task declares."""
+    """A reward was outside the range that its task declares."""
     wrong = [row for row in view.rows(1) if _out_of_range(row)] if get(view.now, "rollouts/ungraded") else []
     if not wrong:
         return None
@@ -282,7 +282,7 @@ def _grading(view: StepView, code: str, failed: float, what: str, remedy: str) -
 
 
 def server_warnings(view: StepView) -> Finding | None:
-    """The server found something odd in the batch."""
+    """The server's lint has remarks on the batch."""
     if not view.warnings:
         return None
     return Finding(
@@ -290,7 +290,7 @@ def server_warnings(view: StepView) -> Finding | None:
         "warning",
         view.step,
         _joined(view.warnings),
-        "The batch was trained as it is; the warning says what it should look like",
+        "The batch was trained unchanged; the warning says what is wrong with it",
         {"warnings": float(len(view.warnings))},
     )
 

@@ -1,4 +1,4 @@
-"""Questions about a run that is over, or about a checkpoint: read it, diagnose it, find where it went wrong."""
+"""Analyses of a run folder: diagnosis, bisection over its checkpoints, token counts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from mint.runs.log import RunLog
 from mint.runs.reader import RunReader, read_config
 
 BISECT_METRICS = ("heldout", "heldout_sampled", "success")
-"""What `mint bisect --metric` knows: mean reward greedy and at temperature 1, and the share of greedy successes."""
+"""The metrics of `mint bisect --metric`: mean reward greedy and at temperature 1, and the greedy success rate."""
 
 KEPT_STEPS = 10
-"""Steps whose rollouts are held at a time: more than any rule of the diagnosis looks back."""
+"""Steps whose rollouts are cached; no rule of the diagnosis looks back further."""
 
-Reader = Callable[[str], Mapping[float, Estimate]]
-"""A checkpoint's readings by temperature."""
+EvaluateCheckpoint = Callable[[str], Mapping[float, Estimate]]
+"""Checkpoint → its held-out estimates by temperature."""
 
 
 class _StepRows(Mapping[int, list[Row]]):
-    """The rollouts of each step of a run, read when they are asked for; no more steps are kept than a rule looks at."""
+    """The rollouts of each step of a run, read on demand, with a cache of the last steps."""
 
     def __init__(self, reader: RunReader) -> None:
         self._read = lru_cache(KEPT_STEPS)(lambda step: reader.rows(step, light=True))
@@ -49,7 +49,7 @@ class _StepRows(Mapping[int, list[Row]]):
 
 
 def diagnose_run(folder: Path) -> list[Finding]:
-    """What the whole log of a run shows, and what was noted while it ran and cannot be seen from the log alone.
+    """Diagnoses the whole log of a run; adds the findings of the live run that the log alone does not show.
 
     Raises:
         NotFoundError: the folder holds no run.
@@ -68,8 +68,8 @@ def diagnose_run(folder: Path) -> list[Finding]:
     return sorted([*found, *(finding for finding in noted if finding.code not in codes)], key=lambda one: one.step)
 
 
-def bisect_run(folder: Path, metric: str, read: Reader) -> Regression:
-    """Between which two checkpoints of a run `metric` fell; readings that the log has are not made again.
+def bisect_run(folder: Path, metric: str, evaluate: EvaluateCheckpoint) -> Regression:
+    """Finds between which two checkpoints of a run `metric` fell. Evaluations in the log are not repeated.
 
     Raises:
         InvalidRequestError: unknown metric, or fewer than two checkpoints.
@@ -91,13 +91,13 @@ def bisect_run(folder: Path, metric: str, read: Reader) -> Regression:
 
     return find_regression(
         [path for _, path in sorted(checkpoints.items())],
-        lambda checkpoint: select_metric(read(checkpoint), metric),
-        known={checkpoint: select_metric(readings, metric) for checkpoint, readings in known.items()},
+        lambda checkpoint: select_metric(evaluate(checkpoint), metric),
+        known={checkpoint: select_metric(estimates, metric) for checkpoint, estimates in known.items()},
     )
 
 
 def run_token_counts(folder: Path) -> tuple[TokenCounts, dict[int, TokenCounts]]:
-    """Where the tokens of a run went: over the whole run, and by item, most generated tokens first.
+    """Token counts of the whole run, and by item, those with the most generated tokens first.
 
     Raises:
         NotFoundError: the folder holds no run.
@@ -111,18 +111,18 @@ def run_token_counts(folder: Path) -> tuple[TokenCounts, dict[int, TokenCounts]]
     return token_counts_of_steps(reader.metrics()), dict(by_tokens)
 
 
-def select_metric(readings: Mapping[float, Estimate], metric: str) -> Estimate:
-    """The reading that `metric` names.
+def select_metric(estimates: Mapping[float, Estimate], metric: str) -> Estimate:
+    """The estimate that `metric` names.
 
     Raises:
         InvalidRequestError: unknown metric.
     """
     if metric == "heldout":
-        return readings[GREEDY]
+        return estimates[GREEDY]
     if metric == "heldout_sampled":
-        return readings[SAMPLED]
+        return estimates[SAMPLED]
     if metric == "success":
-        greedy = readings[GREEDY]
+        greedy = estimates[GREEDY]
         low, high = wilson(greedy.success * greedy.n, greedy.n)
         return replace(greedy, mean=greedy.success, low=low, high=high)
     raise InvalidRequestError(

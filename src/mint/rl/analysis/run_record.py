@@ -12,14 +12,16 @@ from mint.rl.analysis.step_statistics import StepMetrics, get, graded
 Row = Mapping[str, Any]
 
 STILL_SHARE = 0.005
-"""Of the reward's range: a mean that stays within it over a whole run does not move."""
+"""Share of the reward's range; a mean that stays within it over a whole run counts as constant."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The log of a run, oldest first. `rollouts` may be those of the last few steps only; a rule that looks at them is
-    silent about the other steps. They may also come by step, from something that reads a step when it is asked for.
-    `warnings` are (step, the server's words)."""
+    """The log of a run, oldest first.
+
+    `rollouts` are rows of `rollouts.jsonl`, or a mapping from step to rows that reads on demand. They may be those of
+    the last steps only; rules that need rollouts then find nothing in earlier steps. `warnings` are (step, message).
+    """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     metrics: Sequence[StepMetrics] = ()
@@ -38,7 +40,7 @@ class RunRecord:
         return by_step
 
     def at(self, place: int) -> StepView:
-        """The run as it was after the step at `place` of the metrics."""
+        """The run up to the step at `place` of the metrics."""
         metrics = self.metrics[: place + 1]
         step = int(metrics[-1]["step"])
         return StepView(
@@ -52,7 +54,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class StepView:
-    """A run up to and including one step. `warnings` are the server's words in that step."""
+    """A run up to and including one step. `warnings` are the server's warnings in that step."""
 
     config: Mapping[str, Any]
     metrics: Sequence[StepMetrics]
@@ -80,13 +82,13 @@ class StepView:
 
     @cached_property
     def reward_floor(self) -> float:
-        """The lowest reward that the task can give: as declared, else 0 or the lowest seen."""
+        """The lowest possible reward: as declared, else 0 or the lowest seen."""
         declared = self.config.get("reward_range")
         return float(declared[0]) if declared else min(0.0, *(get(step, "reward/min") for step in self.metrics))
 
     @cached_property
     def reward_ceiling(self) -> float:
-        """The highest reward: as declared, else that of a success or the highest seen."""
+        """The highest possible reward: as declared, else that of a success or the highest seen."""
         declared = self.config.get("reward_range")
         if declared:
             return float(declared[1])
@@ -95,8 +97,8 @@ class StepView:
 
     @cached_property
     def only_compares(self) -> bool:
-        """Whether rewards differ within groups but their mean never moves, as a judge's who shares out a fixed sum:
-        then neither level nor change of the mean says how good the policy is."""
+        """Whether rewards differ within groups while their mean is constant, as with a pairwise judge. Then the mean
+        reward does not say how good the policy is."""
         means = [get(step, "reward/mean") for step in self.metrics if graded([step]) > 0]
         varied = any(get(step, "reward/std") > 0 for step in self.metrics)
         return varied and max(means) - min(means) <= STILL_SHARE * (self.reward_ceiling - self.reward_floor)

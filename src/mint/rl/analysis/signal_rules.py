@@ -1,7 +1,7 @@
-"""Rules about the signal: is there any, did the reward collapse or jump, did anybody measure it. Pure.
+"""Rules about the learning signal: missing signal, collapse or jump of the reward, missing evaluation. Pure.
 
-Each rule takes a run up to one step and says what that step shows, or None. Knows nothing of how the policy moved
-(`rules_policy`) or whether the reward deserves trust (`rules_reward`).
+Each rule takes a run up to one step and returns a finding or None. `policy_rules` are about the policy, `reward_rules`
+about the grader.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ from mint.rl.finding import Finding
 
 SILENT_STEPS = 3
 SILENT_GROUPS = 16
-"""At least so many steps and groups without a signal. If 1 group in 3 had one, 16 silent ones would be chance in 0.15 %
-of cases; at group size 4 a pass rate of 0.1 gives 1 in 3, of 0.02 1 in 12 (1 − p^G − (1 − p)^G)."""
+"""The fewest steps and groups without a signal. If 1 group in 3 had a signal, 16 without one would be chance in 0.15 %
+of cases. At group size 4, a pass rate of 0.1 gives 1 in 3, a pass rate of 0.02 1 in 12 (1 − p^G − (1 − p)^G)."""
 
 SILENT_SHARE = 0.02
-"""A stray informative group among fifty does not make a signal."""
+"""Up to this share of informative groups, there is no signal."""
 
 ONE_SIDED = 0.9
-"""Of the silent groups, so many must be all wrong to call it the reason that nothing is learned."""
+"""Share of the groups without a signal that must be all wrong for an error."""
 
 CONVERGED_Z = 3.0
-"""Standard errors by which equal rewards below success lie above those of the start, where a run has converged."""
+"""A run has converged if its equal rewards lie so many standard errors above those of the start."""
 
 LEARNED_SHARE = 0.25
-"""A run that once had this share of informative groups had a signal."""
+"""A run has had a signal if any step had this share of informative groups."""
 
 DISTINCT_SHARE = 0.5
-"""Different texts in a group from which on equal rewards say more about the grader than about the policy."""
+"""With at least this share of different texts in a group, equal rewards are the grader's fault, not the policy's."""
 
 SOLVED = 0.95
 SOLVED_STEPS = 5
-"""Success rate over so many steps at which a task is called solved (a reward at its bound, the practice's alarm)."""
+"""A task is solved at this success rate over so many steps."""
 
 CHANGE_WINDOW = 3
-"""Steps whose mean is compared."""
+"""Steps of a mean that is compared."""
 
 BEST_WINDOW = 10
-"""At most so many earlier steps are averaged into the level that was lost."""
+"""The most earlier steps in the mean from which the reward fell."""
 
 COLLAPSE_Z = 5.0
-"""Standard errors: one-sided chance 3e-7, for the many thousand pairs of windows of a long run."""
+"""Standard errors; a one-sided probability of 3e-7, because a long run has many thousand pairs of windows."""
 
 COLLAPSE_SHARE, COLLAPSE_SHARE_CURRICULUM = 0.5, 0.75
-"""Of what the reward had gained over its floor, the loss that is a collapse; a curriculum that moves on to harder items
-lowers the reward by itself."""
+"""A collapse loses this share of the reward above its floor. It is larger with a curriculum, which lowers the reward by
+choosing harder items."""
 
 HELDOUT_LOSS = 0.2
-"""Of the reward's range, the held-out loss that is a collapse (20 points)."""
+"""A held-out collapse loses this share of the reward's range."""
 
 SPIKE_Z, SPIKE_SHARE, SPIKE_HISTORY = 3.0, 0.3, 4
-"""A jump over the three steps before: standard errors, share of the reward's range, steps that must lie before it."""
+"""A jump over the mean of three steps: standard errors, share of the reward's range, fewest steps before it."""
 
 SPIKE_TIMES = 4.0
-"""... and how many times the usual (median) change from step to step before."""
+"""A jump is at least so many times the median change from step to step."""
 
 
 def silent_window(view: StepView) -> list[StepMetrics] | None:
-    """The last steps that hold `SILENT_STEPS` steps and `SILENT_GROUPS` judged groups; None if there are too few."""
+    """The last steps, at least `SILENT_STEPS` with `SILENT_GROUPS` graded groups; None if there are too few."""
     steps: list[StepMetrics] = []
     groups = 0.0
     for step in reversed(view.metrics):
@@ -84,14 +84,14 @@ def silent_window(view: StepView) -> list[StepMetrics] | None:
 
 
 def no_signal(view: StepView) -> Finding | None:
-    """No group has unequal rewards: all wrong, all right, or a grader that says the same to everything."""
+    """No group has unequal rewards: all wrong, all right, or a grader that gives everything the same reward."""
     steps = silent_window(view)
     if steps is None or informative_share(steps) > SILENT_SHARE:
         return None
     groups, good, bad = graded_groups(steps), total(steps, "groups/all_good"), total(steps, "groups/all_bad")
     numbers = {"groups": groups, "all_good": good, "all_bad": bad, "used": total(steps, "groups/used")}
     evidence = (
-        f"in {len(steps)} steps {groups:.0f} groups were judged: {good:.0f} all right, {bad:.0f} all wrong, "
+        f"in {len(steps)} steps {groups:.0f} groups were graded: {good:.0f} all right, {bad:.0f} all wrong, "
         f"{numbers['used']:.0f} with unequal rewards"
     )
     constant = _constant_reward(view, steps, evidence, numbers)
@@ -103,9 +103,9 @@ def no_signal(view: StepView) -> Finding | None:
             "no_learning_signal_all_right",
             "info" if had_signal else "warning",
             view.step,
-            evidence + ("" if had_signal else "; so it was from the first step on"),
-            "The task is solved at this difficulty: stop here, use harder samples, or set curriculum=True"
-            + ("" if had_signal else "; read some samples: does the grader accept everything?"),
+            evidence + ("" if had_signal else "; this was so from the first step on"),
+            "The task is solved at this difficulty: stop here, use harder items, or set curriculum=True"
+            + ("" if had_signal else "; read some completions: does the grader accept everything?"),
             numbers,
         )
     reward, start = reward_window(steps), reward_window(view.metrics[:CHANGE_WINDOW])
@@ -117,9 +117,9 @@ def no_signal(view: StepView) -> Finding | None:
         "error" if bad >= ONE_SIDED * (good + bad) and not (converged or view.only_compares) else "warning",
         view.step,
         evidence,
-        "Use easier samples, partial credit, a larger group_size, a higher temperature or dynamic_sampling=True; if "
-        "the base model never succeeds, start with SFT (init_from=…). Read some samples: is the grader right to refuse "
-        "them?",
+        "Use easier items, partial credit, a larger group_size, a higher temperature or dynamic_sampling=True; if "
+        "the base model never succeeds, start with SFT (init_from=…). Read some completions: does the grader "
+        "reject right ones?",
         numbers,
     )
 
@@ -127,7 +127,7 @@ def no_signal(view: StepView) -> Finding | None:
 def _constant_reward(
     view: StepView, steps: list[StepMetrics], evidence: str, numbers: dict[str, float]
 ) -> Finding | None:
-    """One and the same reward since the first step, and not because everything is wrong."""
+    """Every reward since the first step is the same, and above the lowest one."""
     rewarded = [step for step in view.metrics if graded([step]) > 0]
     values = {get(step, end) for step in rewarded for end in ("reward/min", "reward/max")}
     if len(values) != 1:
@@ -144,13 +144,13 @@ def _constant_reward(
         view.step,
         f"every rollout since the first step earned {value:g}, though {distinct:.0%} of the texts of a group differ; "
         + evidence,
-        "The reward does not tell completions apart: call compute_reward by hand on a right and on a wrong one",
+        "The reward does not distinguish completions: call compute_reward by hand on a right and on a wrong one",
         {**numbers, "reward": value, "distinct_share": distinct},
     )
 
 
 def _distinct_share(view: StepView, steps: int) -> float:
-    """Over groups of the last `steps` steps: the mean share of different texts; 0 where there are no rollouts."""
+    """The mean share of different texts in the groups of the last `steps` steps; 0 without rollouts."""
     texts: dict[tuple[int, int], list[str]] = {}
     for row in view.rows(steps):
         if row.get("tokens"):
@@ -171,13 +171,13 @@ def saturation(view: StepView) -> Finding | None:
         view.step,
         f"{rate:.1%} of the rollouts of the last {len(steps)} steps succeed; "
         f"{informative_share(steps):.0%} of the groups still carry a signal",
-        "The task is nearly solved: stop here, use harder samples, or set curriculum=True to leave solved ones out",
+        "The task is nearly solved: stop here, use harder items, or set curriculum=True to leave solved ones out",
         {"success_rate": rate, "informative_share": informative_share(steps)},
     )
 
 
 def reward_collapse(view: StepView) -> Finding | None:
-    """The training reward lost most of what it had, or the held-out reward fell beyond its intervals."""
+    """The training reward has fallen by much, or the held-out reward by more than its intervals."""
     now = reward_window(view.last(CHANGE_WINDOW))
     highest = max(get(step, "reward/mean") for step in view.metrics)
     floor = view.reward_floor
@@ -222,7 +222,7 @@ def _heldout_collapse(view: StepView) -> Finding | None:
 
 
 def heldout_falls(view: StepView) -> Iterator[tuple[Row, Row]]:
-    """(best, last) reading of each held-out set and temperature whose last interval lies below that of its best."""
+    """(best, last) evaluation of each held-out set and temperature whose last interval lies below its best one."""
     last = {(row["set"], row["temperature"]): row for row in view.evaluations}
     for row in view.evaluations:
         other = last[row["set"], row["temperature"]]
@@ -231,7 +231,7 @@ def heldout_falls(view: StepView) -> Iterator[tuple[Row, Row]]:
 
 
 def reward_spike(view: StepView) -> Finding | None:
-    """From one step to the next the reward jumps as learning does not."""
+    """The reward rises from one step to the next faster than learning explains."""
     if len(view.metrics) < SPIKE_HISTORY + 1 or view.config.get("curriculum"):
         return None
     before, now = reward_window(view.metrics[-1 - CHANGE_WINDOW : -1]), reward_window(view.last(1))
@@ -254,13 +254,13 @@ def reward_spike(view: StepView) -> Finding | None:
 
 
 def no_heldout(view: StepView) -> Finding | None:
-    """Nobody reads a held-out set."""
+    """There is no held-out evaluation."""
     if view.evaluations:
         return None
     return Finding(
         "no_heldout",
         "info",
         view.step,
-        "no reading of a held-out set: training reward alone cannot show overfitting or reward hacking",
-        "Return held-out samples from build_heldout() and set heldout_size and eval_every",
+        "there is no held-out evaluation: training reward alone cannot show overfitting or reward hacking",
+        "Return held-out items from build_heldout() and set heldout_size and eval_every",
     )

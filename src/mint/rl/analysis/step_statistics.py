@@ -13,12 +13,12 @@ StepMetrics = Mapping[str, float]
 """The metrics of one step by name."""
 
 LEAST_CORRELATION, UNKNOWN_CORRELATION = 0.2, 0.5
-"""Rollouts of one prompt are taken to be correlated at least this much, when a mean's standard error is estimated."""
+"""The lowest correlation of the rollouts of one prompt that the standard error of a mean assumes."""
 
 
 @dataclass(frozen=True)
 class RewardWindow:
-    """A mean over some steps, the variance of one rollout around it, and how many independent rollouts it is worth."""
+    """A mean over some steps, the variance of one rollout, and the effective number of independent rollouts."""
 
     mean: float
     variance: float
@@ -35,9 +35,9 @@ class RewardWindow:
         return self.mean - 1.96 * self.mean_error
 
     def above(self, other: RewardWindow) -> float:
-        """By how many standard errors this mean lies above `other`; infinite where neither has any noise.
+        """By how many standard errors this mean lies above `other`; infinite if both variances are 0.
 
-        The variance is pooled: a handful of equal rewards is no proof of a mean without noise.
+        The variance is pooled, because a few equal rewards do not prove that there is no noise.
         """
         if not (self.count and other.count):
             return 0.0
@@ -49,7 +49,7 @@ class RewardWindow:
 
 
 def get(metrics: StepMetrics, name: str, default: float = 0.0) -> float:
-    """A metric that a step may lack."""
+    """A metric of a step, or `default` if the step lacks it."""
     return float(metrics.get(name, default))
 
 
@@ -64,23 +64,26 @@ def total(steps: Sequence[StepMetrics], name: str) -> float:
 
 
 def graded_groups(steps: Sequence[StepMetrics]) -> float:
-    """Groups with at least two rewards."""
+    """The number of groups with at least two rewards."""
     return total(steps, "groups/total") - total(steps, "groups/failed")
 
 
 def informative_share(steps: Sequence[StepMetrics]) -> float:
-    """Of those, the share with unequal rewards."""
+    """The share of `graded_groups` with unequal rewards."""
     return total(steps, "groups/used") / max(1.0, graded_groups(steps))
 
 
 def graded(steps: Sequence[StepMetrics]) -> float:
-    """Rollouts with a reward."""
+    """The number of rollouts with a reward."""
     return total(steps, "rollouts/count") - total(steps, "rollouts/ungraded")
 
 
 def reward_window(steps: Sequence[StepMetrics], name: str = "reward/mean") -> RewardWindow:
-    """The mean reward over steps that graded something. Rollouts of one prompt count as less than one each: Kish's
-    design effect 1 + (G − 1)·ρ, with ρ taken as the share of groups whose rewards are all equal."""
+    """The mean reward over the steps with graded rollouts.
+
+    The effective number of rollouts follows Kish's design effect 1 + (G − 1)·ρ; ρ is estimated as the share of groups
+    whose rewards are all equal.
+    """
     known = [step for step in steps if graded([step]) > 0]
     if not known:
         return RewardWindow(0.0, 0.0, 0.0)
@@ -96,8 +99,10 @@ def reward_window(steps: Sequence[StepMetrics], name: str = "reward/mean") -> Re
 
 
 def best_window(steps: Sequence[StepMetrics], longest: int) -> tuple[int, RewardWindow] | None:
-    """The place after, and the mean of, the window of at most `longest` neighbouring steps that is most surely high
-    (highest lower end of its 95 % interval); None where nothing was graded."""
+    """The best window of at most `longest` consecutive steps, and the place after it; None if nothing was graded.
+
+    The best window has the highest lower end of its 95 % interval.
+    """
     single = [reward_window([step]) for step in steps]
     best: tuple[int, RewardWindow] | None = None
     for end in range(1, len(steps) + 1):

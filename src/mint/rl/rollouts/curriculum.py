@@ -1,7 +1,7 @@
-"""Just hard enough: which items of the dataset to ask next, from how often each was solved so far.
+"""A curriculum: chooses the next items of the dataset by how often each was solved so far.
 
-Knows places in a dataset and success rates, nothing of prompts or policies. Items whose success rate lies in a band
-carry most signal (an online difficulty filter, arXiv 2504.03380); solved ones are retired and re-tested now and then
+Knows places in a dataset and success rates, nothing of prompts or policies. Items with a success rate inside a band
+carry most signal (an online difficulty filter, arXiv 2504.03380); solved ones are retired and tested again now and then
 (ScaleRL's no-positive-resampling, arXiv 2510.13786); too hard ones are tried again rarely.
 """
 
@@ -13,39 +13,38 @@ from typing import Any, Literal, Self
 import numpy as np
 
 Standing = Literal["unseen", "too_hard", "in_band", "solved", "retired"]
-"""Of an item: never asked; below the band; in it; above it; above it by so much that it is the last to fill a batch."""
+"""Of an item: never asked; below the band; in it; above it; so far above it that it is chosen last."""
 
 STANDINGS: tuple[Standing, ...] = ("unseen", "too_hard", "in_band", "solved", "retired")
 
 Pool = Standing | Literal["resting"]
-"""What picks are made from: `resting` are the items of the band that were asked a few steps ago."""
+"""A pool to choose from: `resting` are items of the band that were asked a few steps ago."""
 
 REST_STEPS = 8
-"""Steps for which an item of the band rests: asked again and again, a few items are learned by heart, not the task."""
+"""Steps for which an item of the band rests, so that the policy does not memorize a few items."""
 
 SPARE_ORDER: tuple[Pool, ...] = ("in_band", "unseen", "resting", "too_hard", "solved", "retired")
-"""Where a pick comes from when its own kind has run out. A rare success on a hard item teaches more than a rare failure
-on a solved one."""
+"""The order of pools to choose from when the wanted one is empty. A rare success on a hard item teaches more than a
+rare failure on a solved one."""
 
 EXPLORE_SHARE = 0.25
-"""Of the picks that go to unseen items, while there are any and the band is not empty."""
+"""Share of the choices that go to unseen items, while there are any and the band is not empty."""
 
 HARD_SHARE = 0.05
-"""Of the picks that go to items that were too hard."""
+"""Share of the choices that go to items that were too hard."""
 
 MEMORY = 0.5
-"""Weight of an item's history against its newest success rate: a few visits decide, old policies fade."""
+"""Weight of an item's past success rate against its newest one; old policies count less and less."""
 
 FIRST_WEIGHT = 2 / 3
-"""Of an item's first success rate, the rest is a prior of 1/2: one lucky group retires nothing (0.95 takes three)."""
+"""Weight of an item's first success rate; the rest is a prior of 1/2, so that one lucky group retires nothing."""
 
 NEVER = 0
-"""The step of an item that was not asked yet; steps count from 1."""
+"""The step of an item that was not asked yet; real steps count from 1."""
 
 
 class Curriculum:
-    """The success history of every item; `choose` reads it and `record` writes it. No choice depends on time or order
-    of threads: the same seed, calls and records give the same items."""
+    """The success history of every item. Choices depend on the seed, the calls and the recorded rates alone."""
 
     def __init__(
         self,
@@ -57,8 +56,8 @@ class Curriculum:
         retire_at: float = 0.95,
         retest_share: float = 0.05,
     ) -> None:
-        """`size` items; the band is [`low`, `high`]; items above it get `retest_share` of the picks while there are
-        others, those from `retire_at` on even when the band runs dry."""
+        """`size` items; the band is [`low`, `high`]; items above it get `retest_share` of the choices while there are
+        others, those from `retire_at` on even if the band is empty."""
         self.size, self.seed = size, seed
         self.low, self.high, self.retire_at, self.retest_share = low, high, retire_at, retest_share
         self._success = np.full(size, np.nan)
@@ -66,7 +65,10 @@ class Curriculum:
         self._draws = 0
 
     def choose(self, step: int, count: int) -> list[int]:
-        """`count` places for `step`, none twice in a step while there are enough items; oldest first in each kind."""
+        """`count` places for `step`; in each pool, those that were asked longest ago come first.
+
+        No place comes twice in a step while there are enough items.
+        """
         random = np.random.default_rng([self.seed, step, self._draws])
         self._draws += 1
         chosen: list[int] = []
@@ -81,14 +83,14 @@ class Curriculum:
         return chosen
 
     def record(self, item: int, success_rate: float, step: int) -> None:
-        """The share of successes of one visit to `item` at `step`."""
+        """Records the success rate of one group of `item` at `step`."""
         before = self._success[item]
         first = FIRST_WEIGHT * success_rate + (1 - FIRST_WEIGHT) / 2
         self._success[item] = first if np.isnan(before) else MEMORY * before + (1 - MEMORY) * success_rate
         self._asked[item] = max(self._asked[item], step)
 
     def standing(self, item: int) -> Standing:
-        """Where `item` stands."""
+        """The standing of `item`."""
         success = self._success[item]
         if np.isnan(success):
             return "unseen"
@@ -99,14 +101,14 @@ class Curriculum:
         return "solved" if success < self.retire_at else "retired"
 
     def metrics(self) -> dict[str, float]:
-        """Items of each standing."""
+        """The number of items of each standing."""
         counts = dict.fromkeys(STANDINGS, 0)
         for item in range(self.size):
             counts[self.standing(item)] += 1
         return {f"curriculum/{name}": float(count) for name, count in counts.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; only items that were asked."""
+        """The state for JSON, with the items that were asked."""
         asked = np.flatnonzero((self._asked != NEVER) | ~np.isnan(self._success))
         return {
             "size": self.size,
@@ -128,7 +130,7 @@ class Curriculum:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Self:
-        """Goes on from `to_dict`."""
+        """Continues from the state of `to_dict`."""
         names = ("seed", "low", "high", "retire_at", "retest_share")
         curriculum = cls(state["size"], **{name: state[name] for name in names})
         curriculum._draws = state["draws"]
@@ -138,7 +140,7 @@ class Curriculum:
         return curriculum
 
     def _pools(self, step: int | None, random: np.random.Generator) -> dict[Pool, list[int]]:
-        """The items by standing, the next one last; without those that were asked in `step` already."""
+        """The items by standing, the next one last, without those that were asked in `step`."""
         pools: dict[Pool, list[int]] = {name: [] for name in SPARE_ORDER}
         shuffled = random.permutation(self.size)
         for item in shuffled[np.argsort(-self._asked[shuffled], kind="stable")].tolist():
@@ -154,7 +156,7 @@ class Curriculum:
         return next(pools[kind].pop() for kind in kinds if pools[kind])
 
     def _kinds(self, draw: float) -> tuple[Pool, ...]:
-        """Which kinds a uniform draw from [0, 1) asks for first."""
+        """The pools that a uniform draw from [0, 1) tries first."""
         if draw < self.retest_share / 2:
             return ("solved", "retired")
         if draw < self.retest_share:

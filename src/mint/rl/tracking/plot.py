@@ -15,7 +15,7 @@ BLUE, ORANGE, GREY = "#1f6feb", "#d9730d", "#8c959f"
 def plot_run(
     path: Path, metrics: Sequence[Mapping[str, float]], evaluations: Sequence[Mapping[str, Any]], *, title: str
 ) -> None:
-    """Mean training reward per step, and the held-out readings with their 95 % intervals.
+    """Mean training reward per step, and the held-out evaluations with their 95 % intervals.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -31,7 +31,7 @@ def plot_run(
         places = [row["step"] + shift for row in rows]
         means = [row["mean"] for row in rows]
         spread = [[row["mean"] - row["low"] for row in rows], [row["high"] - row["mean"] for row in rows]]
-        label = "held-out: greedy" if temperature == 0 else f"the same at temperature {temperature:g}"
+        label = "held-out: greedy" if temperature == 0 else f"held-out: temperature {temperature:g}"
         axes.errorbar(places, means, yerr=spread, color=color, fmt="o", capsize=4, label=label)
     shown = [row["reward/mean"] for row in metrics] + [row[end] for row in evaluations for end in ("low", "high")]
     if all(0 <= value <= 1 for value in shown):
@@ -43,7 +43,7 @@ def plot_run(
 
 
 def plot_metrics(path: Path, metrics: Sequence[Mapping[str, float]], names: Sequence[str], *, title: str) -> None:
-    """Metrics by name over the steps, one below another.
+    """Metrics by name over the steps, one chart below the other.
 
     Raises:
         InvalidRequestError: no step has such a metric.

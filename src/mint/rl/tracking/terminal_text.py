@@ -1,4 +1,4 @@
-"""What a model or a stranger wrote, made harmless for a terminal: every sign is shown, none obeyed. No colours."""
+"""Makes text from a model harmless for a terminal: shows control characters instead of sending them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
 def one_line(text: str) -> str:
-    """`text` on one line: line breaks as ⏎, tabs as ⇥, everything else that has no shape of its own by its number."""
+    """`text` on one line: line breaks as ⏎, tabs as ⇥, other unprintable characters by their code point."""
     return "".join(sign if sign.isprintable() else _shown(sign) for sign in text)
 
 
 def paragraph(text: str) -> str:
-    """The same, with line breaks kept and tabs as four spaces."""
+    """As `one_line`, but with line breaks, and tabs as four spaces."""
     return "\n".join(one_line(line.replace("\t", "    ")) for line in text.split("\n"))
 
 
 def head(text: str, length: int) -> str:
-    """The first `length` signs of `one_line`, with … where more follow. Reads no more of a long text than that."""
+    """The first `length` characters of `one_line`, with … if more follow; reads no more of a long text."""
     shown = one_line(text[:length])
     return f"{shown[:length]}…" if len(text) > length or len(shown) > length else shown
 
 
 def tail(text: str, length: int) -> str:
-    """The last `length` signs of `one_line`, with … where more come before."""
+    """The last `length` characters of `one_line`, with … if more come before."""
     shown = one_line(text[-length:])
     return f"…{shown[-length:]}" if len(text) > length or len(shown) > length else shown
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """A curve of at most `width` blocks from the least to the greatest; neighbours share a block by their mean."""
+    """A curve of at most `width` blocks from the lowest to the highest value; a block shows the mean of its values."""
     if not values:
         return ""
     count = min(width, len(values))

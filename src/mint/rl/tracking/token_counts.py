@@ -1,6 +1,6 @@
-"""Signal accounting: how many of the sampled tokens were graded, could inform, were trained on, and gave gradient.
+"""Counts of sampled, graded, informative and trained tokens.
 
-Pure functions over the groups of a step, or over the rows of `rollouts.jsonl`. Knows nothing of how rewards came about.
+Pure functions over the groups of a step, or over the rows of `rollouts.jsonl`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CLIP_FRACTIONS = ("train/clip_low_fraction", "train/clip_high_fraction")
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens, each stage a part of the one before.
+    """Counts of tokens; each is a part of the one before.
 
     `generated`: sampled · `graded`: of rollouts with a reward · `informative`: of groups with unequal rewards ·
-    `trained`: went into the loss with an advantage that is not 0.
+    `trained`: in the loss with an advantage that is not 0.
     """
 
     generated: int = 0

@@ -1,7 +1,7 @@
-"""Mirrors of a run in TensorBoard, Weights & Biases and trackio. The run folder stays the truth: a tracker that fails
-is dropped, with a finding, and costs the run nothing else.
+"""Mirrors of a run in TensorBoard, Weights & Biases and trackio. The run folder has everything: a tracker that fails is
+dropped with a finding, and the run continues.
 
-Knows the three packages, each imported when its name is asked for; does not know what the numbers mean.
+Imports each of the three packages only when it is used. Does not know what the numbers mean.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """Takes numbers by name, step after step. A run that is resumed repeats no step that it has told of before, but
-    may fall back to an earlier one."""
+    """Takes numbers by name, step by step. A resumed run may continue from an earlier step than the last one logged."""
 
     def log(self, step: int, numbers: Numbers) -> None:
-        """The numbers of one step; a step may be told of in several parts."""
+        """Logs numbers of one step; may be called several times for a step."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Writes what is left; `failed`: the run has ended in an error."""
+        """Writes the rest; `failed`: the run has ended with an error."""
         ...
 
 
 class Trackers:
-    """All trackers of a run, fed by the hook that `run_grpo` calls."""
+    """All trackers of a run; call it as a progress hook."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, config: Mapping[str, Any], on_failure: Callable[[Finding], object]
     ) -> None:
-        """`folder` is the run's; `config` is what its `config.json` says; `on_failure` is told of a tracker that fails.
+        """`config` is the content of the run's `config.json`; `on_failure` gets the finding of a tracker that fails.
 
         Raises:
             MissingExtraError: the package of a tracker is not installed.
@@ -64,7 +63,7 @@ class Trackers:
                 raise MissingExtraError(
                     f"tracking with {name} needs the package {name}", remedy="pip install 'mint[trackers]'"
                 ) from error
-            except Exception as error:  # what a tracker raises where it has no account, network or folder is its own
+            except Exception as error:  # without account or network, each package raises its own errors
                 raise InvalidRequestError(
                     f"cannot be opened ({type(error).__name__}: {error})",
                     field="trackers",
@@ -73,11 +72,11 @@ class Trackers:
                 ) from error
 
     def __call__(self, event: str, fields: Mapping[str, Any]) -> None:
-        """The hook."""
+        """Logs the numbers of an event."""
         if event == "step":
             self._log(int(fields["step"]), {name: value for name, value in fields.items() if name != "step"})
         elif event == "evaluation":
-            self._log(int(fields["step"]), _reading(fields))
+            self._log(int(fields["step"]), _evaluation_numbers(fields))
         elif event == "finding":
             self._findings[fields["severity"]] += 1
             self._log(int(fields["step"]), {f"findings/{name}": float(n) for name, n in self._findings.items()})
@@ -100,8 +99,8 @@ class Trackers:
     def _guarded(self, name: str, act: Callable[[Tracker], None]) -> None:
         try:
             act(self._open[name])
-        except Exception as error:  # whatever a tracker raises must not end the run
-            log.warning("the tracker %s failed and is left out from here on", name, exc_info=True)
+        except Exception as error:  # no error of a tracker may end the run
+            log.warning("the tracker %s failed and is no longer used", name, exc_info=True)
             del self._open[name]
             self._on_failure(
                 Finding(
@@ -114,7 +113,7 @@ class Trackers:
             )
 
 
-def _reading(row: Mapping[str, Any]) -> Numbers:
+def _evaluation_numbers(row: Mapping[str, Any]) -> Numbers:
     """The numbers of one evaluation on the held-out set: of a `metric`, or of the reward at a temperature."""
     what = row.get("metric") or ("greedy" if row["temperature"] == 0 else "sampled")
     return {f"heldout/{what}/{name}": float(row[name]) for name in ("mean", "low", "high", "success") if name in row}
@@ -136,7 +135,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """Where and how to send is said by W&B's own settings (`WANDB_MODE=offline`, `WANDB_PROJECT`, …)."""
+    """W&B's own settings say where to send (`WANDB_MODE=offline`, `WANDB_PROJECT`, …)."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb  # deferred: an optional package
@@ -144,9 +143,14 @@ class _WandB:
         settings = wandb.Settings(silent=True, console="off")
         project = PROJECT if wandb.setup().settings.project is None else None
         self._run = wandb.init(
-            project=project, name=folder.name, id=_identity(folder), resume="allow",
-            dir=str(folder), config=dict(config), settings=settings,
-        )  # fmt: skip
+            project=project,
+            name=folder.name,
+            id=_wandb_id(folder),
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+            settings=settings,
+        )
 
     def log(self, step: int, numbers: Numbers) -> None:
         self._run.log(dict(numbers), step=step)
@@ -159,11 +163,16 @@ class _Trackio:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import trackio  # deferred: an optional package
 
-        with contextlib.redirect_stdout(sys.stderr):  # it greets on stdout, which is the user's
+        with contextlib.redirect_stdout(sys.stderr):  # it prints a greeting, and stdout is for the user's output
             self._run = trackio.init(
-                project=PROJECT, name=folder.name, config=_plain(config), resume="allow", embed=False,
-                auto_log_cpu=False, auto_log_gpu=False,
-            )  # fmt: skip
+                project=PROJECT,
+                name=folder.name,
+                config=json.loads(json.dumps(dict(config), default=str)),  # it takes plain JSON values only
+                resume="allow",
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
 
     def log(self, step: int, numbers: Numbers) -> None:
         self._run.log(dict(numbers), step=step)
@@ -173,12 +182,8 @@ class _Trackio:
             self._run.finish()
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(dict(config), default=str))
-
-
-def _identity(folder: Path) -> str:
-    """The name by which W&B knows the run again when it is resumed, kept in the run folder."""
+def _wandb_id(folder: Path) -> str:
+    """The id by which W&B recognizes a resumed run; kept in the run folder."""
     path = folder / "wandb.id"
     if not path.exists():
         path.write_text(secrets.token_hex(4))

@@ -1,4 +1,4 @@
-"""From graded groups to what is trained on: which rollouts count, with which advantage and which loss weight. Pure.
+"""Advantages and loss weights of graded groups. Pure.
 
 The mean-centred advantage, summed over tokens and not divided by the length or the deviation, is the unbiased
 estimator (Dr. GRPO, arXiv 2503.20783). `rloo` is leave-one-out (arXiv 2402.14740), `std` the original GRPO
@@ -22,7 +22,7 @@ STD_EPS = 1e-4
 
 @dataclass(frozen=True)
 class RolloutAdvantage:
-    """A rollout that counts, with its advantage within its group."""
+    """A rollout that enters the group's mean, with its advantage."""
 
     group: Group
     rollout: Rollout
@@ -50,7 +50,7 @@ def group_advantages(
 
 
 def apply_truncation_penalty(groups: Sequence[Group], config: RLConfig) -> list[Group]:
-    """The groups after the truncation policy's penalty; `keep` and `mask` leave the rewards as they are."""
+    """The groups with the penalty of `truncation="penalize"`; other policies leave the rewards unchanged."""
     if config.truncation != "penalize":
         return list(groups)
     return [
@@ -67,7 +67,7 @@ def _with_penalty(rollout: Rollout, penalty: float) -> Rollout:
 
 
 def counted_rollouts(group: Group, config: RLConfig) -> list[Rollout]:
-    """The graded rollouts that enter the group's mean; cut-off ones do not under `truncation="mask"`."""
+    """The graded rollouts that enter the group's mean; with `truncation="mask"` without the truncated ones."""
     return [rollout for rollout in group.graded if not (config.truncation == "mask" and rollout.truncated)]
 
 
@@ -78,7 +78,7 @@ def has_unequal_rewards(group: Group, config: RLConfig) -> bool:
 
 
 def rollout_advantages(groups: Sequence[Group], config: RLConfig) -> list[RolloutAdvantage]:
-    """Every rollout that counts, group by group, with its advantage (0 in a group without a signal)."""
+    """The counted rollouts of all groups with their advantages (0 in a group with equal rewards)."""
     rewards_B = [[float(rollout.reward or 0.0) for rollout in counted_rollouts(group, config)] for group in groups]
     joined = np.concatenate([np.asarray(rewards) for rewards in rewards_B]) if rewards_B else np.zeros(0)
     batch_std = float(joined.std(ddof=1)) if len(joined) > 1 else 0.0

@@ -1,7 +1,7 @@
-"""KL to a reference policy: what the penalty takes from each token's advantage, and what is reported.
+"""The KL penalty: what it subtracts from each token's advantage, and the KL estimates in the metrics.
 
 The penalty is k1 inside the advantage, which gives the exact gradient of coef · KL(policy ‖ reference); k3 used as a
-loss does not (arXiv 2510.01555, 2512.21852), but it is the better estimate of the value, so k3 is what to read.
+loss does not (arXiv 2510.01555, 2512.21852), but k3 is the better estimate of the value, so both are reported.
 
 Letters: T sampled tokens of one rollout.
 """
@@ -20,7 +20,7 @@ from mint.types import ModelInput
 
 
 def kl_penalty(policy_logprobs_T: np.ndarray, base_logprobs_T: np.ndarray, coef: float) -> np.ndarray:
-    """What to subtract from the advantage of each token, float64 [T].
+    """The penalty to subtract from the advantage of each token, float64 [T].
 
     The k1 estimate log p − log p_base, summed from each token to the end: with the score-function gradient this is the
     exact gradient of coef · KL(policy ‖ base) of the whole completion (arXiv 2510.01555). k3 used as a loss is not.
@@ -30,7 +30,7 @@ def kl_penalty(policy_logprobs_T: np.ndarray, base_logprobs_T: np.ndarray, coef:
 
 
 class KLReference:
-    """The fixed policy that the KL penalty holds on to."""
+    """The fixed policy of the KL penalty."""
 
     def __init__(self, service: ServiceClient, config: RLConfig) -> None:
         """The base model, or the checkpoint `config.kl_reference`."""
@@ -41,7 +41,7 @@ class KLReference:
             self.sampler = service.create_sampling_client(model_path=config.kl_reference)
 
     def penalties(self, rollouts: Sequence[Rollout]) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Per rollout what to subtract from the advantage of each token [T], and the estimates of the KL per token."""
+        """Per rollout the penalty of each token [T], and the estimates of the KL per token."""
         if not rollouts:
             return [], {}
         futures = [

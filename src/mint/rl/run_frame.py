@@ -1,6 +1,6 @@
-"""A training run in its folder, for every recipe: open or resume it, log, checkpoint, report, and record how it ended.
+"""The frame of a training run: opens or resumes its folder, logs, saves checkpoints, and records how it ended.
 
-Knows nothing of what is trained on. A recipe opens a run, loops over its steps, and writes through it:
+Knows nothing of what is trained on. Every recipe opens a run, loops over its steps, and writes through it:
 
     with open_run(config, service_client, name="sft", described={...}, resume=resume) as run:
         for step in range(run.first_step, steps + 1):
@@ -44,7 +44,7 @@ def open_run(
     described: Mapping[str, Any],
     resume: bool,
     on_progress: ProgressHook | None = None,
-) -> Generator[TrainingRun]:
+) -> Generator[RunFrame]:
     """Starts the run in `config.run_dir`, or goes on with the one that is there.
 
     Args:
@@ -68,7 +68,7 @@ def open_run(
         content = {**config.model_dump(exclude={"run_dir", "trackers"}), **described}
         point = log.start(content, resume=resume)
         with recorded_process(log.folder) as end:
-            run = TrainingRun(config, service, log, content, point, on_progress)
+            run = RunFrame(config, service, log, content, point, on_progress)
             with Trackers(config.trackers, log.folder, content, run.note) as trackers:
                 run.hooks.insert(0, trackers)
                 run.trainer = make_trainer(service, config, point)
@@ -77,7 +77,7 @@ def open_run(
                 end.outcome, end.error = "stopped", run.stopped_by
 
 
-class TrainingRun:
+class RunFrame:
     """A run in progress; made by `open_run`.
 
     `trainer` holds the weights to go on with. `point` is where an earlier process left off, None in a new run.
