@@ -93,7 +93,7 @@ def test_groups_do_not_touch_one_another() -> None:
     ("policy", "expected"),
     [("keep", [0.5, -0.5]), ("mask", [0.0]), ("penalize", [0.25, -0.25])],
 )
-def test_a_cut_off_sample_is_kept_masked_or_with_penalty(policy: str, expected: list[float]) -> None:
+def test_a_cut_off_sample_is_kept_masked_or_penalized(policy: str, expected: list[float]) -> None:
     config = RLConfig(truncation=policy, truncation_penalty=0.5)
     (only,) = apply_truncation_penalty([group(rollout(1.0, stop_reason="length"), rollout(0.0))], config)
     assert [item.advantage for item in rollout_advantages([only], config)] == expected

@@ -55,7 +55,7 @@ def assert_same_bits(one: RunResult, other: RunResult) -> None:
 
 
 def test_the_policy_learns_arithmetic_that_it_was_never_trained_on() -> None:
-    config = DEMO.model_copy(update={"steps": 30, "heldout_size": 256})
+    config = DEMO.model_copy(update={"steps": 30, "heldout_size": 128})
     result = run_grpo(MathAdapter(seed=0), config)
     before, after = result.heldout_before[1.0], result.heldout_after[1.0]
     assert after.low > before.high, (before, after)
@@ -204,7 +204,7 @@ def test_dynamic_sampling_replaces_groups_without_a_signal_up_to_its_limit() -> 
     assert (constant[0]["groups/total"], constant[0]["groups/refilled"]) == (12.0, 8.0)
 
 
-@pytest.mark.parametrize("normalization", ["sum", "constant", "token", "sequence"])
+@pytest.mark.parametrize("normalization", ["constant", "token", "sequence"])
 def test_each_normalization_climbs_a_reward(normalization: str) -> None:
     rewards = [
         row["reward/mean"]

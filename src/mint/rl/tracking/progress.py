@@ -41,7 +41,7 @@ class LiveProgress:
         self._latest: Mapping[str, Any] = {}
         self._curve_name = curve
         self._curve_values: list[float] = []
-        self._readings: dict[tuple[str, int], dict[float | str, Mapping[str, Any]]] = {}
+        self._evaluations: dict[tuple[str, int], dict[float | str, Mapping[str, Any]]] = {}
         self._findings: dict[str, Mapping[str, Any]] = {}
         self._sample = ""
         self._live = (
@@ -68,11 +68,11 @@ class LiveProgress:
         elif event == "samples":
             self._samples(fields)
         elif event == "evaluation":
-            self._reading(fields)
+            self._evaluation(fields)
         elif event in ("finding", "stopped"):
             self._finding(event, fields)
 
-    # --- what is told ----------------------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------------------
 
     def _step(self, metrics: Mapping[str, Any]) -> None:
         if not self._latest:  # a resumed run begins further on
@@ -83,15 +83,15 @@ class LiveProgress:
             self._print(f"  step {int(metrics['step'])}/{self._steps}  {step_line(metrics)}")
 
     def _samples(self, fields: Mapping[str, Any]) -> None:
-        """One sample of every step on the screen; on lines, as many as were asked for."""
+        """On the screen, one completion of every step; on lines, `count` of them."""
         shown = sample_lines(fields["rows"], max(1, fields["count"]))
         self._sample = shown[0] if shown else ""
         if self._live is None or fields["count"] > 1:
             for line in shown[: fields["count"]]:
                 self._print(f"  {line}")
 
-    def _reading(self, row: Mapping[str, Any]) -> None:
-        self._readings.setdefault((row["when"], row["step"]), {})[_condition(row)] = row
+    def _evaluation(self, row: Mapping[str, Any]) -> None:
+        self._evaluations.setdefault((row["when"], row["step"]), {})[_condition(row)] = row
         self._doing = "done" if row["when"] == "after" else "sampling"
         self._stepping_since = time.monotonic() if row["when"] == "before" else self._stepping_since
         if self._live is None:
@@ -117,10 +117,10 @@ class LiveProgress:
             rows.add_row(self._curve_name.removesuffix("/mean").removeprefix("train/"), self._curve())
             for name, line in _number_lines(self._latest):
                 rows.add_row(name, line)
-        for (when, step), readings in self._readings.items():
+        for (when, step), rows_of_step in self._evaluations.items():
             line = "   ".join(
                 f"{_how(row)} {row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
-                for _, row in sorted(readings.items())
+                for _, row in sorted(rows_of_step.items())
             )
             rows.add_row("held-out", f"{when if when != 'during' else f'step {step}'}: {line}")
         for finding in list(self._findings.values())[-SHOWN_FINDINGS:]:
@@ -161,7 +161,7 @@ class LiveProgress:
 
 
 def step_line(metrics: Mapping[str, Any]) -> str:
-    """The numbers of one step on one line; says so when no group had a signal and no step was taken."""
+    """The numbers of one step on one line, or that no step was taken because no group had a signal."""
     if "groups/total" not in metrics:
         return "  ".join(f"{name} {value}" for name, value in _plain_numbers(metrics))
     used, total = int(metrics["groups/used"]), int(metrics["groups/total"])
@@ -175,12 +175,12 @@ def step_line(metrics: Mapping[str, Any]) -> str:
 
 
 def _is_drawn_on(console: Console) -> bool:
-    """Whether there is a terminal to draw on, as opposed to a pipe or a file that takes lines."""
+    """Whether the console is a terminal; pipes and files get lines."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 def _number_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What else the screen says of the latest step, by its heading."""
+    """The other lines of the screen about the latest step, by heading."""
     if "groups/total" not in metrics:
         return _plain_numbers(metrics)
     used, total = int(metrics["groups/used"]), int(metrics["groups/total"])
@@ -215,7 +215,7 @@ def _step_s(metrics: Mapping[str, Any]) -> float:
 
 
 def _condition(row: Mapping[str, Any]) -> float | str:
-    """What tells one evaluation of a step from another: its metric, or the sampling temperature."""
+    """Distinguishes the evaluations of a step: the metric, or the sampling temperature."""
     return row.get("metric") or row["temperature"]
 
 
