@@ -77,3 +77,12 @@ def test_a_variable_that_is_no_number_is_refused_by_name(monkeypatch: pytest.Mon
 def test_what_is_no_task_is_refused_by_the_method_that_it_lacks() -> None:
     with pytest.raises(InvalidRequestError, match="compute_reward"):
         rl.run_grpo(object(), rl.RLConfig(base_model="mint/tiny"))
+
+
+def test_the_old_name_of_item_key_is_refused_for_it_would_let_held_out_items_into_training() -> None:
+    class Old(Sums):
+        def sample_key(self, sample: object) -> str:
+            return ""
+
+    with pytest.raises(InvalidRequestError, match="sample_key"):
+        rl.run_grpo(Old(), rl.RLConfig(base_model="mint/tiny"))

@@ -104,8 +104,12 @@ def as_task(adapter: Any) -> RLAdapter | MessageEnvAdapter:
     """The adapter as a task; an object that only has the methods of an `RLAdapter` is wrapped.
 
     Raises:
-        InvalidRequestError: a method is missing.
+        InvalidRequestError: a method is missing, or has its old name `sample_key`.
     """
+    if hasattr(adapter, "sample_key"):  # ignored, it would let held-out items into the training set
+        raise InvalidRequestError(
+            "has the old name of item_key", field="adapter.sample_key", value=type(adapter).__name__, remedy="Rename it"
+        )
     if isinstance(adapter, RLAdapter | MessageEnvAdapter):
         return adapter
     missing = [name for name in ("build_dataset", "make_prompt", "compute_reward") if not hasattr(adapter, name)]
