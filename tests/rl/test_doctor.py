@@ -15,7 +15,7 @@ from mint.recipes.math import MathAdapter
 from mint.rl import RLAdapter, RLConfig
 from mint.rl.analysis.doctor import Examination, examine
 from mint.rl.analysis.planner import GROUP_SIZES
-from mint.rl.analysis.readiness import decide
+from mint.rl.analysis.task_verdict import decide
 
 CONFIG = RLConfig(base_model="mint/tiny", group_size=8, batch_size=16, max_tokens=8, temperature=1.0)
 

@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
-Call = Callable[[], Any]
+UserCall = Callable[[], Any]
 """No arguments; may return an awaitable."""
 
 
@@ -50,7 +50,7 @@ class CallPool:
         for _ in range(threads):
             self._start_thread()
 
-    def run(self, calls: Sequence[Call]) -> list[CallResult]:
+    def run(self, calls: Sequence[UserCall]) -> list[CallResult]:
         """One result per call, in order."""
         pending = [_Pending(function) for function in calls]
         for call in pending:
@@ -86,7 +86,7 @@ class CallPool:
             if call.abandoned:
                 return  # `_wait_for` has started a replacement
 
-    def _call(self, function: Call, began: float) -> CallResult:
+    def _call(self, function: UserCall, began: float) -> CallResult:
         try:
             value = function()
             if inspect.isawaitable(value):
@@ -105,7 +105,7 @@ class CallPool:
 class _Pending:
     """A call that waits for a thread or runs; `began` is the clock's time when it started to run."""
 
-    def __init__(self, function: Call) -> None:
+    def __init__(self, function: UserCall) -> None:
         self.function = function
         self.began: float | None = None
         self.abandoned = False

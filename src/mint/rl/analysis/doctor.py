@@ -1,6 +1,6 @@
 """`mint doctor`: samples a task with the untrained model and says whether RL can learn from it, and why.
 
-Samples, grades and probes the grader; `readiness` decides what follows from the evidence.
+Samples, grades and probes the grader; `task_verdict` decides what follows from the evidence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError, RequestFailedError
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task, as_task
 from mint.rl.analysis.planner import GROUP_SIZES, plan
-from mint.rl.analysis.readiness import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, Readiness, ReadinessEvidence, decide
+from mint.rl.analysis.task_verdict import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, TaskEvidence, TaskVerdict, decide
 from mint.rl.call_pool import CallPool
 from mint.rl.config import RLConfig
 from mint.rl.estimate import interval
@@ -45,10 +45,10 @@ class Examination:
     `sandbox` names the engines that run model-written code on this machine.
     """
 
-    verdict: Readiness
+    verdict: TaskVerdict
     reason: str
     remedy: str
-    evidence: ReadinessEvidence
+    evidence: TaskEvidence
     sandbox: str
     notes: tuple[str, ...] = ()
     examples: tuple[Mapping[str, Any], ...] = ()
@@ -151,7 +151,7 @@ def _starting_weights(service: ServiceClient, config: RLConfig) -> SamplingClien
     return service.create_sampling_client(base_model=config.base_model)
 
 
-def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> ReadinessEvidence:
+def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvidence:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [group for group in groups if group.graded]
     rewards = [reward for group in graded for reward in group.rewards]
@@ -160,7 +160,7 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> Readine
     cut = _share(rollout.truncated for rollout in rollouts)
     seconds, noisy = _grade_again(prober, graded)
     fixed_reply, fixed_reward = _best_fixed_reply(prober, graded)
-    return ReadinessEvidence(
+    return TaskEvidence(
         prompts=len(groups),
         samples=samples,
         success=interval(rates),
@@ -268,7 +268,7 @@ def _sandbox() -> str:
     return ", ".join([*level.engines, *missing])
 
 
-def _notes(task: Task, dataset: Sequence[Any], seen: ReadinessEvidence) -> tuple[str, ...]:
+def _notes(task: Task, dataset: Sequence[Any], seen: TaskEvidence) -> tuple[str, ...]:
     chosen = seen.informative.get(seen.group_size)
     notes = {
         "there is no held-out set, so nothing can be measured": not task.build_heldout(),

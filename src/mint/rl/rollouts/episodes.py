@@ -16,7 +16,7 @@ from typing import Any
 from mint.client.sampling_client import SamplingClient
 from mint.errors import InvalidRequestError, MintError, PromptTooLongError
 from mint.rl.adapter import MessageEnvAdapter
-from mint.rl.call_pool import Call, CallPool, CallResult
+from mint.rl.call_pool import CallPool, CallResult, UserCall
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, UnsupportedError
 from mint.rl.rollout import Group, GroupRequest, Rollout, RolloutStopReason, Turn
@@ -314,7 +314,7 @@ class _Batch:
         return "wall_time" if episode.seconds >= limits.wall_time_s else None
 
     def _call_each(
-        self, episodes: Sequence[_Episode], call_of: Callable[[_Episode], Call]
+        self, episodes: Sequence[_Episode], call_of: Callable[[_Episode], UserCall]
     ) -> list[tuple[_Episode, CallResult]]:
         """One call per episode, all together. Episodes whose call failed or hung end, and are left out."""
         answered = []
@@ -353,11 +353,11 @@ def _messages(answered: Any) -> list[Message]:
     return messages
 
 
-def _step(episode: _Episode) -> Call:
+def _step(episode: _Episode) -> UserCall:
     env, message = episode.env, episode.last_message
     return lambda: env.step(message)
 
 
-def _cut_off(episode: _Episode) -> Call:
+def _cut_off(episode: _Episode) -> UserCall:
     env, reason = episode.env, str(episode.cut)
     return lambda: env.cut_off(reason)

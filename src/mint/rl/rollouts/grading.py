@@ -13,7 +13,7 @@ from typing import Any
 
 from mint.errors import MintError
 from mint.rl.adapter import Graded, RLAdapter, Task, task_name
-from mint.rl.call_pool import Call, CallPool, CallResult
+from mint.rl.call_pool import CallPool, CallResult, UserCall
 from mint.rl.reward import Reward, UnsupportedError
 
 
@@ -76,7 +76,7 @@ def grade_one_by_one(calls: CallPool, adapter: RLAdapter, pairs: Sequence[tuple[
     return [_grade(adapter, result) for result in calls.run([_reward_call(adapter, *pair) for pair in pairs])]
 
 
-def _reward_call(adapter: RLAdapter, response: str, item: Any) -> Call:
+def _reward_call(adapter: RLAdapter, response: str, item: Any) -> UserCall:
     return lambda: adapter.compute_reward(response, item)
 
 

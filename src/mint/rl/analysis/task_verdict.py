@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Readiness = Literal["go", "sft_first", "saturated", "reward_constant", "unlearnable", "truncated"]
+TaskVerdict = Literal["go", "sft_first", "saturated", "reward_constant", "unlearnable", "truncated"]
 
 UNGRADED_LIMIT, TRUNCATED_LIMIT, NOISE_LIMIT, JUNK_LIMIT, FIXED_LIMIT = 0.5, 0.25, 0.5, 0.5, 0.6
 SATURATED_FROM = 0.9
@@ -23,7 +23,7 @@ LONGER = 4
 
 
 @dataclass(frozen=True)
-class ReadinessEvidence:
+class TaskEvidence:
     """Shares are of all completions; `success` and `mean` are (mean, low, high), with 95 % intervals over prompts.
 
     `pass_histogram[i]` counts the prompts solved in about i · 10 % of their samples. `informative` is the expected
@@ -74,7 +74,7 @@ class ReadinessEvidence:
         return (reward - self.floor) / (self.full - self.floor) if self.full > self.floor else 1.0
 
 
-def decide(seen: ReadinessEvidence) -> tuple[Readiness, str, str]:
+def decide(seen: TaskEvidence) -> tuple[TaskVerdict, str, str]:
     """The verdict, the reason and the remedy. Defects of the grader are tested first."""
     success = seen.success[0]
     best_size, best = max(seen.informative.items(), key=lambda option: option[1])
@@ -132,7 +132,7 @@ def decide(seen: ReadinessEvidence) -> tuple[Readiness, str, str]:
     )
 
 
-def _no_signal(seen: ReadinessEvidence, size: int, share: float) -> tuple[Readiness, str, str]:
+def _no_signal(seen: TaskEvidence, size: int, share: float) -> tuple[TaskVerdict, str, str]:
     if seen.relative:
         reason = f"the judge distinguishes the replies of a group in only {share:.0%} of groups of {size}"
         return "reward_constant", reason, "Sample at a higher temperature, or let the judge see finer differences"
