@@ -1,7 +1,7 @@
-"""The composition root of the dashboard: over the service of `mint serve`, or by itself over run folders.
+"""Builds the dashboard: over the service of `mint serve`, or alone over run folders.
 
-By itself it serves the pages, and OpenAI's routes for the chat box; the engine is loaded when somebody first chats.
-Runs belong to who runs the server: where keys are asked for, operators see them, and other owners do not.
+Alone, it serves the pages, and OpenAI's routes for the chat box; the engine is loaded at the first chat. Runs belong to
+the operator of the server: if it asks for keys, only operators see them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import threading
 import webbrowser
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -71,12 +72,12 @@ def over_service(
 
 
 def screen_of(access: preflight.Access) -> auth.Screen:
-    """What is refused, whoever sends it: where no keys are asked for, all that comes from foreign pages."""
+    """Without keys, refuses requests from web pages of other addresses."""
     return auth.accept_all if access.asks_keys else auth.refuse_foreign_pages(any_host=not access.is_local)
 
 
 def key_or_session(keys: Keys, dashboard: DashboardState) -> auth.Authenticate:
-    """Asks for a key as `auth.by_key` does; for sampling, a browser's session stands for the key it was opened with."""
+    """Asks for a key as `auth.by_key` does; for sampling, a browser's session replaces the key."""
     by_key, login = auth.by_key(keys), dashboard.access.login
 
     def authenticate(request: Request) -> Caller:
@@ -90,18 +91,18 @@ def key_or_session(keys: Keys, dashboard: DashboardState) -> auth.Authenticate:
 
 
 def is_operator(owner: str, keys: Keys, operators: Collection[str]) -> bool:
-    """Whether the runs of a server's data directory are this owner's to see."""
+    """Whether an owner may see the runs of the data directory."""
     return owner in operators if operators else keys.active_owners() == {owner}
 
 
 class _AsCaller:
-    """A service in this process as one caller finds it, for a `ServiceClient`; it is not the client's to stop."""
+    """A service in this process for the `ServiceClient` of one caller, who cannot stop it."""
 
     def __init__(self, service: Service, caller: Caller) -> None:
         self.app = create_service_app(service, ROUTES, authenticate=lambda _request: caller)
 
     def release(self) -> None:
-        """Does nothing."""
+        """Does nothing: the service goes on."""
 
 
 # --- by itself -------------------------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class DashboardServer:
         )
 
     def run(self, started: Callable[[], None] = lambda: None) -> None:
-        """Answers until a signal, or `stop`; `started` is called as soon as it does."""
+        """Answers until a signal or `stop`; calls `started` when it starts to."""
         self._http.on_started = started
         try:
             self._http.run(sockets=[self._socket])
@@ -180,19 +181,21 @@ def _operators_login(keys: Keys) -> Login:
 
 
 class LazyEmbedded:
-    """The service over a data directory as an ASGI application, opened by the first request that comes to it.
+    """The application over a data directory, opened by the first request.
 
-    Another process may work in the same directory: what is saved there is found, whoever has saved it.
+    Another process may use the same directory; the checkpoints that it saves are found here too.
     """
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
         self._opening = threading.Lock()
         self._opened: EmbeddedService | None = None
+        self._app: ASGIApp | None = None
+        self._threads = ThreadPoolExecutor(thread_name_prefix="mint-http")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Passes a request on."""
-        app: ASGIApp = (await asyncio.to_thread(self._open)).app
+        app = await asyncio.to_thread(self._open)
         await app(scope, receive, send)
 
     def close(self) -> None:
@@ -200,20 +203,21 @@ class LazyEmbedded:
         with self._opening:
             if self._opened is not None:
                 self._opened.release()
-                self._opened = None
+                self._opened = self._app = None
 
-    def _open(self) -> EmbeddedService:
+    def _open(self) -> ASGIApp:
         with self._opening:
-            if self._opened is None:
+            if self._opened is None or self._app is None:
                 self._opened = open_embedded(data_dir=self._data_dir)
-            return self._opened
+                self._app = create_service_app(self._opened.service, ROUTES, executor=self._threads)
+            return self._app
 
 
 # --- searching -------------------------------------------------------------------------------------------------------
 
 
 def _search(open_client: Callable[[Visitor | None], ServiceClient]) -> Search:
-    """The bisection of a run, which samples as whoever asks for it."""
+    """The bisection of a run, which samples as its visitor."""
 
     def search(folder: Path, metric: str, visitor: Visitor | None, tell: Callable[[str], None]) -> Regression:
         _require_own_task(folder, metric)
@@ -229,11 +233,10 @@ def _search(open_client: Callable[[Visitor | None], ServiceClient]) -> Search:
 
 
 def _require_own_task(folder: Path, metric: str) -> None:
-    """That grading runs nothing but what is part of mint: a run's folder may come from anywhere, and a click must not
-    start what it names.
+    """Checks that grading runs only code of mint: a run's folder may come from anywhere, and may name other code.
 
     Raises:
-        InvalidRequestError: it names a task of somebody's own, or asks to run code without the sandbox.
+        InvalidRequestError: it names a task outside mint, or asks to run code without the sandbox.
     """
     spec = read_config(folder).get("task_spec") or {}
     task = str(spec.get("task", ""))

@@ -1,4 +1,4 @@
-"""The composition root: settings → engine + service + app, running inside the caller's process.
+"""Builds the service inside the caller's process from its settings: engine, service and application.
 
 One service per data directory and process: several `ServiceClient`s share it, and its base models. The last one to
 close stops it.
@@ -25,7 +25,7 @@ class EmbeddedService:
     """A running service and its ASGI application."""
 
     def __init__(self, data_dir: Path, engine: Engine, settings: Settings, **options: Any) -> None:
-        """Opens `data_dir` and begins to work; `options` are those of `Service`."""
+        """Opens `data_dir` and starts to work; `options` are those of `Service`."""
         try:
             from mint.server.all_routes import ROUTES  # deferred: starlette, which remote users lack
             from mint.server.http.app import create_app
@@ -51,10 +51,10 @@ class EmbeddedService:
 
 
 def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None, **options: Any) -> EmbeddedService:
-    """The service of a data directory (None: `MINT_HOME`), started if need be.
+    """The service of a data directory (None: `MINT_HOME`), started if it is not running.
 
-    `engine` None is torch's, shared by everyone in this process with the same settings; an engine or options of one's
-    own make a service of one's own.
+    `engine` None is torch's; all callers in this process with the same settings share one service. With an engine or
+    options of its own, a caller gets a service of its own.
 
     Raises:
         MissingExtraError: the `local` extra is not installed.
@@ -82,7 +82,7 @@ def torch_engine(settings: Settings) -> Engine:
     shorten_thread_spinning()
     if not allocator_is_set():
         keep_freed_memory()
-    native = _start_native_build(settings)  # before torch, beside whose loading the compiler runs
+    native = _start_native_build(settings)  # before torch: the compiler runs while torch is loaded
     try:
         from mint.engine.torch_engine import TorchEngine  # deferred: torch takes seconds to import
     except ImportError as error:
@@ -91,13 +91,13 @@ def torch_engine(settings: Settings) -> Engine:
 
 
 def _start_native_build(settings: Settings) -> NativeBuild | None:
-    """The kernels in C, where they are wanted; insisted on only where they are asked for."""
+    """Starts to compile the C kernels, if they are wanted; they are required only if the settings ask for them."""
     wanted = TESTED_HERE if settings.native is None else settings.native
     return NativeBuild(settings.kernels_dir, required=settings.native is True) if wanted else None
 
 
 def _engine_settings(settings: Settings) -> dict[str, Any]:
-    """The arguments of `TorchEngine` that were set; it knows the defaults of the others."""
+    """The arguments of `TorchEngine` that were set; it has defaults for the others."""
     given = {
         "dtype": settings.dtype,
         "threads": settings.threads,

@@ -1,6 +1,6 @@
-"""uvicorn as mint's servers use it: an orderly end, bounded patience with the heads of requests, enough connections.
+"""uvicorn as mint's servers use it: graceful shutdown, limits on the headers of requests, enough connections.
 
-Knows no route and no service: what has to be let go before a shutdown is a callable.
+Knows no route and no service.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD_PATIENCE_S = 30.0
-MAX_HEAD_BYTES = 64 * 1024
+HEADERS_TIMEOUT_S = 30.0
+MAX_HEADERS_BYTES = 64 * 1024
 KEEP_ALIVE_S = 75.0
-"""Longer than clients keep unused connections, so that it is they who close them, not a request in flight."""
+"""Longer than clients keep unused connections, so that the client closes them and no request is lost."""
 
 MAX_OPEN_FILES = 65_536
 
 
 def url_of(host: str, bound: socket.socket) -> str:
-    """The address under which a bound socket is reached."""
+    """The address of a bound socket."""
     name = f"[{host}]" if ":" in host else host or "0.0.0.0"
     return f"http://{name}:{bound.getsockname()[1]}"
 
 
 def http_config(app: Any, *, drain_s: float) -> uvicorn.Config:
-    """How an application is served; at the end, the answers under way get `drain_s` seconds."""
+    """The settings of uvicorn for an application; at shutdown, open responses get `drain_s` seconds."""
     _allow_connections()
     return uvicorn.Config(
         app,
@@ -48,7 +48,7 @@ def http_config(app: Any, *, drain_s: float) -> uvicorn.Config:
 
 
 def _allow_connections() -> None:
-    """Every result that is waited for holds a connection, and the usual soft limit is 1,024."""
+    """Raises the limit of open files: every waiting client holds a connection, and the usual soft limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -56,82 +56,82 @@ def _allow_connections() -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server, which lets those go who wait for something before it waits for them."""
+    """uvicorn's server; before it waits for open responses, it calls `release_clients`, so that pending polls end."""
 
-    def __init__(self, config: uvicorn.Config, let_go: Callable[[], None]) -> None:
-        """`let_go` is called in the event loop, once, when the server is to end."""
+    def __init__(self, config: uvicorn.Config, release_clients: Callable[[], None]) -> None:
         super().__init__(config)
-        self._let_go = let_go
+        self._release_clients = release_clients
         self.on_started: Callable[[], None] = lambda: None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to answer."""
+        """Starts to answer."""
         await super().startup(sockets)
         self.on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal ends the server in order; a second interrupt, at once.
+        """The first signal shuts down gracefully; a second interrupt ends the server at once.
 
-        uvicorn's own would raise the signal again at the end, and so end the process before the journal is closed.
+        uvicorn's own handler raises the signal again at the end, which would end the process before the journal is
+        closed.
         """
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops listening, and waits for the answers under way."""
-        self._let_go()
+        """Stops listening, and waits for open responses."""
+        self._release_clients()
         await super().shutdown(sockets)
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's connection, which does not wait for ever for the head of a request, nor keep one of any size."""
+    """uvicorn's connection, with limits on the time and the size of a request's headers."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._patience: asyncio.TimerHandle | None = None
-        self._in_head = False
-        self._head_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_headers = False
+        self._headers_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begins to wait for a request."""
+        """Starts to wait for a request."""
         super().connection_made(transport)
-        self._wait_for_head(HEAD_PATIENCE_S)
+        self._start_timer(HEADERS_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Waits no longer."""
-        self._stop_waiting()
+        """Stops the timer."""
+        self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts what belongs to a head that is not whole yet."""
+        """Counts the bytes of headers that are not complete yet."""
         super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
+        if self._in_headers:
+            self._headers_bytes += len(data)
+            if self._headers_bytes > MAX_HEADERS_BYTES:
                 self.transport.close()
 
     def on_message_begin(self) -> None:
-        """A head begins."""
-        self._in_head, self._head_bytes = True, 0
+        """Headers begin."""
+        self._in_headers, self._headers_bytes = True, 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
-        self._in_head = False
-        self._stop_waiting()
+        """The headers are complete."""
+        self._in_headers = False
+        self._stop_timer()
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        """Waits for the next request, unless it is here already."""
+        """Starts to wait for the next request, unless it is here already."""
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            self._wait_for_head(KEEP_ALIVE_S + HEAD_PATIENCE_S)
+            self._start_timer(KEEP_ALIVE_S + HEADERS_TIMEOUT_S)
 
-    def _wait_for_head(self, patience_s: float) -> None:
-        self._stop_waiting()
-        self._patience = self.loop.call_later(patience_s, self.timeout_keep_alive_handler)
+    def _start_timer(self, timeout_s: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(timeout_s, self.timeout_keep_alive_handler)
 
-    def _stop_waiting(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

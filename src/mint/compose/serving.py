@@ -1,4 +1,4 @@
-"""The composition root of the server process: settings → engine + service + app, behind a socket, until a signal.
+"""Builds the server process from its settings: engine, service and application behind a socket, until a signal.
 
 A shutdown stops listening, answers waiting clients with "try again" (they reconnect to the next process), finishes the
 request that is running, and leaves the rest in the journal. A request that does not end in time is cut off; the next
@@ -58,10 +58,10 @@ def check(settings: ServeSettings) -> list[Finding]:
 
 
 def serve(settings: ServeSettings, *, announce: Callable[[str], None], engine: Engine | None = None) -> None:
-    """Serves until a signal ends it; `announce` is told where, once it answers. `engine` None is torch's.
+    """Serves until a signal; calls `announce` with one line once it answers. `engine` None is torch's.
 
     Raises:
-        InvalidRequestError: the settings cannot be used together, or the address not at all.
+        InvalidRequestError: the settings contradict each other, or the address cannot be used.
         JournalError: the data directory cannot be used.
     """
     configure_logs(format=settings.log_format, level=settings.log_level)
@@ -70,7 +70,7 @@ def serve(settings: ServeSettings, *, announce: Callable[[str], None], engine: E
 
 
 class Server:
-    """A service behind a socket. It takes requests from the start; they are answered once `run` is called."""
+    """A service behind a socket. The socket accepts connections at once; `run` answers them."""
 
     def __init__(self, settings: ServeSettings, *, engine: Engine | None = None) -> None:
         """Opens everything, as `serve` says."""
@@ -83,7 +83,7 @@ class Server:
             keys=preflight.count_keys(folder),
         )
         if not access.is_local and not access.asks_keys:
-            log.warning("--insecure: WHOEVER reaches %s can use this server, and read all it has", settings.host)
+            log.warning("--insecure: EVERYBODY who reaches %s can use this server and read all its data", settings.host)
         self._socket = preflight.open_socket(settings.host, settings.port)
         try:
             self.service = _open_service(settings, metrics := Metrics(), engine)
@@ -91,11 +91,14 @@ class Server:
             self._socket.close()
             raise
         self.keys = Keys(self.service.journal.database)
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
         self._dashboard = over_service(
             self.service, metrics, access=access, keys=self.keys, operators=settings.operators
         )
-        app = _app(settings, self.service, access, self.keys, metrics, self._dashboard)
-        self._uvicorn = HttpServer(http_config(app, drain_s=settings.stop_within_s * DRAIN_SHARE), self._let_go)
+        app = _app(settings, self.service, access, self.keys, metrics, self._dashboard, self._threads)
+        self._uvicorn = HttpServer(
+            http_config(app, drain_s=settings.stop_within_s * DRAIN_SHARE), self._release_clients
+        )
         self.url = url_of(settings.host, self._socket)
         self.line = (
             f"mint serves {self.url} · {'keys' if access.asks_keys else 'no keys'} asked for · "
@@ -104,18 +107,19 @@ class Server:
         )
 
     def run(self, announce: Callable[[str], None] = log.info) -> None:
-        """Answers until a signal, or `stop`; `announce` is told as soon as it does."""
+        """Answers until a signal or `stop`; calls `announce` with one line when it starts to."""
         self._uvicorn.on_started = lambda: announce(self.line)
         try:
             self._uvicorn.run(sockets=[self._socket])
         finally:
+            self._threads.shutdown(wait=False)  # the responses have been sent, or cut off
             _stop(self.service, self._settings.stop_within_s * (1 - DRAIN_SHARE))
 
     def stop(self) -> None:
         """Makes `run` return, as a signal would."""
         self._uvicorn.should_exit = True
 
-    def _let_go(self) -> None:
+    def _release_clients(self) -> None:
         self.service.release_waiters()
         self._dashboard.close()
 
@@ -141,7 +145,13 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
 
 
 def _app(
-    settings: ServeSettings, service: Service, access: Access, keys: Keys, metrics: Metrics, dashboard: DashboardState
+    settings: ServeSettings,
+    service: Service,
+    access: Access,
+    keys: Keys,
+    metrics: Metrics,
+    dashboard: DashboardState,
+    threads: ThreadPoolExecutor,
 ) -> Any:
     limits = BodyLimits(body_bytes=settings.max_body_mb * MIB, patience_s=settings.body_timeout_s)
     return create_app(
@@ -154,12 +164,12 @@ def _app(
         observers=(metrics.observe, log_access),
         metrics=metrics,
         readiness=Readiness(service, stuck_after_s=settings.stuck_after_s),
-        executor=ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http"),
+        executor=threads,
     )
 
 
 def _stop(service: Service, within_s: float) -> None:
-    """Stops the service; a request that goes on for longer is left to the next process, which runs it again."""
+    """Stops the service. If the running request takes longer, the process ends, and the next one runs it again."""
     stopping = threading.Thread(target=service.stop, name="mint-stop", daemon=True)
     started_at = time.monotonic()
     stopping.start()
@@ -167,5 +177,5 @@ def _stop(service: Service, within_s: float) -> None:
     if stopping.is_alive():
         log.warning("the running request goes on after %.0f s; the next start runs it again", within_s)
         logging.shutdown()
-        os._exit(0)  # the engine's thread cannot be interrupted, and nothing that was promised is lost by this
+        os._exit(0)  # the engine's thread cannot be interrupted; the journal has all that was acknowledged
     log.info("stopped within %.1f s", time.monotonic() - started_at)

@@ -1,7 +1,7 @@
-"""The routes by which weights leave and enter as files: signed addresses, the downloads behind them, and uploads.
+"""The routes for weights as files: signed addresses, the downloads behind them, and uploads.
 
-A file is named by its checkpoint and one of a few names, never by a path. Knows HTTP; what is in the files is the
-business of `service/downloads` and `service/uploads`.
+A file is named by its checkpoint and one of a few names, never by a path. Does not know what the files contain
+(`service/downloads` and `service/uploads` do).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from mint.types.records import ExternalWeightsUrlsResponse, UploadCheckpointResp
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks  # not there at run time
 
-UPLOADS_AT_ONCE = 8
-PATIENCE_S = 60.0
+MAX_UPLOADS = 8
+CHUNK_TIMEOUT_S = 60.0
 MAX_FIELD_BYTES = 4096
 FILE_FIELD, TEXT_FIELDS = "file", ("base_model", "name")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
-_uploads = threading.BoundedSemaphore(UPLOADS_AT_ONCE)
+_uploads = threading.BoundedSemaphore(MAX_UPLOADS)
 
 
 # --- down --------------------------------------------------------------------------------------------------------
 
 
 def archive(call: Call) -> Response:
-    """302 to a signed address of the checkpoint as a .tar.gz: a PEFT adapter, with the optimizer where it has one."""
+    """302 to a signed address of the checkpoint as a .tar.gz: a PEFT adapter, with the optimizer if it has one."""
     row = _readable(call)
     expires_at = int(time.time()) + LIFETIME_S
     expires = format_datetime(datetime.fromtimestamp(expires_at, UTC), usegmt=True)
@@ -77,7 +77,7 @@ def download(call: Call) -> Response:
     try:
         row = checkpoints.find_checkpoint(service.journal, _path(call), reader=None)
     except (NotFoundError, InvalidRequestError):
-        row = None  # told apart from a wrong signature, this would say what others have
+        row = None  # the same error as for a wrong signature: another one would tell what others have
     Signer(service.data_dir).check(
         "" if row is None else row.folder,
         name,
@@ -104,7 +104,7 @@ def _path(call: Call, kind: str | None = None) -> str:
 
 
 def _readable(call: Call, kind: str | None = None) -> CheckpointRow:
-    """The row of the checkpoint that the caller asks for, its files found undamaged."""
+    """The row of a checkpoint that the caller may read; checks that its files are undamaged."""
     row = checkpoints.find_checkpoint(call.service.journal, _path(call, kind), reader=call.caller.owner)
     folder = call.service.data_dir / row.folder
     manifest = checkpoints.read_manifest(folder)
@@ -113,7 +113,7 @@ def _readable(call: Call, kind: str | None = None) -> CheckpointRow:
 
 
 def _signed_url(call: Call, row: CheckpointRow, file: str, expires_at: int) -> str:
-    """Where a file is, seen from the sender: below the address that they have called."""
+    """The signed address of a file, below the address that the client has called."""
     signature = Signer(call.service.data_dir).sign(row.folder, file, expires_at=expires_at)
     place = "/".join(quote(part, safe=":") for part in (row.model_id, row.kind, row.name, file))
     query = urlencode({"expires": expires_at, "signature": signature})
@@ -127,7 +127,7 @@ async def upload(call: Call) -> Response:
     """A PEFT adapter, or an archive of this server, as the multipart part `file` (.tar.gz or .tar) becomes a checkpoint
     of the caller's. Form fields `base_model` (if the adapter does not name one that is known here) and `name`."""
     if not _uploads.acquire(blocking=False):
-        raise OverloadedError(f"{UPLOADS_AT_ONCE} uploads are under way already", remedy="Try again in a minute")
+        raise OverloadedError(f"{MAX_UPLOADS} uploads are under way already", remedy="Try again in a minute")
     try:
         scratch = call.service.data_dir / SCRATCH_FOLDER
         await asyncio.to_thread(scratch.mkdir, parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def _import(call: Call, spool: BinaryIO, fields: Mapping[str, str]) -> Checkpoin
 
 
 def _offered(service: Service) -> Callable[[str], Path]:
-    """Finds base models by name. What a stranger's file says must not make the server look about on its disk."""
+    """Finds base models by name; a name in an uploaded file must not make the server read other folders."""
 
     def find(name: str) -> Path:
         bases = service.base_models
@@ -204,11 +204,11 @@ async def _receive(call: Call, spool: BinaryIO) -> dict[str, str]:
 
 
 async def _chunks(call: Call) -> AsyncGenerator[bytes]:
-    """The body, as it comes in."""
+    """The chunks of the body."""
     stream = call.request.stream().__aiter__()
     while True:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(CHUNK_TIMEOUT_S):
                 chunk = await anext(stream, None)
         except (ClientDisconnect, TimeoutError):
             raise InvalidRequestError("broke off", field="body", value="the upload", remedy="Send it again") from None
@@ -218,7 +218,7 @@ async def _chunks(call: Call) -> AsyncGenerator[bytes]:
 
 
 class _Form:
-    """What a multipart body says, part by part: the file goes to the disk, a few short fields are kept."""
+    """Reads a multipart body part by part: the file goes to the disk, short text fields to memory."""
 
     def __init__(self, spool: BinaryIO) -> None:
         self._spool = spool
@@ -230,7 +230,7 @@ class _Form:
         self._seen: set[str] = set()
 
     def callbacks(self) -> MultipartCallbacks:
-        """What the parser is to call."""
+        """The callbacks of the parser."""
         return {
             "on_part_begin": self._begin,
             "on_header_field": lambda data, start, end: self._collect(self._header, data[start:end]),
@@ -242,7 +242,7 @@ class _Form:
         }
 
     def fields(self) -> dict[str, str]:
-        """The text fields, once the file is there.
+        """The text fields, after the whole body.
 
         Raises:
             InvalidRequestError: the body ended early, or had no file.

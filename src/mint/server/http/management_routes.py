@@ -1,6 +1,6 @@
 """The routes that list, show and change what is kept, below `/api/v1`: each names an operation of a catalog.
 
-What a caller does not own is answered with 404, as if it were not there. Decides nothing.
+Objects of other owners give 404. Decides nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def get_training_run(call: Call) -> Response:
 
 
 def _readable_by_sdk(call: Call, found: records.CheckpointsListResponse) -> records.CheckpointsListResponse:
-    """Without the external ones for SDKs that do not know that type: one such row, and they refuse the whole list."""
+    """Leaves out external checkpoints for SDKs that do not know them: those refuse a list with one such row."""
     headers = call.request.headers
     version = _OLD_SDK.match(headers.get("x-stainless-package-version", ""))
     if version is None or "tinker/" not in headers.get("user-agent", "").lower():
@@ -70,7 +70,7 @@ def get_checkpoint_by_alias(call: Call) -> Response:
 
 
 def delete_checkpoint(call: Call) -> Response:
-    """Forgets a checkpoint for good; what was made from it goes on."""
+    """Deletes a checkpoint; models and samplers made from it stay."""
     call.service.checkpoint_catalog.delete(call.caller.owner, _path(call))
     return respond_json(b"{}")
 
@@ -88,7 +88,7 @@ def unpublish_checkpoint(call: Call) -> Response:
 
 
 def set_checkpoint_ttl(call: Call) -> Response:
-    """How long a checkpoint is kept from now on; null keeps it for good."""
+    """How long a checkpoint is kept from now on; null keeps it for ever."""
     ttl_seconds = wire.decode(records.SetCheckpointTtlRequest, call.body).ttl_seconds
     call.service.checkpoint_catalog.set_ttl(call.caller.owner, _path(call), ttl_seconds)
     return respond_json(b"{}")
@@ -110,7 +110,7 @@ def copy_weights(call: Call) -> Response:
 
 
 def list_sessions(call: Call) -> Response:
-    """The caller's sessions, living or ended, newest first: `limit`, `offset`."""
+    """The caller's sessions, live or ended, newest first: `limit`, `offset`."""
     return respond(call.service.session_catalog.sessions(call.caller.owner, _page(call)))
 
 
@@ -120,7 +120,7 @@ def get_session(call: Call) -> Response:
 
 
 def search_sessions(call: Call) -> Response:
-    """The caller's sessions that fit, newest first."""
+    """The caller's sessions that match a search, newest first."""
     request = wire.decode(records.SessionSearchRequest, call.body)
     return respond(call.service.session_catalog.search_sessions(call.caller.owner, request))
 
@@ -133,7 +133,7 @@ def assign_session_project(call: Call) -> Response:
 
 
 def export_session_trace(call: Call) -> Response:
-    """Says that no traces are kept, in the form that clients wait for."""
+    """Answers that no traces are kept, in the form that clients poll for."""
     call.service.session_catalog.session(call.caller.owner, _part(call, "session_id"))
     reason = "this server keeps no traces of sessions; the server's log and /metrics say what ran"
     return respond(records.SessionTraceExportResponse(status="failed", error=reason))
@@ -154,7 +154,7 @@ def _refuse(what: str, remedy: str) -> NoReturn:
 
 
 def _page(call: Call, *, limit: int = 20) -> PageQuery:
-    """The query of a listing."""
+    """The query parameters of a listing."""
     try:
         return PageQuery.model_validate({"limit": limit, **call.request.query_params})
     except ValidationError as error:

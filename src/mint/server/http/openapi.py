@@ -1,6 +1,6 @@
-"""The description of the API, made from the route table: an OpenAPI 3.1 document, and a page for people.
+"""The description of the API, generated from the route table: an OpenAPI 3.1 document, and a page for people.
 
-A route that is in the table is in here; there is no second list. Knows no service.
+Knows no service.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def document(rows: tuple[RouteRow, ...], *, asks_keys: bool = True) -> bytes:
 
 
 def _schemas(rows: Iterable[RouteRow]) -> tuple[dict[str, Any], dict[tuple[type[BaseModel], str], dict[str, Any]]]:
-    """The schemas of all messages by name, and how to refer to that of each message, coming or going."""
+    """The schemas of all messages by name, and the reference to each message as request or response."""
     coming = {(row.request, "validation") for row in rows if row.request is not None}
     answers = [answer for row in rows for answer in (row.response, row.refusal)]
     going = {(answer, "serialization") for answer in answers if answer is not None}
@@ -181,7 +181,7 @@ def _group(row: RouteRow) -> str:
 
 @cache
 def page(rows: tuple[RouteRow, ...]) -> str:
-    """The same as a page: no script, nothing from elsewhere."""
+    """The same as a page, without scripts and without resources from other addresses."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         open_mark = ' <span class="open">(no key)</span>' if row.is_open else ""

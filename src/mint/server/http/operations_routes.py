@@ -1,4 +1,4 @@
-"""The routes of those who run the server: whether it lives, whether it works, its numbers and its description."""
+"""The routes for operators: liveness, readiness, metrics, and the description of the API."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health(BaseModel):
-    """`status` is ok, or says that requests are not being worked on; `problems` says why."""
+    """`status` is ok or not ready; `problems` say why."""
 
     status: str
     problems: list[str] | None = None
 
 
 async def healthz(_call: Call) -> Response:
-    """Whether the process lives: it answers."""
+    """Answers as long as the process lives."""
     return respond(Health(status="ok"))
 
 
@@ -37,7 +37,7 @@ async def readyz(call: Call) -> Response:
 
 
 def metrics(call: Call) -> Response:
-    """Numbers for Prometheus: requests, times, queues, the engine's work. No owners, no keys, no texts."""
+    """Metrics for Prometheus: requests, times, queues, the engine's work. No owners, no keys, no texts."""
     exposition = call.request.app.state.metrics
     if exposition is None:
         raise NotFoundError("no numbers are kept in this process", remedy="Use mint serve")

@@ -234,6 +234,11 @@ def _submitted(kind: str, request: type[BaseModel]) -> RouteRow:
 
 
 ROUTES: tuple[RouteRow, ...] = (
+    # the router tries one row after another, so those of every training step come first
+    _submitted("forward_backward", messages.ForwardBackwardRequest),
+    _submitted("optim_step", messages.OptimStepRequest),
+    _post("asample", sample, messages.SampleRequest, UntypedPromise),
+    _post("retrieve_future", retrieve_future, RetrieveFutureRequest),
     _post("client/config", client_config, messages.ClientConfigRequest, ClientConfigResponse),
     _post("client/dynamic_config", client_config, messages.ClientConfigRequest, ClientConfigResponse),
     RouteRow("POST", f"{wire.API_PREFIX}/telemetry", telemetry, response=TelemetryResponse, streams_body=True),
@@ -243,8 +248,6 @@ ROUTES: tuple[RouteRow, ...] = (
     _submitted("create_model", messages.CreateModelRequest),
     _post("get_info", get_info, messages.ModelRequest, GetInfoResponse),
     _submitted("forward", messages.ForwardRequest),
-    _submitted("forward_backward", messages.ForwardBackwardRequest),
-    _submitted("optim_step", messages.OptimStepRequest),
     _submitted("save_weights", messages.SaveWeightsRequest),
     _submitted("save_weights_for_sampler", messages.SaveWeightsForSamplerRequest),
     _submitted("save_weights_external", messages.SaveWeightsExternalRequest),
@@ -256,8 +259,6 @@ ROUTES: tuple[RouteRow, ...] = (
         CreateSamplingSessionResponse,
     ),
     RouteRow("GET", f"{wire.API_PREFIX}/samplers/{{sampler_id}}", sampler_info, response=SamplerInfo),
-    _post("asample", sample, messages.SampleRequest, UntypedPromise),
-    _post("retrieve_future", retrieve_future, RetrieveFutureRequest),
     _post("retrieve_futures", retrieve_futures, messages.RetrieveFuturesRequest, RetrieveFuturesResponse),
     _post("cancel_future", cancel_future, messages.CancelFutureRequest),
     _post(

@@ -1,6 +1,6 @@
-"""Addresses that open one file of one checkpoint for a while, to whoever has them: no key is needed to fetch it.
+"""Signs addresses: whoever has one can fetch one file of one checkpoint for an hour, without a key.
 
-The secret lies in the data directory and never leaves it. Knows no HTTP, and not what the files are.
+The secret stays in the data directory. Knows no HTTP, and not what the files are.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _SECRET_BYTES = 32
 
 
 class Signer:
-    """Signs and checks, by the secret of one data directory."""
+    """Signs and checks with the secret of one data directory."""
 
     def __init__(self, data_dir: Path) -> None:
-        """Reads the secret, or makes one that only this user can read; processes that share the folder share it."""
+        """Reads the secret, or creates one that only this user can read; processes with the same folder share it."""
         path = data_dir / SECRET_FILE
         if not path.is_file():
             fresh = path.with_name(f".{SECRET_FILE}.{secrets.token_hex(8)}")
-            write_file(fresh, [secrets.token_bytes(_SECRET_BYTES)])  # mode 0600, as of every temporary file
+            write_file(fresh, [secrets.token_bytes(_SECRET_BYTES)])  # mode 0600, like every temporary file
             try:
                 os.link(fresh, path)
             except FileExistsError:
-                pass  # another process was first: its secret holds
+                pass  # another process was first: its secret is used
             finally:
                 fresh.unlink()
         self._secret = path.read_bytes()
@@ -42,7 +42,7 @@ class Signer:
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
     def check(self, *parts: str, expires_at: str, signature: str, now: float) -> None:
-        """Returns where the signature is right and still good.
+        """Checks that the signature is right and has not expired.
 
         Raises:
             AuthenticationError: it is not.

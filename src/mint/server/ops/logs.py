@@ -1,7 +1,7 @@
-"""The server's log: one line per event, as JSON for machines or in colour for people, on standard error.
+"""The server's log: one line for each event on standard error, as JSON for machines or in colour for people.
 
-Everything that is logged through Python's own `logging` comes here too. Keys never do: what looks like one is made
-unreadable in every line, tracebacks included. Prompts, bodies and query strings are given to no logger at all.
+Lines of Python's own `logging` are part of it. Text that looks like a key is redacted everywhere, also in tracebacks.
+Prompts, bodies and query strings are given to no logger.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _drop_copies(_logger: Any, _method: str, event: Event) -> Event:
 
 
 def _clean(_logger: Any, _method: str, event: Event) -> Event:
-    """Takes keys out, and what could feign other lines or fill the disk: some of it is what strangers have sent."""
+    """Removes keys, control characters that could fake other lines, and long texts, which strangers may have sent."""
     for name, value in event.items():
         if name == "exception":
             event[name] = "\n".join(_clean_line(line) for line in _cut(value, MAX_TRACEBACK_CHARS).split("\n"))

@@ -1,6 +1,6 @@
-"""Numbers for Prometheus: requests by route, the queue, what the engine does. No owners, no keys, no texts.
+"""Metrics for Prometheus: requests by route, the queue, the engine's work. No owners, no keys, no texts.
 
-Watches from outside: exchanges once they are over, the engine through a wrapper, the rest when the numbers are asked
+Requests are counted from their access records, the engine through a wrapper; the rest is read when metrics are asked
 for. Knows no HTTP.
 """
 
@@ -33,14 +33,14 @@ TIMED = frozenset(
         "load_weights",
     }
 )
-"""The operations of the engine whose time is counted, besides the steps of its batches, which count as `sample`."""
+"""The operations of the engine whose time is counted; the steps of its batches count as `sample`."""
 
 
 class Metrics:
-    """The numbers of one process."""
+    """The metrics of one process."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # when each number began to be counted is of no use, and doubles the page
+        disable_created_metrics()  # when a counter was created is of no use, and doubles the page
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "mint_requests", "Requests answered.", ("method", "route", "status"), registry=self._registry
@@ -61,29 +61,29 @@ class Metrics:
 
     def observe(self, record: AccessRecord) -> None:
         """Counts a request and its response."""
-        # the method of a request that no route takes is the sender's invention: not a label
+        # without a route, the method is any text that the sender has made up: no label
         method = "-" if record.route == NO_ROUTE else record.method
         self._requests.labels(method, record.route, record.status).inc()
         self._seconds.labels(record.route).observe(record.seconds)
 
     def watch(self, service: Service) -> None:
-        """Shows the state of a service from now on."""
+        """Adds the state of a service to the metrics."""
         self._state = _ServiceState(service)
         self._registry.register(self._state)
 
     def metered(self, engine: Engine) -> Engine:
-        """The same engine, whose work is counted."""
+        """The same engine, with its work counted."""
         self._engine = engine
         self._registry.register(_EngineState(engine))
         return cast("Engine", _Metered(engine, self._count_work))
 
     def render(self) -> bytes:
-        """All numbers in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """What the engine has done since the start: `tokens` by kind, `busy_s` by operation, and what it says itself,
-        if it does, of its `sampling` and of its `kv_cells` now."""
+        """The engine's work since the start: `tokens` by kind and `busy_s` by operation; if the engine counts them, also
+        its counters of `sampling`, and its `kv_cells` now."""
         count = getattr(self._engine, "sampling_counters", None)
         cells = getattr(self._engine, "kv_cells", None)
         return {
@@ -125,7 +125,7 @@ def _by_label(counter: Counter) -> dict[str, float]:
 
 
 class _Metered:
-    """Stands in front of an engine; hands everything through."""
+    """An engine that counts calls, and passes them on to another one."""
 
     def __init__(self, engine: Engine, count: Callable[[str, float, tuple[Any, ...], Any], None]) -> None:
         self._engine = engine
@@ -145,12 +145,12 @@ class _Metered:
         return timed
 
     def open_batch(self) -> SampleBatch:
-        """The engine's, counted too."""
+        """A batch of the engine, counted too."""
         return cast("SampleBatch", _MeteredBatch(self._engine.open_batch(), self._count))
 
 
 class _MeteredBatch:
-    """Stands in front of a batch; hands everything through."""
+    """A batch that counts steps, and passes all calls on to another one."""
 
     def __init__(self, batch: SampleBatch, count: Callable[[str, float, tuple[Any, ...], Any], None]) -> None:
         self._batch = batch
@@ -160,7 +160,7 @@ class _MeteredBatch:
         return getattr(self._batch, name)
 
     def step(self) -> dict[str, SampleResult]:
-        """The batch's; the tokens of a request count once it has ended."""
+        """A step of the batch; the tokens of a request are counted when it has finished."""
         started_at = time.perf_counter()
         results = self._batch.step()
         self._count("sample", time.perf_counter() - started_at, (), results)
@@ -168,14 +168,14 @@ class _MeteredBatch:
 
 
 class _EngineState(Collector):
-    """What the engine itself counts, at the moment of asking; nothing of an engine that counts nothing."""
+    """The engine's own counters, read when metrics are asked for; nothing if it has none."""
 
     def __init__(self, engine: object) -> None:
         self._count = getattr(engine, "sampling_counters", None)
         self._cells = getattr(engine, "kv_cells", None)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the engine is not asked before it works."""
+        """Nothing: the engine is not read before it works."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -199,13 +199,13 @@ class _EngineState(Collector):
 
 
 class _ServiceState(Collector):
-    """What is read from the service at the moment of asking."""
+    """The state of the service, read when metrics are asked for."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the service is not asked before it works."""
+        """Nothing: the service is not read before it works."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -229,6 +229,6 @@ class _ServiceState(Collector):
         for path in self._service.data_dir.glob("journal.sqlite3*"):
             try:
                 sizes.append(path.stat().st_size)
-            except FileNotFoundError:  # SQLite takes its log away between the two
+            except FileNotFoundError:  # SQLite has deleted its log in between
                 continue
         return sum(sizes)

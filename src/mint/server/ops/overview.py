@@ -1,6 +1,6 @@
-"""The service at a glance, for who runs it: owners, queues, memory, throughput. Reads; changes nothing.
+"""An overview of the service for its operator: owners, queues, memory, throughput. Changes nothing.
 
-Unlike `metrics` it names owners. Throughput is that of the last seconds in which somebody looked. Knows no HTTP.
+Unlike `metrics`, it names owners. Throughput is measured between the calls of the last seconds. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mint.server.service.service import Service
 from mint.version import VERSION
 
 RATE_OVER_S = 10.0
-"""Over how many of the last seconds tokens are counted."""
+"""The window over which throughput is measured."""
 
 LEAST_RATE_S = 0.5
 
 
 class Overview:
-    """One service, as it is when asked. Any thread may call."""
+    """The state of one service now. Any thread may call."""
 
     def __init__(self, service: Service, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives monotonic seconds."""
@@ -65,7 +65,7 @@ class Overview:
         }
 
     def _tenants(self) -> list[dict[str, Any]]:
-        """What each owner has here now, those who wait for most first."""
+        """The sessions, models and waiting requests of each owner; the most waiting first."""
         service, waiting = self._service, self._service.pending
         owners = service.session_owners
         sessions = Counter(owners.values())
@@ -85,7 +85,7 @@ class Overview:
         return sorted(rows, key=lambda row: (-row["waiting_training"] - row["waiting_samples"], row["owner"]))
 
     def _rates(self, tokens: Mapping[str, float]) -> dict[str, float | None]:
-        """Tokens per second by kind; None at the first look."""
+        """Tokens per second by kind; None at the first call."""
         now = self._clock()
         with self._lock:
             while len(self._seen) > 1 and now - self._seen[1][0] >= RATE_OVER_S:
@@ -99,7 +99,7 @@ class Overview:
 
 
 def resident_bytes() -> int:
-    """How much memory this process holds; where the kernel does not say, the most that it ever held."""
+    """The resident memory of this process; if the kernel does not tell it, the peak."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -107,7 +107,7 @@ def resident_bytes() -> int:
 
 
 def machine_bytes() -> int | None:
-    """How much memory the machine has; None where it does not say."""
+    """The memory of the machine; None if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

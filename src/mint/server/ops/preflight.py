@@ -1,6 +1,6 @@
-"""What must hold before a server starts: who may reach it, where its data lies, what it offers. Changes nothing.
+"""Checks before a server starts: who can reach it, its data directory, its models. Changes nothing.
 
-Each check is a finding: a sentence, and whether the server may start in spite of it. Knows no HTTP.
+Each check gives a finding: a sentence, and whether the server can start. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mint.server.store.schema import SCHEMA_VERSION
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, whether it is as it must be, and a sentence about it."""
+    """One check: its name, whether it passed, and a sentence about it."""
 
     check: str
     ok: bool
@@ -101,7 +101,7 @@ def open_socket(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        # a second server with the same option could bind as well: only listening tells that the port is free
+        # a second server with this option could bind too: only `listen` shows that the port is free
         bound.listen(2048)
     except OSError as error:
         bound.close()
@@ -124,7 +124,7 @@ def examine(
     offered: Mapping[str, str],
     aliases: Mapping[str, str],
 ) -> list[Finding]:
-    """Every check, in the order in which a start would meet them; `offered` empty stands for every registered name."""
+    """All checks, in the order of a start; an empty `offered` stands for every registered name."""
 
     def access() -> str:
         decided = decide_access(host, api_keys=api_keys, insecure=insecure, keys=count_keys(data_dir))

@@ -1,7 +1,7 @@
-"""The base models that this service offers: which folder a name stands for, and what the engine says of it.
+"""The base models that this service offers: their folders, and what the engine knows of them.
 
-Names are resolved on any thread; weights are loaded on the worker's thread only, when first needed. Two names of one
-folder share its weights.
+Any thread may resolve names; weights are loaded on the worker's thread, when first needed. Names of the same folder
+share its weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BaseModels:
     """Base models by name."""
 
     def __init__(self, engine: Engine, aliases: Mapping[str, str], offered: Collection[str] | None = None) -> None:
-        """`aliases` is `MINT_MODELS` as a mapping; with `offered`, other names are refused, whatever they stand for."""
+        """`aliases` is `MINT_MODELS` as a mapping; with `offered`, all other names are refused."""
         self._engine = engine
         self._aliases = dict(aliases)
         self._offered = None if offered is None else frozenset(offered)
@@ -31,7 +31,7 @@ class BaseModels:
         """The folder with the weights.
 
         Raises:
-            UnknownBaseModelError: nothing answers to that name.
+            UnknownBaseModelError: there is no such model.
             InvalidRequestError: its folder is incomplete.
         """
         if self._offered is not None and name not in self._offered:
@@ -50,7 +50,7 @@ class BaseModels:
         return str(self.folder(name))
 
     def load(self, name: str) -> BaseInfo:
-        """What the engine says of the base, loading it if need be. Worker's thread only."""
+        """The engine's description of a base model, loaded if it is not yet. Worker's thread only."""
         key = self.key(name)
         if key not in self._infos:
             self._infos[key] = self._engine.load_base(key, key)
@@ -64,5 +64,5 @@ class BaseModels:
 
     @cached_property
     def names(self) -> list[str]:
-        """The names on offer: those that can be resolved without a path, unless said otherwise."""
+        """The names on offer; by default those that can be resolved without a path."""
         return registry.available(self._aliases) if self._offered is None else sorted(self._offered)
