@@ -82,8 +82,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """The engine's work since the start: `tokens` by kind and `busy_s` by operation; if the engine counts them, also
-        its counters of `sampling`, and its `kv_cells` now."""
+        """The engine's work since the start: `tokens` by kind, and `busy_s` by operation.
+
+        If the engine has them, also its counters of `sampling`, and its `kv_cells` now.
+        """
         count = getattr(self._engine, "sampling_counters", None)
         cells = getattr(self._engine, "kv_cells", None)
         return {
