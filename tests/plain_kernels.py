@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.cuda.step import LoraPart, StepRows
+from mint.engine.cuda.graph_step import LoraPart, StepRows
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.weights import LayerWeights
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small_models import write_model
 from transformers import PreTrainedModel
 
+from mint.engine.protocol import LoraSpec
 from mint.engine.torch_engine import TorchEngine
 
 
@@ -49,6 +51,23 @@ def engine(tied: tuple[Path, PreTrainedModel]) -> TorchEngine:
     engine = TorchEngine(dtype="float32", threads=1, device="cpu")
     engine.load_base("base", str(tied[0]))
     return engine
+
+
+Twin = Callable[..., TorchEngine]
+
+
+@pytest.fixture
+def twin(tied: tuple[Path, PreTrainedModel]) -> Twin:
+    """Makes an engine with the published weights of another one, by the ids of their models, and an empty cache."""
+
+    def make(engine: TorchEngine, weights: Mapping[str, tuple[str, LoraSpec]], **settings: Any) -> TorchEngine:
+        own = TorchEngine(dtype="float32", threads=1, device="cpu", **settings)
+        own.load_base("base", str(tied[0]))
+        for weights_id, (model_id, lora) in weights.items():
+            own.load_weights(weights_id, "base", lora, engine.read_state(model_id).weights)
+        return own
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -16,15 +16,15 @@ from decoders import open_decoder
 from plain_kernels import PlainKernels
 from small_models import write_model
 
+from mint.engine.cuda.graph_step import SPLIT_CELLS, LoraPart, StepGraphs, StepRows
 from mint.engine.cuda.kernels import TritonKernels
-from mint.engine.cuda.step import SPLIT_CELLS, LoraPart, StepGraphs, StepRows
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.linear import DenseMatrix
 from mint.engine.model.weights import LayerWeights, MlpWeights
 from mint.engine.protocol import LoraSpec
 from mint.engine.sampling.decode_step import EagerSteps
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 
 EXACT, KERNELS = PlainKernels(torch.float64), TritonKernels()
 CLOSE = {torch.float32: 3e-6, torch.float16: 4e-3}
@@ -141,7 +141,7 @@ def test_norms_swiglu_and_sums_with_a_loras_part(rank: int, dtype: torch.dtype) 
 def test_a_whole_step_has_the_logits_of_the_decoders_forward(tmp_path: Path) -> None:
     write_model(tmp_path, "tied")
     decoder = open_decoder(tmp_path)
-    cells = KvCells(decoder.config, decoder.dtype, decoder.device, 1 << 24)
+    cells = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 24)
     for layer in range(decoder.config.num_hidden_layers):
         for index, plane in enumerate(cells.planes(layer)):
             plane[:20].copy_(_random(*plane[:20].shape, seed=index))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mint.engine.cuda.step import SPLIT_CELLS
+from mint.engine.cuda.graph_step import SPLIT_CELLS
 from mint.engine.model.attention import CHUNK
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch")

@@ -115,7 +115,7 @@ def test_a_training_step_mixes_no_devices(
     batches = len(pack(data, 64))
     assert batches > 2
     with OneDevice() as mode:
-        result = run_pass(decoder, lora, data, CROSS_ENTROPY, gradient=gradient, recompute=recompute)
+        result = run_pass(decoder, lora, data, CROSS_ENTROPY, gradient=gradient, rows=64, recompute=recompute)
     assert [row.shape for row in result.logprobs] == [datum.targets.shape for datum in data]
     assert mode.counts["read"] == batches  # the host waits once in a micro-batch
     assert mode.counts["uploaded"] <= batches * 12

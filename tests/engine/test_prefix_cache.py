@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from conftest import Twin
 from engine_data import LORA, job, train
 
+from mint.engine.model.attention import CHUNK
 from mint.engine.protocol import SampleJob, SampleResult
 from mint.engine.torch_engine import TorchEngine
 
@@ -16,6 +20,18 @@ def published(engine: TorchEngine) -> TorchEngine:
     train(engine, "m")
     engine.publish("m", "w")
     return engine
+
+
+CELL_BYTES = 2 * 2 * 2 * CHUNK * 16 * 4
+"""Keys and values of two layers with two kv heads of 16 numbers in float32."""
+
+Fresh = Callable[..., TorchEngine]
+
+
+@pytest.fixture
+def fresh(published: TorchEngine, twin: Twin) -> Fresh:
+    """Makes an engine with the same published weights that has nothing in its cache."""
+    return lambda **settings: twin(published, {"w": ("m", LORA)}, **settings)
 
 
 def _bits(result: SampleResult) -> list[bytes]:
@@ -37,7 +53,7 @@ def _tokens(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("first", [5, 31, 32, 33, 64, 100])
-def test_the_next_turn_computes_only_what_is_new(published: TorchEngine, first: int) -> None:
+def test_the_next_turn_computes_only_what_is_new(published: TorchEngine, fresh: Fresh, first: int) -> None:
     opening = job(_tokens(first), weights_id="w", num_samples=4, max_tokens=30)
     count, (answer,) = _prefilled(published, [opening])
     assert count == first
@@ -48,47 +64,45 @@ def test_the_next_turn_computes_only_what_is_new(published: TorchEngine, first: 
     ]
     count, warm = _prefilled(published, turns)
     assert count == 4 * (1 + len(said))  # the last token of an answer was drawn, but never read
-    published._memories.clear()
-    count, cold = _prefilled(published, turns[:1])
+    cold_engine = fresh()
+    count, cold = _prefilled(cold_engine, turns[:1])
     assert count == first + 30 + len(said)
     assert _bits(warm[0]) == _bits(cold[0])
-    assert [_bits(result) for result in published.sample(turns)] == [_bits(result) for result in warm]
+    assert [_bits(result) for result in cold_engine.sample(turns)] == [_bits(result) for result in warm]
 
 
 @pytest.mark.parametrize("known", [1, 20, 32, 50, 63, 64, 65, 90, 128, 140])
-def test_bits_are_the_same_however_much_is_known(published: TorchEngine, known: int) -> None:
+def test_bits_are_the_same_however_much_is_known(published: TorchEngine, fresh: Fresh, known: int) -> None:
     prompt = _tokens(141)
     own = job(prompt, weights_id="w", num_samples=3, max_tokens=6)
     cold = _bits(published.sample([own])[0])
-    published._memories.clear()
-    published.sample([job([*prompt[:known], 1], weights_id="w", max_tokens=0)])
-    count, (warm,) = _prefilled(published, [own])
+    engine = fresh()
+    engine.sample([job([*prompt[:known], 1], weights_id="w", max_tokens=0)])
+    count, (warm,) = _prefilled(engine, [own])
     assert count == 141 - known and _bits(warm) == cold
 
 
-def test_requests_with_one_prompt_that_come_together_compute_it_once(published: TorchEngine) -> None:
+def test_requests_with_one_prompt_that_come_together_compute_it_once(published: TorchEngine, fresh: Fresh) -> None:
     prompt = _tokens(80)
     jobs = [job(prompt, weights_id="w", seed=n) for n in range(6)]
     count, together = _prefilled(published, jobs)
     assert count == 80 + 5  # the last token of a prompt is always computed: its logits are wanted
-    published._memories.clear()
-    assert [_bits(published.sample([own])[0]) for own in jobs] == [_bits(result) for result in together]
+    engine = fresh()
+    assert [_bits(engine.sample([own])[0]) for own in jobs] == [_bits(result) for result in together]
 
 
-def test_what_is_asked_about_known_tokens_is_computed(published: TorchEngine) -> None:
+def test_what_is_asked_about_known_tokens_is_computed(fresh: Fresh) -> None:
     prompt = _tokens(100)
     asked = [
         job(prompt, weights_id="w", prompt_logprobs=True),
         job(prompt, weights_id="w", prompt_logprobs=True, prompt_logprobs_last_n=10),
         job(prompt, weights_id="w", target_prompt_logprobs=np.array([[90, 4], [70, 5]])),
     ]
-    cold = []
-    for own in asked:
-        published._memories.clear()
-        cold.append(_bits(published.sample([own])[0]))
-    counts = []
+    cold = [_bits(fresh().sample([own])[0]) for own in asked]
+    counts, engine = [], fresh()
+    engine.sample(asked[2:])
     for own, expected in zip(asked, cold, strict=True):
-        count, (warm,) = _prefilled(published, [own])
+        count, (warm,) = _prefilled(engine, [own])
         counts.append(count)
         assert _bits(warm) == expected
     assert counts == [100, 11, 31]
@@ -99,10 +113,9 @@ def test_nothing_is_shared_between_weights_and_dropped_weights_take_theirs_along
     published.sample([own])
     published.publish("m", "v")
     assert _prefilled(published, [job(_tokens(70), weights_id="v"), job(_tokens(70))])[0] == 140
-    prefixes = published._memories["base"].prefixes
-    kept = len(prefixes)
+    kept = published.kv_cells()["kept"]
     published.drop_weights("w")
-    assert 0 < len(prefixes) < kept
+    assert 0 < published.kv_cells()["kept"] < kept
     published.drop_weights("v")
     published.load_weights("w", "base", LORA, published.read_state("m").weights)
     assert _prefilled(published, [own])[0] == 70
@@ -115,21 +128,17 @@ def test_weights_that_are_dropped_during_a_job_leave_nothing_in_the_cache(publis
     published.drop_weights("w")
     while batch.keys:
         batch.step()
-    memory = published._memories["base"]
-    assert len(memory.prefixes) == 0 and memory.cells.free == memory.cells.count
+    assert published.kv_cells()["kept"] == published.kv_cells()["in_use"] == 0
 
 
-def test_the_least_recently_used_go_first(published: TorchEngine) -> None:
-    published.sample([job([3], max_tokens=1)])
-    cell = published._memories["base"].cells.cell_bytes
-    published._memories.clear()
-    published._prefix_cache_bytes = 4 * cell
+def test_the_least_recently_used_go_first(fresh: Fresh) -> None:
+    engine = fresh(prefix_cache_bytes=4 * CELL_BYTES)
     prompts = [[*_tokens(64, seed=n), 5] for n in range(5)]
     for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):
-        published.sample([job(prompt, weights_id="w", max_tokens=0)])
-    assert len(published._memories["base"].prefixes) == 4
-    assert _prefilled(published, [job(prompts[0], weights_id="w", max_tokens=0)])[0] == 1
-    assert _prefilled(published, [job(prompts[1], weights_id="w", max_tokens=0)])[0] == 65
+        engine.sample([job(prompt, weights_id="w", max_tokens=0)])
+    assert engine.kv_cells()["kept"] == 4
+    assert _prefilled(engine, [job(prompts[0], weights_id="w", max_tokens=0)])[0] == 1
+    assert _prefilled(engine, [job(prompts[1], weights_id="w", max_tokens=0)])[0] == 65
 
 
 def test_among_many_prompts_the_one_that_begins_alike_for_longest_is_found(published: TorchEngine) -> None:

@@ -13,6 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from mint.engine import target_logprobs
 from mint.engine.cpu.operations import CpuOperations
+from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import SampleResult
 from mint.engine.sampling.draw import choose, draw_many
 from mint.engine.torch_engine import TorchEngine
@@ -73,10 +74,11 @@ def test_the_last_n_are_those_of_the_whole_prompt_and_the_rest_is_left_out(engin
 def test_logits_are_computed_only_where_they_were_asked_about(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = engine._bases["base"][0]
     rows: list[int] = []
-    plain = decoder.logits
-    monkeypatch.setattr(decoder, "logits", lambda hidden, loras: rows.append(len(hidden)) or plain(hidden, loras))
+    plain = Decoder.logits
+    monkeypatch.setattr(
+        Decoder, "logits", lambda self, hidden, loras: rows.append(len(hidden)) or plain(self, hidden, loras)
+    )
     _ask(engine, prompt_logprobs=True, prompt_logprobs_last_n=5)
     assert rows == [1, 5]  # the next token's, then those asked about
     rows.clear()

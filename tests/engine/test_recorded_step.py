@@ -25,7 +25,7 @@ from mint.engine.model.attention import CHUNK
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec, SampleJob, SampleResult, StopRule
 from mint.engine.sampling.decode_step import DecodeStep, EagerStep
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.torch_engine import TorchEngine
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
@@ -60,7 +60,7 @@ def _decoder(folder: Path, native_folder: Path, dtype: torch.dtype) -> Decoder:
     return decoder
 
 
-def _steps(decoder: Decoder, cells: KvCells) -> NativeSteps:
+def _steps(decoder: Decoder, cells: KVCache) -> NativeSteps:
     assert isinstance(decoder.operations, NativeOperations)
     return NativeSteps(decoder, decoder.operations, cells)
 
@@ -76,7 +76,7 @@ class _Batch:
 
     def __init__(self, decoder: Decoder, loras: list[LoraRows], *, recorded: bool) -> None:
         self.decoder, self.loras, self.recorded = decoder, loras, recorded
-        self.cells = KvCells(decoder.config, decoder.dtype, CPU, 20 << 20)
+        self.cells = KVCache(decoder.config, decoder.dtype, CPU, 20 << 20)
         cells = self.cells.take(ROWS * (COLUMNS + 1))
         assert cells is not None
         self.table, self.width = np.tile(cells.reshape(ROWS, -1), 4), COLUMNS
@@ -183,7 +183,7 @@ def test_what_the_model_does_not_have_is_refused_at_every_step(
 def test_what_no_kernel_computes_is_not_recorded(tmp_path: Path, native_folder: Path) -> None:
     write_model(tmp_path, "tied", **ODD)
     decoder = open_decoder(tmp_path, torch.bfloat16, native=native_folder)
-    cells = KvCells(decoder.config, decoder.dtype, CPU, 1 << 20)
+    cells = KVCache(decoder.config, decoder.dtype, CPU, 1 << 20)
     table, zeros = np.zeros((2, 1), np.int64), np.zeros(2, np.int64)
     assert isinstance(_steps(decoder, cells).open(table, table[:, 0], zeros, [LoraRows(0, 2, None)]), EagerStep)
 
@@ -192,7 +192,7 @@ def test_a_step_too_large_to_be_kept_is_not_recorded(folders: dict[str, Path], n
     decoder = _decoder(folders["qwen3"], native_folder, torch.float32)
     sites = [*decoder.weights.matrices.values(), decoder.weights.unembedding]
     rows = RECORDED_BYTES // (4 * sum(matrix.inputs + 2 * matrix.outputs for matrix in sites))
-    cells = KvCells(decoder.config, decoder.dtype, CPU, 1 << 20)
+    cells = KVCache(decoder.config, decoder.dtype, CPU, 1 << 20)
     for count, kind in ((rows, RecordedStep), (rows + 1, EagerStep)):
         table, zeros = np.zeros((count, 1), np.int64), np.zeros(count, np.int64)
         assert isinstance(_steps(decoder, cells).open(table, table[:, 0], zeros, [LoraRows(0, count, None)]), kind)

@@ -15,6 +15,7 @@ from transformers import Qwen3ForCausalLM
 from mint.engine import packing, target_logprobs
 from mint.engine import training_pass as training
 from mint.engine.cpu.operations import CpuOperations
+from mint.engine.model.decoder import Decoder
 from mint.engine.packing import pack
 from mint.engine.protocol import LORA_ALPHA, LoraSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
@@ -158,7 +159,7 @@ def test_neither_sharing_nor_the_split_changes_the_gradient(
     if setting == "prefix":
         monkeypatch.setattr(packing, "MIN_SHARED", 10**9)
     else:
-        monkeypatch.setattr(training, "rows_at_once", lambda *_: 40)
+        monkeypatch.setattr(training, "pack", lambda data, _: packing.pack(data, 40))
     assert np.abs(whole - _gradient(model, [data])).max() <= 2e-6 * np.abs(whole).max()
 
 
@@ -176,10 +177,11 @@ def test_a_position_counts_as_one_token_and_its_entropy_once(model: TorchEngine)
 def test_logits_are_computed_once_for_all_targets_of_a_position(
     model: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = model._bases["base"][0]
     rows: list[int] = []
-    plain = decoder.logits
-    monkeypatch.setattr(decoder, "logits", lambda hidden, loras: rows.append(len(hidden)) or plain(hidden, loras))
+    plain = Decoder.logits
+    monkeypatch.setattr(
+        Decoder, "logits", lambda self, hidden, loras: rows.append(len(hidden)) or plain(self, hidden, loras)
+    )
     data = [TrainDatum(np.arange(20), np.arange(400).reshape(20, 20) % 97, np.ones((20, 20), np.float32))]
     model.forward("m", data, CROSS_ENTROPY)
     assert sum(rows) == 20

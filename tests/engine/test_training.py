@@ -64,7 +64,7 @@ def test_sharing_a_prefix_changes_no_gradient(model: TorchEngine, monkeypatch: p
 def test_small_micro_batches_give_the_same_gradient(model: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     data = random_data(4, count=12, shared=15, policy=True)
     whole = _gradient(model, [data])
-    monkeypatch.setattr(training, "rows_at_once", lambda *_: 40)
+    monkeypatch.setattr(training, "pack", lambda data, _: packing.pack(data, 40))
     parts = _gradient(model, [data])
     assert np.abs(whole - parts).max() <= 1e-6 * np.abs(whole).max()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import Twin
 from engine_data import LORA, job, train
 
 from mint.engine.model.attention import CHUNK
@@ -20,14 +21,27 @@ from mint.engine.torch_engine import TorchEngine
 WEIGHTS = (None, "w", "v")
 
 
+LORAS = {"w": LORA, "v": LoraSpec(5, 3, True, True, False)}
+CELL_BYTES = 2 * 2 * 2 * CHUNK * 16 * 4
+"""Keys and values of two layers with two kv heads of 16 numbers in float32."""
+
+Fresh = Callable[..., TorchEngine]
+
+
 @pytest.fixture
 def published(engine: TorchEngine) -> TorchEngine:
-    for name, lora in (("w", LORA), ("v", LoraSpec(5, 3, True, True, False))):
+    for name, lora in LORAS.items():
         engine.create_model(name, "base", lora)
         train(engine, name)
         engine.publish(name, name)
     engine.create_model("m", "base", LORA)
     return engine
+
+
+@pytest.fixture
+def fresh(published: TorchEngine, twin: Twin) -> Fresh:
+    """Makes an engine with the same published weights that has nothing in its cache."""
+    return lambda **settings: twin(published, {name: (name, lora) for name, lora in LORAS.items()}, **settings)
 
 
 def _jobs() -> list[SampleJob]:
@@ -66,26 +80,24 @@ def _finish(batch: SampleBatch) -> dict[str, SampleResult]:
     return results
 
 
-def _fresh(published: TorchEngine, own: SampleJob) -> list[bytes]:
-    """What the job gets alone, from an engine that has nothing in its cache."""
-    published._memories.clear()
-    return _bits(published.sample([own])[0])
+def _alone(engine: TorchEngine, own: SampleJob) -> list[bytes]:
+    """What the job gets alone."""
+    return _bits(engine.sample([own])[0])
 
 
 def _held(engine: TorchEngine) -> int:
-    """Cells that are neither free nor in the cache of prefixes."""
-    memory = engine._memories["base"]
-    memory.prefixes.shrink(len(memory.prefixes))
-    return memory.cells.count - memory.cells.free
+    """Cells that are neither free nor in the prefix cache."""
+    cells = engine.kv_cells()
+    return cells["in_use"] - cells["kept"]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whenever_a_job_joins_and_whoever_leaves_its_bits_are_its_own(published: TorchEngine, seed: int) -> None:
+def test_whenever_a_job_joins_and_whoever_leaves_its_bits_are_its_own(fresh: Fresh, seed: int) -> None:
     rng = np.random.default_rng(seed)
     jobs = [_random_job(rng) for _ in range(14)]
-    alone = [_fresh(published, own) for own in jobs]
-    published._memories.clear()
-    batch, results, waiting, gone = published.open_batch(), {}, list(range(len(jobs))), set[int]()
+    alone = [_alone(fresh(), own) for own in jobs]
+    engine = fresh()
+    batch, results, waiting, gone = engine.open_batch(), {}, list(range(len(jobs))), set[int]()
     heard: dict[tuple[int, int], list[int]] = {}
     while batch.keys or waiting:
         while waiting and rng.random() < 0.5:
@@ -109,7 +121,7 @@ def test_whenever_a_job_joins_and_whoever_leaves_its_bits_are_its_own(published:
                 assert heard[place, sample] == own.tokens.tolist()
         else:
             assert place in gone and result.error == CANCELLED
-    assert _held(published) == 0
+    assert _held(engine) == 0
 
 
 def test_samples_that_stop_are_heard_to_their_last_token(published: TorchEngine) -> None:
@@ -167,14 +179,11 @@ def test_a_cancelled_job_frees_its_rows_at_once(published: TorchEngine, monkeypa
     assert rows and set(rows) == {7}
 
 
-def test_a_long_prompt_is_computed_beside_the_tokens_of_others(
-    published: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_is_computed_beside_the_tokens_of_others(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "PREFILL_TOKENS_BESIDE", 24)
     long = job((np.arange(150) % 90 + 2).tolist(), weights_id="w", max_tokens=5, prompt_logprobs=True, num_samples=2)
-    alone = _fresh(published, long)
-    published._memories.clear()
-    batch, heard = published.open_batch(), list[int]()
+    alone = _alone(fresh(), long)
+    batch, heard = fresh().open_batch(), list[int]()
     batch.add("talks", job([3, 4], weights_id="w", max_tokens=40), lambda sample, token, logprob: heard.append(token))
     batch.step()
     batch.add("long", long)
@@ -185,14 +194,12 @@ def test_a_long_prompt_is_computed_beside_the_tokens_of_others(
     assert _bits(_finish(batch)["long"]) == alone
 
 
-def test_jobs_that_do_not_fit_together_make_room_and_are_told_no_token_twice(published: TorchEngine) -> None:
+def test_jobs_that_do_not_fit_together_make_room_and_are_told_no_token_twice(fresh: Fresh) -> None:
     jobs = [job([3 + n] * 40, weights_id="w", num_samples=3, max_tokens=100, seed=n) for n in range(4)]
-    alone = [_fresh(published, own) for own in jobs]
-    cell = published._memories["base"].cells.cell_bytes
+    alone = [_alone(fresh(), own) for own in jobs]
     for cells in (9, 11, 20):
-        published._memories.clear()
-        published._kv_cache_bytes = cells * cell
-        batch, heard = published.open_batch(), dict[tuple[int, int], list[int]]()
+        engine = fresh(kv_cache_bytes=cells * CELL_BYTES)
+        batch, heard = engine.open_batch(), dict[tuple[int, int], list[int]]()
         for place, own in enumerate(jobs):
             batch.add(
                 str(place),
@@ -203,16 +210,16 @@ def test_jobs_that_do_not_fit_together_make_room_and_are_told_no_token_twice(pub
         for place, expected in enumerate(alone):
             assert _bits(results[str(place)]) == expected
             assert [heard[place, s] for s in range(3)] == [s.tokens.tolist() for s in results[str(place)].samples]
-        assert _held(published) == 0
+        assert engine.kv_cells()["total"] == cells and _held(engine) == 0
         if cells == 9:
-            assert published.sampling_counters()["restarts"] > 0
+            assert engine.sampling_counters()["restarts"] > 0
 
 
-def test_a_job_that_can_never_fit_fails_alone_and_says_what_to_do(published: TorchEngine) -> None:
-    published._kv_cache_bytes = 4 * 2 * published._bases["base"][0].config.num_hidden_layers * CHUNK * 4 * 64
+def test_a_job_that_can_never_fit_fails_alone_and_says_what_to_do(fresh: Fresh) -> None:
+    engine = fresh(kv_cache_bytes=8 * CELL_BYTES)
     small, large = job([3, 4], max_tokens=9), job([5, 6], num_samples=64, max_tokens=90)
-    (alone,) = published.sample([small])
-    results = published.sample([small, large, small])
+    (alone,) = engine.sample([small])
+    results = engine.sample([small, large, small])
     assert results[1].error is not None and "kv_cache_bytes" in results[1].error
     assert _bits(results[0]) == _bits(results[2]) == _bits(alone)
 
@@ -264,16 +271,15 @@ def test_jobs_of_two_bases_share_a_batch(published: TorchEngine, tied: tuple[Pat
     assert [_bits(results[str(place)]) for place in range(3)] == expected[:3]
 
 
-def test_diverged_weights_are_never_heard_and_leave_no_trace(published: TorchEngine) -> None:
+def test_diverged_weights_are_never_heard_and_leave_no_trace(published: TorchEngine, fresh: Fresh) -> None:
     broken = {name: np.full_like(array, 1e30) for name, array in published.read_state("m").weights.items()}
-    published.load_weights("broken", "base", LORA, broken)
     own = job([3] * 70, weights_id="w", num_samples=2)
-    alone = _fresh(published, own)
-    published._memories.clear()
-    batch, heard = published.open_batch(), list[int]()
+    alone, engine = _alone(fresh(), own), fresh()
+    engine.load_weights("broken", "base", LORA, broken)
+    batch, heard = engine.open_batch(), list[int]()
     batch.add("broken", job([3] * 70, weights_id="broken"), lambda *told: heard.append(told[1]))
     batch.add("own", own)
     results = _finish(batch)
     assert results["broken"].error not in (None, CANCELLED) and not heard
     assert _bits(results["own"]) == alone
-    assert _bits(published.sample([own])[0]) == alone  # in the cells that held what was not finite
+    assert _alone(engine, own) == alone  # in the cells that held what was not finite

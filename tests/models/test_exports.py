@@ -38,7 +38,7 @@ def _trained(folder: Path, shape: str, parts: tuple[bool, bool, bool], **model: 
 
 def _ours(engine: TorchEngine) -> np.ndarray:
     """Logprobs [N, V]: every token of the vocabulary as the target."""
-    vocab = engine._bases["base"][1].vocab_size
+    vocab = engine.load_base("base", "").vocab_size  # it is loaded, so this only answers
     data = [TrainDatum(TOKENS, np.full(30, target), np.ones(30, np.float32)) for target in range(vocab)]
     return np.stack(engine.forward("m", data, CROSS_ENTROPY).logprobs, axis=1)
 

@@ -16,15 +16,15 @@ from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import CpuOperations, NativeOperations
 from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM
+from mint.engine.cuda.graph_step import StepGraphs
 from mint.engine.cuda.operations import CudaOperations, FlexOperations
-from mint.engine.cuda.step import StepGraphs
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.operations import Operations
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.sampling.decode_step import DecodeSteps, EagerSteps
 from mint.engine.sampling.draw import Draw, TorchDraw
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 from mint.errors import MissingExtraError
 
 log = logging.getLogger(__name__)
@@ -67,10 +67,10 @@ class Device:
             return CudaOperations(dtype, self.torch)
         return TorchOperations(dtype, self.torch)
 
-    def decode_steps(self, decoder: Decoder, cells: KvCells) -> DecodeSteps:
+    def decode_steps(self, decoder: Decoder, cache: KVCache) -> DecodeSteps:
         """What decodes over these cells."""
         if isinstance(decoder.operations, NativeOperations):
-            return NativeSteps(decoder, decoder.operations, cells)
+            return NativeSteps(decoder, decoder.operations, cache)
         if self.torch.type == "cuda" and self._gpu_kernels and not decoder.mixtures:
             try:
                 # Imports Triton, which only CUDA builds of torch bring with them.
@@ -78,8 +78,8 @@ class Device:
             except ModuleNotFoundError as error:
                 log.warning("decoding without CUDA graphs, which is several times slower: %s. Install triton", error)
             else:
-                return StepGraphs(decoder, cells, TritonKernels())
-        return EagerSteps(decoder, cells)
+                return StepGraphs(decoder, cache, TritonKernels())
+        return EagerSteps(decoder, cache)
 
     def draw(self, operations: Operations) -> Draw:
         """What draws tokens."""

@@ -37,7 +37,7 @@ from mint.engine.protocol import (
     TrainDatum,
     sample_together,
 )
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.multi_base_batch import MultiBaseBatch
 from mint.engine.sampling.prefix_cache import PrefixCache
 from mint.engine.sampling.sampler import SamplerMemory
@@ -48,6 +48,14 @@ from mint.models.folder import ModelFolder
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 KV_CACHE_BYTES, PREFIX_CACHE_BYTES = 4 << 30, 512 << 20
+
+
+@dataclass(frozen=True)
+class _Base:
+    decoder: Decoder
+    info: BaseInfo
+    rows: int
+    """Rows of a training micro-batch."""
 
 
 @dataclass
@@ -97,7 +105,7 @@ class TorchEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         self._recompute = recompute
-        self._bases: dict[str, tuple[Decoder, BaseInfo]] = {}
+        self._bases: dict[str, _Base] = {}
         self._models: dict[str, _Model] = {}
         self._published: dict[str, _Published] = {}
         self._memories: dict[str, SamplerMemory] = {}
@@ -111,11 +119,11 @@ class TorchEngine:
             CheckpointError: a weight file is damaged.
         """
         if name in self._bases:
-            return self._bases[name][1]
+            return self._bases[name].info
         folder = ModelFolder(Path(path))
         config = read_decoder_config(folder.config)
         operations = self._device.operations(config, self._dtype)
-        decoder = Decoder(config, folder.tensors(), operations)
+        decoder, rows = Decoder(config, folder.tensors(), operations), rows_at_once(config, operations)
         settings = {
             "engine": "torch",
             "attention": operations.attention_name,
@@ -124,18 +132,19 @@ class TorchEngine:
             "unembedding_dtype": "float32",
             "device": str(self._device.torch),
             "threads": torch.get_num_threads(),
-            "micro_batch_rows": rows_at_once(config, operations),
+            "micro_batch_rows": rows,
             "recompute": {None: "long sequences", True: "always", False: "never"}[self._recompute],
             "path": path,
         }
         context = config.max_position_embeddings
         info = BaseInfo(name, config.model_type, config.vocab_size, context, folder.eos_token_ids, settings)
-        self._bases[name] = (decoder, info)
+        self._bases[name] = _Base(decoder, info, rows)
         return info
 
     def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
         """A new lora with fresh optimizer; returns the settings that took effect."""
-        decoder, info = self._base(base)
+        found = self._base(base)
+        decoder, info = found.decoder, found.info
         weights = LoraWeights(decoder.config, lora, decoder.device)
         weights.initialise(lora.seed)
         gradient = weights.enable_gradient()
@@ -221,7 +230,7 @@ class TorchEngine:
     def publish(self, model_id: str, weights_id: str) -> None:
         """Freezes a copy of the model's weights for sampling; later steps do not touch it."""
         model = self._model(model_id)
-        copy = model.weights.copy(self._base(model.base)[0].config)
+        copy = model.weights.copy(self._base(model.base).decoder.config)
         self._add_published(weights_id, _Published(model.base, copy))
 
     def load_weights(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:
@@ -230,7 +239,7 @@ class TorchEngine:
         Raises:
             CheckpointError: names or shapes do not fit the base and `lora`.
         """
-        loaded = LoraWeights(self._base(base)[0].config, lora, self._device.torch)
+        loaded = LoraWeights(self._base(base).decoder.config, lora, self._device.torch)
         loaded.flat.copy_(loaded.assemble(weights, f"the weights {weights_id}"))
         self._add_published(weights_id, _Published(base, loaded))
 
@@ -238,11 +247,11 @@ class TorchEngine:
         """Forgets published weights; unknown ids are fine."""
         published = self._published.pop(weights_id, None)
         if published is not None and published.base in self._memories:
-            self._memories[published.base].prefixes.close(published.weights)
+            self._memories[published.base].prefix_cache.close(published.weights)
 
     def open_batch(self) -> MultiBaseBatch:
         """An empty batch; training between two steps changes nothing in it."""
-        return MultiBaseBatch(lambda job: (self._base(job.base)[0], self._memory(job.base), self._lora(job)))
+        return MultiBaseBatch(lambda job: (self._base(job.base).decoder, self._memory(job.base), self._lora(job)))
 
     def sampling_counters(self) -> dict[str, int]:
         """Totals since the start over all bases: prompt tokens `prefilled` and `reused`, tokens `sampled`, `steps`, and
@@ -256,46 +265,48 @@ class TorchEngine:
         """Cells of keys and values now, over all bases: those `in_use` by samples or kept for later prompts, the `kept`
         ones among them, and the `total`."""
         memories = list(self._memories.values())
-        total = sum(memory.cells.count for memory in memories)
-        free = sum(memory.cells.free for memory in memories)
-        return {"in_use": total - free, "kept": sum(len(memory.prefixes) for memory in memories), "total": total}
+        total = sum(memory.kv_cache.count for memory in memories)
+        free = sum(memory.kv_cache.free for memory in memories)
+        return {"in_use": total - free, "kept": sum(len(memory.prefix_cache) for memory in memories), "total": total}
 
     def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
         """Samples all jobs together; the result of each is a function of that job alone."""
         return sample_together(self.open_batch(), jobs)
 
     def _pass(self, model: _Model, data: Sequence[TrainDatum], loss: LossSpec, *, gradient: bool) -> PassResult:
+        base = self._base(model.base)
         return run_pass(
-            self._base(model.base)[0],
+            base.decoder,
             model.weights,
             data,
             loss,
             gradient=model.gradient if gradient else None,
+            rows=base.rows,
             recompute=self._recompute,
         )
 
-    def _base(self, name: str) -> tuple[Decoder, BaseInfo]:
+    def _base(self, name: str) -> _Base:
         if name not in self._bases:
             raise NotFoundError("is not loaded", field="base_model", value=name)
         return self._bases[name]
 
     def _memory(self, base: str) -> SamplerMemory:
         if base not in self._memories:
-            decoder, _ = self._base(base)
-            cells = KvCells(decoder.config, decoder.dtype, decoder.device, self._kv_cache_bytes)
-            prefixes = PrefixCache(cells, min(self._prefix_cache_bytes, self._kv_cache_bytes // 2))
+            decoder = self._base(base).decoder
+            cache = KVCache(decoder.config, decoder.dtype, decoder.device, self._kv_cache_bytes)
+            prefixes = PrefixCache(cache, min(self._prefix_cache_bytes, self._kv_cache_bytes // 2))
             for published in self._published.values():
                 if published.base == base:
                     prefixes.open(published.weights)
-            steps, draw = self._device.decode_steps(decoder, cells), self._device.draw(decoder.operations)
-            self._memories[base] = SamplerMemory(cells, prefixes, steps, draw)
+            steps, draw = self._device.decode_steps(decoder, cache), self._device.draw(decoder.operations)
+            self._memories[base] = SamplerMemory(cache, prefixes, steps, draw)
         return self._memories[base]
 
     def _add_published(self, weights_id: str, published: _Published) -> None:
         self.drop_weights(weights_id)
         self._published[weights_id] = published
         if published.base in self._memories:
-            self._memories[published.base].prefixes.open(published.weights)
+            self._memories[published.base].prefix_cache.open(published.weights)
 
     def _model(self, model_id: str) -> _Model:
         if model_id not in self._models:

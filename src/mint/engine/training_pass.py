@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
-from mint.engine.memory_budget import is_out_of_memory, rows_at_once
+from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.model.autograd import backward
 from mint.engine.model.decoder import Decoder
 from mint.engine.packing import MicroBatch, pack
@@ -37,7 +37,7 @@ class _Attempt:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _DatumResult:
     """Of one example."""
 
     logprobs: np.ndarray
@@ -52,19 +52,21 @@ def run_pass(
     loss: LossSpec,
     *,
     gradient: Tensor | None,
+    rows: int,
     recompute: bool | None = None,
 ) -> PassResult:
-    """Logprobs and metrics of `data`; that of the summed loss is added to `gradient`, the lora's own, where given.
+    """Logprobs and metrics of `data`; the gradient of the summed loss is added to `gradient`, the lora's own, if given.
 
-    `recompute` trades time for memory and changes no bit: a layer's activations are computed again in the backward.
-    None does so for sequences that are too long otherwise. A pass for which memory does not suffice is run again,
-    with `recompute`, then in ever smaller micro-batches, and counts that as `memory_retries:sum`.
+    A micro-batch has about `rows` rows. `recompute` trades time for memory and changes no bit: a layer's activations
+    are computed again in the backward. None does so for sequences that are too long otherwise. A pass for which memory
+    does not suffice is run again, with `recompute`, then in ever smaller micro-batches, and counts that as
+    `memory_retries:sum`.
 
     Raises:
         RequestFailedError: memory does not suffice for one sequence alone; nothing is added to `gradient`.
     """
     before = None if gradient is None else gradient.clone()
-    attempt = _Attempt(rows_at_once(decoder.config, decoder.operations), recompute)
+    attempt = _Attempt(rows, recompute)
     retries = 0
     while (result := _try(decoder, lora, data, loss, attempt, with_gradient=gradient is not None)) is None:
         # Out of the except clause, whose error would keep the activations alive.
@@ -107,7 +109,7 @@ def _try(
     with_gradient: bool,
 ) -> PassResult | None:
     """The pass; None if memory ran out, with the gradient half-added."""
-    found: dict[int, _Found] = {}
+    found: dict[int, _DatumResult] = {}
     try:
         for batch in pack(data, attempt.rows):
             recompute = len(batch.tokens) > attempt.rows if attempt.recompute is None else attempt.recompute
@@ -132,7 +134,7 @@ def _run(
     *,
     gradient: bool,
     recompute: bool,
-) -> dict[int, _Found]:
+) -> dict[int, _DatumResult]:
     """What is found of the examples of one micro-batch, by their numbers."""
     device = decoder.device
     attention = decoder.packed_attention(batch.blocks)
@@ -161,7 +163,7 @@ def _run(
         weights = np.concatenate([slope.reshape(-1) for slope in slopes])
         pair_slopes = np.bincount(batch.pair_of_cell, weights=weights, minlength=len(batch.pair_rows))
         _backward(hidden, pairs, pair_slopes.astype(np.float32))
-    results = (_Found(*parts) for parts in zip(logprobs, entropies, losses, strict=True))
+    results = (_DatumResult(*parts) for parts in zip(logprobs, entropies, losses, strict=True))
     return dict(zip(batch.datum_ids, results, strict=True))
 
 

@@ -23,7 +23,7 @@ from mint.engine.cpu.threads import Int64
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.autograd import Function
 from mint.engine.packing import AttentionBlock
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 
 
 class PackedRows(ctypes.Structure):
@@ -128,11 +128,11 @@ class NativeDecodeAttention:
     Table and positions are read where they lie at every call, so they may change under a recorded step.
     """
 
-    def __init__(self, kernels: NativeKernels, cells: KvCells, table: np.ndarray, positions: np.ndarray) -> None:
+    def __init__(self, kernels: NativeKernels, cache: KVCache, table: np.ndarray, positions: np.ndarray) -> None:
         """Row r is at `positions[r]` in the cells `table[r]`, in order; int64 [R, C] and [R], contiguous."""
-        self._kernels, self._cells, self._table, self._positions = kernels, cells, table, positions
+        self._kernels, self._cache, self._table, self._positions = kernels, cache, table, positions
         self._columns = positions // CHUNK
-        self._rows = DecodedRows(cells.query_heads, cells.kv_heads, cells.side_by_side, CHUNK, table, positions)
+        self._rows = DecodedRows(cache.query_heads, cache.kv_heads, cache.side_by_side, CHUNK, table, positions)
 
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions are still within their cells."""
@@ -150,15 +150,15 @@ class NativeDecodeAttention:
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """Attended values [R, K·G·D] in float32 of `heads` [R, H, D], whose keys and values are stored."""
         heads = heads.contiguous()
-        store(self._kernels, self._cells, layer, heads, self._table, self._positions)
-        return widen(self._kernels, attend_cells(self._kernels, self._rows, heads, *self._cells.planes(layer)))
+        store(self._kernels, self._cache, layer, heads, self._table, self._positions)
+        return widen(self._kernels, attend_cells(self._kernels, self._rows, heads, *self._cache.planes(layer)))
 
 
 def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor) -> Tensor:
     """Attended values [rows, K·G·D] of heads [T, H, D], both in one dtype."""
     out = heads.new_empty(rows.rows, rows.query_heads * heads.shape[2])
     kernels.threads.run(
-        kernels.library("attention").attend_packed,
+        kernels.libraries["attention"].attend_packed,
         rows.rows,
         rows.rows * rows.longest * rows.query_heads,
         rows=rows,
@@ -174,7 +174,7 @@ def attend_packed_backward(kernels: NativeKernels, rows: PackedRows, heads: Tens
     """The gradient for heads [T, H, D], in float32, from grad [rows, K·G·D] in the dtype of heads."""
     grads = torch.zeros(heads.shape)
     kernels.threads.run(
-        kernels.library("gradients").attend_packed_backward,
+        kernels.libraries["gradients"].attend_packed_backward,
         rows.kv_heads,
         rows.rows * rows.longest * rows.query_heads,
         rows=rows,
@@ -191,7 +191,7 @@ def attend_cells(kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys:
     """Attended values [rows, K·G·D] of heads [rows, H, D] over `keys` and `values` in cells."""
     out = heads.new_empty(len(heads), rows.query_heads * heads.shape[2])
     kernels.threads.run(
-        kernels.library("attention").attend_cells,
+        kernels.libraries["attention"].attend_cells,
         rows.rows,
         rows.rows * rows.longest * rows.query_heads,
         rows=rows,
@@ -206,21 +206,21 @@ def attend_cells(kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys:
 
 
 def store(
-    kernels: NativeKernels, cells: KvCells, layer: int, heads: Tensor, table: np.ndarray, positions: np.ndarray
+    kernels: NativeKernels, cache: KVCache, layer: int, heads: Tensor, table: np.ndarray, positions: np.ndarray
 ) -> None:
     """Stores the key and value heads of heads [R, H, D] at `positions` int64 [R] of the rows' cells, int64 [R, C]."""
-    keys, values = cells.planes(layer)
+    keys, values = cache.planes(layer)
     kernels.threads.run(
-        kernels.library("moves").write_cells,
+        kernels.libraries["moves"].write_cells,
         len(heads),
         heads.numel(),
         table=table,
         positions=positions,
         columns=table.shape[1],
         chunk=CHUNK,
-        query_heads=cells.query_heads,
-        kv_heads=cells.kv_heads,
-        side=cells.side_by_side,
+        query_heads=cache.query_heads,
+        kv_heads=cache.kv_heads,
+        side=cache.side_by_side,
         bytes=heads.shape[2] * heads.element_size(),
         heads=heads,
         keys=keys,
@@ -233,7 +233,7 @@ def widen(kernels: NativeKernels, x: Tensor) -> Tensor:
     if x.dtype == torch.float32:
         return x
     out = torch.empty(x.shape)
-    kernels.threads.run(kernels.library("moves").widen_rows, len(x), x.numel(), x=x, width=x.shape[1], out=out)
+    kernels.threads.run(kernels.libraries["moves"].widen_rows, len(x), x.numel(), x=x, width=x.shape[1], out=out)
     return out
 
 

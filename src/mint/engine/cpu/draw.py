@@ -18,7 +18,7 @@ class NativeDraw:
     """`Draw` by the kernel."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self._threads, self._kernel = kernels.threads, kernels.library("choice").draw_rows
+        self._threads, self._kernel = kernels.threads, kernels.libraries["choice"].draw_rows
 
     def __call__(
         self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray

@@ -74,8 +74,8 @@ class NativeExperts:
     """The compiled functions. Their results do not depend on the number of rows or threads."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self._library, self._threads = kernels.library("experts"), kernels.threads
-        products, loras = kernels.library("products"), kernels.library("loras")
+        self._library, self._threads = kernels.libraries["experts"], kernels.threads
+        products, loras = kernels.libraries["products"], kernels.libraries["loras"]
         self._add_lora, self._lora_gradient = address(loras.add_lora), address(loras.lora_gradient)
         self._product = {
             torch.float32: address(products.product_floats),

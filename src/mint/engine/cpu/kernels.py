@@ -28,9 +28,6 @@ class NativeKernels:
             MissingExtraError: there is no C compiler, or it refuses.
         """
         places = (NativeBuild(build) if isinstance(build, Path) else build).libraries()
-        self._libraries = {source: ctypes.CDLL(str(place)) for source, place in places.items()}
-        self.threads = NativeThreads(self.library("threads"))
-
-    def library(self, source: str) -> ctypes.CDLL:
-        """The functions of a file in C, by its name without suffix."""
-        return self._libraries[source]
+        self.libraries = {source: ctypes.CDLL(str(place)) for source, place in places.items()}
+        """The functions of each file in C, by its name without suffix."""
+        self.threads = NativeThreads(self.libraries["threads"])

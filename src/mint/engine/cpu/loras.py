@@ -25,7 +25,7 @@ class NativeLoras:
     """The compiled functions. A row's results do not depend on the number of rows or threads."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self._threads, self._library = kernels.threads, kernels.library("loras")
+        self._threads, self._library = kernels.threads, kernels.libraries["loras"]
         code = self._threads.try_run(
             self._library.add_lora,
             0,

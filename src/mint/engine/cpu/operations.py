@@ -102,8 +102,8 @@ class NativeOperations(CpuOperations):
     def __init__(self, dtype: torch.dtype, kernels: NativeKernels) -> None:
         super().__init__(dtype)
         self.kernels, self._threads = kernels, kernels.threads
-        self._rows, self._moves = kernels.library("rows"), kernels.library("moves")
-        self._choice = kernels.library("choice")
+        self._rows, self._moves = kernels.libraries["rows"], kernels.libraries["moves"]
+        self._choice = kernels.libraries["choice"]
         self._products, self._loras = NativeProducts(kernels), NativeLoras(kernels)
 
     @staticmethod

@@ -23,7 +23,7 @@ class NativeProducts:
     """The compiled products. Their results do not depend on the number of rows or threads."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self._threads, self._library = kernels.threads, kernels.library("products")
+        self._threads, self._library = kernels.threads, kernels.libraries["products"]
         products = {torch.float32: self._library.product_floats, torch.bfloat16: self._library.product_halves}
         self._products = {dtype: product for dtype, product in products.items() if self._is_compiled(product)}
 

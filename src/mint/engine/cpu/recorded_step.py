@@ -29,7 +29,7 @@ from mint.engine.model.decoder import Decoder
 from mint.engine.model.linear import Matrix
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.sampling.decode_step import DecodeStep, EagerStep
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 
 SPARE_CELLS = 8
 """So many cells can be added to each row before the step is recorded again."""
@@ -49,9 +49,9 @@ class NativeSteps:
     """`DecodeSteps` by the native kernels: recorded where kernels compute all of a step, and a recording is
     affordable."""
 
-    def __init__(self, decoder: Decoder, operations: NativeOperations, cells: KvCells) -> None:
+    def __init__(self, decoder: Decoder, operations: NativeOperations, cache: KVCache) -> None:
         """`operations` are the decoder's."""
-        self._decoder, self._operations, self._cells = decoder, operations, cells
+        self._decoder, self._operations, self._cache = decoder, operations, cache
         sites = [*decoder.weights.matrices.values(), decoder.weights.unembedding]
         self._all_native = all(isinstance(matrix, PanelMatrix) for matrix in sites) and all(
             isinstance(mixture, NativeMixtureOfExperts) and mixture.routes_natively
@@ -75,9 +75,9 @@ class NativeSteps:
         if self._all_native and self._bytes_per_row * len(positions) <= RECORDED_BYTES:
             parts = min(torch.get_num_threads(), len(positions) // SPLIT_ROWS) if self._splits else 1
             edges = [len(positions) * part // max(1, parts) for part in range(max(1, parts) + 1)]
-            return RecordedStep(self._decoder, self._operations, self._cells, table, positions, loras, edges)
+            return RecordedStep(self._decoder, self._operations, self._cache, table, positions, loras, edges)
         cells_of_rows = np.ascontiguousarray(table, np.int64)
-        attention = NativeDecodeAttention(self._operations.kernels, self._cells, cells_of_rows, positions.copy())
+        attention = NativeDecodeAttention(self._operations.kernels, self._cache, cells_of_rows, positions.copy())
         return EagerStep(self._decoder, attention, loras)
 
 
@@ -88,7 +88,7 @@ class RecordedStep:
         self,
         decoder: Decoder,
         operations: NativeOperations,
-        cells: KvCells,
+        cache: KVCache,
         table: np.ndarray,
         positions: np.ndarray,
         loras: Sequence[LoraRows],
@@ -102,7 +102,7 @@ class RecordedStep:
         self._versions = decoder.loras.versions(loras)
         self._replay: Replay | None = None
         self._logits = torch.empty(0)
-        self._parts = [self._part(cells, slice(*edge)) for edge in pairwise(edges)]
+        self._parts = [self._part(cache, slice(*edge)) for edge in pairwise(edges)]
         self._place(table, positions)
 
     def renew(self, table: np.ndarray, positions: np.ndarray) -> bool:
@@ -126,14 +126,14 @@ class RecordedStep:
             self._replay.run()
         return self._logits
 
-    def _part(self, cells: KvCells, rows: slice) -> _Part:
+    def _part(self, cache: KVCache, rows: slice) -> _RecordedRows:
         places = self._table[rows], self._positions[rows]
         loras = [
             LoraRows(max(own.start, rows.start) - rows.start, min(own.stop, rows.stop) - rows.start, own.weights)
             for own in self._loras
             if own.start < rows.stop and own.stop > rows.start
         ]
-        return _Part(rows, loras, NativeDecodeAttention(self._operations.kernels, cells, *places))
+        return _RecordedRows(rows, loras, NativeDecodeAttention(self._operations.kernels, cache, *places))
 
     def _place(self, table: np.ndarray, positions: np.ndarray) -> None:
         self._table[:, : table.shape[1]] = table
@@ -160,7 +160,7 @@ class RecordedStep:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RecordedRows:
     """Rows that one recording computes."""
 
     rows: slice

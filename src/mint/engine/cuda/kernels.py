@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mint.engine.cuda.step import SPLIT_CELLS, LoraPart, StepRows
+from mint.engine.cuda.graph_step import SPLIT_CELLS, LoraPart, StepRows
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.weights import LayerWeights
 

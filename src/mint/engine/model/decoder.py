@@ -34,7 +34,7 @@ from mint.models.tensor_files import StoredTensor
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _ForwardBatch:
     """What all layers share in one forward. The first `count` rows are tokens, the rest is padding."""
 
     count: int
@@ -87,14 +87,14 @@ class Decoder:
         count, least = len(tokens), rows_needed(self._matrices)
         tokens, positions = pad_rows(tokens, least), pad_rows(positions, least)
         geometry = self._geometry(positions)
-        batch = _Batch(count, attention, cover(loras, len(tokens)), geometry)
+        batch = _ForwardBatch(count, attention, cover(loras, len(tokens)), geometry)
         x = self.operations.take_rows(self.weights.embedding, tokens)
         for index in range(len(self.weights.layers)):
             layer = partial(self._layer, index, batch=batch)
             x = recomputed(layer, x) if recompute else layer(x)
         return Norm.run(x, self.weights.final_norm, geometry.eps, self.operations)[:count]
 
-    def _layer(self, index: int, x: Tensor, *, batch: _Batch) -> Tensor:
+    def _layer(self, index: int, x: Tensor, *, batch: _ForwardBatch) -> Tensor:
         """x [T, E] → [T, E]: x + attention(norm(x)), and of that x + mlp(norm(x))."""
         layer, geometry = self.weights.layers[index], batch.geometry
         qkv = self.loras.linear(f"{index}.qkv", layer.qkv, batch.loras)

@@ -38,7 +38,7 @@ each prefix with the queries of its whole group at once; for fewer that is not w
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _QueryRows:
     """Queries of all spans of a block, which attend to the first `keys` keys of theirs."""
 
     queries: Tensor  # [K·n·G·L]: places in heads [T·H]
@@ -49,10 +49,10 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _SpanBlock:
     keys: Tensor  # [K·n·W]: places in heads [T·H]; those of the values are K further on
     products: int  # K·n
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_QueryRows, ...]
     spans: AttentionBlock
 
 
@@ -230,7 +230,7 @@ def _add_product(total: Tensor, rows: Tensor, other: Tensor) -> None:
         total.add_(torch.bmm(rows, other))
 
 
-def _gather_queries(flat: Tensor, piece: _Piece, block: _Block) -> Tensor:
+def _gather_queries(flat: Tensor, piece: _QueryRows, block: _SpanBlock) -> Tensor:
     """Scaled queries [K·n, M, D] of heads [T·H, D]."""
     size = flat.shape[1]
     return flat.index_select(0, piece.queries).mul_(1 / math.sqrt(size)).view(block.products, -1, size)
@@ -241,7 +241,7 @@ def _gather(flat: Tensor, places: Tensor, products: int) -> Tensor:
     return flat.index_select(0, places).view(products, -1, flat.shape[1])
 
 
-def _shares(query: Tensor, key: Tensor, piece: _Piece) -> Tensor:
+def _shares(query: Tensor, key: Tensor, piece: _QueryRows) -> Tensor:
     """The probabilities [K·n, M, W] in float32."""
     scores = _multiply(query, key.transpose(1, 2)).float()
     # Keys before the queries' own block are all visible.
@@ -260,7 +260,7 @@ def _starts(counts: Tensor) -> Tensor:
     return torch.cumsum(counts, 0) - counts
 
 
-def _list_keys(block: _Block, kv_heads: int) -> list[_Keys]:
+def _list_keys(block: _SpanBlock, kv_heads: int) -> list[_Keys]:
     """How the keys of the spans are multiplied in a backward: with their prefixes, or these apart."""
     (count, length), prefix = block.spans.queries.shape, block.spans.offset
     places = block.keys.view(kv_heads, count, -1)[:, :, : prefix + length]
@@ -278,7 +278,7 @@ def _list_keys(block: _Block, kv_heads: int) -> list[_Keys]:
 
 def _move(
     block: AttentionBlock, ranks: np.ndarray, query_heads: int, kv_heads: int, device: torch.device
-) -> tuple[_Block, list[tuple[np.ndarray, int]]]:
+) -> tuple[_SpanBlock, list[tuple[np.ndarray, int]]]:
     """The block on the device; and of each piece, where its results go in the output (-1: nowhere), and their number.
 
     `ranks` are the places of the block's rows in the output.
@@ -308,8 +308,8 @@ def _move(
         hidden = np.arange(BLOCK) > (block.offset + own)[:, None] % BLOCK
         mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
         arrays = (places.reshape(-1), np.maximum(sources, 0), np.flatnonzero(sources < 0), mask)
-        pieces.append(_Piece(*(torch.from_numpy(array).to(device) for array in arrays), keys=seen))
+        pieces.append(_QueryRows(*(torch.from_numpy(array).to(device) for array in arrays), keys=seen))
         used.append((sources, len(sources)))
         start = stop
     places = (keys * total + query_heads + kv).reshape(-1)
-    return _Block(torch.from_numpy(places).to(device), spans * kv_heads, tuple(pieces), block), used
+    return _SpanBlock(torch.from_numpy(places).to(device), spans * kv_heads, tuple(pieces), block), used

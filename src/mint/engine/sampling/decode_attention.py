@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from mint.engine.model.attention import BLOCK, CHUNK, MIN_QUERIES, add_parts, cuts
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _CellRows:
     """Rows `start:stop` of a run, `each` of them after one another reading one cell; of a cell, the positions `within`.
 
     The cells are those from `cell` on, one after the other, or `ids`.
@@ -55,35 +55,35 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _EqualRows:
     """Rows `start:stop`, which attend to the first `keys` keys: for each of their parts, the pieces of its rows."""
 
     start: int
     stop: int
     keys: int
-    parts: tuple[tuple[_Piece, ...], ...]
+    parts: tuple[tuple[_CellRows, ...], ...]
 
 
 class DecodeAttention:
     """The decoder's `Attention` for rows that stay the same, and within their blocks; `begin_step` before each step."""
 
-    def __init__(self, cells: KvCells, table: np.ndarray, fronts: np.ndarray, positions: np.ndarray) -> None:
+    def __init__(self, cache: KVCache, table: np.ndarray, fronts: np.ndarray, positions: np.ndarray) -> None:
         """`table` [R, C] has the cells of each row in order; the first block is read in the cells `fronts` [R] instead.
 
         Rows that share cells should be neighbours.
         """
-        self._cells, self._table = cells, table
+        self._cache, self._table = cache, table
         blocks = positions // BLOCK + 1
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
         stops = np.append(starts[1:], len(blocks))
         self._runs = [
-            _plan(np.column_stack([fronts[a:b], table[a:b]]), a, b, int(blocks[a]) * BLOCK, cells.device)
+            _plan(np.column_stack([fronts[a:b], table[a:b]]), a, b, int(blocks[a]) * BLOCK, cache.device)
             for a, b in zip(starts.tolist(), stops.tolist(), strict=True)
         ]
         self._blocks = blocks
         self._rows = np.arange(len(blocks))
         self._query: Tensor | None = None
-        self._places = self._mask = torch.zeros(0, device=cells.device)
+        self._places = self._mask = torch.zeros(0, device=cache.device)
 
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions are still within their blocks."""
@@ -92,20 +92,20 @@ class DecodeAttention:
     def begin_step(self, positions: np.ndarray) -> None:
         """The next token of each row is at `positions` [R]."""
         own = self._table[self._rows, positions // CHUNK]
-        self._places = self._cells.places(own, positions)
+        self._places = self._cache.places(own, positions)
         hidden = np.arange(BLOCK) > positions[:, None] % BLOCK
         mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
-        self._mask = torch.from_numpy(mask).to(self._cells.device)[:, None, None]
+        self._mask = torch.from_numpy(mask).to(self._cache.device)[:, None, None]
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """Attended values [R, query heads · D] of `heads` [R, all heads, D], whose keys and values are stored."""
-        self._cells.write(layer, heads, self._places)
-        keys, values = self._cells.planes(layer)
+        self._cache.write(layer, heads, self._places)
+        keys, values = self._cache.planes(layer)
         query = self._spread(heads)
         mixed = [self._attend(run, query[run.start : run.stop], keys, values) for run in self._runs]
         return self._collect(mixed[0] if len(mixed) == 1 else torch.cat(mixed), heads.shape[-1])
 
-    def _attend(self, run: _Run, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, run: _EqualRows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[rows, K/J, M, J·D] of query of the same shape."""
         found = [_over(pieces, query, keys, transposed=True) for pieces in run.parts]
         scores = (found[0] if len(found) == 1 else torch.cat(found, dim=-1)).float()
@@ -118,13 +118,13 @@ class DecodeAttention:
 
     def _spread(self, heads: Tensor) -> Tensor:
         """Scaled queries [R, K/J, M, J·D]: each in the columns of its own kv head, zeros in the others'."""
-        cells, dim = self._cells, heads.shape[-1]
-        side, groups = cells.side_by_side, cells.query_heads // cells.kv_heads
+        cache, dim = self._cache, heads.shape[-1]
+        side, groups = cache.side_by_side, cache.query_heads // cache.kv_heads
         copies = -(-MIN_QUERIES // (side * groups))
-        shape = (len(heads), cells.kv_heads // side, copies, side, groups, side, dim)
+        shape = (len(heads), cache.kv_heads // side, copies, side, groups, side, dim)
         if self._query is None:
             self._query = torch.zeros(shape, dtype=heads.dtype, device=heads.device)
-        own = heads[:, : cells.query_heads].reshape(len(heads), shape[1], 1, side, groups, dim)
+        own = heads[:, : cache.query_heads].reshape(len(heads), shape[1], 1, side, groups, dim)
         torch.mul(
             own.permute(0, 1, 2, 4, 5, 3).expand(-1, -1, copies, -1, -1, -1),
             1 / math.sqrt(dim),
@@ -134,13 +134,13 @@ class DecodeAttention:
 
     def _collect(self, mixed: Tensor, dim: int) -> Tensor:
         """[R, query heads · D] from the columns that belong to each query's own kv head."""
-        cells = self._cells
-        side, groups = cells.side_by_side, cells.query_heads // cells.kv_heads
+        cache = self._cache
+        side, groups = cache.side_by_side, cache.query_heads // cache.kv_heads
         first = mixed[:, :, : side * groups].unflatten(2, (side, groups)).unflatten(-1, (side, dim))
         return first.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).reshape(len(mixed), -1)
 
 
-def _over(pieces: tuple[_Piece, ...], rows: Tensor, plane: Tensor, *, transposed: bool) -> Tensor:
+def _over(pieces: tuple[_CellRows, ...], rows: Tensor, plane: Tensor, *, transposed: bool) -> Tensor:
     found = [piece.product(rows, plane, transposed=transposed) for piece in pieces]
     return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -153,17 +153,17 @@ def _multiply(rows: Tensor, own: Tensor, *, transposed: bool) -> Tensor:
     return torch.bmm(rows, other)
 
 
-def _plan(table: np.ndarray, start: int, stop: int, keys: int, device: torch.device) -> _Run:
+def _plan(table: np.ndarray, start: int, stop: int, keys: int, device: torch.device) -> _EqualRows:
     """`table` [rows, 1 + C]: the cell of the first block, and then all cells."""
     parts = []
     for first, last in cuts(keys):
         column = 0 if first == 0 else first // CHUNK + 1
         within = slice(first % CHUNK, first % CHUNK + last - first)
         parts.append(_pieces(table[:, column], within, device))
-    return _Run(start, stop, keys, tuple(parts))
+    return _EqualRows(start, stop, keys, tuple(parts))
 
 
-def _pieces(cells: np.ndarray, within: slice, device: torch.device) -> tuple[_Piece, ...]:
+def _pieces(cells: np.ndarray, within: slice, device: torch.device) -> tuple[_CellRows, ...]:
     """How the rows read their cells [n]: stretches of rows of which equally many share a cell each."""
     first = np.flatnonzero(np.diff(cells, prepend=-1))
     each = np.diff(first, append=len(cells))
@@ -182,7 +182,7 @@ def _pieces(cells: np.ndarray, within: slice, device: torch.device) -> tuple[_Pi
     return (_piece(cells, 0, len(cells), within, device),)
 
 
-def _piece(cells: np.ndarray, start: int, stop: int, within: slice, device: torch.device) -> _Piece:
+def _piece(cells: np.ndarray, start: int, stop: int, within: slice, device: torch.device) -> _CellRows:
     neighbours = bool((np.diff(cells) == 1).all())
     ids = None if neighbours else torch.from_numpy(cells).to(device)
-    return _Piece(start, stop, (stop - start) // len(cells), within, int(cells[0]), ids)
+    return _CellRows(start, stop, (stop - start) // len(cells), within, int(cells[0]), ids)

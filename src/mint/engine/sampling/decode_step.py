@@ -1,7 +1,8 @@
 """One token further in every row of a batch: the step that is run again and again while the rows stay the same.
 
 Here is the interface, and the step that calls the decoder's forward each time. A device may have a faster one
-(`engine/cpu/recorded_step.py`, `engine/cuda/step.py`), chosen when a base is loaded. Knows nothing of jobs or drawing.
+(`engine/cpu/recorded_step.py`, `engine/cuda/graph_step.py`), chosen when a base is loaded. Knows nothing of jobs or
+drawing.
 
 Letters: R rows · C cells of a row · V vocabulary.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from mint.engine.lora import LoraRows
 from mint.engine.model.decoder import Decoder
 from mint.engine.sampling.decode_attention import DecodeAttention
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 
 
 class DecodeStep(Protocol):
@@ -88,8 +89,8 @@ class EagerStep:
 class EagerSteps:
     """`DecodeSteps` in plain torch."""
 
-    def __init__(self, decoder: Decoder, cells: KvCells) -> None:
-        self._decoder, self._cells = decoder, cells
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self._decoder, self._cache = decoder, cache
 
     def open(
         self,
@@ -99,4 +100,4 @@ class EagerSteps:
         loras: Sequence[LoraRows],
         earlier: DecodeStep | None = None,
     ) -> DecodeStep:
-        return EagerStep(self._decoder, DecodeAttention(self._cells, table, fronts, positions), loras)
+        return EagerStep(self._decoder, DecodeAttention(self._cache, table, fronts, positions), loras)

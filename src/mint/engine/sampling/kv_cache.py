@@ -24,7 +24,7 @@ NARROWEST = 16
 """Head dimension from which products may have several heads side by side without other bits (measured: 8 has them)."""
 
 
-class KvCells:
+class KVCache:
     """The cells of one base model, with a count of holders for each; all of them are taken through a `Lease`."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, limit_bytes: int) -> None:
@@ -121,29 +121,29 @@ class KvCells:
 class Lease:
     """What one holder has taken of the cells; goes back when the holder is gone, however it ended."""
 
-    def __init__(self, cells: KvCells) -> None:
+    def __init__(self, cache: KVCache) -> None:
         """Nothing."""
-        self._cells = cells
-        self._held = np.zeros(cells.count, np.int32)
+        self._cache = cache
+        self._held = np.zeros(cache.count, np.int32)
 
     def take(self, count: int) -> np.ndarray | None:
-        """As `KvCells.take`."""
-        cells = self._cells.take(count)
+        """As `KVCache.take`."""
+        cells = self._cache.take(count)
         if cells is not None:
             self._held[cells] += 1
         return cells
 
     def hold(self, cells: np.ndarray) -> None:
-        """As `KvCells.hold`."""
-        self._cells.hold(cells)
+        """As `KVCache.hold`."""
+        self._cache.hold(cells)
         np.add.at(self._held, cells, 1)
 
     def release(self, cells: np.ndarray, *, sound: bool = True) -> None:
-        """As `KvCells.release`; with `sound` False, what is in them may be NaN."""
-        self._cells.release(cells)
+        """As `KVCache.release`; with `sound` False, what is in them may be NaN."""
+        self._cache.release(cells)
         np.subtract.at(self._held, cells, 1)
         if not sound:
-            self._cells.clear(cells[self._cells.holders(cells) == 0])
+            self._cache.clear(cells[self._cache.holders(cells) == 0])
 
     def __del__(self) -> None:
         left = np.flatnonzero(self._held)

@@ -18,7 +18,7 @@ from mint.engine.lora import LoraRows, LoraWeights, rows_of
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.decoder import Decoder
 from mint.engine.packing import Span, attention_blocks
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.upload import upload
 
 
@@ -32,14 +32,14 @@ class PromptPart:
     lora: LoraWeights | None
 
 
-def run_prompts(decoder: Decoder, cells: KvCells, parts: Sequence[PromptPart]) -> Tensor:
+def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -> Tensor:
     """Hidden states [T, E] of all tokens from each part's `start` on, one part after the other."""
     positions = [np.arange(part.start, len(part.tokens)) for part in parts]
     before = [np.arange(part.start) for part in parts]
     known = sum(part.start for part in parts)
     packed = decoder.packed_attention(attention_blocks(_spans(parts, known)))
     places = [
-        cells.list_places(
+        cache.list_places(
             np.concatenate([part.cells[own // CHUNK] for part, own in zip(parts, rows, strict=True)]),
             np.concatenate(rows),
         )
@@ -49,11 +49,11 @@ def run_prompts(decoder: Decoder, cells: KvCells, parts: Sequence[PromptPart]) -
     tokens, place, written, read = upload(decoder.device, computed, np.concatenate(positions), *places)
 
     def attention(layer: int, heads: Tensor) -> Tensor:
-        cells.write(layer, heads, written)
+        cache.write(layer, heads, written)
         if not known:
             return packed(layer, heads)
         extended = heads.new_zeros(known + len(heads), *heads.shape[1:])
-        extended[:known, cells.query_heads :] = cells.read(layer, read)
+        extended[:known, cache.query_heads :] = cache.read(layer, read)
         extended[known:] = heads
         return packed(layer, extended)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from mint.engine.lora import LoraWeights
 from mint.engine.model.attention import CHUNK
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 
 
 @dataclass(eq=False)
@@ -72,17 +72,17 @@ class Match:
 class PrefixCache:
     """Prefixes under the weights that were opened for it, in at most so many cells."""
 
-    def __init__(self, cells: KvCells, limit_bytes: int) -> None:
+    def __init__(self, cache: KVCache, limit_bytes: int) -> None:
         """Empty; open for the base model alone (weights None)."""
-        self._cells = cells
-        self._limit = limit_bytes // cells.cell_bytes
+        self._cache = cache
+        self._limit = limit_bytes // cache.cell_bytes
         self._roots: dict[LoraWeights | None, _Level] = {None: _Level()}
         # By last use, oldest first; a node is always used later than what is below it, so the oldest is a leaf.
         self._used: OrderedDict[_Node, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Cells that it holds, counted once for each node."""
-        return len(self._used)
+        """Cells that it holds. May be called from any thread: the list is copied at once."""
+        return len({node.cell for node in list(self._used)})
 
     def open(self, weights: LoraWeights) -> None:
         """What is computed with these weights may be kept from now on."""
@@ -122,7 +122,7 @@ class PrefixCache:
             node = level.nodes.get(_key(own))
             if node is None:
                 node = level.add(own, cell)
-                self._cells.hold(np.array([cell]))
+                self._cache.hold(np.array([cell]))
                 self._used[node] = None
             path.append(node)
             level = node.children
@@ -136,7 +136,7 @@ class PrefixCache:
 
     def make_room(self, count: int) -> bool:
         """Throws out the oldest until `count` cells are free, if that can be."""
-        while self._cells.free < count:
+        while self._cache.free < count:
             if not self._used:
                 return False
             self.shrink(1 + len(self._used) // 8)
@@ -149,7 +149,7 @@ class PrefixCache:
     def _drop(self, node: _Node) -> None:
         del self._used[node]
         node.siblings.remove(node)
-        self._cells.release(np.array([node.cell]))
+        self._cache.release(np.array([node.cell]))
 
 
 def _key(tokens: np.ndarray) -> bytes:

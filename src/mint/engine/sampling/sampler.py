@@ -25,7 +25,7 @@ from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener
 from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps
 from mint.engine.sampling.draw import Draw, processed
-from mint.engine.sampling.kv_cache import KvCells, Lease
+from mint.engine.sampling.kv_cache import KVCache, Lease
 from mint.engine.sampling.prefill import PromptPart, run_prompts
 from mint.engine.sampling.prefix_cache import Match, PrefixCache
 from mint.engine.sampling.prompt_scoring import PromptScores, asks, score_prompt, unasked_tokens
@@ -49,8 +49,8 @@ class SamplerMemory:
     """What the samplers of one base model share, and how its device decodes and draws; `counters` are totals since the
     start."""
 
-    cells: KvCells
-    prefixes: PrefixCache
+    kv_cache: KVCache
+    prefix_cache: PrefixCache
     steps: DecodeSteps
     draw: Draw
     counters: dict[str, int] = field(
@@ -101,7 +101,7 @@ class Sampler:
     def __init__(self, decoder: Decoder, memory: SamplerMemory) -> None:
         """No jobs yet."""
         self._decoder, self._memory = decoder, memory
-        self._lease = Lease(memory.cells)
+        self._lease = Lease(memory.kv_cache)
         self._sequences = Sequences()
         self._entries: dict[int, _Entry] = {}
         self._keys: dict[str, _Entry] = {}
@@ -171,7 +171,7 @@ class Sampler:
             entry = self._waiting[0]
             if rows and rows + entry.count > self._row_limit:
                 break
-            known = self._memory.prefixes.find(entry.lora, entry.job.prompt[: unasked_tokens(entry.job)])
+            known = self._memory.prefix_cache.find(entry.lora, entry.job.prompt[: unasked_tokens(entry.job)])
             ahead = entry.job.prompt[known.length : known.length + BLOCK]
             entry.beginning = ahead.tobytes() if len(ahead) == BLOCK else b""
             if any(
@@ -199,13 +199,13 @@ class Sampler:
         whole, rest = divmod(len(job.prompt), CHUNK)
         new = whole - len(known.cells)
         needed = new + (entry.count if job.max_tokens > 1 else int(rest > 0))
-        taken = self._lease.take(needed) if memory.prefixes.make_room(needed + spare) else None
+        taken = self._lease.take(needed) if memory.prefix_cache.make_room(needed + spare) else None
         if taken is None:
             self._lease.release(held)
             return False
         entry.cells, entry.own = np.concatenate([known.cells, taken[:new]]), taken[new:]
         if known.rest:
-            memory.cells.copy(known.partial, taken[:1], known.rest)
+            memory.kv_cache.copy(known.partial, taken[:1], known.rest)
             self._lease.release(held[-1:])
         entry.done = known.length
         memory.counters["reused"] += known.length
@@ -289,7 +289,7 @@ class Sampler:
             entry = self._entries[number]
             if entry.sound:
                 known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
-                self._memory.prefixes.insert(entry.lora, known, own)
+                self._memory.prefix_cache.insert(entry.lora, known, own)
             if not entry.closed:
                 entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
             entry.rows -= 1
@@ -324,7 +324,7 @@ class Sampler:
             PromptPart(entry.job.prompt[: entry.done + size], entry.done, entry.prompt_cells, entry.lora)
             for entry, size in batch
         ]
-        hidden = run_prompts(self._decoder, self._memory.cells, parts)
+        hidden = run_prompts(self._decoder, self._memory.kv_cache, parts)
         finite = hidden.isfinite().all(1).cpu().numpy()
         end, complete, last = 0, [], []
         for entry, size in batch:
@@ -350,7 +350,7 @@ class Sampler:
             if not entry.sound:
                 self._close(entry, SampleResult([], error=DIVERGED))
                 continue
-            self._memory.prefixes.insert(entry.lora, entry.job.prompt, entry.prompt_cells)
+            self._memory.prefix_cache.insert(entry.lora, entry.job.prompt, entry.prompt_cells)
             if asks(entry.job):
                 unknown = [part for part in entry.hidden if len(part)]
                 front = hidden.new_zeros(len(entry.job.prompt) - sum(map(len, unknown)), hidden.shape[1])
@@ -371,7 +371,7 @@ class Sampler:
         self._prefilling.remove(entry)
         self._lease.hold(np.tile(entry.cells, count - 1))
         if entry.job.max_tokens > 1:
-            self._memory.cells.copy(int(own[0]), own[1:], len(entry.job.prompt) % CHUNK)
+            self._memory.kv_cache.copy(int(own[0]), own[1:], len(entry.job.prompt) % CHUNK)
             table = np.column_stack([np.tile(entry.cells, (count, 1)), own])
         else:
             self._lease.release(own)
@@ -391,7 +391,7 @@ class Sampler:
         if self._step is None or not self._step.fits(positions):
             missing = slots[positions // CHUNK >= own["cells"]]
             if len(missing):
-                taken = self._lease.take(len(missing)) if self._memory.prefixes.make_room(len(missing)) else None
+                taken = self._lease.take(len(missing)) if self._memory.prefix_cache.make_room(len(missing)) else None
                 if taken is None:
                     raise _OutOfCells(NO_ROOM)
                 sequences.extend(missing, taken)

@@ -11,7 +11,7 @@ import numpy as np
 from mint.engine.model.attention import BLOCK
 from mint.engine.protocol import Sample, SampleJob, TokenTable
 from mint.engine.sampling.random_stream import streams
-from mint.engine.sampling.stopping import StopWatch
+from mint.engine.sampling.stop_checker import StopChecker
 
 _COLUMNS = np.dtype(
     [
@@ -54,7 +54,7 @@ class Sequences:
         self._tokens = np.zeros((0, 0), np.int64)
         self._logprobs = np.zeros((0, 0), np.float32)
         self._free: list[int] = []
-        self._stops = StopWatch()
+        self._stops = StopChecker()
         self._best: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def add(self, entry: int, job: SampleJob, cells: np.ndarray) -> np.ndarray:

@@ -16,13 +16,14 @@ from engine_data import LORA, job, train
 from plain_kernels import PlainKernels
 from small_models import write_model
 
-from mint.engine.cuda.step import SPLIT_CELLS, LoraPart, StepGraphs
+from mint.engine.cuda.graph_step import SPLIT_CELLS, LoraPart, StepGraphs
+from mint.engine.devices import Device
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec
 from mint.engine.sampling.decode_step import EagerSteps
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.prefill import PromptPart, run_prompts
 from mint.engine.torch_engine import TorchEngine
 
@@ -45,7 +46,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def _graphs(decoder: Decoder, cells: KvCells, *buckets: int) -> StepGraphs:
+def _graphs(decoder: Decoder, cells: KVCache, *buckets: int) -> StepGraphs:
     if decoder.device.type == "cpu":
         return StepGraphs(decoder, cells, PlainKernels(), capture=False, buckets=buckets)
     from mint.engine.cuda.kernels import TritonKernels  # needs Triton
@@ -60,9 +61,9 @@ def _lora(decoder: Decoder, spec: LoraSpec, seed: int) -> LoraWeights:
     return lora
 
 
-def _cells(decoder: Decoder) -> KvCells:
+def _cells(decoder: Decoder) -> KVCache:
     """Filled with what no sequence has written."""
-    cells = KvCells(decoder.config, decoder.dtype, decoder.device, 1 << 30)
+    cells = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 30)
     generator = torch.Generator().manual_seed(0)
     for layer in range(decoder.config.num_hidden_layers):
         for plane in cells.planes(layer):
@@ -154,7 +155,7 @@ class _Counted(PlainKernels):
         return super().swiglu(product, lora)
 
 
-def test_a_whole_batch_samples_the_same_tokens(family: Path) -> None:
+def test_a_whole_batch_samples_the_same_tokens(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def engine() -> TorchEngine:
         engine = TorchEngine(dtype="float32", threads=1, device="cpu")
         engine.load_base("base", str(family))
@@ -163,16 +164,20 @@ def test_a_whole_batch_samples_the_same_tokens(family: Path) -> None:
         engine.publish("m", "w")
         return engine
 
-    plain, fixed = engine(), engine()
-    decoder, memory = fixed._base("base")[0], fixed._memory("base")
-    kernels = _Counted()
-    memory.steps = StepGraphs(decoder, memory.cells, kernels, capture=False, buckets=(4, 8))
     rng = np.random.default_rng(1)
     jobs = [
         job(rng.integers(2, 60, length), num_samples=3, max_tokens=limit, weights_id=name, seed=length)
         for length, limit, name in ((5, 70, "w"), (60, 9, None), (130, 2, "w"), (62, 1, "w"), (3, 20, None))
     ]
-    for found, expected in zip(fixed.sample(jobs), plain.sample(jobs), strict=True):
+    kernels = _Counted()
+    plain = engine().sample(jobs)
+    monkeypatch.setattr(
+        Device,
+        "decode_steps",
+        lambda self, decoder, cache: StepGraphs(decoder, cache, kernels, capture=False, buckets=(4, 8)),
+    )
+    fixed = engine()
+    for found, expected in zip(fixed.sample(jobs), plain, strict=True):
         assert found.error is None
         for own, other in zip(found.samples, expected.samples, strict=True):
             assert own.tokens.tolist() == other.tokens.tolist()
@@ -185,7 +190,7 @@ def test_a_whole_batch_samples_the_same_tokens(family: Path) -> None:
 def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Path, dtype: torch.dtype) -> None:
     # Tensors without data: mixing them with others on a CPU raises, and so does reading anything back.
     decoder = open_decoder(family, dtype, device="meta")
-    cells = KvCells(decoder.config, dtype, decoder.device, 1 << 24)
+    cells = KVCache(decoder.config, dtype, decoder.device, 1 << 24)
     graphs = StepGraphs(decoder, cells, PlainKernels(), capture=False, buckets=(64,))
     lora = LoraWeights(decoder.config, LORA, decoder.device)
     inputs = torch.zeros((4, 64), dtype=torch.int32, device="meta")
@@ -203,7 +208,7 @@ def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Pat
 @torch.inference_mode()
 def test_a_prompt_is_run_without_reading_anything_back(family: Path) -> None:
     decoder = open_decoder(family, device="meta")
-    cells = KvCells(decoder.config, decoder.dtype, decoder.device, 1 << 24)
+    cells = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 24)
     lora = LoraWeights(decoder.config, LORA, decoder.device)
     parts = [
         PromptPart(np.arange(70) % 50, 10, np.array([3, 4]), None),

@@ -11,7 +11,7 @@ import numpy as np
 from mint.engine.protocol import StopRule
 
 
-class StopWatch:
+class StopChecker:
     """Follows many sequences, each under its own rule; stop tokens are compared for all of them at once."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ from mint.engine.model.decoder import Decoder
 from mint.engine.model.weights import LayerWeights, MlpWeights
 from mint.engine.protocol import LoraSpec
 from mint.engine.sampling.decode_step import DecodeStep
-from mint.engine.sampling.kv_cache import KvCells
+from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.upload import upload
 
 BUCKETS = (64, 128, 256, 512)
@@ -104,7 +104,7 @@ class StepKernels(Protocol):
 
 
 def run_layers(
-    decoder: Decoder, kernels: StepKernels, cells: KvCells, rows: StepRows, lora: LoraWeights | None
+    decoder: Decoder, kernels: StepKernels, cache: KVCache, rows: StepRows, lora: LoraWeights | None
 ) -> Tensor:
     """Final hidden states (normed) [T, E] of a decoder without experts: what is captured."""
     weights, dtype, eps = decoder.weights, decoder.dtype, rows.eps
@@ -112,7 +112,7 @@ def run_layers(
     for index, layer in enumerate(weights.layers):
         if not isinstance(layer.mlp, MlpWeights):
             raise ValueError(f"layer {index} has experts, whose steps are not captured")
-        keys, values = cells.planes(index)
+        keys, values = cache.planes(index)
         wide, narrow = kernels.norm(x, layer.input_norm, eps, dtype)
         product = F.linear(narrow, layer.qkv.dense())
         queries = kernels.heads(product, _part(lora, f"{index}.qkv", wide), layer, rows, keys, values)
@@ -149,14 +149,14 @@ class StepGraphs:
     def __init__(
         self,
         decoder: Decoder,
-        cells: KvCells,
+        cache: KVCache,
         kernels: StepKernels,
         *,
         capture: bool = True,
         buckets: tuple[int, ...] = BUCKETS,
     ) -> None:
         """Nothing captured yet. Without `capture` every step runs its layers anew, on any device."""
-        self.decoder, self.cells, self.buckets = decoder, cells, buckets
+        self.decoder, self.cache, self.buckets = decoder, cache, buckets
         self._kernels, self._capture = kernels, capture
         self.columns = -(-decoder.config.max_position_embeddings // CHUNK)
         self._inputs = torch.zeros((2 + self.columns, buckets[-1]), dtype=torch.int32, device=decoder.device)
@@ -208,21 +208,21 @@ class StepGraphs:
         return self._adapters[spec]
 
     def _run(self, shape: _Shape, lora: LoraWeights | None) -> Tensor:
-        decoder, cells = self.decoder, self.cells
+        decoder, cache = self.decoder, self.cache
         config = decoder.config
         cos, sin = decoder.rope
         rows = StepRows(
             inputs=self._inputs[:, : shape.rows],
             cos=cos,
             sin=sin,
-            query_heads=cells.query_heads,
-            kv_heads=cells.kv_heads,
+            query_heads=cache.query_heads,
+            kv_heads=cache.kv_heads,
             head_dim=config.head_dim,
-            side_by_side=cells.side_by_side,
+            side_by_side=cache.side_by_side,
             eps=config.rms_norm_eps,
             splits=shape.splits,
         )
-        return run_layers(decoder, self._kernels, cells, rows, lora)
+        return run_layers(decoder, self._kernels, cache, rows, lora)
 
     def _record(self, shape: _Shape, lora: LoraWeights | None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Runs once aside, for what libraries set up at a first call must not be captured; the step that follows writes
@@ -240,7 +240,7 @@ class StepGraphs:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _GraphRows:
     """Rows `start:stop` of the batch, in `columns` of the step's inputs."""
 
     start: int
@@ -257,7 +257,7 @@ class GraphStep:
         """As `DecodeSteps.open`."""
         self._graphs = graphs
         self._columns = positions // CHUNK
-        self._parts: list[_Part] = []
+        self._parts: list[_GraphRows] = []
         width = 0
         for run in loras:
             for start in range(run.start, run.stop, graphs.buckets[-1]):
@@ -265,7 +265,7 @@ class GraphStep:
                 size = next(bucket for bucket in graphs.buckets if bucket >= stop - start)
                 splits = -(-(int(self._columns[start:stop].max()) + 1) // SPLIT_CELLS)
                 columns = slice(width, width + size)
-                self._parts.append(_Part(start, stop, columns, 1 << (splits - 1).bit_length(), run.weights))
+                self._parts.append(_GraphRows(start, stop, columns, 1 << (splits - 1).bit_length(), run.weights))
                 width += size
         self._places = np.concatenate(
             [np.arange(p.columns.start, p.columns.start + p.stop - p.start) for p in self._parts]
