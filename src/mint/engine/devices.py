@@ -1,7 +1,7 @@
-"""Which implementation computes what on a device: the one place that chooses, once for each base model.
+"""Chooses the implementations for a device, once for each base model: operations, decoding steps, drawing.
 
-Every choice is a function of device, dtype, the base's widths, and what is installed. Knows nothing of jobs or
-requests."""
+A choice is a function of device, dtype, the base's widths, and what is installed. Knows nothing of jobs or requests.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Device:
-    """A device with what is installed for it."""
+    """A device and the kernels that are installed for it."""
 
     def __init__(self, name: str | None, native: NativeBuild | Path | None, *, gpu_kernels: bool) -> None:
         """`name` as torch names devices; None: the GPU, if there is one. `native` are kernels in C for a CPU, or the
@@ -46,7 +46,7 @@ class Device:
 
     @property
     def default_dtype(self) -> torch.dtype:
-        """Of base weights."""
+        """The dtype of base weights where none is asked for."""
         return torch.float32 if self.torch.type == "cpu" else torch.bfloat16
 
     @property
@@ -54,13 +54,14 @@ class Device:
         return self.torch.type == "cuda"
 
     def operations(self, config: DecoderConfig, dtype: torch.dtype) -> Operations:
-        """What computes a base model of this shape."""
+        """The operations for a base model of this shape. On a GPU, sets the process's precision of float32 products."""
         if self.torch.type == "cpu":
             if self._kernels is not None and NativeOperations.fit(config):
                 return NativeOperations(dtype, self._kernels)
             return CpuOperations(dtype)
         if self.torch.type == "cuda":
-            # Loras' products keep 10 bits of each factor beside base products that keep 7; in float32 all 23.
+            # Beside a bfloat16 base (7 bits of each factor) loras' products may use TF32 (10 bits); beside float32 all
+            # 23.
             torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else "highest")
             if self._gpu_kernels and config.head_dim >= MIN_HEAD_DIM:
                 return FlexOperations(dtype, self.torch)
@@ -68,7 +69,7 @@ class Device:
         return TorchOperations(dtype, self.torch)
 
     def decode_steps(self, decoder: Decoder, cache: KVCache) -> DecodeSteps:
-        """What decodes over these cells."""
+        """The decoding steps of a base model over its KV cache."""
         if isinstance(decoder.operations, NativeOperations):
             return NativeSteps(decoder, decoder.operations, cache)
         if self.torch.type == "cuda" and self._gpu_kernels and not decoder.mixtures:
@@ -82,7 +83,7 @@ class Device:
         return EagerSteps(decoder, cache)
 
     def draw(self, operations: Operations) -> Draw:
-        """What draws tokens."""
+        """How tokens are drawn from the logits of these operations."""
         return NativeDraw(operations.kernels) if isinstance(operations, NativeOperations) else TorchDraw(operations)
 
 

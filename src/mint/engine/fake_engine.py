@@ -38,7 +38,7 @@ from mint.engine.protocol import (
 from mint.errors import CheckpointError, NotFoundError, RequestFailedError
 
 POISON_TOKEN = 13
-"""A datum that holds this token makes its pass fail, so that tests can reach the paths behind a failed pass."""
+"""A datum with this token makes its pass fail, for tests of what follows a failed pass."""
 
 _WEIGHT = "chain"
 _EMPTY = b""
@@ -208,11 +208,11 @@ class FakeBatch:
 
     @property
     def keys(self) -> Collection[str]:
-        """The jobs whose results are still to come."""
+        """The jobs without a result yet."""
         return self._running.keys()
 
     def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:
-        """A job, from the next step on; `NotFoundError` where its weights are not here."""
+        """Adds a job; raises `NotFoundError` where its weights are not loaded."""
         count = job.num_samples if job.max_tokens else 0
         chain = self._chain_of(job)
         self._running[key] = _Running(
@@ -220,12 +220,12 @@ class FakeBatch:
         )
 
     def cancel(self, key: str) -> None:
-        """The job leaves at the next step; unknown keys are fine."""
+        """Removes the job at the next step; unknown keys are ignored."""
         if key in self._running:
             self._cancelled.add(key)
 
     def step(self) -> dict[str, SampleResult]:
-        """A token more for every sequence; the jobs that ended by it."""
+        """One token for every sequence; returns the results of the jobs that ended."""
         results: dict[str, SampleResult] = {}
         for key, running in list(self._running.items()):
             if key in self._cancelled:

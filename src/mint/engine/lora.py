@@ -1,7 +1,7 @@
-"""A lora: its parts, their PEFT names, and their storage as one flat float32 vector.
+"""The weights of a lora: its matrices, their PEFT names, and their storage as one flat float32 vector.
 
-Parts that are multiplied together lie together (the A matrices of query, key and value are one matrix), so the decoder
-runs few products and the optimizer, digest and copies run over one vector. Knows nothing of training or sampling.
+Matrices that are multiplied together are one matrix (the A of query, key and value), so the decoder runs few products.
+The optimizer, the digest and copies run over the one vector. Knows nothing of training or sampling.
 
 Letters: I inputs · O outputs of a linear layer · r rank · S layers fused into one product.
 """
@@ -41,7 +41,7 @@ class SiteWeights:
     bs: tuple[Tensor, ...]
 
     def parts(self) -> list[tuple[slice, slice, Tensor]]:
-        """For each layer: where it lies among the S·r ranks, where among the outputs, and its b."""
+        """For each layer: its columns among the S·r ranks, its slice of the outputs, and its b."""
         rank, start, parts = len(self.a) // len(self.bs), 0, []
         for index, b in enumerate(self.bs):
             parts.append((slice(index * rank, (index + 1) * rank), slice(start, start + b.shape[0]), b))
@@ -72,7 +72,7 @@ def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
 
 
 def expert_site(layer: int, expert: int) -> str:
-    """What the names of an expert's sites begin with."""
+    """The prefix of the names of an expert's sites."""
     return f"{layer}.experts.{expert}"
 
 
@@ -109,7 +109,7 @@ class LoraWeights:
                 a.copy_(drawn)
 
     def enable_gradient(self) -> Tensor:
-        """Makes every part a leaf whose gradient is a view into one vector, which is returned (zeros)."""
+        """Makes every matrix a leaf whose gradient is a view into one vector of zeros, which is returned."""
         gradient = torch.zeros_like(self.flat)
         for name, parts in self._cut(gradient):
             own = self.sites[name]

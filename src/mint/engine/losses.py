@@ -3,8 +3,8 @@
 Per token: p = logprob under the trained policy, q = logprob under the sampler, r = exp(p - q), A = advantage, w =
 weight. `gspo` has one ratio per datum instead, s = exp(mean of p - q over its trained tokens). With a
 `sequence_ratio_mask`, the mean is over the trained tokens that it selects (s = 1 if none), and each token has the
-gradient of s·exp(p - stop_gradient(p)): that of its own p alone (gspo-token). Every loss is multiplied by w, and where
-w is 0 nothing else is looked at: masked positions may hold anything. Losses are summed over tokens.
+gradient of s·exp(p - stop_gradient(p)): that of its own p alone (gspo-token). Every loss is multiplied by w. Where w
+is 0 nothing else is read: masked positions may hold anything. Losses are summed over tokens.
 Knows nothing of models or torch; names and defaults are in `protocol.LOSSES`.
 """
 
@@ -22,7 +22,7 @@ _OF_SEQUENCES = frozenset({"gspo"})
 """Losses whose ratio is one number per datum."""
 
 _ONE_SIDED = frozenset({"ppo", "gspo"})
-"""Losses that a bound touches only on the side to which the advantage pushes."""
+"""Losses in which a bound matters only on the side to which the advantage pushes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TokenInputs:
     beta: float
     of_sequence: bool
     in_ratio: np.ndarray
-    """Which of the tokens a ratio of sequences is the mean of."""
+    """The tokens whose mean is the ratio of a sequence."""
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -169,7 +169,8 @@ def _measure_clipping(spec: LossSpec, selected: list[TokenInputs]) -> dict[str, 
 
 def _measure_ratio(log_ratio: np.ndarray) -> dict[str, float]:
     ratio = np.exp(log_ratio)
-    scaled = np.exp(log_ratio - log_ratio.max())  # what follows does not depend on the scale, and cannot overflow
+    # The effective sample size does not depend on the scale, and these cannot overflow.
+    scaled = np.exp(log_ratio - log_ratio.max())
     return {
         "ratio:mean": float(ratio.mean()),
         "ratio_max:max": float(ratio.max()),
@@ -195,7 +196,7 @@ def _quantile(values: np.ndarray, share: float) -> float:
 
 
 def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np.ndarray) -> TokenInputs:
-    """The trained tokens alone, so that nothing masked can reach the arithmetic."""
+    """The trained tokens alone, so that no masked value reaches the arithmetic."""
     policy = "logprobs" in LOSSES[spec.name].required
     own = _cut(logprobs, trained)
     low, high = datum.inputs.get("clip_low_threshold"), datum.inputs.get("clip_high_threshold")

@@ -20,7 +20,7 @@ _FAILURES = re.compile(
     "can't allocate memory|not enough memory|out of memory|bad_alloc|could not create a (memory|primitive(?! desc))",
     re.IGNORECASE,
 )
-"""How torch, its CPU allocator, C++ and oneDNN (which has nowhere to put its code then) say so."""
+"""Messages of torch, its CPU allocator, C++ and oneDNN (which then has no memory for its generated code)."""
 
 
 def rows_at_once(config: DecoderConfig, operations: Operations) -> int:
@@ -30,23 +30,24 @@ def rows_at_once(config: DecoderConfig, operations: Operations) -> int:
 
 
 def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """What all layers together keep of one row for the backward."""
+    """Bytes that all layers together keep of one row for the backward."""
     hidden, query = config.hidden_size, config.query_size
     total = 0
     for layer in range(config.num_hidden_layers):
-        # The inputs of both blocks, in float32; the product for the heads and the heads; what attention gave.
+        # The inputs of both blocks in float32; the query/key/value product and the heads; the attended values.
         total += 8 * hidden + dtype.itemsize * (2 * (query + 2 * config.key_value_size) + query)
         experts = config.experts_of(layer)
         if experts is None:
             total += dtype.itemsize * 2 * config.intermediate_size
         else:
-            # For each expert its own copy of the inputs, the wide product, its half and the result, all in float32.
+            # For each chosen expert a copy of the input, the wide product, the inner values and the result, all in
+            # float32.
             total += 4 * hidden + 4 * experts.per_token * (2 * hidden + 3 * experts.intermediate_size)
     return total
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short, and the same in smaller parts may succeed."""
+    """Whether memory was short, so that the same work in smaller parts may succeed."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None

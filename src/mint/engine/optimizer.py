@@ -1,6 +1,6 @@
 """AdamW over one flat vector, step for step as `torch.optim.AdamW`, with clipping by the global norm.
 
-A GPU runs torch's fused kernel, which a CPU has too: the same step in one pass, rounded in other places. Knows nothing
+Torch's fused kernel does the same step in one pass, rounded in other places; it is meant for a GPU. Knows nothing
 of layers, losses or where the gradient came from.
 """
 

@@ -1,8 +1,8 @@
 """Packs examples into micro-batches without padding: which row is which token, and which rows attend to which.
 
 Everything here is a pure function of the examples, so that the same request always runs the same arithmetic. Examples
-with a common prefix (the samples of one prompt) share its rows: the prefix is computed once, exactly, for its hidden
-states depend on nothing that follows. Knows nothing of torch, losses or weights.
+with a common prefix (the samples of one prompt) share its rows: the prefix is computed once, which is exact, because
+its hidden states depend on nothing that follows. Knows nothing of torch, losses or weights.
 
 Letters: T rows of a micro-batch · N positions of its examples · C their cells (a position and one of its targets) ·
 U distinct (row, target) pairs.
@@ -115,7 +115,7 @@ def padded_length(length: int) -> int:
 
 
 def _block(prefix: int, length: int, spans: list[Span]) -> AttentionBlock:
-    # Padded with a row of their own: another's could be NaN, and 0 · NaN would spoil the sum.
+    # Padded with a row of the same span: a row of another could be NaN, and 0 · NaN is NaN.
     starts = np.array([[span.start] for span in spans])
     queries, keys = np.repeat(starts, length, axis=1), np.repeat(starts, prefix + length, axis=1)
     for index, span in enumerate(spans):
@@ -129,7 +129,7 @@ def _block(prefix: int, length: int, spans: list[Span]) -> AttentionBlock:
 
 
 def _group(data: Sequence[TrainDatum], token_budget: int) -> list[_Group]:
-    """Neighbours in token order share the longest prefix that saves the most rows."""
+    """Sorts examples by their tokens, and joins neighbours wherever sharing a prefix saves the most rows."""
     # Big-endian bytes sort as the tokens do, so equal prefixes become neighbours.
     order = sorted(range(len(data)), key=lambda index: data[index].tokens.astype(">i8").tobytes())
     groups: list[_Group] = []
@@ -144,7 +144,7 @@ def _group(data: Sequence[TrainDatum], token_budget: int) -> list[_Group]:
 
 
 def _join(group: _Group, index: int, data: Sequence[TrainDatum]) -> _Group | None:
-    """The group with one more example, unless keeping it apart saves more rows."""
+    """The group with one more example; None where it would save fewer rows."""
     tokens, first = data[index].tokens, data[group.datum_ids[0]].tokens
     limit = min(len(tokens), group.shared)
     differs = np.flatnonzero(tokens[:limit] != first[:limit])
@@ -177,7 +177,7 @@ def _lay_out(groups: list[_Group], data: Sequence[TrainDatum]) -> MicroBatch:
     rows = np.concatenate([rows_of_datum[index] for index in datum_ids])
     targets = np.concatenate([data[index].targets.reshape(-1) for index in datum_ids])
     counts = np.concatenate([_targets_per_position(data[index]) for index in datum_ids])
-    # The positions of a shared prefix have equal targets, too, but for its last: each distinct pair is computed once.
+    # Positions of a shared prefix have equal targets, too, except its last: each distinct pair is computed once.
     width = int(targets.max()) + 1
     pairs, pair_of_cell = np.unique(np.repeat(rows, counts) * width + targets, return_inverse=True)
     return MicroBatch(

@@ -1,4 +1,4 @@
-"""What every engine does (torch, fake, cluster) and the values that go in and out: numpy only, no torch.
+"""The contract of every engine (torch, fake, cluster): its operations, and the values that go in and out, in numpy.
 
 The service has validated everything that arrives here. An engine is called from one thread at a time.
 
@@ -23,7 +23,7 @@ LORA_ALPHA = 32.0
 
 @dataclass(frozen=True)
 class BaseInfo:
-    """A loaded base model. `settings` holds what took effect (dtype, device, threads, …)."""
+    """A loaded base model. `settings` are those that took effect (dtype, device, threads, …)."""
 
     name: str
     arch: str
@@ -75,7 +75,7 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class PassResult:
-    """Logprobs of the targets, float32 of their shape per datum in order, and metrics named `name:reduction`.
+    """For each datum in order the logprobs of its targets, float32 of their shape; and metrics named `name:reduction`.
 
     `entropies` [N] per datum are those of the distributions the targets were predicted from; empty where the engine
     has no distributions.
@@ -100,7 +100,7 @@ class AdamSpec:
 
 @dataclass(frozen=True)
 class ModelState:
-    """Everything that makes a model continue bit for bit: float32 arrays by name, and the optimizer's step count.
+    """All that a model needs to continue bit for bit: float32 arrays by name, and the optimizer's step count.
 
     Weights are named as PEFT names modules (`model.layers.0.self_attn.q_proj.lora_A.weight`, `lm_head.lora_B.weight`);
     the moments carry the same names in `exp_avg` and `exp_avg_sq` (None where the optimizer is not wanted).
@@ -132,11 +132,10 @@ class SampleJob:
     counter-based stream `(seed, i, t)`, so nothing else in the batch can change it. `logprobs_mode` is that of
     `SamplingParams`; the prompt's logprobs and all top-k are always the policy's own.
 
-    About the prompt: `prompt_logprobs` are those of its own tokens and `topk_prompt_logprobs` the best at each place,
-    both for its last `prompt_logprobs_last_n` tokens (None: for all but the first); `target_prompt_logprobs` are pairs
-    (place >= 1, token) of which each gets its logprob; `prompt_alt_tokens_k` asks for so many draws at every place
-    after the first, with replacement, at `temperature` without top-k and top-p.
-    """
+    About the prompt: `prompt_logprobs` asks for those of its own tokens, `topk_prompt_logprobs` for so many best tokens
+    at each place, both for its last `prompt_logprobs_last_n` tokens (None: all but the first). `target_prompt_logprobs`
+    are pairs (place >= 1, token); each gets its logprob. `prompt_alt_tokens_k` asks for so many draws at every place
+    after the first, with replacement, at `temperature` without top-k and top-p."""
 
     base: str
     weights_id: str | None
@@ -184,9 +183,8 @@ class SampleResult:
     top-k pairs per place (None in the same places), where asked.
 
     `target_prompt_logprobs` float32 [Q] are those of the job's pairs, `prompt_alt_tokens` [P - 1, K] its draws.
-    `samples` is empty where `max_tokens` was 0. With `error` the job failed (its weights give no finite logits) or was
-    given up (`CANCELLED`), and the rest is empty; the other jobs of the call are not touched by it.
-    """
+    `samples` is empty where `max_tokens` was 0. With an `error` the job failed (its weights give no finite logits) or
+    was cancelled (`CANCELLED`), and the rest is empty. Other jobs of the call are not affected."""
 
     samples: list[Sample]
     prompt_logprobs: np.ndarray | None = None
@@ -201,40 +199,41 @@ CANCELLED = "cancelled"
 
 
 TokenListener = Callable[[int, int, float], None]
-"""Told of each token as it is accepted: (sample, token, logprob), in order for each sample; what it raises ends the
-step."""
+"""Called with each token as it is drawn: (sample, token, logprob), in order for each sample. An exception from it ends
+the step."""
 
 
 class SampleBatch(Protocol):
     """Jobs that are sampled together; they join and leave between two steps. Used on the engine's thread.
 
-    What a job gets is a function of that job alone: not of who is beside it, nor of when it came. After `step` has
-    raised, the batch is of no use any more.
+    The result of a job is a function of that job alone, not of the other jobs or of when it joined. After `step` has
+    raised, the batch must not be used any more.
     """
 
     @property
     def keys(self) -> Collection[str]:
-        """The jobs whose results are still to come."""
+        """The jobs without a result yet."""
         ...
 
     def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:
-        """A job, from the next step on; `key` is the caller's name for it.
+        """Adds a job, which joins at the next step; `key` is the caller's name for it.
 
-        Raises `NotFoundError` where its weights are not here. They may be dropped afterwards: the job has its own hold.
+        Raises `NotFoundError` where its weights are not loaded. They may be dropped later: the job keeps its own
+        reference.
         """
         ...
 
     def cancel(self, key: str) -> None:
-        """The job leaves at the next step, whose results have it with the error `CANCELLED`; unknown keys are fine."""
+        """Removes the job at the next step, which returns it with the error `CANCELLED`; unknown keys are ignored."""
         ...
 
     def step(self) -> dict[str, SampleResult]:
-        """A little further: prompts computed, or one token more for every sequence; the jobs that ended by it."""
+        """Computes some prompt tokens and one token of every sequence; returns the results of the jobs that ended."""
         ...
 
 
 def sample_together(batch: SampleBatch, jobs: Sequence[SampleJob]) -> list[SampleResult]:
-    """Samples `jobs` in an empty batch to its end; the results in their order."""
+    """Samples `jobs` in an empty batch until all have ended; returns their results in order."""
     for place, job in enumerate(jobs):
         batch.add(str(place), job)
     results: dict[str, SampleResult] = {}
@@ -247,7 +246,7 @@ class Engine(Protocol):
     """The arithmetic behind the service."""
 
     def load_base(self, name: str, path: str) -> BaseInfo:
-        """Loads the weights in `path` (a Hugging Face folder) as base `name`; again is a no-op."""
+        """Loads the weights in `path` (a Hugging Face folder) as base `name`; does nothing if it is loaded."""
         ...
 
     def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
@@ -267,7 +266,7 @@ class Engine(Protocol):
         ...
 
     def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
-        """As `forward`, and adds the gradient of the summed loss to what is accumulated."""
+        """As `forward`, and adds the gradient of the summed loss to the accumulated one."""
         ...
 
     def clear_gradient(self, model_id: str) -> None:
@@ -310,7 +309,7 @@ class Engine(Protocol):
         ...
 
     def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
-        """All jobs in a batch of their own, to its end."""
+        """Samples all jobs in a batch of their own; returns their results in order."""
         ...
 
 
@@ -345,7 +344,7 @@ LOSSES: Mapping[str, LossRule] = {
         config={**_HEAT, "clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
     ),
 }
-"""Every loss: the one place where its name, inputs and configuration are declared; `losses` has the mathematics.
+"""Every loss with its inputs and configuration; `losses` has the mathematics.
 
 `temperature` divides the policy's logits before anything else, so that logprobs, entropy, ratio and gradient are those
 of the tempered policy; sampler logprobs must be of the same temperature (`logprobs_mode="processed"`). `tis_cap` bounds
@@ -353,7 +352,7 @@ the weight of a token from above without stopping its gradient.
 """
 
 _POSITIVE = frozenset({"temperature", "tis_cap"})
-"""Settings for which 0 makes no sense."""
+"""Settings that must be above 0."""
 
 
 def resolve_loss(name: str, config: Mapping[str, float | str] | None = None) -> LossSpec:

@@ -1,8 +1,8 @@
 """Logprobs of targets and their gradient, in chunks of rows: one chunk of logits exists at a time.
 
-Where a row has one target and the unembedding is frozen, the gradient of the logprob is made together with it, and only
-multiplied by its slope later; for other rows the logits are computed again. Knows nothing of losses, examples or
-sampling.
+Where a row has one trained target and the unembedding is frozen, the gradient of the logprob is computed together with
+it, and multiplied by its slope later. For other rows the logits are computed again. Knows nothing of losses, examples
+or sampling.
 
 Letters: T rows (hidden states) · U pairs (a row and one of its targets) · E hidden size · V vocabulary.
 """
@@ -47,11 +47,11 @@ class TargetLogprobs:
         (None: none has); one lora covers all rows then."""
         self._decoder, self._hidden, self._loras = decoder, hidden, loras
         self._rows, (self._targets,) = rows, upload(hidden.device, targets)
-        # On the device and not a Python number: by those, a GPU multiplies with the rounded reciprocal.
+        # A tensor on the device: for a Python number, a GPU multiplies with the rounded reciprocal instead of dividing.
         self._heat = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
         self._temperature = np.float32(temperature)
         self.logprobs, self.entropies = (torch.empty(len(x), device=hidden.device) for x in (rows, hidden))
-        # Pairs whose gradient is made at once: those that are the only ones trained in their rows.
+        # Pairs whose gradient is computed at once: the only trained ones of their rows.
         self._single = np.zeros(len(rows), bool)
         if trained is not None and all(own.site(UNEMBED) is None for own in loras):
             self._single = trained & (np.bincount(rows[trained], minlength=len(hidden)) == 1)[rows]
@@ -66,7 +66,7 @@ class TargetLogprobs:
         unembedding lora is added to its `.grad`."""
         slopes = slopes / self._temperature
         device = self._hidden.device
-        # Summed here, for a GPU would add in another order each time.
+        # Summed on the host, because a GPU would add in another order each time.
         totals = np.bincount(self._rows, weights=slopes, minlength=len(self._hidden)).astype(np.float32)
         gradient = torch.zeros_like(self._hidden)
         if self._unit is not None:
@@ -97,7 +97,7 @@ class TargetLogprobs:
         normaliser, self.entropies[chunk.rows], pulls = self._decoder.operations.softmax_statistics(logits, single)
         self.logprobs[chunk.pairs] = at_targets - normaliser[chunk.places]
         if self._unit is not None and len(pulls):
-            # d logprob / d logits = onehot - softmax; its slope will only multiply it.
+            # d logprob / d logits = onehot - softmax, multiplied by its slope later.
             (pairs,) = upload(hidden.device, np.flatnonzero(self._single[chunk.pairs]))
             order = torch.arange(len(pulls), device=hidden.device)
             rest = torch.expm1(self.logprobs[chunk.pairs][pairs]).neg_()

@@ -1,7 +1,7 @@
 """The engine on PyTorch: base models, loras in training with their optimizers, and published weights for sampling.
 
-Holds state and delegates the arithmetic: `training` runs a pass, `optimizer` a step, `sampler` the sampling. Knows
-nothing of tenants, journals or HTTP.
+Holds state and delegates the arithmetic: `training_pass` runs a pass, `optimizer` a step, `sampling` the sampling.
+Knows nothing of tenants, journals or HTTP.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class TorchEngine:
     ) -> None:
         """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
 
-        `kv_cache_bytes` bounds keys and values of what is being sampled, for each base; up to `prefix_cache_bytes` of
-        them, and at most half, are kept for later prompts that begin alike. `recompute` has training compute its
-        activations again instead of keeping them: the same bits, less memory, about a third more time; None does so
-        for sequences that are too long otherwise. `native` are kernels in C, to be used on a CPU, or the folder where
-        they are compiled and kept; None uses torch's alone. The two differ in the last bits. Without `gpu_kernels` a
-        GPU runs plain operations of torch: no FlexAttention, and no CUDA graphs of Triton kernels.
+        `kv_cache_bytes` bounds the KV cache of each base; up to `prefix_cache_bytes` of it, and at most half, are kept
+        for later prompts that begin alike. With `recompute`, training computes its activations again instead of keeping
+        them: the same bits, less memory, about a third more time. None does so only for sequences that are too long
+        otherwise. `native` are kernels in C for a CPU, or the folder where they are compiled and cached; None uses
+        torch alone, whose last bits differ. Without `gpu_kernels` a GPU runs plain operations of torch: no
+        FlexAttention, and no CUDA graphs of Triton kernels.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
@@ -112,7 +112,7 @@ class TorchEngine:
         self._kv_cache_bytes, self._prefix_cache_bytes = kv_cache_bytes, prefix_cache_bytes
 
     def load_base(self, name: str, path: str) -> BaseInfo:
-        """Loads a Hugging Face folder as base `name`; again is a no-op.
+        """Loads a Hugging Face folder as base `name`; does nothing if it is loaded.
 
         Raises:
             InvalidRequestError: the folder is of a family that mint does not compute, or lacks or adds tensors.
@@ -174,7 +174,7 @@ class TorchEngine:
         return self._pass(self._model(model_id), data, loss, gradient=False)
 
     def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
-        """As `forward`, and adds the gradient of the summed loss to what is accumulated."""
+        """As `forward`, and adds the gradient of the summed loss to the accumulated one."""
         model = self._model(model_id)
         result = self._pass(model, data, loss, gradient=True)
         model.tokens += int(result.metrics["tokens:sum"])
@@ -187,7 +187,7 @@ class TorchEngine:
         model.tokens = 0
 
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
-        """Applies and clears the gradient; `tokens` counts the tokens it was made of."""
+        """Applies and clears the gradient; `tokens` counts the tokens that it comes from."""
         model = self._model(model_id)
         metrics = step_adam(model.weights.flat, model.gradient, model.adam, adam, fused=self._device.is_gpu)
         metrics["tokens"] = float(model.tokens)
@@ -255,15 +255,15 @@ class TorchEngine:
 
     def sampling_counters(self) -> dict[str, int]:
         """Totals since the start over all bases: prompt tokens `prefilled` and `reused`, tokens `sampled`, `steps`, and
-        `restarts` of jobs that had to make room."""
+        `restarts` of preempted jobs."""
         totals: Counter[str] = Counter()
         for memory in list(self._memories.values()):  # a copy: another thread may be adding one
             totals.update(memory.counters)
         return dict(totals)
 
     def kv_cells(self) -> dict[str, int]:
-        """Cells of keys and values now, over all bases: those `in_use` by samples or kept for later prompts, the `kept`
-        ones among them, and the `total`."""
+        """Cells of the KV caches now, over all bases: `in_use` by samples or the prefix cache, `kept` by the prefix
+        cache, and the `total`. May be called from any thread."""
         memories = list(self._memories.values())
         total = sum(memory.kv_cache.count for memory in memories)
         free = sum(memory.kv_cache.free for memory in memories)

@@ -1,4 +1,4 @@
-"""One pass over examples: pack, run, weigh, and (if asked) add the gradient to the lora's.
+"""One training pass: packs examples, runs the decoder, computes the loss, and adds the gradient to the lora's.
 
 Knows nothing of models' names, optimizers or requests.
 """
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Micro-batches of `rows` rows; `recompute` None: where one is larger than that."""
+    """Micro-batches of `rows` rows; `recompute` None: in those that are larger."""
 
     rows: int
     recompute: bool | None
@@ -38,7 +38,7 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class _DatumResult:
-    """Of one example."""
+    """The results of one example."""
 
     logprobs: np.ndarray
     entropies: np.ndarray
@@ -69,7 +69,7 @@ def run_pass(
     attempt = _Attempt(rows, recompute)
     retries = 0
     while (result := _try(decoder, lora, data, loss, attempt, with_gradient=gradient is not None)) is None:
-        # Out of the except clause, whose error would keep the activations alive.
+        # Not in the except clause: its error would keep the activations alive.
         if gradient is not None and before is not None:
             gradient.copy_(before)
         decoder.operations.release_memory()
@@ -90,7 +90,7 @@ def run_pass(
 
 
 def _smaller(attempt: _Attempt, data: Sequence[TrainDatum], *, with_gradient: bool) -> _Attempt | None:
-    """What needs less memory than `attempt`; None if nothing does."""
+    """An attempt that needs less memory; None if there is none."""
     if with_gradient and attempt.recompute is not True:
         return _Attempt(attempt.rows, recompute=True)
     lengths = [len(datum.tokens) for datum in data]
@@ -135,7 +135,7 @@ def _run(
     gradient: bool,
     recompute: bool,
 ) -> dict[int, _DatumResult]:
-    """What is found of the examples of one micro-batch, by their numbers."""
+    """The results of the examples of one micro-batch, by their numbers."""
     device = decoder.device
     attention = decoder.packed_attention(batch.blocks)
     tokens, positions = upload(device, batch.tokens, batch.positions)
@@ -152,7 +152,7 @@ def _run(
         trained=_trained_pairs(data, batch) if gradient else None,
     )
     own = [data[index] for index in batch.datum_ids]
-    # Where a GPU's work is waited for: once in a micro-batch.
+    # The host waits for a GPU here, once in a micro-batch.
     found = torch.cat([pairs.logprobs, pairs.entropies]).cpu().numpy()
     of_pairs, of_rows = np.split(found, [len(pairs.logprobs)])
     logprobs = _split(of_pairs[batch.pair_of_cell], [datum.targets.shape for datum in own])
@@ -184,5 +184,5 @@ def _backward(hidden: Tensor, pairs: TargetLogprobs, slopes: np.ndarray) -> None
     if not slopes.any():
         return
     part = pairs.hidden_gradient(slopes)
-    if hidden.requires_grad:  # not so where the unembedding alone is trained
+    if hidden.requires_grad:  # False where the unembedding alone is trained
         backward(hidden, part)

@@ -1,7 +1,7 @@
 """Attention by the native kernels: of packed rows, with its gradient, and of one new token per sequence.
 
-Stands where `packed_attention` and `decode_attention` stand, on a CPU with kernels. Both go through one kernel, query
-by query, so a row's bits are the same in training, prefill and decoding. Knows nothing of layers.
+On a CPU with kernels they replace `model/packed_attention` and `sampling/decode_attention`. Both compute query by query
+in one kernel, so a row's bits are the same in training, prefill and decoding. Knows nothing of layers.
 
 Letters: T rows · R rows of one token each · C cells of a row · H heads (K·G query, K key, K value) · D head dimension.
 """
@@ -238,7 +238,8 @@ def widen(kernels: NativeKernels, x: Tensor) -> Tensor:
 
 
 def _describe(block: AttentionBlock) -> np.ndarray:
-    """Of each row with a result: itself, the first row of its prefix, how many, the first of its span; [4, rows]."""
+    """For each row with a result: the row, the first row of its prefix, the prefix's length, the first row of its span;
+    [4, rows]."""
     span = block.cells // block.queries.shape[1]
     first = block.queries[span, 0]
     prefix = block.keys[span, 0] if block.offset else np.zeros_like(first)

@@ -1,8 +1,7 @@
-"""Compiles the engine's kernels in C for this machine, once, while others still load torch.
+"""Compiles the engine's kernels in C for this machine, in background threads while torch is imported.
 
-What was compiled is kept in a folder, by source, flags and processor, and not by compiler: an upgrade of the compiler
-must not change the bits of a run in progress. Knows nothing of torch or of what the kernels compute.
-"""
+Libraries are cached in a folder by source, flags and processor. The compiler is not part of the key: its upgrade must
+not change the bits of a run in progress. Knows nothing of torch or of what the kernels compute."""
 
 from __future__ import annotations
 
@@ -34,22 +33,23 @@ FLAGS = (
     "-fopenmp",
 )
 COMPILE_SECONDS = 60
-"""One file takes about one; a compiler that takes so long hangs."""
+"""One file takes about one second; a compiler that takes so long hangs."""
 
 TESTED_HERE = sys.platform == "linux" and platform.machine() == "x86_64"
-"""Whether this is a kind of machine on which the kernels are known to be right, so that they may be used unasked."""
+"""Whether the kernels are tested on this kind of machine, so that they are used by default."""
 
 REMEDY = "Install gcc or clang, or set MINT_NATIVE=0 to compute with torch's kernels"
 
 
 class NativeBuild:
-    """The libraries of all sources, being compiled side by side from the moment that this is made."""
+    """The libraries of all sources. The constructor starts to compile them, in parallel."""
 
     def __init__(self, folder: Path, *, required: bool = True) -> None:
-        """Into `folder`, unless it has them. Unless `required`, an engine does without them where that fails."""
+        """Compiles into `folder` what it does not have. If that fails, an engine does without unless they are
+        `required`."""
         self.required = required
         missing = [source for source in SOURCES if not _library(folder, source).exists()]
-        # Its threads are waited for at exit, so that no compiler is left behind.
+        # The threads are joined at exit, so that no compiler outlives the process.
         pool = ThreadPoolExecutor(max(len(missing), 1), thread_name_prefix="mint-compile")
         self._parts: list[Future[None]] = [pool.submit(_compile, folder, source) for source in missing]
         pool.shutdown(wait=False)
@@ -76,7 +76,7 @@ def _compile(folder: Path, source: Path) -> None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise MissingExtraError("native kernels need a C compiler, and none is installed", remedy=REMEDY)
-    library = _library(folder, source)  # before the compiler reads the file, which an upgrade may replace meanwhile
+    library = _library(folder, source)  # named before it is compiled: an upgrade may replace the source meanwhile
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -87,7 +87,7 @@ def _compile(folder: Path, source: Path) -> None:
                 raise MissingExtraError(
                     f"{source.name} could not be compiled by {compiler}: {done.stderr.strip()[-500:]}", remedy=REMEDY
                 )
-            made.replace(library)  # whole or absent, also with two processes at once
+            made.replace(library)  # atomic, also with two processes at once
     except subprocess.TimeoutExpired as error:
         raise MissingExtraError(f"{compiler} took more than {COMPILE_SECONDS} s", remedy=REMEDY) from error
     except OSError as error:
@@ -96,7 +96,7 @@ def _compile(folder: Path, source: Path) -> None:
 
 @cache
 def _processor() -> str:
-    """What decides which instructions `-march=native` may use."""
+    """The processor's features, which decide what `-march=native` may use."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where rows go in a mixture of experts, and each expert's products with its own rows, by `experts.c`.
+"""Routing of rows to experts, and each expert's products with its own rows, by `experts.c`.
 
 Knows layouts and how work is split over threads; knows nothing of layers, loras' names or autograd.
 
@@ -23,17 +23,16 @@ from mint.engine.model.config import ExpertsConfig
 
 @dataclass(frozen=True)
 class Routing:
-    """Which pairs there are: sorted by expert, those of one expert in the order of their rows."""
+    """The pairs of a row and an expert, sorted by expert; those of one expert in the order of their rows."""
 
-    shares: Tensor  # float32 [T, K], what each of a row's pairs counts
+    shares: Tensor  # float32 [T, K], the weights of a row's pairs
     chosen: Tensor  # int64 [T, K], its experts, best first
     order: Tensor  # int64 [P], the pairs by expert, numbered by row
-    places: Tensor  # int64 [T, K], where each pair is among them
+    places: Tensor  # int64 [T, K], the place of each pair in `order`
     borders: Tensor  # int64 [N + 1], where the pairs of each expert begin
 
     @property
     def per_token(self) -> int:
-        """K."""
         return self.places.shape[1]
 
 
@@ -49,8 +48,8 @@ class ExpertMatrices:
 
 @dataclass(frozen=True)
 class ExpertLora:
-    """What rows before `stop`, behind those of the lora before, add in each expert: `sites` of the first two experts;
-    those of all lie equally far apart. None: nothing."""
+    """The lora of the rows from the previous lora's `stop` up to this `stop`. `sites` are those of the first two
+    experts; the sites of all experts are equally far apart. None: no lora."""
 
     stop: int
     sites: tuple[SiteWeights, SiteWeights] | None = None
@@ -87,7 +86,7 @@ class NativeExperts:
         }
 
     def route(self, scores: Tensor, config: ExpertsConfig) -> Routing:
-        """Where rows with these scores [T, N] go."""
+        """Routes rows by their scores [T, N]."""
         (count, experts), per_token = scores.shape, config.per_token
         pairs = count * per_token
         shares = scores.new_empty(count, per_token)
@@ -237,7 +236,7 @@ class NativeExperts:
         self, grad: Tensor, rows: Tensor, routing: Routing, lora: ExpertLora, grad_rows: Tensor | None
     ) -> None:
         """From grad [P, O] for the products of `rows` [P, I]: adds the gradients of the lora's matrices to their
-        `.grad`, which lies as they do, and that of the rows to `grad_rows` [P, I], if there is one. Without a lora:
+        `.grad`, which has the same layout, and that of the rows to `grad_rows` [P, I], if given. Without a lora it does
         nothing."""
         first = None if lora.sites is None else lora.sites[0]
         if first is None or first.a.grad is None:

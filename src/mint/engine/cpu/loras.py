@@ -1,4 +1,4 @@
-"""What loras add to a product and their gradients, by `loras.c`.
+"""Products and gradients of loras, by `loras.c`.
 
 Knows layouts and how work is split over threads; knows nothing of layers, loras' names or autograd.
 
@@ -18,7 +18,7 @@ from mint.engine.cpu.threads import Int64
 from mint.engine.lora import SiteWeights
 
 _GROUP_ROWS, _MOST_GROUPS = 192, 8
-"""Threads share out a lora's gradient in groups of at least so many rows; each has partial sums of its own."""
+"""A lora's gradient is computed by threads in groups of at least so many rows, each with its own partial sums."""
 
 
 class NativeLoras:
@@ -104,7 +104,7 @@ class NativeLoras:
 
 
 def _places(bs: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[Int64]]:
-    """Where the bs are, and their outputs."""
+    """The addresses of the bs, and their outputs."""
     if not all(b.is_contiguous() for b in bs):
         raise AssertionError("kernels read contiguous tensors")
     places = (ctypes.c_void_p * len(bs))(*(b.data_ptr() for b in bs))

@@ -95,7 +95,7 @@ class NativeMixtureOfExperts:
         own = LoraRows(0, len(x), lora)
         grads = native.gather(grad, routing)
         inner = operations.swiglu(wide)
-        # Without the shares, which come to the narrow side: it gives their gradient, too.
+        # Without the shares: they are applied on the narrow side below, which gives their gradient, too.
         grad_inner = native.multiply_transposes(grads, self._down, routing)
         weighted = inner * routing.shares.view(-1)[routing.order].unsqueeze(1)
         native.add_lora_gradients(grads, weighted, routing, self._lora(own, "down"), grad_inner)

@@ -1,6 +1,7 @@
 """Layouts of frozen matrices for torch's own libraries on a CPU: MKL for small ones, oneDNN for large ones.
 
-The choice is a function of dtype, shape and processor, never of a timing, for the libraries differ in the last bit.
+The choice is a function of dtype, shape and processor, never of a timing, because the libraries differ in the last
+bits.
 
 Letters: T rows · I inputs · O outputs.
 """
@@ -20,14 +21,14 @@ PACKED_ENTRIES = 1 << 18
 MKL is faster: GFLOP/s at 64 rows, MKL and oneDNN: 93 and 84 for 128 x 768, 66 and 103 for 1024 x 4096."""
 
 MANY_ROWS = 128
-"""From here on oneDNN is the faster one for small matrices too. Only gradients may choose by it: a product's bits must
-not depend on the number of rows."""
+"""From so many rows on oneDNN is faster for small matrices, too. Only gradients may choose by the number of rows: the
+bits of a product must not depend on it."""
 
 ONEDNN_ROWS = 2
-"""OneDNN treats only a single row in another way than many (measured with 1 and 2 threads)."""
+"""OneDNN sums only a single row in another order than many (measured with 1 and 2 threads)."""
 
 ONEDNN_MULTIPLICATIONS = 16**3
-"""Torch gives a bfloat16 product to oneDNN only above so many; its own sums in another order."""
+"""Torch gives a bfloat16 product to oneDNN only above so many multiplications; its own loop sums in another order."""
 
 
 class SmallMatrix(DenseMatrix):

@@ -36,11 +36,11 @@ SERIAL_ENTRIES = 1 << 14
 """Torch computes an elementwise operation of fewer entries than twice this on one thread (its grain is 1 << 15)."""
 
 MLP_ENTRIES, MIN_MLP_ROWS = 1 << 18, 768
-"""An MLP is trained with so many rows at once that its wide product has about so many entries (1 MB), but with at least
-so many rows, for each part reads the weights again."""
+"""An MLP is trained in parts whose wide product has about so many entries (1 MB), but of at least so many rows, because
+each part reads the weights again."""
 
 CACHED_LOGITS = 1 << 19
-"""Logits that stay in the cache until all is made of them: 2 MB."""
+"""Logits that stay in the processor's cache until they are used up: 2 MB."""
 
 
 class CpuOperations(TorchOperations):
@@ -66,7 +66,7 @@ class CpuOperations(TorchOperations):
 
     @override
     def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
-        # Many loras share one product of the base; merged, each has products of its own, which pays for small ones.
+        # Separate loras share one product of the base. Merged, each has its own products, which pays for small bases.
         size = sum(4 * matrix.outputs * matrix.inputs for matrix in matrices.values())
         if self.dtype == torch.float32 and size <= MERGED_BYTES:
             return MergedLoras(self, matrices)
@@ -74,9 +74,9 @@ class CpuOperations(TorchOperations):
 
     @override
     def silu(self, gate: Tensor) -> Tensor:
-        """The vector and the scalar code of `F.silu` differ in the last bit. Over columns of a wider matrix it goes row
-        by row, so that a column always meets the same of the two, unless threads share a row: they get none to
-        share."""
+        """The vector and the scalar code of `F.silu` differ in the last bit. On columns of a wider matrix it goes row
+        by row, so that a column always gets the same of the two, unless threads split a row. So it runs in parts that
+        are too small for several threads."""
         if torch.get_num_threads() == 1 or gate.numel() <= SERIAL_ENTRIES:
             return F.silu(gate)
         out = torch.empty(gate.shape, dtype=gate.dtype)
@@ -321,7 +321,7 @@ class NativeOperations(CpuOperations):
         down = [own.down for own in weights.experts if isinstance(own.down, PanelMatrix)]
         mixture = config.experts_of(layer)
         if mixture is None or len(gate_up) + len(down) < 2 * len(weights.experts):
-            # by torch throughout, also where kernels could compute norm and SwiGLU
+            # by torch alone, although kernels could compute norm and SwiGLU
             return CpuOperations(self.dtype).mixture(weights, norm, layer, config, loras)
         return NativeMixtureOfExperts(self, self.kernels, weights.router, gate_up, down, norm, layer, config, mixture)
 

@@ -80,7 +80,7 @@ class NativeProducts:
         return out
 
     def _is_compiled(self, product: ctypes._NamedFuncPointer) -> bool:
-        """Whether a product is compiled for this processor: a product of no rows says so."""
+        """Whether a product is compiled for this processor, found by a call without rows."""
         code = self._threads.try_run(
             product,
             0,
@@ -109,7 +109,7 @@ class NativeProducts:
 
 
 class PanelMatrix:
-    """A matrix in panels. For a gradient its transpose is made, for a moment."""
+    """A matrix in panels. A gradient transposes it for the moment."""
 
     def __init__(self, products: NativeProducts, panels: Tensor) -> None:
         self.outputs, self.inputs = panels.shape
@@ -149,7 +149,8 @@ class SmallPanelMatrix(PanelMatrix):
 
 
 class PanelUnembedding(PanelMatrix):
-    """A large matrix whose tensor stays beside the panels, as it may be the embedding too: gradients use that."""
+    """A large matrix whose tensor stays beside the panels, because it may be the embedding too; gradients use the
+    tensor."""
 
     def __init__(self, products: NativeProducts, panels: Tensor, weight: Tensor) -> None:
         super().__init__(products, panels)

@@ -1,9 +1,9 @@
-"""A decoding step recorded once as a list of kernels and then run by one call, so that Python and torch are paid once.
+"""A decoding step that is recorded once as a list of kernels and then repeated by one call, without Python and torch.
 
 The decoder's own forward is recorded, so there is one definition of a step. A recorded step reads tokens, positions and
-cells in arrays that stay where they are; everything else in it is fixed. With several threads and a small base, rows
-are split among them, each thread running a recording of its own from the tokens to the logits: rows are computed alike
-in any company. Knows nothing of jobs, drawing or who holds cells.
+cells from arrays at fixed addresses; everything else in it is fixed. With several threads and a small base, the rows
+are split among the threads, and each runs its own recording from the tokens to the logits. That changes no bit, because
+a row's bits do not depend on other rows. Knows nothing of jobs or drawing.
 
 Letters: R rows · C cells of a row · V vocabulary · H heads · D head dimension.
 """
@@ -32,17 +32,17 @@ from mint.engine.sampling.decode_step import DecodeStep, EagerStep
 from mint.engine.sampling.kv_cache import KVCache
 
 SPARE_CELLS = 8
-"""So many cells can be added to each row before the step is recorded again."""
+"""Cells that can be added to each row before the step must be recorded again."""
 
 RECORDED_BYTES = 512 << 20
-"""A recording keeps all that is computed in a step: 305 MB for 64 rows of a model of 0.6 B weights, and it saves 10 %.
-Steps that need more than this are not recorded."""
+"""A recording keeps all intermediate results of a step: 305 MB for 64 rows of a model of 0.6 B weights, where it saves
+10 % of the time. Steps that need more than this are not recorded."""
 
 SPLIT_ENTRIES = 1 << 22
 """A base with more weights is read once for all rows, by all threads together."""
 
 SPLIT_ROWS = 8
-"""Fewer rows for each thread are not worth reading the base once more."""
+"""Rows for each thread at least: fewer are not worth reading the base once more."""
 
 
 class NativeSteps:
@@ -57,7 +57,7 @@ class NativeSteps:
             isinstance(mixture, NativeMixtureOfExperts) and mixture.routes_natively
             for mixture in decoder.mixtures.values()
         )
-        # The rows that go into and come out of all products, and what is made of the latter in between.
+        # The inputs and outputs of all products, and what the operations in between make of the outputs.
         self._bytes_per_row = 4 * sum(matrix.inputs + 2 * matrix.outputs for matrix in sites)
         self._splits = _entries(decoder, sites) <= SPLIT_ENTRIES
 
@@ -106,14 +106,14 @@ class RecordedStep:
         self._place(table, positions)
 
     def renew(self, table: np.ndarray, positions: np.ndarray) -> bool:
-        """The same rows in another `table` of cells; False where the step must be recorded again for that."""
+        """Takes over another `table` of cells for the same rows; False where the step must be recorded again."""
         fits = table.shape[1] <= self._table.shape[1] and self._decoder.loras.versions(self._loras) == self._versions
         if fits:
             self._place(table, positions)
         return fits
 
     def fits(self, positions: np.ndarray) -> bool:
-        """Whether rows at these positions are still within their cells, and their loras as they were."""
+        """Whether rows at these positions are still within their cells, and no merged lora has changed."""
         within = bool((positions < self._limits).all())
         return within and self._decoder.loras.versions(self._loras) == self._versions
 
@@ -142,7 +142,7 @@ class RecordedStep:
             part.attention.reserve(int(self._limits[part.rows].max()))
 
     def _record(self) -> Replay:
-        """Runs the step for the first time."""
+        """Runs the step for the first time, and records it."""
         threads, recordings = self._operations.kernels.threads, list[Recording]()
         if len(self._parts) > 1:
             self._logits = torch.empty(len(self._tokens), self._decoder.config.vocab_size)

@@ -1,8 +1,8 @@
-"""Runs the kernels in C over the parts of their work, on the threads that torch uses too.
+"""Runs the kernels in C over the parts of their work, on torch's own threads.
 
-A kernel takes a struct of 8-byte fields and the parts that it is to do. Callers give the fields by name, in the order
-of the struct in C. What ran can be recorded, and then be run again by a single call. Knows nothing of what kernels
-compute."""
+A kernel takes a struct of 8-byte fields and a range of parts. Callers give the fields by name, in the order of the
+struct in C. Calls can be recorded, and then repeated by a single call. Knows nothing of what kernels compute.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 SERIAL_WORK = 1 << 14
-"""Less work (elements, or products of a query and a key) than this is not worth several threads."""
+"""Less work than this (elements, or pairs of a query and a key) is not worth several threads."""
 
 OUT_OF_MEMORY, OUT_OF_RANGE = 2, 3
-"""What a kernel returns that found no memory, or was to read a row that there is not; 1 says that it was not compiled
-for such widths or this processor."""
+"""Codes that a kernel returns. The code 1 says that it is not compiled for such widths or this processor."""
 
 Int64 = ctypes.c_int64
 
@@ -42,15 +41,14 @@ class _Sequence(ctypes.Structure):
 
 
 class Recording:
-    """What ran, in order, with all that it read and wrote."""
+    """The operations that ran, in order, with references to all that they read and write."""
 
     def __init__(self) -> None:
-        """Nothing."""
         self.operations: list[Operation] = []
         self._kept: list[object] = []
 
     def add(self, operation: Operation, *kept: object) -> None:
-        """One operation more, and what must be there as long as it may run."""
+        """Adds an operation, and the objects that must live as long as it may run."""
         self.operations.append(operation)
         self._kept.append(kept)
 
@@ -69,13 +67,13 @@ class NativeThreads:
         `fields` are those of the kernel's struct, all of them and in its order.
 
         Raises:
-            MemoryError: the kernel found no memory for what it keeps meanwhile.
-            IndexError: the kernel was to read a row that there is not.
+            MemoryError: the kernel found no scratch memory.
+            IndexError: a row number is out of range.
         """
         _check(self.try_run(kernel, count, work, **fields))
 
     def try_run(self, kernel: Any, count: int, work: int, /, **fields: Field) -> int:
-        """`run`; returns the kernel's code."""
+        """As `run`; returns the kernel's code instead of raising."""
         words = (Int64 * len(fields))(*map(_word, fields.values()))
         wide = work >= SERIAL_WORK and count > 1
         operation = Operation(address(kernel), ctypes.addressof(words), count, wide)
@@ -85,8 +83,9 @@ class NativeThreads:
 
     @contextmanager
     def recording(self) -> Generator[Recording]:
-        """What this thread runs meanwhile is recorded. It may be run again as long as the numbers among the fields and
-        the places of the tensors are right: what a kernel writes or reads must be a field, or outlive the recording."""
+        """Records what this thread runs within the context. It may be repeated as long as the numbers among the fields
+        and the addresses of the tensors hold. All that a kernel reads or writes must be a field, or outlive the
+        recording."""
         self._here.recording = found = Recording()
         try:
             yield found
@@ -95,11 +94,11 @@ class NativeThreads:
 
 
 class Replay:
-    """Recordings that are run again by one call, with what is now in the places that they read."""
+    """Repeats recordings by one call, on the present contents of the memory that they read."""
 
     def __init__(self, threads: NativeThreads, recordings: Sequence[Recording]) -> None:
-        """Several `recordings` are independent of one another: each runs on a thread of its own. A lone one shares out
-        each of its operations among all threads."""
+        """Several `recordings` must be independent of one another: each runs on one thread. A lone one splits each of
+        its operations over all threads."""
         self._threads, self._recordings = threads, recordings
         self._operations = [(Operation * len(own.operations))(*own.operations) for own in recordings]
         places = [(ctypes.addressof(own), len(own)) for own in self._operations]
@@ -109,8 +108,8 @@ class Replay:
         """Runs all of them.
 
         Raises:
-            MemoryError: a kernel found no memory for what it keeps meanwhile.
-            IndexError: a kernel was to read a row that there is not.
+            MemoryError: a kernel found no scratch memory.
+            IndexError: a row number is out of range.
         """
         if len(self._operations) == 1:
             own, count = self._operations[0], Int64(torch.get_num_threads())
@@ -120,13 +119,13 @@ class Replay:
 
 
 class _Here(threading.local):
-    """What the thread at hand is recording."""
+    """What the current thread records."""
 
     recording: Recording | None = None
 
 
 def address(kernel: Any) -> int:
-    """Where a function of a library begins."""
+    """The address of a library's function."""
     found = ctypes.cast(kernel, ctypes.c_void_p).value
     if found is None:
         raise AssertionError("a function has an address")
@@ -135,15 +134,15 @@ def address(kernel: Any) -> int:
 
 def _check(code: int) -> None:
     if code == OUT_OF_MEMORY:
-        raise MemoryError("no memory for what a kernel keeps while it runs")
+        raise MemoryError("no scratch memory for a kernel")
     if code == OUT_OF_RANGE:
-        raise IndexError("a token or a position that the model does not have")
+        raise IndexError("a token or a position is out of the model's range")
     if code:
         raise AssertionError("the kernel was not compiled for such widths")
 
 
 def _word(field: Field) -> int:
-    """A field's 8 bytes: numbers as they are, and of all else the place in memory."""
+    """The 8 bytes of a field: numbers as they are, of all else the address."""
     if isinstance(field, Tensor):
         if not field.is_contiguous():
             raise AssertionError("kernels read contiguous tensors")

@@ -1,15 +1,15 @@
 """Causal attention of packed rows on a GPU: what `packed_attention` computes, by torch's FlexAttention.
 
-Which keys a row sees are two runs of rows, its own span up to itself and the span's prefix: four numbers. Written as a
-function of them, the mask serves any layout, and FlexAttention makes one kernel each of forward and backward from it:
-nothing is gathered, no matrix of scores exists, a prefix's gradient is summed in float32 over all who share it, in one
-order, and the same code runs on a CPU (slowly) to be compared. The alternatives cost more upkeep: flash attention for
-ragged sequences knows no shared prefix, so keys would be copied for each sample and their gradients added up again,
-and it runs neither in float32 nor on a CPU; `scaled_dot_product_attention` needs the mask as a matrix.
+A row sees two runs of rows: its own span up to itself, and the span's prefix. The mask is a function of these four
+numbers, so it serves any layout, and FlexAttention compiles one kernel each for forward and backward from it. Nothing
+is gathered, no matrix of scores exists, the gradient of a shared prefix is summed in float32 and in one order, and the
+same code runs on a CPU (slowly) for comparison. The alternatives cost more: flash attention for ragged sequences has no
+shared prefixes, so keys would be copied for each sample and their gradients added up again, and it runs neither in
+float32 nor on a CPU; `scaled_dot_product_attention` needs the mask as a matrix.
 
-The price is a compilation for each padded number of rows (powers of two, so few), seconds long, which torch keeps on
-the disk. A row's bits depend on where it lies among the tiles: unlike on a CPU, other company may change the last ones;
-the same batch gives the same bits. Knows nothing of layers or weights.
+The price is a compilation of some seconds for each padded number of rows (powers of two, so few), which torch caches on
+disk. A row's last bits depend on its place among the tiles: unlike on a CPU, other rows in the batch may change them.
+The same batch gives the same bits. Knows nothing of layers or weights.
 
 Letters: T rows · P rows with padding · N tiles of rows · K kv heads · G query heads per kv head · H = K·G + 2·K heads ·
 D head dimension.
@@ -32,7 +32,7 @@ from mint.engine.packing import AttentionBlock
 from mint.engine.upload import upload
 
 TILE = 128
-"""Rows of queries and of keys in a tile: the granularity at which work is left out."""
+"""Rows of queries and of keys in a tile. Work is skipped tile by tile."""
 
 MIN_HEAD_DIM = 16
 """FlexAttention's kernels have no narrower heads."""
@@ -74,8 +74,8 @@ class FlexPackedAttention:
         missing = self._padded - len(heads)
         padded = F.pad(heads, (0, 0, 0, 0, 0, missing)) if missing else heads
         query, key, value = (own.transpose(0, 1).unsqueeze(0) for own in padded.split(self._heads, dim=1))
-        # A value that a row does not see is multiplied by 0, which a NaN of someone else's would survive. Who sees it
-        # has its NaN from the key, made of the same numbers.
+        # A masked value is multiplied by 0, which would keep another sequence's NaN. A row that does see the value gets
+        # its NaN from the key, which comes from the same hidden state.
         value = torch.nan_to_num(value, 0.0, 0.0, 0.0)
         out = cast(Tensor, self.attend(query, key, value, block_mask=self._mask, enable_gqa=True))
         return out.squeeze(0).transpose(0, 1)[self._results].flatten(1)
@@ -92,8 +92,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of which tiles of keys the rows of a tile see something but not all, and of which all of them see all;
-    bool [N, N]."""
+    """Tiles of keys that the rows of a tile see in part, and those that all of the rows see completely; bool [N, N]."""
 
     partial: np.ndarray
     full: np.ndarray
@@ -117,7 +116,7 @@ def list_seen(blocks: Sequence[AttentionBlock], padded: int) -> Seen:
 
 
 def find_tiles(seen: Seen) -> Tiles:
-    """Counted by the rows of each tile, from the ends of what they see."""
+    """The tiles that rows see, counted from the ends of the runs that each row sees."""
     count = len(seen.own) // TILE
     rows = np.arange(len(seen.own))
     touched, covered = np.zeros((2, count * (count + 1)), np.int64)
@@ -136,16 +135,16 @@ def find_tiles(seen: Seen) -> Tiles:
 
 
 def _order(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many tiles each line has [N], and which, those first [N, N]."""
+    """For each line the number of its tiles [N], and their numbers, which come first in [N, N]."""
     return tiles.sum(axis=1), np.argsort(~tiles, axis=1, kind="stable")
 
 
 @cache
 def _compiled() -> Callable[..., object]:
-    """FlexAttention as one kernel, each size compiled for itself; a limit that is hit is an error, for uncompiled it
-    would write all scores out."""
+    """FlexAttention compiled for each size. A hit limit is an error, because uncompiled it would write all scores to
+    memory."""
     import torch._dynamo.config  # deferred: torch's compiler takes seconds to import
 
-    config: Any = torch._dynamo.config  # which says of its settings that they keep their first values
+    config: Any = torch._dynamo.config  # its types say that settings keep their first values
     config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)

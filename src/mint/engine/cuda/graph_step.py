@@ -1,19 +1,18 @@
-"""A decoding step whose work on the device never changes its shape, so that a GPU replays it as one CUDA graph.
+"""A decoding step of fixed shapes, which a GPU replays as one CUDA graph.
 
-The rows of one lora (the usual case: a GRPO batch) are one replay, filled up with padding to the size of a bucket; a
-batch of several loras is as many replays. What differs from step to step lies in buffers that keep their place: tokens,
-positions, the cells of each row, the lora's weights. Graphs and buffers outlive batches. The logits follow outside of
-the graph, while it runs: their memory would be kept for every graph.
+The rows of one lora (the usual case: a GRPO batch) are one replay, padded to the size of a bucket; a batch of several
+loras needs as many replays. What differs from step to step is in buffers at fixed addresses: tokens, positions, the
+cells of each row, the lora's weights. Graphs and buffers outlive batches. The logits are computed outside of the graph,
+because each graph would keep memory for them.
 
-What holds for a row's bits. Between products every row is treated alone (`cuda_kernels`): no other row, no padding and
-no longer neighbour changes a bit. The products are cuBLAS's, which chooses how to add by the shape. Their shape is the
-bucket's, so as long as the rows of one lora fit into one tile of a product, as those of the first bucket do, none of
-them depends on its company. In larger buckets a row may have other last bits, and so it may in prefill and training;
-on a CPU it has not.
+Bits of a row: between products every row is treated alone (`cuda/kernels.py`), so no other row and no padding changes a
+bit. The products are cuBLAS's, which chooses its order of addition by the shape. Their shape is the bucket's. As long
+as the rows of one lora fit into one tile of a product, as those of the first bucket do, a row does not depend on the
+others. In larger buckets its last bits may, as in prefill and training on a GPU.
 
 Tested on CPUs, without capture: against `EagerStep`, with torch's operations and with interpreted kernels, and with
-tensors of torch's `meta` device, which refuse whatever waits for a result. Capture itself needs a GPU and has not been
-run on one. Knows nothing of jobs or drawing.
+tensors of torch's `meta` device, which refuse to be read back. Capture itself needs a GPU and has not been run on one.
+Knows nothing of jobs or drawing.
 
 Letters: R rows · T rows of a bucket · C cells of a row · E hidden size · H all heads · Q query heads · D head dimension
 · I inner width · O outputs · S lora parts of one product · r rank · V vocabulary · N cells in all.
@@ -40,18 +39,18 @@ from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.upload import upload
 
 BUCKETS = (64, 128, 256, 512)
-"""Rows of a graph. Below the first, reading the weights takes all of the time, however few the rows."""
+"""Rows of a graph. Up to the first, the time is that of reading the weights, however few the rows."""
 
 SPLIT_CELLS = 4
-"""Attention adds up so many cells of a row after one another; those of a longer row in as many parts at once."""
+"""Attention adds so many cells of a row one after another; a longer row is split into parts that run in parallel."""
 
 MAX_GRAPHS = 48
-"""Graphs are thrown away, with their buffers for loras, rather than kept in larger numbers."""
+"""One graph more, and all graphs and their buffers for loras are thrown away."""
 
 
 @dataclass(frozen=True)
 class LoraPart:
-    """What is left to do of a lora's product at a site: `scale · down · bs.T`, part by part."""
+    """The second half of a lora's product at a site: `scale · down · bs.T`, part by part."""
 
     down: Tensor  # [T, S·r], float32
     bs: Tensor  # [O, r], float32
@@ -78,7 +77,7 @@ class StepRows:
 
 
 class StepKernels(Protocol):
-    """What lies between a step's products: `cuda_kernels.TritonKernels`, which also says the shapes."""
+    """The operations between a step's products; `TritonKernels` says the shapes."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """RMS norm, in float32 and in `dtype`."""
@@ -91,7 +90,7 @@ class StepKernels(Protocol):
         ...
 
     def attend(self, queries: Tensor, rows: StepRows, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Attended values, in float32 and in the queries' dtype; of padding anything."""
+        """Attended values, in float32 and in the queries' dtype; undefined for padding."""
         ...
 
     def swiglu(self, product: Tensor, lora: LoraPart | None) -> tuple[Tensor, Tensor]:
@@ -129,14 +128,14 @@ def _part(lora: LoraWeights | None, name: str, x: Tensor) -> LoraPart | None:
     site = None if lora is None else lora.sites.get(name)
     if lora is None or site is None:
         return None
-    # The b matrices of a site lie one after the other.
+    # The b matrices of a site are contiguous.
     bs = site.bs[0].as_strided((sum(len(b) for b in site.bs), site.bs[0].shape[1]), site.bs[0].stride())
     return LoraPart(x @ site.a.t(), bs, lora.scale)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a graph is captured for; the lora's weights may change, its spec may not."""
+    """What a graph is captured for: any weights of a lora of this spec."""
 
     rows: int
     splits: int
@@ -162,7 +161,7 @@ class StepGraphs:
         self._inputs = torch.zeros((2 + self.columns, buckets[-1]), dtype=torch.int32, device=decoder.device)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._captured: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # By spec: what graphs read, and whose weights are there now.
+        # By spec: the buffers that graphs read, and the lora whose weights are in them.
         self._adapters: dict[LoraSpec, LoraWeights] = {}
         self._loaded: dict[LoraSpec, LoraWeights] = {}
 
@@ -197,9 +196,9 @@ class StepGraphs:
         return hidden
 
     def _adapter(self, spec: LoraSpec, lora: LoraWeights) -> LoraWeights:
-        """The buffers of such loras, with these weights in them."""
+        """The buffers for loras of this spec, with the weights of `lora` in them."""
         if spec not in self._adapters:
-            # In inference mode they would be a tensor that nobody may write to outside of it.
+            # A tensor made in inference mode could not be written outside of it.
             with torch.inference_mode(mode=False):
                 self._adapters[spec] = LoraWeights(self.decoder.config, spec, self.decoder.device)
         if self._loaded.get(spec) is not lora:
@@ -225,15 +224,15 @@ class StepGraphs:
         return run_layers(decoder, self._kernels, cache, rows, lora)
 
     def _record(self, shape: _Shape, lora: LoraWeights | None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Runs once aside, for what libraries set up at a first call must not be captured; the step that follows writes
-        the same keys and values again."""
+        """Captures a graph. A run on a side stream comes first, because what libraries set up at a first call must not
+        be captured; the replay that follows writes the same keys and values again."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             self._run(shape, lora)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        # One pool for all: what a graph computes is read before another is replayed.
+        # One memory pool for all: the result of a graph is read before another graph is replayed.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._run(shape, lora)
         return graph, hidden

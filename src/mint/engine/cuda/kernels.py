@@ -1,10 +1,10 @@
 """The operations of a decoding step between its products, as Triton kernels: `StepKernels` on a GPU.
 
-Needs Triton, which CUDA builds of torch bring with them; nothing else here imports it, so this module is imported where
-a GPU is used and nowhere else. Every kernel treats rows apart and adds in an order that follows from the row alone: the
-number of rows, of padding rows and of splits changes no bit. Tested without a GPU: against float64 by Triton's
-interpreter, which has no products of bfloat16 and was given float16 instead, and by compiling for an H100. Knows
-nothing of layers' order, graphs or jobs.
+Needs Triton, which CUDA builds of torch bring with them. No other module imports it, and this one is imported only
+where a GPU is used. Every kernel treats each row alone and adds in an order that follows from the row: the number of
+rows, of padding rows and of splits changes no bit. Tested without a GPU: against float64 by Triton's interpreter, which
+has no products of bfloat16 and was given float16 instead, and by compiling for an H100. Knows nothing of layers' order,
+graphs or jobs.
 
 Letters: T rows · E hidden size · H all heads · Q query heads · K kv heads · G query heads per kv head · J kv heads side
 by side · D head dimension · I inner width · O outputs · r rank · C cells of a row.
@@ -24,7 +24,7 @@ from mint.engine.model.attention import CHUNK
 from mint.engine.model.weights import LayerWeights
 
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 64
-"""Of a product's entries, what one program finishes; products within kernels need at least 16 rows."""
+"""Entries of a product that one program computes. Products within kernels need at least 16 rows."""
 
 
 class TritonKernels:
@@ -166,13 +166,13 @@ class TritonKernels:
 
 
 def _pair(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for a result in float32 and in `dtype`: one tensor where these are the same."""
+    """Memory for a result in float32 and in `dtype`: one tensor where these are the same."""
     wide = torch.empty(shape, device=device)
     return wide, wide if dtype == torch.float32 else torch.empty(shape, dtype=dtype, device=device)
 
 
 def _parts(lora: LoraPart | None, absent: Tensor) -> tuple[Tensor, Tensor, float, int]:
-    """`down`, `bs`, scale and rank; rank 0, and something to point to, where there is no lora."""
+    """`down`, `bs`, scale and rank. Without a lora the rank is 0, and `absent` stands for both tensors."""
     return (absent, absent, 0.0, 0) if lora is None else (lora.down, lora.bs, lora.scale, lora.bs.shape[1])
 
 
@@ -309,7 +309,7 @@ def _attend(
     QUERIES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One row's queries of one kv head over `SPLIT_CELLS` of its cells, each for the largest score up to there."""
+    """One row's queries of one kv head over `SPLIT_CELLS` of its cells, scaled by the largest score so far."""
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     length = tl.load(inputs + stride + row) + 1
@@ -323,7 +323,7 @@ def _attend(
     mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
     offset = (kv // SIDE) * (CHUNK * SIDE * DIM) + (kv % SIDE) * DIM
     inside = keys_of_cell[:, None] * (SIDE * DIM) + dims[None, :]
-    for index in range(SPLIT_CELLS):  # of constant length, so that loads run ahead
+    for index in range(SPLIT_CELLS):  # of constant length, so that the loads are pipelined
         column = split * SPLIT_CELLS + index
         cell = tl.load(inputs + (2 + column) * stride + row, mask=column * CHUNK < length, other=0)
         start = cell.to(tl.int64) * cell_size + offset
@@ -364,7 +364,7 @@ def _merge(
     QUERIES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Adds a row's splits in order; of so many as its own length has."""
+    """Adds a row's splits in order, as many as its length has."""
     row, kv = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(1)
     length = tl.load(inputs + stride + row) + 1
@@ -391,7 +391,7 @@ def _merge(
 
 @triton.jit
 def _store(wide, narrow, place, result, mask):
-    """As the next product takes it, and the same number in float32."""
+    """Rounds to the dtype of the next product, and stores the same number in float32, too."""
     result = result.to(narrow.dtype.element_ty)
     tl.store(narrow + place, result, mask=mask)
     tl.store(wide + place, result.to(tl.float32), mask=mask)

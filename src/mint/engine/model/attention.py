@@ -1,11 +1,11 @@
-"""The rules of attention by which a row's bits are the same in training, in prefill and in decoding.
+"""The rules of attention that give a row the same bits in training, in prefill and in decoding.
 
-A query at position t attends to the first (t // BLOCK + 1) · BLOCK keys, those after t masked; nothing else about the
-batch reaches its arithmetic: not the neighbours, not the length of its sequence, not whether it came alone (a decoded
-token) or with the others of its block. So the sampler's logprobs are the trainer's, to the last bit where products of
-at least `MIN_QUERIES` rows treat each row alike (measured for float32 and bfloat16 on CPUs, and tested).
+A query at position t attends to the first (t // BLOCK + 1) · BLOCK keys; those after t are masked. Nothing else about
+the batch reaches its arithmetic: not the neighbours, not the length of its sequence, not whether it is computed alone
+(a decoded token) or with the rest of its block. So the sampler's logprobs equal the trainer's to the last bit, wherever
+products of at least `MIN_QUERIES` rows treat each row alike (measured for float32 and bfloat16 on CPUs, and tested).
 
-Whoever attends keeps to them: `packed_attention` for many rows of a sequence, `decode_attention` for one.
+`packed_attention` follows these rules for many rows of a sequence, `sampling/decode_attention` for one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from itertools import pairwise
 from torch import Tensor
 
 BLOCK = 32
-"""Queries whose positions agree in t // BLOCK attend to equally many keys."""
+"""Positions of a block: its queries attend to equally many keys."""
 
 CHUNK = 64
-"""Sums over values are cut at keys that are multiples of this, and the first once more at `BLOCK`; their parts are
-added in order, in float32. So samples that share the keys of their prompt may be multiplied with those in one product,
-and with their own in another."""
+"""Sums over values are cut at multiples of this, and once more at `BLOCK`; the parts are added in order, in float32. So
+samples can be multiplied with the keys of a shared prompt in one product and with their own keys in another. It is also
+the number of positions in a cell of the KV cache."""
 
 MIN_QUERIES = 4
 """Below this, BLAS multiplies matrix and vector in another order (measured)."""
@@ -36,7 +36,7 @@ def cuts(keys: int) -> list[tuple[int, int]]:
 
 
 def add_parts(parts: Iterable[Tensor]) -> Tensor:
-    """Their sum in order, in float32 and then in their own dtype; may overwrite the first."""
+    """The sum of `parts` in order, in float32, rounded to their own dtype at the end; may overwrite the first part."""
     remaining = iter(parts)
     first = next(remaining)
     total = first.float()

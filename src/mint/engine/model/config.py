@@ -1,6 +1,6 @@
-"""The shape of a decoder, read from a Hugging Face config.json; whatever mint does not compute is refused here.
+"""The shape of a decoder, read from a Hugging Face config.json. Options that mint does not compute are refused here.
 
-Knows the families and their options; knows nothing of weights or torch.
+Knows the families; knows nothing of weights or torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALIGNED = 4
 
 @dataclass(frozen=True)
 class Family:
-    """What tells one family of decoders from another."""
+    """How one family of decoders differs from another."""
 
     name: str
     qkv_bias: bool = False
@@ -42,12 +42,13 @@ _REFUSED_OPTIONS = (
 )
 
 SUPPORTED = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
-"""The families in words, for whoever brings another one."""
+"""The families, for error messages."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's: frequencies of long wavelengths are divided by `factor`, those of short ones stay, between is a ramp.
+    """Llama 3's scaling: frequencies of long wavelengths are divided by `factor`, those of short ones stay, with a ramp
+    in between.
 
     The limits are `original_max_position_embeddings` / `low_freq_factor` and / `high_freq_factor`.
     """
@@ -104,7 +105,7 @@ class DecoderConfig:
         return self.num_key_value_heads * self.head_dim
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """The experts that stand for the MLP of a layer; None for a dense one."""
+        """The experts of a layer; None where it has a dense MLP."""
         return self.experts if self.experts is not None and layer in self.experts.layers else None
 
 
@@ -153,7 +154,7 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
 
 
 def _experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
-    """Which layers are mixtures, and how; transformers 5 writes `num_local_experts` where it reads `num_experts`."""
+    """The mixture of experts. Transformers 5 writes `num_local_experts` although it reads `num_experts`."""
     count = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
     per_token = _size(config, "num_experts_per_tok")
     if per_token > count:
@@ -170,8 +171,8 @@ def _experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling: in `rope_parameters` as transformers 5 writes them; in older files the base stands at
-    the top level and the scaling in `rope_scaling`, whose kind is `type` or `rope_type`."""
+    """The base and the scaling. Transformers 5 writes both to `rope_parameters`. Older files have the base at the top
+    level and the scaling in `rope_scaling`, whose kind is `type` or `rope_type`."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(place) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -205,9 +206,9 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def _width(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A size that rows of matrices have."""
+    """A size that is the length of a matrix's rows."""
     size = _size(config, key, default)
-    # Unaligned rows get other bits from BLAS in other places of a batch (measured with widths 18 and 77).
+    # BLAS gives unaligned rows other bits in other places of a batch (measured with widths 18 and 77).
     if size % ALIGNED:
         raise _unsupported(key, size, f"a multiple of {ALIGNED}")
     return size

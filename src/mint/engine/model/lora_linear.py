@@ -27,7 +27,7 @@ from mint.engine.model.linear import Linear, Matrix, min_rows
 from mint.engine.model.operations import Operations
 
 MAX_MERGED_LORAS = 32
-"""Loras whose merged matrices are kept; for one more, those used longest ago are made again when needed."""
+"""Loras whose merged matrices are cached; beyond that the least recently used are dropped."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class MergedLinear:
 
 @dataclass(frozen=True)
 class MixedLinear:
-    """Several loras' merged matrices, each for its own rows. It has no gradient: a trained batch has one lora."""
+    """The merged matrices of several loras, each for its own rows. Without a gradient: a trained batch has one lora."""
 
     operations: Operations
     runs: Sequence[tuple[slice, Matrix]]
@@ -173,7 +173,7 @@ class MergedLoras(SeparateLoras):
         version = lora.flat._version  # torch counts every in-place change, also through a view
         found = self._sets.get(lora)
         if found is None or found[0] != version:
-            # Made in inference mode they would be of no use to a later training pass.
+            # Tensors made in inference mode could not be used in a training pass.
             with torch.inference_mode(mode=False), torch.no_grad():
                 merged = {name: self._merge(name, lora) for name in self._matrices if name in lora.sites}
             found = self._sets[lora] = (version, merged)

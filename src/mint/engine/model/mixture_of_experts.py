@@ -1,7 +1,8 @@
-"""A mixture of experts in place of a layer's MLP: every row goes to the few experts that the router finds best for it.
+"""A mixture of experts in place of a layer's MLP: the router sends every row to the few experts that it scores highest.
 
-Rows are sorted by expert, so each expert runs one product over its own rows, and are summed per row in the order of the
-router's choice: no row's bits depend on who else goes to the same expert. Knows nothing of attention or sequences.
+Rows are sorted by expert, so each expert runs one product over its own rows. The results of a row are summed in the
+order of the router's choice. So no row's bits depend on which other rows go to the same expert. Knows nothing of
+attention or sequences.
 
 Letters: T rows · E hidden size · K experts per row · P pairs of a row and an expert (T·K).
 """
@@ -71,10 +72,11 @@ def _route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
 def _segments(
     chosen: Tensor, order: Tensor, loras: Sequence[LoraRows], config: ExpertsConfig
 ) -> list[tuple[int, int, int, list[LoraRows]]]:
-    """Expert, its pairs `start:stop`, and whose loras they run with, for each expert that has rows."""
+    """For each expert with rows: the expert, its pairs `start:stop`, and their loras."""
     experts = chosen.reshape(-1)[order].contiguous()
     count = chosen.shape[0]
-    # Within an expert pairs stand by row, so the rows of one lora lie together: one search finds all borders.
+    # An expert's pairs are in the order of their rows, so rows of one lora are neighbours: one search finds all
+    # borders.
     keys = experts * count + order // config.per_token
     firsts = torch.tensor([run.start for run in loras])
     wanted = (torch.arange(config.count).unsqueeze(1) * count + firsts).reshape(-1)
@@ -140,7 +142,7 @@ class _Combine(Function):
         ctx.save_for_backward(pairs, shares, order, places)
         out = residual.clone()
         for choice in range(places.shape[1]):
-            # Two steps: whether a fused product and sum rounds once or twice is decided by a row's place.
+            # Two steps: a fused multiply-add rounds once or twice depending on a row's place.
             out.add_(pairs.index_select(0, places[:, choice]).mul_(shares[:, choice : choice + 1]))
         return out
 

@@ -1,8 +1,7 @@
 """Causal attention of packed rows: a training micro-batch, or prompts to be prefilled.
 
-Spans of similar length go through one product each, cut where the position passes a multiple of `BLOCK`, with the
-arithmetic that `attention` lays down. Rows are gathered by head into the layout of the products and back, one copy
-each way. Knows nothing of layers or weights.
+Spans of similar length are computed together, cut where the position passes a multiple of `BLOCK`, by the rules in
+`attention`. Rows are copied once into the layout of the products, and once back. Knows nothing of layers or weights.
 
 Letters: T rows · n spans · L queries of a span · W keys · P of them a prefix · K kv heads · G query heads per kv head ·
 M = G·L queries of one kv head · H = K·G + 2·K heads · D head dimension.
@@ -28,13 +27,13 @@ from mint.engine.model.autograd import Function
 from mint.engine.packing import AttentionBlock
 
 KEPT_SHARES = 1 << 20
-"""Probabilities of a layer kept for the backward (4 MB); more are computed again, so that memory does not grow with the
-square of the length."""
+"""Probabilities of a layer that are kept for the backward (4 MB). The others are computed again, so that memory does
+not grow with the square of the length."""
 
 
 MIN_PREFIX_KEYS = 1 << 11
-"""Where the spans of a block have so many keys in prefixes, and share them in groups of one size, a backward multiplies
-each prefix with the queries of its whole group at once; for fewer that is not worth the calls."""
+"""If the spans of a block have at least so many keys in prefixes, and groups of one size share each prefix, a backward
+multiplies each prefix with the queries of its whole group at once. For fewer keys that is not worth the calls."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class PackedAttention:
     def __init__(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, device: torch.device) -> None:
         """Moves the index arrays of `blocks` to the device."""
         self.query_heads, self.kv_heads, self.device = query_heads, kv_heads, device
-        # Results in the order of their rows; a prefill's rows that are only read have none.
+        # Results come in the order of their rows. Rows that a prefill only reads have none.
         ranks = np.argsort(np.argsort(np.concatenate([block.rows for block in blocks])))
         ends = np.cumsum([len(block.rows) for block in blocks])
         self.blocks, cells, start = [], [], 0
@@ -77,7 +76,8 @@ class PackedAttention:
         for targets, first in cells:
             real = np.flatnonzero(targets >= 0)
             places[targets[real]] = first + real
-        self.order = torch.from_numpy(places).to(device)  # [T·K·G]: where each row's result lies among all pieces'
+        # [T·K·G]: the place of each row's result among the results of all pieces
+        self.order = torch.from_numpy(places).to(device)
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """Attended values [T, K·G·D] of `heads` [T, H, D]; every layer attends alike."""
@@ -85,7 +85,7 @@ class PackedAttention:
 
     @cached_property
     def backward(self) -> _Backward:
-        """What a backward needs to know on top."""
+        """The index arrays that only a backward needs."""
         parts = [_list_keys(block, self.kv_heads) for block in self.blocks]
         total, own = self.query_heads + 2 * self.kv_heads, 2 * self.kv_heads
         keys = torch.cat([found[0].places for found in parts])
@@ -107,11 +107,11 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Backward:
-    """The gradients of `queries` lie in one matrix, then those of `keys` (the first parts' of all blocks), and values.
+    """How the gradients of all pieces lie in one matrix: first of the queries, then of the keys (the first part of each
+    block), then of the values.
 
-    For each key head and value head of a row [T·2·K]: `order` has the places among keys and values whose gradients add
-    up to its own, and `starts` where its run of them begins.
-    """
+    The gradient of each key head and value head of a row [T·2·K] is a sum of rows of that matrix: their places are a
+    run of `order`, which begins at `starts`."""
 
     parts: list[list[_Keys]]
     queries: int
@@ -149,21 +149,19 @@ class _Attend(Function):
     @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient for heads; the keys of a prefix are multiplied once with the queries of all that share it.
-
-        All is summed in float32, for such keys collect from many samples.
-        """
+        """The gradient for heads, summed in float32, because the keys of a shared prefix collect from many samples.
+        They are multiplied once with the queries of all that share them."""
         heads, out, *kept = ctx.saved_tensors
         plan, size = ctx.plan, heads.shape[2]
         needs, flat, grad, remaining = plan.backward, heads.flatten(0, 1), grad.reshape(-1, size), iter(kept)
-        # What a softmax takes off the slopes of its row: Σ shares · slopes = grad · out.
+        # The softmax subtracts this from the slopes of its row: Σ shares · slopes = grad · out.
         pulls = (grad.float() * out.view(-1, size)).sum(1, keepdim=True)
         results = torch.zeros((needs.queries + 2 * needs.keys, size), device=heads.device)
         found, *own_grads = results.split([needs.queries, needs.keys, needs.keys])
         query_grads = found
         prefixes = []
         for block, parts in zip(plan.blocks, needs.parts, strict=True):
-            # Views of what is left of the matrix, from which each block takes its share.
+            # Each block takes the next rows of the matrix.
             count = len(parts[0].places)
             grads = [[found[:count] for found in own_grads]]
             grads += [list(torch.zeros((2, len(part.places), size), device=heads.device)) for part in parts[1:]]
@@ -194,7 +192,7 @@ class _Attend(Function):
 
 
 class _KeySums:
-    """Some keys and values, and what their gradients, two of [B·keys, D], are so far."""
+    """Some keys and values, and their gradients so far, two of [B·keys, D]."""
 
     def __init__(self, flat: Tensor, keys: _Keys, kv_heads: int, grads: Sequence[Tensor]) -> None:
         self._keys, self._grads, self._kv_heads = keys, grads, kv_heads
@@ -224,7 +222,7 @@ class _KeySums:
 
 
 def _add_product(total: Tensor, rows: Tensor, other: Tensor) -> None:
-    if total.is_contiguous() and total.dtype == rows.dtype:  # otherwise it would be a loop over the batch
+    if total.is_contiguous() and total.dtype == rows.dtype:  # baddbmm_ would loop over the batch
         total.baddbmm_(rows, other)
     else:
         total.add_(torch.bmm(rows, other))
@@ -250,7 +248,7 @@ def _shares(query: Tensor, key: Tensor, piece: _QueryRows) -> Tensor:
 
 
 def _multiply(rows: Tensor, other: Tensor) -> Tensor:
-    """Batched product; a lone one would be split over threads, and then summed in another order."""
+    """Batched product. A lone product would be split over threads, and summed in another order."""
     if len(rows) == 1:
         return torch.bmm(rows.expand(2, -1, -1), other.expand(2, -1, -1))[:1]
     return torch.bmm(rows, other)
@@ -261,11 +259,11 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def _list_keys(block: _SpanBlock, kv_heads: int) -> list[_Keys]:
-    """How the keys of the spans are multiplied in a backward: with their prefixes, or these apart."""
+    """How a backward multiplies the keys of the spans: together with their prefixes, or these apart."""
     (count, length), prefix = block.spans.queries.shape, block.spans.offset
     places = block.keys.view(kv_heads, count, -1)[:, :, : prefix + length]
     if block.products * prefix >= MIN_PREFIX_KEYS:
-        starts = np.flatnonzero(np.diff(block.spans.keys[:, 0], prepend=-1))  # who shares one are neighbours
+        starts = np.flatnonzero(np.diff(block.spans.keys[:, 0], prepend=-1))  # spans that share a prefix are neighbours
         step = count // len(starts)
         if step > 1 and np.array_equal(starts, np.arange(0, count, step)):
             own, apart = slice(prefix, prefix + length), slice(0, prefix)
@@ -279,14 +277,14 @@ def _list_keys(block: _SpanBlock, kv_heads: int) -> list[_Keys]:
 def _move(
     block: AttentionBlock, ranks: np.ndarray, query_heads: int, kv_heads: int, device: torch.device
 ) -> tuple[_SpanBlock, list[tuple[np.ndarray, int]]]:
-    """The block on the device; and of each piece, where its results go in the output (-1: nowhere), and their number.
+    """The block on the device; and for each piece the places of its results in the output (-1: none), and their number.
 
     `ranks` are the places of the block's rows in the output.
     """
     spans, length = block.queries.shape
     total, groups = query_heads + 2 * kv_heads, query_heads // kv_heads
     width = -(-block.keys.shape[1] // BLOCK) * BLOCK
-    # Padded with a row of the span's own: another's could be NaN, and 0 · NaN would spoil the sum.
+    # Padded with a row of the same span: a row of another could be NaN, and 0 · NaN is NaN.
     filling = np.repeat(block.queries[:, :1], width - block.keys.shape[1], axis=1)
     keys = np.concatenate([block.keys, filling], axis=1)
     targets = np.full(spans * length, -1)
@@ -298,7 +296,7 @@ def _move(
     while start < length:
         seen = ((block.offset + start) // BLOCK + 1) * BLOCK
         stop = min(length, seen - block.offset)
-        # The last query again and again, if products of so few rows would sum in another order.
+        # Few queries are padded with the last one, because BLAS sums products of few rows in another order.
         least = -(-MIN_QUERIES // groups)
         own = np.minimum(np.arange(start, max(stop, start + least)), stop - 1)
         real = np.arange(len(own)) < stop - start

@@ -1,7 +1,4 @@
-"""Rotary positions: the angle by which each pair of a head turns at each position, Llama 3's scaling included.
-
-Knows nothing of heads or layers: two tables.
-"""
+"""Rotary position embeddings: tables of cos and sin for each position and pair of a head, with Llama 3's scaling."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ def rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Te
 
 
 def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Frequencies [D / 2] of a context that is `factor` times longer than the one trained first."""
+    """Frequencies [D / 2] for a context that is `factor` times as long as the original one."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: too slow to turn `low` times in that context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0 for fewer than `low` turns in the original context
     return frequencies * (kept + (1 - kept) / scaling.factor)

@@ -1,1 +1,1 @@
-"""Sampling: sequences that join and leave, their keys and values, and the choice of each token."""
+"""Sampling: continuous batching over a KV cache with a prefix cache, and drawing of tokens."""

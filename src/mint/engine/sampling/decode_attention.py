@@ -1,8 +1,8 @@
 """Attention of one new token per sequence, over keys and values in cells.
 
-Sequences that share cells (the samples of one prompt) are multiplied with them in one product. A row attends to its own
-length rounded up to a block and masked inside, with products cut where training cuts them, so its bits are those of
-training and do not depend on the other rows. Knows nothing of tokens, loras or jobs.
+Sequences that share cells (the samples of one prompt) are multiplied with them in one product. A row attends to as many
+keys as `model.attention` says for its position, the later ones masked, and its products are cut where training cuts
+them. So its bits are those of training and do not depend on the other rows. Knows nothing of tokens, loras or jobs.
 
 Letters: R rows · C cells of a row · K kv heads · J kv heads side by side · G query heads per kv head · D head
 dimension · M query rows of one sequence · W keys · N cells in all.
@@ -24,9 +24,9 @@ from mint.engine.sampling.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class _CellRows:
-    """Rows `start:stop` of a run, `each` of them after one another reading one cell; of a cell, the positions `within`.
+    """Rows `start:stop`, of which every `each` neighbours share one cell, and the positions `within` of those cells.
 
-    The cells are those from `cell` on, one after the other, or `ids`.
+    The cells are consecutive ones from `cell` on, or `ids` where these are given.
     """
 
     start: int
@@ -56,7 +56,7 @@ class _CellRows:
 
 @dataclass(frozen=True)
 class _EqualRows:
-    """Rows `start:stop`, which attend to the first `keys` keys: for each of their parts, the pieces of its rows."""
+    """Rows `start:stop`, which attend to `keys` keys each; for each part of the keys, how its rows read their cells."""
 
     start: int
     stop: int
@@ -65,13 +65,11 @@ class _EqualRows:
 
 
 class DecodeAttention:
-    """The decoder's `Attention` for rows that stay the same, and within their blocks; `begin_step` before each step."""
+    """`StepAttention` in torch, for rows that stay the same and within their query blocks."""
 
     def __init__(self, cache: KVCache, table: np.ndarray, fronts: np.ndarray, positions: np.ndarray) -> None:
-        """`table` [R, C] has the cells of each row in order; the first block is read in the cells `fronts` [R] instead.
-
-        Rows that share cells should be neighbours.
-        """
+        """`table` [R, C] has the cells of each row in order. Its first `BLOCK` positions are read in the cells `fronts`
+        [R] instead, which samples of one prompt share. Rows that share cells should be neighbours."""
         self._cache, self._table = cache, table
         blocks = positions // BLOCK + 1
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
@@ -164,11 +162,11 @@ def _plan(table: np.ndarray, start: int, stop: int, keys: int, device: torch.dev
 
 
 def _pieces(cells: np.ndarray, within: slice, device: torch.device) -> tuple[_CellRows, ...]:
-    """How the rows read their cells [n]: stretches of rows of which equally many share a cell each."""
+    """Groups rows that read `cells` [n] into runs in which equally many neighbours share each cell."""
     first = np.flatnonzero(np.diff(cells, prepend=-1))
     each = np.diff(first, append=len(cells))
     distinct = cells[first]
-    # Cells that follow one another are read where they lie; that is worth a product of its own if it has some rows.
+    # Consecutive cells are read without a copy. Runs are split for that only if few products come of it.
     apart = np.diff(distinct, prepend=distinct[:1]) != 1
     changes = np.diff(each, prepend=each[:1]) != 0
     for breaks in (changes | (apart & (each == 1)), changes):

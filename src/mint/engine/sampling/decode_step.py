@@ -47,9 +47,10 @@ class DecodeSteps(Protocol):
     ) -> DecodeStep:
         """The step for rows whose next tokens are at `positions` [R].
 
-        Row r lies in the cells `table[r]`, in order, of `table` [R, C], and reads its first block in the cell
-        `fronts[r]`. `loras` cover all rows. What `earlier`, a step of the same rows that no longer fits, has prepared
-        may be used again; it must not be run any more."""
+        Row r has its keys and values in the cells `table[r]`, in order, of `table` [R, C], and reads its first `BLOCK`
+        positions in the cell `fronts[r]`. `loras` cover all rows. `earlier` is a step of the same rows that no longer
+        fits: the new step may take over what it has prepared, so it must not be run again.
+        """
         ...
 
 

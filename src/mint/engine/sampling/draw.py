@@ -1,8 +1,8 @@
 """From logits to tokens: temperature, top-k, top-p (in this order), one uniform number per row, inverse CDF.
 
-Every row is treated alone, so a row's token does not depend on the rows beside it. This is the definition, in torch; a
-CPU with kernels draws by `engine/cpu/draw.py`. Knows which columns of a table say how a sequence draws; knows nothing
-of jobs.
+Every row is treated alone, so a row's token does not depend on the rows beside it. This is the reference in torch; a
+CPU with native kernels draws by `engine/cpu/draw.py`. Knows the columns of `Sequences` that say how a sequence draws;
+knows nothing of jobs.
 
 Letters: R rows of logits · N sequences that draw · K draws of one row · V vocabulary.
 """
@@ -28,16 +28,16 @@ _BLOCK = 64
 
 
 class Draw(Protocol):
-    """Draws the next tokens of sequences. What a sequence gets is a function of its own row alone."""
+    """Draws the next token of each sequence, as a function of that sequence's row alone."""
 
     def __call__(
         self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A token, int64 [N], for each of `slots` [N] of the structured `table`, from `rows` [N] of logits float32
-        [R, V]; and its logprob under the logits as they are, float32 [N], not finite where the logits are not.
+        """Draws for the sequences in `slots` [N] of `table`, from `rows` [N] of the logits float32 [R, V].
 
-        Of the table it reads `stream` (uint64), `emitted` (int64), `temperature`, `top_k` and `top_p` (float64, int64,
-        float64); the uniform number is `uniform_of(stream, emitted)`.
+        Returns tokens int64 [N] and their logprobs float32 [N] under the unprocessed logits, which are not finite where
+        the logits are not. `table` is structured: `stream` (uint64), `emitted` (int64), `temperature` (float64),
+        `top_k` (int64) and `top_p` (float64) are read; the uniform number of a draw is `uniform_of(stream, emitted)`.
         """
         ...
 
@@ -72,12 +72,12 @@ def processed(logits: Tensor, rows: np.ndarray, own: np.ndarray, tokens: np.ndar
 
 
 def take(logits: Tensor, rows: np.ndarray) -> Tensor:
-    """`rows` [N] of the logits [R, V], which are all of them if they are as many."""
+    """`rows` [N] of the logits [R, V], without a copy where N is R: then they are all rows in order."""
     return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
 
 
 def rules(own: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Temperature, top-k and top-p of sequences, as arrays of their own: torch takes no columns with gaps."""
+    """Temperature, top-k and top-p of sequences, as contiguous copies: torch takes no strided columns."""
     return own["temperature"].copy(), own["top_k"].copy(), own["top_p"].copy()
 
 
@@ -191,7 +191,7 @@ def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
     Two levels: cumulating block sums and then one block costs a fraction of cumulating a large vocabulary.
     """
     missing = -weights.shape[1] % _BLOCK
-    padded = F.pad(weights, (0, missing)) if missing else weights  # padding copies, even by nothing
+    padded = F.pad(weights, (0, missing)) if missing else weights  # pad copies even if nothing is missing
     blocks = padded.view(len(weights), -1, _BLOCK)
     block, rest = _search(blocks.sum(2), draws)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).flatten(0, 1)
@@ -200,12 +200,13 @@ def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row the cells that hold the fractions `draws` [R, K] of the total, and the fractions within those cells."""
+    """Per row the places where the cumulated weights reach the fractions `draws` [R, K] of the total, and the fractions
+    within those places."""
     cumulated = weights.double().cumsum(1)
     total = cumulated[:, -1:]
-    # Below the total even after rounding, so that a cell of positive weight is found.
+    # Below the total even after rounding, so that a place of positive weight is found.
     wanted = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
-    # Logits that are not finite find no cell; any will do, for the sampler then fails that job.
+    # Logits that are not finite find no place; any will do, because the sampler then fails that job.
     cell = torch.searchsorted(cumulated, wanted, right=True).clamp_(max=weights.shape[1] - 1)
     weight = weights.gather(1, cell).double()
     start = cumulated.gather(1, cell) - weight

@@ -1,4 +1,6 @@
-"""Where keys and values lie: cells of `CHUNK` positions, shared by reference and given out from one piece of memory.
+"""The KV cache of one base model: cells of `CHUNK` positions in one allocation, shared by reference counts.
+
+A cell is what vLLM calls a block; "block" is used here for positions that attend to equally many keys.
 
 Knows nothing of tokens, jobs or attention.
 
@@ -18,17 +20,18 @@ from mint.engine.model.attention import CHUNK, MIN_QUERIES
 from mint.engine.model.config import DecoderConfig
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE, in `mmap` from Python 3.13 on: a process that forks is not asked for all of this memory again."""
+"""MAP_NORESERVE, in `mmap` from Python 3.13 on: a fork of the process then reserves no second copy of this memory."""
 
 NARROWEST = 16
-"""Head dimension from which products may have several heads side by side without other bits (measured: 8 has them)."""
+"""From this head dimension on, several heads side by side in a product give each the same bits (measured: not at 8)."""
 
 
 class KVCache:
-    """The cells of one base model, with a count of holders for each; all of them are taken through a `Lease`."""
+    """Keys and values of one base model, with a reference count for each cell. Take cells through a `Lease`."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, limit_bytes: int) -> None:
-        """Room for `limit_bytes`; on a CPU, memory is used only as cells are filled for the first time."""
+        """As many cells as fit into `limit_bytes`. On a CPU the system commits memory only when a cell is first
+        written."""
         self.query_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.side_by_side = _side_by_side(config)
         self.dtype, self.device = dtype, device
@@ -44,7 +47,6 @@ class KVCache:
 
     @property
     def count(self) -> int:
-        """N."""
         return self._count
 
     @property
@@ -54,11 +56,11 @@ class KVCache:
 
     @property
     def free(self) -> int:
-        """Cells that nobody holds."""
+        """Cells without a holder."""
         return self._count - int(np.count_nonzero(self._holders[: self._touched]))
 
     def take(self, count: int) -> np.ndarray | None:
-        """`count` cells that nobody held, neighbours if possible; None where there are not so many."""
+        """Takes `count` free cells, consecutive ones if possible; None where too few are free."""
         free = np.flatnonzero(self._holders[: self._touched + count] == 0)
         if len(free) < count:
             return None
@@ -71,33 +73,34 @@ class KVCache:
         return cells
 
     def hold(self, cells: np.ndarray) -> None:
-        """One holder more for each of `cells`, in which a cell may occur several times."""
+        """Adds one holder to each of `cells`; a cell may occur several times."""
         np.add.at(self._holders, cells, 1)
 
     def release(self, cells: np.ndarray) -> None:
-        """One holder less for each of `cells`."""
+        """Takes one holder from each of `cells`."""
         np.subtract.at(self._holders, cells, 1)
 
     def holders(self, cells: np.ndarray) -> np.ndarray:
-        """How many hold each of `cells`."""
+        """The number of holders of each of `cells`."""
         return self._holders[cells]
 
     def clear(self, cells: np.ndarray) -> None:
-        """Zeros: a masked key is multiplied by 0, so what the next holder finds must not be NaN."""
+        """Fills `cells` with zeros. A masked value is multiplied by 0, which a NaN left behind would survive."""
         self._cells[:, :, torch.from_numpy(np.unique(cells)).to(self.device)] = 0
 
     def copy(self, source: int, targets: np.ndarray, length: int) -> None:
-        """The first `length` positions of a cell, into others."""
+        """Copies the first `length` positions of a cell into others."""
         if length and len(targets):
             places = torch.from_numpy(targets).to(self.device)
             self._cells[:, :, places, :, :length] = self._cells[:, :, source : source + 1, :, :length]
 
     def places(self, cells: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Where tokens at `positions` of their sequences lie, in cells [X]; for `write` and `read`."""
+        """Where the tokens at `positions` of their sequences lie within `cells`, both [X]: row numbers for `write` and
+        `read`."""
         return torch.from_numpy(self.list_places(cells, positions)).to(self.device)
 
     def list_places(self, cells: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """`places` that are still to be moved to the device."""
+        """`places` as an array on the host."""
         planes = np.arange(2)[None, :, None] * self._count + cells[:, None, None]
         parts = planes * self._parts + np.arange(self._parts)
         return (parts * CHUNK + positions[:, None, None] % CHUNK).reshape(-1)
@@ -108,7 +111,7 @@ class KVCache:
         self._cells[layer].view(-1, self._width).index_copy_(0, places, rows)
 
     def read(self, layer: int, places: Tensor) -> Tensor:
-        """Key and value heads [X, 2·K, D]."""
+        """Reads key and value heads [X, 2·K, D]."""
         rows = self._cells[layer].view(-1, self._width).index_select(0, places)
         return rows.view(-1, 2 * self.kv_heads, self._width // self.side_by_side)
 
@@ -119,10 +122,10 @@ class KVCache:
 
 
 class Lease:
-    """What one holder has taken of the cells; goes back when the holder is gone, however it ended."""
+    """The cells that one sampler holds. They are released when the lease is garbage-collected, however the sampler
+    ended."""
 
     def __init__(self, cache: KVCache) -> None:
-        """Nothing."""
         self._cache = cache
         self._held = np.zeros(cache.count, np.int32)
 
@@ -139,7 +142,7 @@ class Lease:
         np.add.at(self._held, cells, 1)
 
     def release(self, cells: np.ndarray, *, sound: bool = True) -> None:
-        """As `KVCache.release`; with `sound` False, what is in them may be NaN."""
+        """As `KVCache.release`. With `sound` False the cells may contain NaN, and are cleared once they are free."""
         self._cache.release(cells)
         np.subtract.at(self._held, cells, 1)
         if not sound:
@@ -152,9 +155,9 @@ class Lease:
 
 
 def _side_by_side(config: DecoderConfig) -> int:
-    """So many kv heads that the query heads of one token make a product of `MIN_QUERIES` rows, where that works out.
+    """The number of kv heads whose queries together make a product of `MIN_QUERIES` rows, if that divides evenly.
 
-    A query's product with the keys of another head is with zeros, which changes no bit of the sum.
+    A query is extended with zeros for the keys of the other heads, which change no bit of its sums.
     """
     groups = config.num_attention_heads // config.num_key_value_heads
     heads = 1
@@ -168,8 +171,8 @@ def _side_by_side(config: DecoderConfig) -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # given by the operating system page by page as they are written; torch would write them all, and numpy asks for
-    # pages of 2 MiB, one for every layer at once, which take milliseconds each where memory is fragmented
+    # The system commits anonymous pages as they are written. torch.zeros would write all of them; numpy asks for huge
+    # pages of 2 MiB, one for each layer at once, which take milliseconds each where memory is fragmented.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize, flags=flags)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,4 +1,4 @@
-"""A batch of jobs over several base models: each model's jobs are sampled by a sampler of its own, in turns.
+"""A batch of jobs over several base models. Each base has its own sampler; a step runs all of them in turn.
 
 Knows nothing of requests, tenants or text.
 """
@@ -13,28 +13,27 @@ from mint.engine.protocol import SampleJob, SampleResult, TokenListener
 from mint.engine.sampling.sampler import Sampler, SamplerMemory
 
 Resolve = Callable[[SampleJob], tuple[Decoder, SamplerMemory, LoraWeights | None]]
-"""A job's base model, its memory and weights; raises `NotFoundError`."""
+"""Finds the base model of a job, the memory of its samplers, and the job's lora; raises `NotFoundError`."""
 
 
 class MultiBaseBatch:
     """`SampleBatch` on PyTorch."""
 
     def __init__(self, resolve: Resolve) -> None:
-        """Empty."""
         self._resolve = resolve
         self._samplers: dict[Decoder, Sampler] = {}
         self._sampler_of: dict[str, Sampler] = {}
 
     @property
     def keys(self) -> Collection[str]:
-        """The jobs whose results are still to come."""
+        """The jobs without a result yet."""
         return self._sampler_of.keys()
 
     def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:
-        """A job, from the next step on.
+        """Adds a job; it joins at the next step.
 
         Raises:
-            NotFoundError: its base or weights are not here.
+            NotFoundError: its base or weights are not loaded.
         """
         decoder, memory, lora = self._resolve(job)
         sampler = self._samplers.setdefault(decoder, Sampler(decoder, memory))
@@ -42,12 +41,12 @@ class MultiBaseBatch:
         self._sampler_of[key] = sampler
 
     def cancel(self, key: str) -> None:
-        """The job leaves at the next step; unknown keys are fine."""
+        """Removes the job at the next step; unknown keys are ignored."""
         if key in self._sampler_of:
             self._sampler_of[key].cancel(key)
 
     def step(self) -> dict[str, SampleResult]:
-        """A little further for each base model that has jobs; the jobs that ended by it."""
+        """One step of every base that has jobs; returns the results of the jobs that ended."""
         results: dict[str, SampleResult] = {}
         for sampler in self._samplers.values():
             if sampler.keys:

@@ -1,7 +1,7 @@
-"""Runs prompts, or parts of them, and stores their keys and values in cells.
+"""Prefill: runs prompts, or parts of them, and stores their keys and values in the KV cache.
 
-What comes before a part is read from its cells, which gives the bits that computing it again would. Knows nothing of
-jobs, sampling or who shares cells.
+The tokens before a part are read from the cache, which gives the same bits as computing them again. Knows nothing of
+jobs, drawing or who shares cells.
 
 Letters: T tokens computed · X tokens read · H all heads · D head dimension · E hidden size.
 """
@@ -24,7 +24,7 @@ from mint.engine.upload import upload
 
 @dataclass(frozen=True)
 class PromptPart:
-    """`tokens` from the prompt's beginning, of which the first `start` are in the `cells` already."""
+    """The beginning of a prompt. The keys and values of its first `start` tokens are in the `cells` already."""
 
     tokens: np.ndarray
     start: int
@@ -61,7 +61,7 @@ def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -
 
 
 def _spans(parts: Sequence[PromptPart], known: int) -> list[Span]:
-    """The parts' rows, those that were read coming before all that are computed."""
+    """The rows of the parts: first the cached rows of all parts, then the rows to compute."""
     spans, start, first = [], known, 0
     for part in parts:
         stop = start + len(part.tokens) - part.start

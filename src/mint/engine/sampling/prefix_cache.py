@@ -1,7 +1,7 @@
-"""Keys and values that outlive their job: a later prompt that begins with the same tokens need not compute them again.
+"""The prefix cache: keys and values that stay in the KV cache after their job, for prompts that begin alike.
 
-A tree per set of weights: each node is the tokens of one cell (the last of a branch may be short), below the tokens
-before it. The least recently used are thrown out first. Knows nothing of jobs, and what is in the cells only by tokens.
+There is one tree for each set of weights. A node stands for the tokens of one cell (the last of a branch may be short),
+its children for the cells that follow. The least recently used nodes are evicted first. Knows nothing of jobs.
 """
 
 from __future__ import annotations
@@ -27,27 +27,25 @@ class _Node:
 
 
 class _Level:
-    """Nodes behind the same tokens: by their own, and in order of those, where like ones lie side by side."""
+    """The nodes after the same tokens, by their own tokens, and in the order of those: similar ones are neighbours."""
 
     def __init__(self) -> None:
         self.nodes: dict[bytes, _Node] = {}
         self._order: list[bytes] = []
 
     def add(self, tokens: np.ndarray, cell: int) -> _Node:
-        """A node more."""
         node = _Node(tokens.copy(), cell, self)
         self.nodes[_key(tokens)] = node
         insort(self._order, _key(tokens))
         return node
 
     def remove(self, node: _Node) -> None:
-        """Without this one."""
         key = _key(node.tokens)
         if self.nodes.pop(key, None) is not None:
             del self._order[bisect_left(self._order, key)]
 
     def nearest(self, tokens: np.ndarray) -> tuple[_Node | None, int]:
-        """A node that begins with as many of `tokens` as any, and with how many."""
+        """The node that shares the longest beginning with `tokens`, and the length of that beginning."""
         place = bisect_left(self._order, _key(tokens))
         beside = [self.nodes[key] for key in self._order[max(0, place - 1) : place + 1]]
         counts = [_common(node.tokens, tokens) for node in beside]
@@ -57,7 +55,7 @@ class _Level:
 
 @dataclass(frozen=True)
 class Match:
-    """The longest known beginning of a prompt: whole `cells`, and `rest` positions more in the cell `partial`."""
+    """The longest cached beginning of a prompt: whole `cells`, and then `rest` positions of the cell `partial`."""
 
     cells: np.ndarray
     partial: int = -1
@@ -65,19 +63,19 @@ class Match:
 
     @property
     def length(self) -> int:
-        """Tokens that are known."""
+        """Tokens whose keys and values are cached."""
         return len(self.cells) * CHUNK + self.rest
 
 
 class PrefixCache:
-    """Prefixes under the weights that were opened for it, in at most so many cells."""
+    """Prefixes of all weights that are open, within a number of cells."""
 
     def __init__(self, cache: KVCache, limit_bytes: int) -> None:
-        """Empty; open for the base model alone (weights None)."""
+        """At most `limit_bytes` of `cache`; at first only the base model itself (weights None) is open."""
         self._cache = cache
         self._limit = limit_bytes // cache.cell_bytes
         self._roots: dict[LoraWeights | None, _Level] = {None: _Level()}
-        # By last use, oldest first; a node is always used later than what is below it, so the oldest is a leaf.
+        # By last use, oldest first. A path is touched from its leaf up, so the oldest node is always a leaf.
         self._used: OrderedDict[_Node, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -85,16 +83,16 @@ class PrefixCache:
         return len({node.cell for node in list(self._used)})
 
     def open(self, weights: LoraWeights) -> None:
-        """What is computed with these weights may be kept from now on."""
+        """From now on, what is computed with these weights may be cached."""
         self._roots.setdefault(weights, _Level())
 
     def close(self, weights: LoraWeights) -> None:
-        """Forgets all of these weights, for good."""
+        """Drops all that is cached for these weights, and caches nothing more."""
         for node in list(_below(self._roots.pop(weights, _Level()))):
             self._drop(node)
 
     def find(self, weights: LoraWeights | None, tokens: np.ndarray) -> Match:
-        """The longest beginning of `tokens` that is known; the caller takes hold of its cells before anything else."""
+        """The longest cached beginning of `tokens`. The caller must hold its cells before the cache can evict them."""
         level, cells, path = self._roots.get(weights, _Level()), [], []
         partial, rest = -1, 0
         for start in range(0, len(tokens), CHUNK):
@@ -113,7 +111,7 @@ class PrefixCache:
         return Match(np.array(cells, np.int64), partial, rest)
 
     def insert(self, weights: LoraWeights | None, tokens: np.ndarray, cells: np.ndarray) -> None:
-        """Keeps the cells of `tokens`, in order; the last one may be short."""
+        """Caches the cells of `tokens`, in order; the last one may be short."""
         if weights not in self._roots or not self._limit:
             return
         level, path = self._roots[weights], []
@@ -130,12 +128,12 @@ class PrefixCache:
         self.shrink(len(self._used) - self._limit)
 
     def shrink(self, count: int) -> None:
-        """Throws out the `count` oldest nodes."""
+        """Evicts the `count` oldest nodes."""
         for _ in range(min(count, len(self._used))):
             self._drop(next(iter(self._used)))
 
     def make_room(self, count: int) -> bool:
-        """Throws out the oldest until `count` cells are free, if that can be."""
+        """Evicts the oldest nodes until `count` cells are free; False where that is impossible."""
         while self._cache.free < count:
             if not self._used:
                 return False
@@ -153,12 +151,12 @@ class PrefixCache:
 
 
 def _key(tokens: np.ndarray) -> bytes:
-    """Compares as the tokens do, one after the other."""
+    """Bytes that sort in the order of the tokens."""
     return tokens.astype(">i8").tobytes()
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens both begin with."""
+    """The length of the common beginning."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length

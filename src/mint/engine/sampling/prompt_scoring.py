@@ -1,6 +1,6 @@
-"""What a job asks about its prompt, from the hidden states that the prefill has computed anyway.
+"""Answers what a job asks about its prompt, from the hidden states of the prefill.
 
-Logits exist for a chunk of places at a time, and only for places that were asked about. Knows nothing of sequences,
+Logits are computed for the places that were asked about, a chunk at a time. Knows nothing of sequences,
 caches or batches.
 
 Letters: P prompt tokens · E hidden size · Q tokens asked about · K draws per place.
@@ -22,7 +22,7 @@ from mint.engine.sampling.random_stream import uniform
 from mint.engine.target_logprobs import TargetLogprobs, row_slices, top_logprobs
 
 DRAWS_FROM = 1 << 32
-"""Draws at the prompt's places come from the streams of samples with these numbers, which no sample has."""
+"""Draws within the prompt use the random streams of sample numbers from here on, which no sample has."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PromptScores:
 
 
 def unasked_tokens(job: SampleJob) -> int:
-    """So many tokens at the prompt's beginning need no hidden states: nothing is asked that follows from them."""
+    """The number of tokens at the prompt's beginning whose hidden states no answer needs."""
     size = len(job.prompt)
     asked = [size - 1]
     if job.prompt_logprobs or job.topk_prompt_logprobs:
@@ -59,7 +59,7 @@ def asks(job: SampleJob) -> bool:
 
 
 def score_prompt(decoder: Decoder, job: SampleJob, hidden: Tensor, lora: LoraWeights | None) -> PromptScores:
-    """All that `job` asks about its prompt; hidden [P, E], of which row i predicts token i + 1.
+    """The answers for `job` from hidden [P, E]; row i predicts token i + 1.
 
     The first `unasked_tokens` rows may hold anything finite.
     """

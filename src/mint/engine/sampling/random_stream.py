@@ -1,4 +1,4 @@
-"""Uniform numbers by counter: a pure function of (seed, sample index, position), so no draw can disturb another.
+"""Counter-based random numbers: a pure function of (seed, sample index, position), so no draw can disturb another.
 
 SplitMix64's finaliser (https://prng.di.unimi.it/splitmix64.c), applied once per counter. Not for secrets.
 """
@@ -16,7 +16,7 @@ def uniform(seeds: np.ndarray, samples: np.ndarray, positions: np.ndarray) -> np
 
 
 def streams(seeds: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """What all positions of a sample have in common, uint64 [R]: for `uniform_of`."""
+    """The part that all positions of a sample share, uint64 [R]: the first argument of `uniform_of`."""
     return _mix(_mix(seeds.astype(np.uint64)) ^ samples.astype(np.uint64))
 
 
@@ -27,7 +27,7 @@ def uniform_of(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+    with np.errstate(over="ignore"):  # modulo 2^64, on purpose
         bits = bits + _STEP
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

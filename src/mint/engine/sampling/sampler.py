@@ -1,9 +1,9 @@
-"""Samples jobs that come and go over one base model: admit → prompts → one token for every sequence, step by step.
+"""Continuous batching over one base model. A step admits jobs, runs prompts, and decodes one token for every sequence.
 
-A job's prompt is computed once for all its samples, and not even that as far as its keys and values are still known.
-Rows of one lora stay together, and within it rows of like length. What a job gets is a function of that job alone: rows
-are computed alike in any company, and each draw comes from the counter (seed, sample, position), so a job that had to
-make room starts again and draws the same. Knows nothing of requests, tenants or text.
+A job's prompt is computed once for all its samples, and only as far as the prefix cache does not have it. Rows of one
+lora are neighbours, and among them rows of similar length. The result of a job is a function of that job alone: a row
+has the same bits in any company, and each draw comes from the counter (seed, sample, position). So a job that was
+preempted starts again and draws the same tokens. Knows nothing of requests, tenants or text.
 
 Letters: R rows (sequences in the batch) · S samples of a job · V vocabulary · P prompt tokens · X known tokens.
 """
@@ -32,10 +32,10 @@ from mint.engine.sampling.prompt_scoring import PromptScores, asks, score_prompt
 from mint.engine.sampling.sequences import Sequences
 
 MAX_ROWS = 512
-"""Sequences decoded together; further jobs wait until rows are free. A single job with more runs alone."""
+"""Sequences that are decoded together; further jobs wait. A single job with more samples runs alone."""
 
 PREFILL_TOKENS, PREFILL_TOKENS_BESIDE = 2048, 512
-"""Prompt tokens per step, and where sequences are being decoded that would wait for them."""
+"""Prompt tokens of one step: without sequences to decode, and with some, which would wait for them."""
 
 DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
 NO_ROOM = (
@@ -46,7 +46,7 @@ NO_ROOM = (
 
 @dataclass
 class SamplerMemory:
-    """What the samplers of one base model share, and how its device decodes and draws; `counters` are totals since the
+    """What all samplers of one base model share: its caches, how its device decodes and draws, and totals since the
     start."""
 
     kv_cache: KVCache
@@ -60,7 +60,8 @@ class SamplerMemory:
 
 @dataclass(eq=False)
 class _Entry:
-    """A job. Its prompt is in `cells` (whole ones) and `own` (one per sample; the first has the rest of it)."""
+    """A job. Its prompt fills the `cells`; the rest of it is in the first of `own`, which has one cell for each
+    sample."""
 
     key: str
     job: SampleJob
@@ -82,12 +83,12 @@ class _Entry:
 
     @property
     def prompt_cells(self) -> np.ndarray:
-        """The cells that the prompt lies in."""
+        """The cells that hold the prompt."""
         return np.append(self.cells, self.own[:1]) if len(self.job.prompt) % CHUNK else self.cells
 
     @property
     def count(self) -> int:
-        """S, or 0 where only the prompt is asked about."""
+        """S, or 0 where the job only asks about its prompt."""
         return self.job.num_samples if self.job.max_tokens else 0
 
 
@@ -96,10 +97,9 @@ class _OutOfCells(MemoryError):
 
 
 class Sampler:
-    """The jobs of one batch over one base model."""
+    """The jobs of one batch on one base model."""
 
     def __init__(self, decoder: Decoder, memory: SamplerMemory) -> None:
-        """No jobs yet."""
         self._decoder, self._memory = decoder, memory
         self._lease = Lease(memory.kv_cache)
         self._sequences = Sequences()
@@ -110,33 +110,33 @@ class Sampler:
         self._arrivals = 0
         self._cancelled: list[_Entry] = []
         self._row_limit = MAX_ROWS
-        # Slots in the order of the batch's rows; ended ones stay until it is worth moving the others.
+        # Slots in the order of the batch's rows. Ended ones stay until it pays to move the others.
         self._order = np.zeros(0, np.int64)
-        self._ended = False  # whether there are such
+        self._ended = False  # whether the order has ended rows
         self._step: DecodeStep | None = None
         self._loras: list[LoraRows] = []
         self._results: dict[str, SampleResult] = {}
 
     @property
     def keys(self) -> Collection[str]:
-        """The jobs whose results are still to come."""
+        """The jobs without a result yet."""
         return self._keys.keys()
 
     def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
-        """A job, from the next step on."""
+        """Adds a job; it joins at the next step."""
         entry = _Entry(key, job, lora, listener, self._arrivals, np.zeros(job.num_samples, np.int64))
         self._arrivals += 1
         self._keys[key] = self._entries[entry.arrival] = entry
         self._waiting.append(entry)
 
     def cancel(self, key: str) -> None:
-        """The job leaves at the next step; unknown keys are fine."""
+        """Removes the job at the next step; unknown keys are ignored."""
         if key in self._keys:
             self._cancelled.append(self._keys[key])
 
     @torch.inference_mode()
     def step(self) -> dict[str, SampleResult]:
-        """A little further; the jobs that ended by it."""
+        """Runs prompts and decodes one token for every sequence; returns the results of the jobs that ended."""
         self._drop_cancelled()
         try:
             self._advance()
@@ -159,10 +159,10 @@ class Sampler:
         if self._ended and self._sequences.of["ended"][self._order].all():
             self._tidy(now=True)
 
-    # --- who is in ---
+    # --- admission ---
 
     def _admit(self) -> None:
-        """Takes in the jobs that fit now, in the order of their arrival."""
+        """Admits waiting jobs in the order of their arrival, as long as they fit."""
         if not self._waiting:
             return
         later: list[_Entry] = []
@@ -177,7 +177,7 @@ class Sampler:
             if any(
                 entry.lora is other.lora and entry.beginning == other.beginning != b"" for other in self._prefilling
             ):
-                # A job ahead is computing the same tokens: at the next step they are known.
+                # A job ahead computes the same tokens in this step; in the next one they are cached.
                 later.append(self._waiting.popleft())
                 continue
             fits = self._begin(entry, known, spare=rows)
@@ -192,7 +192,7 @@ class Sampler:
         self._waiting.extendleft(reversed(later))
 
     def _begin(self, entry: _Entry, known: Match, spare: int) -> bool:
-        """Takes cells for what is not `known` of a job's prompt; whether there were enough, and `spare` ones."""
+        """Takes cells for the part of a prompt that is not `known`; False where these and `spare` more are not free."""
         memory, job = self._memory, entry.job
         held = np.append(known.cells, known.partial) if known.rest else known.cells
         self._lease.hold(held)
@@ -220,7 +220,7 @@ class Sampler:
             self._tidy(now=True)
 
     def _close(self, entry: _Entry, result: SampleResult) -> None:
-        """A job's result; whatever of it is still here goes as soon as it can."""
+        """Records a job's result; its rows leave the batch at the next tidying."""
         entry.closed = True
         self._results[entry.key] = result
         del self._keys[entry.key]
@@ -230,7 +230,7 @@ class Sampler:
             del self._entries[entry.arrival]
 
     def _leave(self, entry: _Entry) -> None:
-        """Takes a job out of every queue and ends its sequences."""
+        """Removes a job from the queues and ends its sequences."""
         if entry in self._waiting:
             self._waiting.remove(entry)
         if entry in self._prefilling:
@@ -246,7 +246,8 @@ class Sampler:
         entry.hidden, entry.done = [], 0
 
     def _give_way(self) -> None:
-        """Memory has run out: the latest job starts again when there is room; one that is alone fails."""
+        """Preempts the latest job after memory ran out: it starts again once there is room. A job that is alone
+        fails."""
         of = self._sequences.of[self._order]
         inside = {entry.arrival for entry in self._prefilling} | set(of["entry"].tolist())
         inside = {number for number in inside if not self._entries[number].closed}
@@ -257,7 +258,7 @@ class Sampler:
             self._close(latest, SampleResult([], error=NO_ROOM))
             self._tidy(now=True)
             return
-        # Those that were interrupted between their prompt and the first token start again, too.
+        # Jobs that were interrupted between their prompt and the first token start again, too.
         between = {entry.arrival for entry in self._prefilling if entry.done == len(entry.job.prompt)}
         again = {max(inside)} | between | (set(of["entry"][of["emitted"] == 0].tolist()) & inside)
         for number in again:
@@ -271,7 +272,7 @@ class Sampler:
         self._row_limit = max(1, len(self._order) + sum(other.count for other in self._prefilling))
 
     def _tidy(self, *, now: bool = False) -> None:
-        """Drops ended rows where that pays."""
+        """Removes ended rows where that pays, or `now`."""
         if not self._ended:
             return
         ended = self._sequences.of["ended"][self._order]
@@ -282,7 +283,7 @@ class Sampler:
             self._ended = False
 
     def _remove(self, slots: np.ndarray) -> None:
-        """Frees ended sequences; what they have computed may serve later prompts."""
+        """Frees ended sequences; their keys and values go to the prefix cache."""
         sequences = self._sequences
         cells = [sequences.cells_of(slots[row : row + 1]) for row in range(len(slots))]
         for slot, own, number in zip(slots.tolist(), cells, sequences.of["entry"][slots].tolist(), strict=True):
@@ -299,7 +300,7 @@ class Sampler:
         sequences.remove(slots)
 
     def _set_order(self, slots: np.ndarray) -> None:
-        """The batch's rows: by lora, so that each has one run, and then by length."""
+        """Sorts the batch's rows by lora, so that each lora has one run, and then by length."""
         of = self._sequences.of[slots]
         ranks: dict[int, int] = {}
         entries = [self._entries[number] for number in of["entry"].tolist()]
@@ -312,7 +313,7 @@ class Sampler:
     # --- forward ---
 
     def _prefill(self, budget: int) -> None:
-        """Computes up to `budget` tokens of the prompts, the earliest first; those that are complete get their rows."""
+        """Computes up to `budget` prompt tokens, the earliest jobs first; complete prompts get rows in the batch."""
         batch: list[tuple[_Entry, int]] = []
         for entry in self._prefilling:
             size = min(len(entry.job.prompt) - entry.done, budget)
@@ -341,7 +342,7 @@ class Sampler:
             self._start(complete, hidden[torch.tensor(last, device=hidden.device)])
 
     def _start(self, entries: list[_Entry], hidden: Tensor) -> None:
-        """Rows for the samples of jobs whose prompts are computed, and their first tokens; hidden [jobs, E]."""
+        """Adds rows for jobs whose prompts are computed, and draws their first tokens from hidden [jobs, E]."""
         logits = self._decoder.logits(hidden, rows_of([entry.lora for entry in entries]))
         finite = logits.isfinite().all(1).cpu().numpy()
         started, rows = [], []
@@ -366,7 +367,7 @@ class Sampler:
             self._collect(slots, logits[torch.tensor(rows, device=logits.device)])
 
     def _open_rows(self, entry: _Entry) -> np.ndarray:
-        """Slots for a job's samples: the whole cells of the prompt are shared, its rest is copied."""
+        """Slots for a job's samples. They share the prompt's whole cells; its rest is copied for each."""
         count, own = entry.count, entry.own
         self._prefilling.remove(entry)
         self._lease.hold(np.tile(entry.cells, count - 1))
@@ -384,7 +385,7 @@ class Sampler:
         return slots
 
     def _decode(self) -> None:
-        """One token further in every row."""
+        """Decodes one token in every row."""
         sequences, slots = self._sequences, self._order
         own = sequences.of[slots]
         positions = own["prompt"] + own["emitted"] - 1
@@ -403,7 +404,7 @@ class Sampler:
     # --- collect ---
 
     def _collect(self, slots: np.ndarray, logits: Tensor) -> None:
-        """Chooses each live sequence's next token and notes it, its logprob, and whether it ends the sequence."""
+        """Draws the next token of each live sequence, and records token, logprob and whether the sequence ends."""
         sequences = self._sequences
         rows = np.flatnonzero(~sequences.of["ended"][slots])
         if not len(rows):
@@ -432,7 +433,7 @@ class Sampler:
                     self._finish(self._entries[number])
 
     def _note_best(self, slots: np.ndarray, widths: np.ndarray, logits: Tensor) -> None:
-        """The most probable tokens of this step, for the jobs that asked for them; logits [R, V]."""
+        """Records the most probable tokens for the jobs that asked for them; logits [R, V]."""
         for width in np.unique(widths[widths > 0]).tolist():
             rows = np.flatnonzero(widths == width)
             own = logits[torch.from_numpy(rows).to(logits.device)]
@@ -441,7 +442,7 @@ class Sampler:
             self._sequences.note_best(slots[rows], best.indices.cpu().numpy(), logprobs)
 
     def _tell(self, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """The new tokens, to those who listen; of a job that started again, only what they have not heard."""
+        """Calls the listeners with the new tokens. A job that started again repeats no token."""
         listening = [number for number, entry in self._entries.items() if entry.listener is not None]
         if not listening:
             return
@@ -452,7 +453,7 @@ class Sampler:
                 entry.listener(sample, int(tokens[row]), float(logprobs[row]))
 
     def _finish(self, entry: _Entry) -> None:
-        """The result of a job whose sequences have all ended."""
+        """Records the result of a job whose sequences have all ended."""
         sequences = self._sequences
         for slot in self._order[sequences.of["entry"][self._order] == entry.arrival].tolist():
             entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)

@@ -1,7 +1,8 @@
-"""The sequences being sampled, as columns: what each has drawn so far, how it draws, and when it ends.
+"""A table of the sequences that are being sampled: what each has drawn so far, how it draws, and when it ends.
 
-Knows nothing of logits, caches or requests. Letters: S slots (a sequence keeps its own while it is here) · R sequences
-of one step · T tokens.
+Knows nothing of logits, caches or requests.
+
+Letters: S slots (a sequence keeps its slot until it is removed) · R sequences of one step · T tokens.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ _COLUMNS = np.dtype(
     ],
     align=True,
 )
-"""`prompt` is its length, `cells` how many it has, `front` where its first block is read, `stream` what its draws come
-from, `width` that of the top-k table asked for; `ended` also where it was given up."""
+"""`prompt`: its length · `cells`: how many it has · `front`: the cell of its first `BLOCK` positions · `limit`: tokens
+at most · `last`: the last token · `stream`: of its random numbers · `width`: of the top-k table it asked for ·
+`processed`: whether its logprobs are the processed ones · `stopped`: at a stop token or string · `ended`: also by its
+limit or a cancellation."""
 
 
 _FEWEST = 64
-"""Slots that are made at once, at least."""
+"""The table grows by at least so many slots."""
 
 
 class Sequences:
-    """A table of sequences by slot."""
+    """The table, by slot."""
 
     def __init__(self) -> None:
-        """Empty."""
         self.of: np.ndarray = np.zeros(0, _COLUMNS)
-        """Structured [S]: to be read, and `ended` to be set."""
+        """Structured [S]; others read it, and set `ended`."""
         self.cells = np.zeros((0, 0), np.int64)
         """[S, C]: the cells of each, in order."""
         self._tokens = np.zeros((0, 0), np.int64)
@@ -58,7 +60,7 @@ class Sequences:
         self._best: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def add(self, entry: int, job: SampleJob, cells: np.ndarray) -> np.ndarray:
-        """Slots for all samples of a job; cells [samples, C]."""
+        """Adds all samples of a job, with cells [samples, C]; returns their slots."""
         count = job.num_samples
         slots = self._take(count)
         self.cells = _wide(self.cells, cells.shape[1])
@@ -78,32 +80,32 @@ class Sequences:
         return slots
 
     def extend(self, slots: np.ndarray, cells: np.ndarray) -> None:
-        """One more cell for each, both [R]."""
+        """Adds one cell to each of `slots`, both [R]."""
         places = self.of["cells"][slots]
         self.cells = _wide(self.cells, int(places.max()) + 1)
         self.cells[slots, places] = cells
         self.of["cells"][slots] = places + 1
 
     def cells_of(self, slots: np.ndarray) -> np.ndarray:
-        """The cells that these hold, in order of the rows; a shared one occurs once for each."""
+        """The cells of `slots` in order; a cell that several share occurs once for each."""
         own = self.cells[slots]
         return own[np.arange(own.shape[1]) < self.of["cells"][slots, None]]
 
     def fronts_of(self, slots: np.ndarray) -> np.ndarray:
-        """The cells that these hold to read their first blocks in; none for those that began without cells."""
+        """The cells in which `slots` read their first `BLOCK` positions; none for sequences without cells."""
         fronts = self.of["front"][slots]
         return fronts[fronts >= 0]
 
     def remove(self, slots: np.ndarray) -> None:
-        """Their slots are free."""
+        """Frees `slots`."""
         self._free += sorted(slots.tolist(), reverse=True)
         self._stops.remove(slots)
         for slot in slots.tolist():
             self._best.pop(slot, None)
 
     def note(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """One token more for each, [R]; bool [R], whether it was the last."""
-        own = self.of[slots]  # read and written as a whole: each column of a table costs as much
+        """Adds one token to each of `slots` [R]; returns whether it was the last, bool [R]."""
+        own = self.of[slots]  # read and written as a whole: one column of a structured array costs as much as all
         emitted = own["emitted"].copy()
         width = int(emitted.max()) + 1
         if width > self._tokens.shape[1]:
@@ -117,16 +119,16 @@ class Sequences:
         return ended
 
     def note_best(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """The most probable tokens of this step, best first, [R, K]."""
+        """Records the most probable tokens of this step, best first, [R, K]."""
         for slot, *pair in zip(slots.tolist(), tokens, logprobs, strict=True):
             self._best.setdefault(slot, []).append((pair[0], pair[1]))
 
     def tokens(self, slot: int) -> np.ndarray:
-        """What a sequence has drawn, int64 [T]."""
+        """The tokens that a sequence has drawn, int64 [T]."""
         return self._tokens[slot, : self.of["emitted"][slot]].copy()
 
     def sample(self, slot: int) -> Sample:
-        """A sequence that has ended."""
+        """The result of a sequence that has ended."""
         steps = self._best.get(slot)
         table = None
         if steps is not None:

@@ -1,7 +1,8 @@
-"""When a sampled sequence ends: at a stop token, or when its bytes come to contain a stop string.
+"""Says when a sampled sequence ends: at a stop token, or as soon as its bytes contain a stop string.
 
-Knows nothing of tokens' probabilities or of text encodings: the vocabulary's bytes come with the rule. Letters: R
-sequences of one step.
+Knows nothing of probabilities or text encodings: a rule brings the bytes of the vocabulary.
+
+Letters: R sequences of one step.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from mint.engine.protocol import StopRule
 
 
 class StopChecker:
-    """Follows many sequences, each under its own rule; stop tokens are compared for all of them at once."""
+    """Watches many sequences, each with its own rule. Stop tokens are compared for all sequences at once."""
 
     def __init__(self) -> None:
-        """None followed."""
-        self._ids = np.zeros((0, 1), np.int64)  # of each sequence, filled up with -1, which no token is
-        self._texts: dict[int, tuple[StopRule, bytes]] = {}  # those with strings: the rule and the end of the text
+        # Stop tokens of each sequence, padded with -1.
+        self._ids = np.zeros((0, 1), np.int64)
+        # Of sequences with stop strings: the rule, and the end of the text.
+        self._texts: dict[int, tuple[StopRule, bytes]] = {}
 
     def add(self, sequences: np.ndarray, rule: StopRule) -> None:
-        """Follows `sequences` (non-negative numbers, [R]) under `rule`, from an empty text on."""
+        """Starts to watch `sequences` (non-negative numbers, [R]), whose text is empty."""
         height, width = int(sequences.max()) + 1, max(1, len(rule.token_ids))
         missing = max(0, height - len(self._ids)), max(0, width - self._ids.shape[1])
         if any(missing):
@@ -32,12 +34,11 @@ class StopChecker:
             self._texts |= dict.fromkeys(sequences.tolist(), (rule, b""))
 
     def remove(self, sequences: np.ndarray) -> None:
-        """Follows these no more."""
         for sequence in sequences.tolist() if self._texts else ():
             self._texts.pop(sequence, None)
 
     def stopped(self, sequences: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Takes one more token of each of `sequences`; bool [R], whether it was the last."""
+        """Adds one token to each of `sequences`; returns whether it was the last, bool [R]."""
         stopped = (self._ids[sequences] == tokens[:, None]).any(axis=1)
         if self._texts:
             for row, (sequence, token) in enumerate(zip(sequences.tolist(), tokens.tolist(), strict=True)):
@@ -47,9 +48,9 @@ class StopChecker:
 
     def _matches(self, sequence: int, token: int) -> bool:
         rule, before = self._texts[sequence]
-        # A matrix may be padded to more tokens than there are: those have no text.
+        # A padded vocabulary has tokens without text.
         piece = rule.vocabulary[token] if token < len(rule.vocabulary) else b""
-        # A new match must end in the new piece, so of the text before only the longest string's length matters.
+        # A new match ends in the new piece, so of the earlier text only the longest string's length matters.
         text = before + piece
         if any(string in text for string in rule.strings):
             return True
