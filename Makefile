@@ -6,6 +6,9 @@ BIN    := $(VENV)/bin
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),constraints/gpu.txt,constraints/cpu.txt)
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Images that switch bytecode off would have every process of a test run compile all modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Tests run in up to four processes, of one engine thread each.
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "mint"
@@ -67,20 +64,27 @@ def holds(rooms: frozenset[str], relative: str) -> bool:
     return any(relative == room or relative.startswith(f"{room}/") for room in rooms)
 
 
-def imported_modules(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+@cache
+def imported_modules(relative: str) -> frozenset[str]:
+    """What a file imports, also inside functions: each module, and each name as if it were one."""
+    found: set[str] = set()
+    for node in ast.walk(sources()[relative]):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             module = node.module or ""
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
 
 
-def mint_imports(relative: str) -> set[str]:
-    known = {module_of(path) for path in sources()}
-    return {name for name in imported_modules(sources()[relative]) if name in known}
+@cache
+def mint_modules() -> frozenset[str]:
+    return frozenset(module_of(path) for path in sources())
+
+
+def mint_imports(relative: str) -> frozenset[str]:
+    return imported_modules(relative) & mint_modules()
 
 
 @cache
@@ -161,14 +165,12 @@ def test_modules_form_no_cycle() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("dependency", HOMES)
-def test_each_heavy_dependency_has_one_home(dependency: str) -> None:
+def test_each_heavy_dependency_has_one_home() -> None:
     strangers = [
-        relative
-        for relative, tree in sources().items()
-        if any(name.split(".")[0] == dependency for name in imported_modules(tree))
-        and not holds(HOMES[dependency], relative)
-        and (relative, dependency) not in TORCH_VALUES
+        f"{relative} imports {dependency}"
+        for relative in sources()
+        for dependency in {name.split(".")[0] for name in imported_modules(relative)} & set(HOMES)
+        if not holds(HOMES[dependency], relative) and (relative, dependency) not in TORCH_VALUES
     ]
     assert strangers == []
 

@@ -59,6 +59,7 @@ def test_a_matrix_that_is_drawn_in_parts_has_the_stated_deviation(tmp_path: Path
     assert np.unique(embedding[:, 0]).size > 19_000
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapter_and_it_changes_what_is_computed(tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     shape = GrpoShape(model=SMALL)

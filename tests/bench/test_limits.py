@@ -92,6 +92,7 @@ def test_figures_of_a_gpu_are_shares_of_what_was_measured_and_of_the_datasheet()
     assert flops_row({"failure": "none"}, 1.0, 1.0, None) == bandwidth_row({"failure": "none"}, 1.0, {})
 
 
+@pytest.mark.slow
 def test_rates_are_measured_for_the_rows_that_were_asked_for(tmp_path: Path) -> None:
     spec = {"threads": 1, "dtype": "float32", "model": asdict(ModelShape()), "rows": [64, 512]}
     (tmp_path / "spec.json").write_text(json.dumps(spec))

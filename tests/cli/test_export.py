@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -53,6 +52,8 @@ def load(folder: Path) -> torch.nn.Module:
 def test_peft_computes_the_same_from_an_exported_adapter(
     trained: tuple[str, list[int], np.ndarray], tmp_path: Path
 ) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
     path, tokens, logprobs = trained
     export_checkpoint(path, output=tmp_path / "adapter", format="peft")
     base = load(BUNDLED["mint/tiny"])

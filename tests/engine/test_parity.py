@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, job, random_data, train
@@ -79,6 +78,8 @@ class _Reference:
     """The same lora in PEFT, trained by torch: padded nowhere, one example at a time."""
 
     def __init__(self, engine: TorchEngine, model: Model, lora: LoraSpec) -> None:
+        import peft  # deferred: loading it takes seconds, in every worker
+
         # A copy: PEFT changes the model that it is given.
         base = Qwen3ForCausalLM.from_pretrained(model[0], dtype=torch.float32)
         targets = sorted({name.split(".")[-3] for name in engine.read_state("m").weights})

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 from engine_data import CROSS_ENTROPY, train
@@ -59,6 +58,8 @@ def _read(folder: Path, base: Path) -> tuple[AdapterConfig, dict[str, np.ndarray
 def test_peft_loads_the_adapter_with_the_same_logits(
     tmp_path: Path, shape: str, parts: tuple[bool, bool, bool]
 ) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
     engine, lora = _trained(tmp_path / "base", shape, parts)
     weights = engine.read_state("m").weights
     write_peft(tmp_path / "adapter", weights, rank=lora.rank, alpha=32.0, base_model=str(tmp_path / "base"))
@@ -87,6 +88,8 @@ def test_transformers_loads_the_merged_model_with_the_same_logits(
 def test_every_family_gives_the_same_logits_in_peft_and_in_transformers(
     tmp_path: Path, family: str, parts: tuple[bool, bool, bool]
 ) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
     engine, lora = _trained(tmp_path / "base", "untied", parts, family=family, shards="40KB")
     weights = engine.read_state("m").weights
     write_peft(tmp_path / "adapter", weights, rank=lora.rank, alpha=32.0, base_model=str(tmp_path / "base"))
@@ -114,6 +117,8 @@ def test_a_mixture_with_dense_layers_is_merged_with_the_same_logits(tmp_path: Pa
 
 
 def test_a_bfloat16_base_is_merged_in_float32(tmp_path: Path) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
     engine, _ = _trained(tmp_path / "base", "tied", (True, True, True))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "half")

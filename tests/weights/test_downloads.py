@@ -17,7 +17,6 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import httpx
 import numpy as np
-import peft
 import pytest
 from archive_maker import multipart
 from http_server import http_app
@@ -141,6 +140,8 @@ def test_samplers_weights_are_an_archive_too(world: World) -> None:
 
 
 def test_external_weights_are_files_that_peft_loads(world: World, tmp_path: Path) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
     with world.client() as service:
         client = service.create_lora_training_client(base_model="mint/tiny", rank=8, seed=3)
         step(client)
@@ -274,6 +275,8 @@ def test_a_damaged_checkpoint_is_not_sent(world: World, trained: tuple[str, str]
 def test_an_export_over_http_computes_what_mint_samples(
     world: World, trained: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
     monkeypatch.setenv("MINT_BASE_URL", world.url)
     monkeypatch.setenv("MINT_API_KEY", "ann")
     export_checkpoint(trained[0], output=tmp_path / "out", format=format)

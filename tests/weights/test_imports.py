@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from policies import TINY, by_mint, by_torch, load, step
@@ -58,6 +57,9 @@ def path_of(row: CheckpointRow) -> str:
 
 def write_adapter(folder: Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> np.ndarray:
     """A PEFT adapter over mint/tiny whose A and B are both far from zero; what it makes of the text."""
+
+    import peft  # deferred: loading it takes seconds, in every worker
+
     torch.manual_seed(0)
     model = peft.get_peft_model(load(), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     for name, parameter in model.named_parameters():

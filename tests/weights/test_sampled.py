@@ -6,7 +6,6 @@ import itertools
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 from policies import TOKENS, by_torch, load, step
 
@@ -19,6 +18,8 @@ PARTS = [parts for parts in itertools.product([True, False], repeat=3) if any(pa
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_the_logprobs_of_samples_are_those_of_the_exports(tmp_path: Path, parts: tuple[bool, bool, bool]) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
     attn, mlp, unembed = parts
     with mint.ServiceClient() as service:
         client = service.create_lora_training_client(
