@@ -50,7 +50,7 @@ def _notes(results: Mapping[str, Outcomes]) -> list[str]:
                 said.setdefault((row["outcome"], row["name"], reason), []).append(version)
     if not said:
         return []
-    lines = ["### What stands behind the cells without a tick", "", "| method | versions | answer |", "|---|---|---|"]
+    lines = ["### The cells without a tick", "", "| method | versions | answer |", "|---|---|---|"]
     for (outcome, name, reason), versions in said.items():
         lines.append(f"| {_escaped(name)} | {', '.join(versions)} | {MARKS[outcome]}: {_escaped(reason)} |")
     return lines
