@@ -38,7 +38,7 @@ class TinkerTokenCompleter:
         return _first(self.sampling_client.sample(model_input, 1, self._params(stop)).result())
 
     async def __call__(self, model_input: ModelInput, stop: Any = None) -> TokensWithLogprobs:
-        """As `complete`, without blocking the event loop."""
+        """Same as `complete`, without blocking the event loop."""
         return _first(await self.sampling_client.sample_async(model_input, 1, self._params(stop)))
 
     def _params(self, stop: Any) -> SamplingParams:
@@ -66,7 +66,7 @@ class TinkerMessageCompleter:
         return self._message(self.sampling_client.sample(prompt, 1, self._params()).result())
 
     async def __call__(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """As `complete`, without blocking the event loop."""
+        """Same as `complete`, without blocking the event loop."""
         prompt = self._prompt(messages)
         return self._message(await self.sampling_client.sample_async(prompt, 1, self._params()))
 

@@ -96,7 +96,7 @@ class RLConfig:
 
     @classmethod
     def from_env(cls) -> RLConfig:
-        """As `MINT_BASE_MODEL, MINT_LORA_RANK, MINT_RL_STEPS, …` say, else the defaults."""
+        """Reads `MINT_BASE_MODEL`, `MINT_LORA_RANK`, `MINT_RL_STEPS`, …; unset variables keep the defaults."""
         found = config_module.RLConfig.from_env(**cls()._fields())
         return cls(**{ours: getattr(found, theirs) for ours, theirs in _NAMES.items()})
 

@@ -29,7 +29,7 @@ class APIFuture(Generic[T]):
         return wait(self._future, timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """As `result`, without blocking the event loop."""
+        """Same as `result`, without blocking the event loop."""
         return await wait_async(self._future, timeout)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -63,7 +63,7 @@ class ClientFuture:
         return self
 
     async def result_async(self, timeout: float | None = None) -> Self:
-        """As `result`, without blocking the event loop."""
+        """Same as `result`, without blocking the event loop."""
         await wait_async(self._made, timeout)
         return self
 
@@ -84,7 +84,7 @@ def wait(future: concurrent.futures.Future[T], timeout: float | None) -> T:
 
 
 async def wait_async(future: concurrent.futures.Future[T], timeout: float | None) -> T:
-    """As `wait`; cancelling the waiter does not cancel the request."""
+    """Same as `wait`; cancelling the waiter does not cancel the request."""
     if future.done() and not future.cancelled():
         return future.result()
     try:

@@ -211,7 +211,7 @@ class RestClient:
     get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
 
     def get_checkpoint_archive_url_from_tinker_path(self, tinker_path: str) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """As `get_checkpoint_archive_url`, by path."""
+        """Same as `get_checkpoint_archive_url`, by path."""
         return self._ask(lambda: self._archive(tinker_path))
 
     get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)

@@ -121,7 +121,7 @@ class SamplingClient(ClientFuture):
         return self._known_info(wait(self._session.run(self._get_info()), None)).base_model
 
     async def get_base_model_async(self) -> str:
-        """As `get_base_model`."""
+        """Same as `get_base_model`."""
         return self._known_info(await wait_async(self._session.run(self._get_info()), None)).base_model
 
     def get_tokenizer(self) -> Any:

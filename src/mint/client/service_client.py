@@ -210,7 +210,7 @@ class ServiceClient:
         return wait(self._get_capabilities(), None)
 
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        """As `get_server_capabilities`."""
+        """Same as `get_server_capabilities`."""
         await self._session.open_async()
         return await wait_async(self._get_capabilities(), None)
 

@@ -96,7 +96,7 @@ class Session:
             return self._session_id or ""
 
     async def open_async(self) -> None:
-        """As `open`, without blocking the caller's event loop."""
+        """Same as `open`, without blocking the caller's event loop."""
         if self._loop is None:
             await asyncio.to_thread(self.open)
 

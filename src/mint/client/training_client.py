@@ -79,7 +79,7 @@ class TrainingClient(ClientFuture):
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """As `forward`, and adds the gradient of the summed loss to what the next `optim_step` applies."""
+        """Runs `forward`, and accumulates the gradient of the summed loss for the next `optim_step`."""
         return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
 
     forward_backward_async = submitted(forward_backward)
@@ -218,7 +218,7 @@ class TrainingClient(ClientFuture):
         return wait(self._session.run(self._get_info()), None)
 
     async def get_info_async(self) -> GetInfoResponse:
-        """As `get_info`."""
+        """Same as `get_info`."""
         return await wait_async(self._session.run(self._get_info()), None)
 
     def get_tokenizer(self) -> Any:

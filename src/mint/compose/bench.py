@@ -81,7 +81,7 @@ class BenchReport:
 
     @property
     def product_flops_per_second(self) -> dict[str, float]:
-        """Of the matrix products of a block, by their number of rows."""
+        """The rate of a block's matrix products, by number of rows."""
         return {rows: median(rates["block"][rows] for rates in self.rates) for rows in self.rates[0]["block"]}
 
     def as_json(self) -> dict[str, Any]:

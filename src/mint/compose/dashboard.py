@@ -138,7 +138,7 @@ class DashboardServer:
     """The pages behind a socket."""
 
     def __init__(self, data_dir: Path, extra: Sequence[Path] = (), *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """As `serve_dashboard`."""
+        """Same as `serve_dashboard`."""
         folder = data_dir.expanduser().resolve()
         is_local = auth.is_loopback(host)
         access = preflight.decide_access(

@@ -58,7 +58,7 @@ def write_merged(
 
 
 def write_gguf_ready(folder: Path, base: Path, weights: Mapping[str, np.ndarray], *, scale: float) -> None:
-    """As `write_merged`, as llama.cpp's convert_hf_to_gguf.py reads it.
+    """Same as `write_merged`, in the form that llama.cpp's convert_hf_to_gguf.py reads.
 
     That is in float16, whose steps are eight times finer than bfloat16's, with the architecture's name, and with
     generation settings that name the end tokens.

@@ -212,7 +212,7 @@ def read_weights(file: BinaryIO, config: AdapterConfig, base: ModelFolder) -> di
 
 
 def read_unchecked(file: BinaryIO) -> dict[str, np.ndarray]:
-    """As `read_weights`, without a base model to compare names and shapes with.
+    """Same as `read_weights`, without a base model to compare names and shapes with.
 
     Raises:
         InvalidRequestError: the file is damaged, or holds anything but loras.

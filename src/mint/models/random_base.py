@@ -56,12 +56,12 @@ class ModelShape:
 
     @property
     def block_parameters(self) -> int:
-        """Of the linear layers of all blocks."""
+        """The number of weights in the linear layers of all blocks."""
         return self.layers * sum(outputs * inputs for outputs, inputs in self.linears.values())
 
     @property
     def unembedding_parameters(self) -> int:
-        """Of the unembedding, which is the embedding too."""
+        """The number of weights in the unembedding, which is also the embedding."""
         return self.vocabulary * self.hidden
 
     @property

@@ -34,7 +34,7 @@ class Limits:
     file_bytes: int = 0
     """Size of a file that it writes."""
     output_bytes: int = 64 << 10
-    """Of printed text, and separately of encoded results."""
+    """The limit holds for printed text and, separately, for encoded results."""
 
     def __post_init__(self) -> None:
         minimums = {

@@ -199,7 +199,7 @@ class SessionSearchCursor(Result):
 
 
 class SessionSearchOwner(Result):
-    """Whose sessions: `own` or `accessible`, which is the same here; `user` with a list of owners."""
+    """Selects sessions by owner: `own` and `accessible` mean the same here; `user` takes a list of owners."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] | None = None

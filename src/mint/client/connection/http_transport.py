@@ -23,7 +23,7 @@ class HttpTransport:
         )
 
     async def send(self, request: Request) -> Response:
-        """As `Transport.send`."""
+        """See `Transport.send`."""
         timeout = httpx.Timeout(request.timeout_s, connect=CONNECT_TIMEOUT_S)
         built = self._client.build_request(
             request.method, request.url, headers=dict(request.headers), content=request.content or None, timeout=timeout

@@ -240,7 +240,7 @@ def _junk_accepted(prober: _Prober, groups: Sequence[Group]) -> float:
 
 
 def _best_fixed_reply(prober: _Prober, groups: Sequence[Group]) -> tuple[str, float]:
-    """Of the best replies, the one with the highest mean reward as the reply to every prompt, and that reward."""
+    """The reply that has the highest mean reward when it answers every prompt, and that reward."""
     task = prober.task
     if not isinstance(task, RLAdapter) or _is_relative(task):
         return "", 0.0

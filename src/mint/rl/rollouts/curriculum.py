@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 Standing = Literal["unseen", "too_hard", "in_band", "solved", "retired"]
-"""Of an item: never asked; below the band; in it; above it; so far above it that it is chosen last."""
+"""State of an item: never asked; below the band; in it; above it; so far above it that it is chosen last."""
 
 STANDINGS: tuple[Standing, ...] = ("unseen", "too_hard", "in_band", "solved", "retired")
 

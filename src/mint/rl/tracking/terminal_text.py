@@ -17,7 +17,7 @@ def one_line(text: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """As `one_line`, but with line breaks, and tabs as four spaces."""
+    """Same as `one_line`, but with line breaks, and tabs as four spaces."""
     return "\n".join(one_line(line.replace("\t", "    ")) for line in text.split("\n"))
 
 

@@ -64,7 +64,7 @@ class Bodies:
         self.limits = limits or BodyLimits()
         self._held: Counter[str] = Counter()
         self.held_bytes = 0
-        """Of all bodies together."""
+        """The memory that all bodies hold together."""
 
     async def read(self, request: Request, owner: str) -> Body:
         """The whole body, decompressed; its memory counts until it is released.

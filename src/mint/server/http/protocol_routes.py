@@ -199,7 +199,7 @@ def list_models(call: Call) -> Response:
 
 
 def delete_model(call: Call) -> Response:
-    """As `unload_model`, for clients that know only the model's address."""
+    """Same as `unload_model`, for clients that know only the model's address."""
     name = call.request.path_params["model_id"]
     call.service.unload_model(call.caller, name)
     return respond(UnloadModelResponse(model_id=name))

@@ -157,7 +157,7 @@ def _render(tokenizer: Any, request: ChatRequest) -> str:
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """As templates read it: a text, and the arguments of calls as objects."""
+    """Converts a message for the chat template: one text, and the arguments of calls as objects."""
     shown: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
     if message.name is not None:
         shown["name"] = message.name

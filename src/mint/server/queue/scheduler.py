@@ -117,7 +117,7 @@ def plan(
 
 
 def _next_in_turn(heads: Sequence[TrainingJob], fairness: Fairness) -> TrainingJob:
-    """Of the owner with the least used time, the model with the least; the longest wait decides between equals."""
+    """Takes the owner that used the least time, then its model that did; the longest wait breaks ties."""
     if len(heads) == 1:
         return heads[0]
     owner = min(heads, key=lambda item: (fairness.owners.start_tag(item.owner), item.arrived_at)).owner
@@ -127,7 +127,7 @@ def _next_in_turn(heads: Sequence[TrainingJob], fairness: Fairness) -> TrainingJ
 
 
 def _joining(samples: Sequence[QueuedSample], sampling: SamplingLoad) -> tuple[str, ...]:
-    """As many as fit, owners with the fewest sequences first; at least one if nothing is being sampled."""
+    """Takes as many as fit, owners with the fewest sequences first; at least one if nothing is being sampled."""
     if sampling.is_closed or not samples:
         return ()
     has = dict(sampling.sequences)

@@ -75,7 +75,7 @@ class Sessions:
             return True
 
     def require(self, session_id: str, owner: str) -> None:
-        """As `touch`; reads the journal to say why there is no such session.
+        """Same as `touch`; reads the journal to say why there is no such session.
 
         Raises:
             NotFoundError: there never was such a session of this owner, or another process serves it.
@@ -97,7 +97,7 @@ class Sessions:
         )
 
     def require_or_open(self, session_id: str, caller: Caller) -> None:
-        """As `require`, but opens a session under an unused id that the client has chosen.
+        """Same as `require`, but opens a session under an unused id that the client has chosen.
 
         MinT's own scripts for raw HTTP do so. An id that is, or was, in use stays its owner's.
         """

@@ -15,7 +15,7 @@ from mint.types.records import Cursor, PageQuery
 Row = TypeVar("Row")
 
 UNEXPIRED = "(expires_at IS NULL OR expires_at > :now)"
-"""Of the table checkpoints: that one can still be seen."""
+"""Condition on the table checkpoints: the checkpoint has not expired."""
 
 
 def owned_by(owner: str | None) -> str:
@@ -24,7 +24,7 @@ def owned_by(owner: str | None) -> str:
 
 
 def readable_by(owner: str | None) -> str:
-    """Of the table checkpoints: that the owner may read one, because it is theirs or public."""
+    """Condition on the table checkpoints: the owner may read the checkpoint, because it is theirs or public."""
     return "TRUE" if owner is None else "(owner = :owner OR public)"
 
 

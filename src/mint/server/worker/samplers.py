@@ -27,8 +27,8 @@ MAX_IN_ENGINE = 16
 """Sets of weights that stay in the engine's memory; the others are in their files."""
 
 MAX_IN_ENGINE_OF_A_MODEL = 3
-"""Of those, published by the same training. It samples from the newest; what the engine holds of older ones (weights,
-and keys and values of their prompts) is memory that the next can have."""
+"""How many samplers of one training stay in the engine. A loop samples from the newest one; the memory of older ones
+(weights, keys and values of their prompts) is free for the next."""
 
 MAX_PUBLISHED = 64
 """Nameless published weights that a session keeps, by last use; older ones are forgotten, and their files removed."""
