@@ -100,7 +100,7 @@ class FakeEngine:
         return PassResult(logprobs, {"loss:sum": total, "tokens:sum": tokens})
 
     def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
-        """As `forward`, and chains the whole request onto the gradient."""
+        """Runs `forward`, and chains the whole request onto the gradient."""
         result = self.forward(model_id, data, loss)
         model = self._model(model_id)
         parts: list[bytes | str] = [model.gradient, loss.name, repr(sorted(loss.config.items()))]

@@ -188,7 +188,7 @@ def _measure_ratio(log_ratio: np.ndarray) -> dict[str, float]:
 
 
 def _quantile(values: np.ndarray, share: float) -> float:
-    """As `np.quantile`, whose first use imports masked arrays: 15 ms of a process's first step."""
+    """Same as `np.quantile`, whose first use imports masked arrays: 15 ms of a process's first step."""
     place = share * (len(values) - 1)
     low, high = math.floor(place), math.ceil(place)
     ordered = np.partition(values, [low, high])

@@ -78,7 +78,7 @@ def _advance(weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec
 
 
 def _advance_fused(weights: Tensor, gradient: Tensor, state: AdamState, adam: AdamSpec) -> tuple[Tensor, AdamState]:
-    """As `_advance`, by one kernel over copies."""
+    """Same as `_advance`, with one kernel over copies."""
     step = state.step + 1
     updated, exp_avg, exp_avg_sq = (tensor.clone() for tensor in (weights, state.exp_avg, state.exp_avg_sq))
     torch._fused_adamw_(

@@ -266,7 +266,7 @@ class Engine(Protocol):
         ...
 
     def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
-        """As `forward`, and adds the gradient of the summed loss to the accumulated one."""
+        """Runs `forward`, and adds the gradient of the summed loss to the accumulated one."""
         ...
 
     def clear_gradient(self, model_id: str) -> None:

@@ -174,7 +174,7 @@ class TorchEngine:
         return self._pass(self._model(model_id), data, loss, gradient=False)
 
     def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
-        """As `forward`, and adds the gradient of the summed loss to the accumulated one."""
+        """Runs `forward`, and adds the gradient of the summed loss to the accumulated one."""
         model = self._model(model_id)
         result = self._pass(model, data, loss, gradient=True)
         model.tokens += int(result.metrics["tokens:sum"])

@@ -51,7 +51,7 @@ class NativeMixtureOfExperts:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the experts' matrices."""
+        """The dtype of the experts' matrices."""
         return self._gate_up.dtype
 
     @property

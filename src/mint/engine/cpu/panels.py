@@ -174,7 +174,7 @@ def panel_matrix(products: NativeProducts, weight: Tensor) -> PanelMatrix | None
 
 
 def panel_unembedding(products: NativeProducts, weight: Tensor) -> PanelMatrix | None:
-    """As `panel_matrix`, for an unembedding."""
+    """Same as `panel_matrix`, for an unembedding."""
     panels = products.pack(weight)
     if panels is None:
         return None

@@ -69,7 +69,7 @@ class NativeSteps:
         loras: Sequence[LoraRows],
         earlier: DecodeStep | None = None,
     ) -> DecodeStep:
-        """As `DecodeSteps`."""
+        """See `DecodeSteps`."""
         if isinstance(earlier, RecordedStep) and earlier.renew(table, positions):
             return earlier
         if self._all_native and self._bytes_per_row * len(positions) <= RECORDED_BYTES:
@@ -94,7 +94,7 @@ class RecordedStep:
         loras: Sequence[LoraRows],
         edges: Sequence[int],
     ) -> None:
-        """As `DecodeSteps.open`; the first run records. Rows are split at `edges`."""
+        """See `DecodeSteps.open`; the first run records. Rows are split at `edges`."""
         self._decoder, self._operations, self._loras = decoder, operations, loras
         rows, columns = table.shape
         self._tokens, self._positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)

@@ -73,7 +73,7 @@ class NativeThreads:
         _check(self.try_run(kernel, count, work, **fields))
 
     def try_run(self, kernel: Any, count: int, work: int, /, **fields: Field) -> int:
-        """As `run`; returns the kernel's code instead of raising."""
+        """Same as `run`; returns the kernel's code instead of raising."""
         words = (Int64 * len(fields))(*map(_word, fields.values()))
         wide = work >= SERIAL_WORK and count > 1
         operation = Operation(address(kernel), ctypes.addressof(words), count, wide)

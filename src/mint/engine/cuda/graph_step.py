@@ -173,7 +173,7 @@ class StepGraphs:
         loras: Sequence[LoraRows],
         earlier: DecodeStep | None = None,
     ) -> GraphStep:
-        """As `DecodeSteps`."""
+        """See `DecodeSteps`."""
         self._loaded.clear()  # weights may have changed in place since
         return GraphStep(self, table, positions, loras)
 
@@ -253,7 +253,7 @@ class GraphStep:
     """`DecodeStep` by graphs: one replay for each lora, and for each of the largest bucket's rows."""
 
     def __init__(self, graphs: StepGraphs, table: np.ndarray, positions: np.ndarray, loras: Sequence[LoraRows]) -> None:
-        """As `DecodeSteps.open`."""
+        """See `DecodeSteps.open`."""
         self._graphs = graphs
         self._columns = positions // CHUNK
         self._parts: list[_GraphRows] = []

@@ -33,7 +33,7 @@ class Operations(Protocol):
     """What one device computes for base weights of one dtype. Tensors are float32 where nothing else is said."""
 
     dtype: torch.dtype
-    """Of the base's matrices, and of heads."""
+    """The dtype of the base's matrices and of heads."""
     device: torch.device
     attention_name: str
     """Which attention packed rows go through, for `get_info`."""

@@ -90,8 +90,8 @@ def draw(
     *,
     rows_at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `choose`, and the logprob of each token under the logits as they are, float32 [R]; about `rows_at_once` rows
-    are treated together."""
+    """Same as `choose`, with the logprob of each token under the unprocessed logits, float32 [R]; handles about
+    `rows_at_once` rows together."""
     size = rows_at_once or max(1, len(logits))
     scratch = torch.empty(min(len(logits), 2 * size), logits.shape[1], device=logits.device)
     as_they_are = bool((temperature == 1).all())

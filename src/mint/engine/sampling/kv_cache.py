@@ -130,19 +130,19 @@ class Lease:
         self._held = np.zeros(cache.count, np.int32)
 
     def take(self, count: int) -> np.ndarray | None:
-        """As `KVCache.take`."""
+        """See `KVCache.take`."""
         cells = self._cache.take(count)
         if cells is not None:
             self._held[cells] += 1
         return cells
 
     def hold(self, cells: np.ndarray) -> None:
-        """As `KVCache.hold`."""
+        """See `KVCache.hold`."""
         self._cache.hold(cells)
         np.add.at(self._held, cells, 1)
 
     def release(self, cells: np.ndarray, *, sound: bool = True) -> None:
-        """As `KVCache.release`. With `sound` False the cells may contain NaN, and are cleared once they are free."""
+        """See `KVCache.release`. With `sound` False the cells may contain NaN, and are cleared once they are free."""
         self._cache.release(cells)
         np.subtract.at(self._held, cells, 1)
         if not sound:

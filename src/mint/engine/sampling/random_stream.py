@@ -21,7 +21,7 @@ def streams(seeds: np.ndarray, samples: np.ndarray) -> np.ndarray:
 
 
 def uniform_of(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """As `uniform`, from what `streams` made of seeds and samples."""
+    """Same as `uniform`, from the stream numbers that `streams` returns."""
     bits = _mix(streams ^ positions.astype(np.uint64))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
