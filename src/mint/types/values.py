@@ -125,7 +125,8 @@ def invalid_request(error: ValidationError, where: str) -> InvalidRequestError:
     path = where + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, InvalidRequestError):
-        inner.field = f"{path}.{_without_class(inner.field)}" if inner.field else path
+        if first["loc"] or not inner.field:  # a check of the whole message has named its field already
+            inner.field = f"{path}.{_without_class(inner.field)}" if inner.field else path
         return inner
     value = "(missing)" if first["type"] == "missing" else first.get("input")
     remedy = "Remove it or correct its spelling" if first["type"] == "extra_forbidden" else None
