@@ -1,4 +1,4 @@
-"""All that is measured when a GPU is at hand: one command a stage, each meant for nine minutes at most.
+"""Everything to measure when a GPU is available: one command for each stage, of nine minutes at most.
 
     PYTHONPATH=src python3 -m benchmarks.gpu_session STAGE OUT
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.compare.base_models import kept_adapter, kept_base
+from benchmarks.compare.base_models import adapter_files, base_model_folder
 from benchmarks.compare.contenders import BENCH_BASE, Transport
 from benchmarks.compare.sample import run_sample_bench, step_spec
 from benchmarks.compare.shapes import GrpoShape
@@ -54,12 +54,12 @@ STAGES = {
     "long": "qwen3-0.6b",
     "profile": "qwen3-0.6b",
 }
-"""What can be asked for, and the shape of its base model."""
+"""Stages, and the shapes of their base models."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for; on a CPU sequences are few and short."""
+    """The command line, read; on a CPU sequences are few and short."""
 
     stage: str
     out: Path
@@ -167,8 +167,8 @@ def parity(options: Options) -> Iterator[dict[str, Any]]:
 def profile(options: Options) -> Iterator[dict[str, Any]]:
     """Where the time of a step goes, by operation: a table for people beside the line."""
     _, train, *_ = figures(replace(options, stage="bench"))
-    base = kept_base(options.home, options.model, seed=0, say=say)
-    adapter = kept_adapter(options.home, train.shape, seed=0, base_name=BENCH_BASE)
+    base = base_model_folder(options.home, options.model, seed=0, say=say)
+    adapter = adapter_files(options.home, train.shape, seed=0, base_name=BENCH_BASE)
     settings: dict[str, Any] = {"base_model": base, "steps": 3, "threads": options.threads}
     settings |= {"dtype": options.dtype, "device": options.device}
     kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -202,7 +202,7 @@ def say(text: str) -> None:
 
 
 def facts(options: Options) -> dict[str, Any]:
-    """What it all ran on."""
+    """The machine and the versions."""
     on_gpu = options.device == "cuda"
     return {
         "stage": options.stage,

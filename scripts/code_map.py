@@ -31,7 +31,7 @@ def map_lines(package: Path) -> Iterator[str]:
 
 
 def first_sentence(path: Path) -> str:
-    """Of a Python file's docstring or a C file's first comment; empty if there is none."""
+    """The first sentence of a Python file's docstring or a C file's first comment; empty if there is none."""
     if not path.is_file():
         return ""
     text = path.read_text()

@@ -12,9 +12,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MINT_VARIABLES = (
-    "MINT_BASE_URL", "TINKER_BASE_URL", "MINT_API_KEY", "TINKER_API_KEY", "MINT_MODELS", "MINT_DTYPE", "MINT_THREADS",
-    "MINT_PROJECT_ID", "TINKER_PROJECT_ID", "MINT_TAGS", "TINKER_TAGS",
-)  # fmt: skip
+    "MINT_BASE_URL",
+    "TINKER_BASE_URL",
+    "MINT_API_KEY",
+    "TINKER_API_KEY",
+    "MINT_MODELS",
+    "MINT_DTYPE",
+    "MINT_THREADS",
+    "MINT_PROJECT_ID",
+    "TINKER_PROJECT_ID",
+    "MINT_TAGS",
+    "TINKER_TAGS",
+)
 
 
 @pytest.fixture(autouse=True)

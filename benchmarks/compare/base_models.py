@@ -36,17 +36,17 @@ class Adapter:
     archive: Path
 
 
-def kept_base(home: Path, shape: ModelShape, *, seed: int, say: Say) -> Path:
+def base_model_folder(home: Path, shape: ModelShape, *, seed: int, say: Say) -> Path:
     """The folder of the base model of this shape and seed, written now if it is not there."""
 
     def write(folder: Path) -> None:
         say(f"writing a base model of {shape.block_parameters + shape.unembedding_parameters:,} parameters")
         write_random_base(folder, shape, seed=seed)
 
-    return _kept(home / "bench" / "bases", {"shape": asdict(shape), "seed": seed, "format": FORMAT}, write)
+    return _written_once(home / "bench" / "bases", {"shape": asdict(shape), "seed": seed, "format": FORMAT}, write)
 
 
-def kept_adapter(home: Path, shape: GrpoShape, *, seed: int, base_name: str) -> Adapter:
+def adapter_files(home: Path, shape: GrpoShape, *, seed: int, base_name: str) -> Adapter:
     """An adapter for that base on all seven linear layers, of the shape's rank and alpha."""
 
     def write(folder: Path) -> None:
@@ -57,11 +57,11 @@ def kept_adapter(home: Path, shape: GrpoShape, *, seed: int, base_name: str) -> 
                 archive.add(file, file.name)
 
     about = {"shape": asdict(shape.model), "rank": shape.rank, "alpha": shape.alpha, "seed": seed, "base": base_name}
-    folder = _kept(home / "bench" / "adapters", about | {"format": FORMAT}, write)
+    folder = _written_once(home / "bench" / "adapters", about | {"format": FORMAT}, write)
     return Adapter(folder / "peft", folder / "peft.tar.gz")
 
 
-def _kept(parent: Path, about: dict[str, object], write: Callable[[Path], None]) -> Path:
+def _written_once(parent: Path, about: dict[str, object], write: Callable[[Path], None]) -> Path:
     """The folder that stands for `about`: written beside its place and then renamed, so that it is whole if it is
     there."""
     digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=6).hexdigest()

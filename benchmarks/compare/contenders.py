@@ -1,7 +1,7 @@
-"""Who takes part in a benchmark: its script, the environment it runs in, its settings; and how they are run together.
+"""The contenders of a comparison: worker, environment and settings of each, and how to start them together.
 
-A benchmark says once what is to be done, in a spec that every side gets as a JSON file, and has a table of peers by
-name. What a spec means is known to the benchmark and its workers only.
+A comparison describes its work once, in a spec that every side reads from a JSON file, and has a table of its peers by
+name. Only the comparison and its workers know what a spec means.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from benchmarks.compare.turns import Say, Worker
 from mint.errors import InvalidRequestError, MissingExtraError
 
 Transport = Literal["embedded", "http", "engine"]
-"""How mint's side reaches the engine: through the service in its own process, behind a socket, or directly, which needs
-no other packages than the engine does."""
+"""How mint's side reaches the engine: through the service in its own process, through a socket, or directly. The last
+needs only the engine's packages."""
 
 BENCH_BASE = "bench/base"
 """The name under which mint's side offers the base model."""
 
 REMOTE_VARIABLES = ("MINT_BASE_URL", "TINKER_BASE_URL", "MINT_MODELS")
-"""Settings of the caller's that would change what mint's side measures."""
+"""The caller's settings that would change what mint's side measures."""
 
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
@@ -58,7 +58,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Needs:
-    """What an environment is made of; with `torch`, it gets the build that mint runs."""
+    """The packages of an environment; with `torch`, the same build as mint's."""
 
     requirements: tuple[str, ...]
     torch: bool = True
@@ -177,7 +177,7 @@ def mint_worker(spec: Mapping[str, Any], work_dir: Path, transport: Transport = 
 
 
 def machine_facts(load_before: float, device: str = "cpu") -> dict[str, Any]:
-    """What the figures were taken on; `load_before` is the load average before they were, `device` a GPU's name."""
+    """The machine of the measurement; `load_before` is the load average before it, `device` a GPU's name."""
     return {
         "device": device,
         "cpu": cpu_name(),

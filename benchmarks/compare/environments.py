@@ -54,13 +54,13 @@ class PeerEnvironment:
 
     @property
     def wanted(self) -> list[str]:
-        """What must be installed, as the stamp file notes it once it is."""
+        """The required packages, as the stamp file lists them after the installation."""
         torch = [] if self.torch_version is None else [f"torch=={self.torch_version}"]
         return [*torch, *self.requirements]
 
     @property
     def is_complete(self) -> bool:
-        """Whether an earlier run has installed exactly this; a broken-off installation has left no stamp."""
+        """Whether an earlier run has installed exactly these packages; an interrupted installation leaves no stamp."""
         try:
             installed = json.loads((self.folder / STAMP_FILE).read_text())
         except (OSError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.compare.base_models import kept_base
+from benchmarks.compare.base_models import base_model_folder
 from benchmarks.compare.contenders import (
     KEEP_FREED_MEMORY,
     Contender,
@@ -83,7 +83,7 @@ def run_grpo_bench(
     say = Console(stderr=True, highlight=False).print
     shape = GrpoShape()
     check_peers(peers, PEERS)
-    base = kept_base(home, shape.model, seed=SEED, say=say)
+    base = base_model_folder(home, shape.model, seed=SEED, say=say)
     spec = make_spec(shape, base_model=base, steps=WARM_UP_STEPS + repeats, threads=threads, dtype=dtype)
     spec["device"] = device
     load_before = os.getloadavg()[0]
@@ -99,7 +99,7 @@ def run_grpo_bench(
 def make_spec(
     shape: GrpoShape, *, base_model: Path, steps: int, threads: int, dtype: DType = "float32"
 ) -> dict[str, Any]:
-    """What every side is told: the shape, the prompts of all steps, and the settings that must be the same."""
+    """The spec for every side: the shape, the prompts of all steps, and the settings that must be equal."""
     return {
         "work": "grpo",
         "base_model": str(base_model),

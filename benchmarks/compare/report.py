@@ -129,14 +129,14 @@ def contender_row(side: Measured, shape: GrpoShape) -> dict[str, Any]:
     if side.failure:
         return side_row(side, "grpo")
     samples_s = side.column("sample_s")
-    parts = sorted({part for step in side.steps for part in step.get("marks_s", {})})
+    parts = sorted({part for step in side.steps for part in step.get("part_ends_s", {})})
     row = side_row(side, "grpo")
     return row | {
         "sample_seconds_median": median(samples_s),
         "train_seconds_median": median(
             wall_s - sample_s for wall_s, sample_s in zip(row["seconds"], samples_s, strict=True)
         ),
-        "seconds_until_median": {part: median(step["marks_s"][part] for step in side.steps) for part in parts},
+        "seconds_until_median": {part: median(step["part_ends_s"][part] for step in side.steps) for part in parts},
         "sampled_tokens_per_step": shape.sampled_tokens,
         "sampled_tokens_per_second": shape.sampled_tokens / row["seconds_median"],
         "trained_parameters": side.ready["trained_parameters"],
@@ -146,7 +146,7 @@ def contender_row(side: Measured, shape: GrpoShape) -> dict[str, Any]:
 
 
 def limit_row(bench: str, tokens: int, seconds: Sequence[float], rates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the machine could do at most in each turn: `seconds` for a step of so many tokens, from these rates."""
+    """The machine's limit in each turn: the least `seconds` for a step of so many tokens, from these rates."""
     latest = rates[-1]
     return {
         "bench": bench,

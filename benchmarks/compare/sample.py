@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.base_models import kept_adapter, kept_base
+from benchmarks.compare.base_models import adapter_files, base_model_folder
 from benchmarks.compare.contenders import (
     BENCH_BASE,
     KEEP_FREED_MEMORY,
@@ -34,7 +34,7 @@ from mint.models.random_base import DType
 WARM_UPS = 1
 SEED = 0
 MEMORY_LIMIT_BYTES = 12 * 2**30
-"""Of address space, for a peer that is known to take all there is."""
+"""Address space of a peer that is known to take all memory."""
 
 COMPILED = {"contiguous": True, "lora_in_base_dtype": True, "static_cache": True}
 BEST = {"contiguous": True, "running_logprobs": True, "lora_in_base_dtype": True}
@@ -85,8 +85,8 @@ def run_sample_bench(
         RequestFailedError: an installation or a worker failed, or the sides did not do the same work.
     """
     check_peers(peers, PEERS)
-    base = kept_base(home, shape.model, seed=SEED, say=say)
-    adapter = kept_adapter(home, shape, seed=SEED, base_name=BENCH_BASE)
+    base = base_model_folder(home, shape.model, seed=SEED, say=say)
+    adapter = adapter_files(home, shape, seed=SEED, base_name=BENCH_BASE)
     spec = step_spec(
         "sample", shape, base_model=base, steps=WARM_UPS + repeats, threads=threads, dtype=dtype, device=device
     )
@@ -107,14 +107,14 @@ def run_sample_bench(
 
 
 def rates_of(turn: Mapping[str, Any]) -> Rates:
-    """What the worker of the limits measured in one turn."""
+    """The rates that the worker of the limits measured in one turn."""
     return {"block": turn["block"], "unembedding": turn["unembedding"], "read": turn["read"]}
 
 
 def step_spec(
     work: str, shape: GrpoShape, *, base_model: Path, steps: int, threads: int, dtype: DType, device: Device = "cpu"
 ) -> dict[str, Any]:
-    """What every side is told: the work, its shape, the prompts of all steps as ids, and what else must be the same."""
+    """The spec for every side: work, shape, the prompts of all steps as ids, and the settings that must be equal."""
     model = shape.model
     return {
         "work": work,

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.compare.base_models import kept_base
+from benchmarks.compare.base_models import base_model_folder
 from benchmarks.compare.contenders import Contender, Transport, machine_facts, make_worker, work_folder
 from benchmarks.compare.report import PIPE_WIDTH
 from benchmarks.compare.shapes import GrpoShape, make_prompt_ids
@@ -51,7 +51,7 @@ def run_tenants_bench(
     say = Console(stderr=True, highlight=False).print
     work = GrpoShape(model=SHAPES[shape])
     spec = make_spec(work, tenants=tenants, steps=steps) | {"threads": threads, "dtype": dtype}
-    spec["base_model"] = str(kept_base(home, work.model, seed=SEED, say=say))
+    spec["base_model"] = str(base_model_folder(home, work.model, seed=SEED, say=say))
     order = ["together", *["together", "one"] * repeats, *(f"alone-{number}" for number in range(tenants))]
     rows = []
     with work_folder("tenants", home, say) as folder:
@@ -62,7 +62,7 @@ def run_tenants_bench(
 
 
 def make_spec(shape: GrpoShape, *, tenants: int, steps: int) -> dict[str, Any]:
-    """What the worker is told: different prompts for all, token ids [tenants][steps][prompts], and the sizes."""
+    """The spec of the worker: sizes, and different prompts for all tenants, token ids [tenants][steps][prompts]."""
     ids = iter(make_prompt_ids(shape, steps=tenants * steps, seed=SEED + 1))
     return {
         "prompts": [[[next(ids) for _ in range(shape.prompts)] for _ in range(steps)] for _ in range(tenants)],

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.compare.base_models import kept_adapter, kept_base
+from benchmarks.compare.base_models import adapter_files, base_model_folder
 from benchmarks.compare.contenders import (
     BENCH_BASE,
     KEEP_FREED_MEMORY,
@@ -107,8 +107,8 @@ def run_train_bench(
     """
     known = peers_of(shape, device)
     check_peers(peers, known)
-    base = kept_base(home, shape.model, seed=SEED, say=say)
-    adapter = kept_adapter(home, shape, seed=SEED, base_name=BENCH_BASE)
+    base = base_model_folder(home, shape.model, seed=SEED, say=say)
+    adapter = adapter_files(home, shape, seed=SEED, base_name=BENCH_BASE)
     settings: dict[str, Any] = {"base_model": base, "steps": WARM_UPS + repeats, "threads": threads}
     settings |= {"dtype": dtype, "device": device}
     more = {"adapter": str(adapter.folder), "adapter_archive": str(adapter.archive)}

@@ -15,7 +15,7 @@ DATASHEET_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 def training_flops(shape: StepShape) -> float:
-    """Of forward and backward: 4 a frozen parameter and token, 6 a lora's, and causal attention."""
+    """FLOPs of forward and backward: 4 for each frozen parameter and token, 6 for a lora's, and causal attention."""
     model = shape.model
     length = shape.prompt_tokens + shape.max_tokens
     dense = 4 * model.block_parameters + 6 * shape.rank * model.lora_parameters_per_rank
@@ -26,7 +26,7 @@ def training_flops(shape: StepShape) -> float:
 
 
 def decode_bytes(shape: StepShape, dtype: DType) -> float:
-    """What the steps after the prefill read at least, each sequence its own keys and values."""
+    """Bytes that the decode steps read at least: the weights once a step, and each sequence's own keys and values."""
     model, steps = shape.model, shape.max_tokens - 1
     weights = model.block_parameters + model.unembedding_parameters + shape.rank * model.lora_parameters_per_rank
     kept = 2 * model.layers * model.kv_heads * model.head_size
@@ -35,5 +35,5 @@ def decode_bytes(shape: StepShape, dtype: DType) -> float:
 
 
 def datasheet_flops(device_name: str) -> float | None:
-    """What the maker says of a GPU, if it is known here."""
+    """The FLOP/s of a GPU's data sheet, or None."""
     return next((flops for part, flops in DATASHEET_FLOPS.items() if part in device_name), None)

@@ -389,7 +389,7 @@ FAULTS: tuple[Fault, ...] = (
 )  # fmt: skip
 
 HEALTHY = Fault("healthy", "", settings=(("batch_size", 16), ("steps", 25), ("lr_schedule", "linear")))
-"""What `mint demo math` does, shorter."""
+"""`mint demo math`, shorter."""
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def _beyond_the_end(batch: Batch) -> list[Datum]:
 
 @dataclass(frozen=True)
 class Bug:
-    """What is planted, the code that must name it, and whether it is a bug at temperature 1 as well."""
+    """A planted bug, the code that must report it, and whether it is a bug at temperature 1, too."""
 
     plant: Callable[[Batch], list[Datum]]
     code: str
@@ -289,7 +289,7 @@ QUICK = [
     Setting(seed, temperature, 4, "chat" if seed == 3 else "arithmetic")
     for seed, temperature in enumerate((0.7, 0.8, 1.0, 0.7, 0.8))
 ]
-"""What the test suite runs."""
+"""The part that the test suite runs."""
 
 
 @dataclass

@@ -44,7 +44,7 @@ RANDOM: dict[str, dict[str, Any]] = {
                    "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151_936},
 }  # fmt: skip
 LOGIT_DEVIATION = 2.5
-"""Of the random models' logits: of a tied unembedding of deviation 0.02, normed rows have 0.02 sqrt(hidden size)."""
+"""The deviation of the random models' logits: 0.02 sqrt(hidden size) with a tied unembedding of deviation 0.02."""
 
 MICRO_BATCH = 8
 

@@ -48,14 +48,14 @@ class Company:
 
 
 COMPANIES = (Company(64, 1e9), Company(48, 3.0), Company(12, 0.7))
-"""As full as can be from the start; a steady stream; a trickle, in which few are together."""
+"""All jobs at once; a steady stream; a slow stream, in which few run together."""
 
 ALONE = Company(1, 1e9)
 
 
 @dataclass
 class Tally:
-    """What was compared, and what was found. `examples` tell of the first differences."""
+    """What was compared and found. `examples` describes the first differences."""
 
     sequences: int = 0
     tokens: int = 0

@@ -46,7 +46,7 @@ HELDOUT = 512
 WINDOW = 10
 """Steps whose mean is "the reward at" a step."""
 SHARE = 0.95
-"""Of the way from the first step's reward to TRL's final one: the second goal whose time is taken."""
+"""The second goal: this share of the way from the first step's reward to TRL's final reward."""
 PROBE_TOLERANCE = 1e-3
 TIMEOUT_S = 600.0
 
@@ -56,7 +56,7 @@ COLOURS = {"mint": "#0072B2", "trl": "#D55E00", "trl-best": "#009E73"}
 
 @dataclass(frozen=True)
 class Peer:
-    """What one entry of TRL runs with: `overrides` of its `GRPOConfig`, and its environment."""
+    """One entry of TRL: `overrides` of its `GRPOConfig`, and environment variables."""
 
     overrides: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ PEERS = {
 
 
 def make_spec(*, seed: int, steps: int, threads: int) -> dict[str, Any]:
-    """What both sides are told. The prompts are in the order in which `run_grpo` takes them with this seed."""
+    """The spec for both sides. The prompts are in the order in which `run_grpo` takes them with this seed."""
     task = MathAdapter(seed=seed, heldout_size=HELDOUT)
     spec: dict[str, Any] = {
         "base_model": str(BUNDLED["mint/tiny"]),

@@ -66,10 +66,20 @@ def samples_to_target(arm: str, seed: int, steps: int) -> tuple[float, float, fl
     """Samples until the target (infinite if never), the share of groups with a signal, and the last reading."""
     with tempfile.TemporaryDirectory() as folder:
         config = RLConfig(
-            base_model="mint/tiny", batch_size=16, group_size=8, steps=steps, max_tokens=8, temperature=1.0,
-            learning_rate=2e-3, seed=seed, eval_every=EVAL_EVERY, heldout_size=256, save_every=1000,
-            run_dir=Path(folder) / "run", **ARMS[arm],
-        )  # fmt: skip
+            base_model="mint/tiny",
+            batch_size=16,
+            group_size=8,
+            steps=steps,
+            max_tokens=8,
+            temperature=1.0,
+            learning_rate=2e-3,
+            seed=seed,
+            eval_every=EVAL_EVERY,
+            heldout_size=256,
+            save_every=1000,
+            run_dir=Path(folder) / "run",
+            **ARMS[arm],
+        )
         run_grpo(MixedDifficulty(seed), config)
         log = RunLog(Path(folder) / "run")
         metrics = log.read("metrics.jsonl")

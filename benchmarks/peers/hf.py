@@ -68,7 +68,7 @@ class _Side:
             self.model = self.model.merge_and_unload()
 
     def ready(self) -> dict[str, Any]:
-        """What is computed with, and how the probe stands before."""
+        """Settings, and the probe's logprob before training."""
         return {
             "probe_logprob": score(self.model, self.spec["probe_tokens"]),
             "base_probe_logprob": self.base_probe,
@@ -141,7 +141,7 @@ class SampleSide(_Side):
         return made.sequences, self.model.compute_transition_scores(made.sequences, made.scores, normalize_logits=True)
 
     def finished(self) -> dict[str, Any]:
-        """As for all, and how far a sample's logprobs are from those of the same tokens in one forward."""
+        """Also the largest difference between a sample's logprobs and those of the same tokens in one forward."""
         tokens, logprobs = self.latest
         again = token_logprobs(self.model, tokens)[-len(logprobs) :]
         return super().finished() | {"sample_logprob_error": float((again.cpu() - torch.tensor(logprobs)).abs().max())}

@@ -24,7 +24,6 @@ class Limits:
         self.rates = MachineRates(model, rows=spec["rows"], dtype=spec["dtype"], device=self.device)
 
     def ready(self) -> dict[str, Any]:
-        """What it computes with."""
         return {
             "dtype": self.spec["dtype"],
             "threads": torch.get_num_threads(),
@@ -36,7 +35,6 @@ class Limits:
         return {"tokens": 0, **self.rates.measure()}
 
     def finished(self) -> dict[str, Any]:
-        """What it computed with."""
         return {"versions": {"torch": torch.__version__}}
 
 

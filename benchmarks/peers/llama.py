@@ -68,7 +68,7 @@ class SampleSide:
         self.latest: tuple[list[int], list[float]] = ([], [])
 
     def ready(self) -> dict[str, Any]:
-        """What is computed with, and how the base alone scores the probe."""
+        """Settings, and the probe's logprob under the base alone."""
         quantized = self.settings.get("quantized")
         return {
             "quantized_probe_logprob" if quantized else "base_probe_logprob": float(

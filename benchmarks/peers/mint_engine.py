@@ -37,7 +37,7 @@ class _Side:
             )
 
     def ready(self) -> dict[str, Any]:
-        """What is trained, and how the probe stands before, with and without the adapter."""
+        """Facts of the model, and the probe's logprob before training, with and without the adapter."""
         return {
             "probe_logprob": self.probe("before"),
             "base_probe_logprob": float(np.nansum(self.score(None, self.spec["probe_tokens"]))),
@@ -47,7 +47,7 @@ class _Side:
         }
 
     def finished(self) -> dict[str, Any]:
-        """How the probe stands after, and what was computed with."""
+        """The probe's logprob after training, and versions."""
         versions = {"torch": importlib.metadata.version("torch"), "kernels": self.effective["attention"]}
         found = {"probe_logprob": self.probe("after"), "versions": versions}
         on_gpu = self.spec["device"] == "cuda"
@@ -65,7 +65,7 @@ class _Side:
         return scored.prompt_logprobs
 
     def job(self, weights_id: str | None, prompt: list[int], **changes: Any) -> SampleJob:
-        """Of one sample at temperature 1, which nothing ends."""
+        """One sample at temperature 1, which nothing ends early."""
         fields: dict[str, Any] = {"num_samples": 1, "seed": 0, **changes}
         return SampleJob(
             BASE,
@@ -79,7 +79,6 @@ class _Side:
         )
 
     def prompts(self, index: int) -> list[list[int]]:
-        """Of a step."""
         count = self.spec["prompts_per_step"]
         found: list[list[int]] = self.spec["prompts"][index * count : (index + 1) * count]
         return found
@@ -106,7 +105,7 @@ class SampleSide(_Side):
         return {"completion_lengths": lengths, "tokens": sum(lengths)}
 
     def finished(self) -> dict[str, Any]:
-        """As for all, and how far a sample's logprobs are from those of the same tokens as a prompt."""
+        """Also the largest difference between a sample's logprobs and those of the same tokens as a prompt."""
         assert self.latest is not None, "no step was made"
         prompt, sample = self.latest
         scored = self.score("sample", [*prompt, *sample.tokens.tolist()])[len(prompt) :]

@@ -15,7 +15,7 @@ from mint import types
 
 
 class _Loop:
-    """What all loops have: a training client, and the probe's logprob under its weights."""
+    """A training client, and the probe's logprob under its weights."""
 
     training: mint.TrainingClient
 
@@ -28,7 +28,7 @@ class _Loop:
         )
 
     def ready(self) -> dict[str, Any]:
-        """What is trained, and how the probe stands before."""
+        """Facts of the model, and the probe's logprob before training."""
         effective = self.training.get_info().effective
         return {
             "probe_logprob": self.probe("before"),
@@ -38,7 +38,7 @@ class _Loop:
         }
 
     def finished(self) -> dict[str, Any]:
-        """How the probe stands after, and what was computed with."""
+        """The probe's logprob after training, and versions."""
         versions = {"mint": mint.__version__, "torch": importlib.metadata.version("torch")}
         kernels = self.training.get_info().effective["attention"]
         return {"probe_logprob": self.probe("after"), "versions": versions | {"kernels": kernels}}
@@ -84,7 +84,7 @@ class SampleLoop(_Loop):
         self.latest: tuple[list[int], types.SampledSequence] | None = None
 
     def ready(self) -> dict[str, Any]:
-        """As for all, and how the probe stands under the base alone."""
+        """Also the probe's logprob under the base alone."""
         base = self.service.create_sampling_client(base_model=BENCH_BASE)
         return super().ready() | {"base_probe_logprob": self._score(base)}
 
@@ -97,7 +97,7 @@ class SampleLoop(_Loop):
         return {"completion_lengths": lengths, "tokens": sum(lengths)}
 
     def finished(self) -> dict[str, Any]:
-        """As for all, and how far a sample's logprobs are from those of the same tokens as a prompt."""
+        """Also the largest difference between a sample's logprobs and those of the same tokens as a prompt."""
         assert self.latest is not None, "no step was made"
         prompt, sample = self.latest
         scored = self.sampler.compute_logprobs(types.ModelInput.from_ints(prompt + sample.tokens)).result()
@@ -150,23 +150,23 @@ class GrpoLoop(_Loop):
 
     def step(self, index: int) -> dict[str, Any]:
         """Sample, reward, centre, train: the step as the documentation writes it."""
-        marks = Marks()
+        parts = PartTimer()
         sampler = self.training.save_weights_and_get_sampling_client(name=f"grpo-{index}")
-        marks.end("save")
+        parts.end("save")
         prompts = [self.tokenizer.encode(text) for text in self._prompts(index)]
         groups = self._sample(sampler, prompts)
         self.tokenizer.batch_decode([sequence.tokens for group in groups for sequence in group])
-        marks.end("sample")
+        parts.end("sample")
         datums = [datum for prompt, group in zip(prompts, groups, strict=True) for datum in self.datums(prompt, group)]
-        marks.end("datums")
+        parts.end("datums")
         self.training.forward_backward(datums, loss_fn="importance_sampling").result()
-        marks.end("forward_backward")
+        parts.end("forward_backward")
         self.training.optim_step(self.adam_params).result()
-        marks.end("optim_step")
+        parts.end("optim_step")
         lengths = [len(sequence.tokens) for group in groups for sequence in group]
         return {
-            "sample_s": marks.seconds["sample"],  # to the start of the reward, as on TRL's side
-            "marks_s": marks.seconds,
+            "sample_s": parts.seconds["sample"],  # to the start of the reward, as on TRL's side
+            "part_ends_s": parts.seconds,
             "completion_lengths": lengths,
             "tokens": sum(lengths),
         }
@@ -189,7 +189,7 @@ LOOPS = {"sample": SampleLoop, "train": TrainLoop, "grpo": GrpoLoop}
 """Loops by the name of the work in the spec."""
 
 
-class Marks:
+class PartTimer:
     """When the parts of a step ended, in seconds since it began."""
 
     def __init__(self) -> None:
@@ -197,12 +197,12 @@ class Marks:
         self.seconds: dict[str, float] = {}
 
     def end(self, name: str) -> None:
-        """Notes that the part `name` has just ended."""
+        """Records that the part `name` has just ended."""
         self.seconds[name] = time.perf_counter() - self._started_s
 
 
 def make_datum(prompt: list[int], completion: list[int], logprobs: list[float], advantage: float) -> types.Datum:
-    """What `importance_sampling` wants for one sample: only its completion counts."""
+    """The inputs of `importance_sampling` for one sample; only its completion has weight."""
     full = [*prompt, *completion]
     prefix = [0.0] * (len(prompt) - 1)
     return types.Datum(

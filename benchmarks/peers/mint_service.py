@@ -24,22 +24,20 @@ from benchmarks.peers.mint_loops import LOOPS
 
 
 class OnDevice:
-    """A loop in this process, which says at its end how much of a GPU's memory was taken at once."""
+    """A loop in this process, which adds the peak of the GPU's memory at its end."""
 
     def __init__(self, loop: Side, device: str) -> None:
         """`device`: cpu or cuda."""
         self._loop, self._device = loop, device
 
     def ready(self) -> dict[str, Any]:
-        """What the loop says."""
         return self._loop.ready()
 
     def step(self, index: int) -> dict[str, Any]:
-        """The loop's."""
         return self._loop.step(index)
 
     def finished(self) -> dict[str, Any]:
-        """What the loop says, and `peak_device_bytes`."""
+        """Also `peak_device_bytes` on a GPU."""
         found = self._loop.finished()
         if self._device == "cuda":
             import torch  # deferred: over a socket nothing here needs it

@@ -58,7 +58,7 @@ class Processes:
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
     def _ids(self) -> Iterator[Path]:
-        """Of all of them; a child is listed with the thread that has started it."""
+        """The process ids' folders in /proc; a child is listed under the thread that started it."""
         waiting = [str(os.getpid())]
         while waiting:
             process = Path("/proc") / waiting.pop()
@@ -141,7 +141,7 @@ class GrpoSide:
         self.sampling_params = self.types.SamplingParams(max_tokens=spec["max_tokens"], temperature=1.0)
 
     def ready(self) -> dict[str, Any]:
-        """As for all; and how long the server, the model and the very first step have taken."""
+        """Also how long the server, the model and the first step took."""
         probe_logprob, first_step_s = self.probe("before"), None
         for warm_up in range(self.spec["settings"]["warm_up_steps"]):
             began_s = time.perf_counter()
@@ -162,7 +162,6 @@ class GrpoSide:
         return self.make_step(index, name=f"grpo-{index}", learning_rate=self.spec["learning_rate"])
 
     def finished(self) -> dict[str, Any]:
-        """As for all."""
         packages = ("skyrl-tx", "tinker", "jax", "flax", "transformers")
         return {
             "probe_logprob": self.probe("after"),
@@ -172,11 +171,11 @@ class GrpoSide:
 
     def make_step(self, index: int, *, name: str, learning_rate: float) -> dict[str, Any]:
         """The step with the prompts of place `index`; the sampler's weights are saved as `name`."""
-        began_s, marks_s = time.perf_counter(), {}
+        began_s, part_ends_s = time.perf_counter(), {}
         first = index * self.spec["prompts_per_step"]
         texts = self.spec["prompts"][first : first + self.spec["prompts_per_step"]]
         sampler = self.training.save_weights_and_get_sampling_client(name=name)
-        marks_s["save"] = time.perf_counter() - began_s
+        part_ends_s["save"] = time.perf_counter() - began_s
         prompts = [self.tokenizer.encode(text) for text in texts]
         futures = [
             sampler.sample(
@@ -188,20 +187,20 @@ class GrpoSide:
         ]
         groups = [future.result().sequences for future in futures]
         self.tokenizer.batch_decode([sequence.tokens for group in groups for sequence in group])
-        marks_s["sample"] = time.perf_counter() - began_s
+        part_ends_s["sample"] = time.perf_counter() - began_s
         datums = [datum for prompt, group in zip(prompts, groups, strict=True) for datum in self.datums(prompt, group)]
         trained = self.training.forward_backward(datums, loss_fn="importance_sampling")
         stepped = self.training.optim_step(
             self.types.AdamParams(learning_rate=learning_rate, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
         )
         trained.result()
-        marks_s["forward_backward"] = time.perf_counter() - began_s
+        part_ends_s["forward_backward"] = time.perf_counter() - began_s
         stepped.result()
-        marks_s["optim_step"] = time.perf_counter() - began_s
+        part_ends_s["optim_step"] = time.perf_counter() - began_s
         lengths = [len(sequence.tokens) for group in groups for sequence in group]
         return {
-            "sample_s": marks_s["sample"],
-            "marks_s": marks_s,
+            "sample_s": part_ends_s["sample"],
+            "part_ends_s": part_ends_s,
             "completion_lengths": lengths,
             "tokens": sum(lengths),
         }

@@ -61,7 +61,7 @@ def dashboard(run: Path) -> Generator[tuple[str, int]]:
 
 
 def memory_mb(pid: int) -> tuple[float, float]:
-    """What a process has in memory, and the most that it had."""
+    """A process's memory now, and its peak."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
     return sizes["VmRSS"], sizes["VmHWM"]

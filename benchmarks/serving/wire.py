@@ -65,7 +65,7 @@ def server() -> Generator[tuple[str, int, Path]]:
 
 
 def memory_mib(process_id: int) -> float:
-    """What a process holds in memory now."""
+    """A process's memory now."""
     lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:"))
 

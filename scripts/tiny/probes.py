@@ -188,7 +188,7 @@ def measure(folder: Path) -> dict:
 
 
 def failed_gates(report: dict) -> list[str]:
-    """What keeps the model from being bundled; empty when nothing does."""
+    """The reasons not to bundle the model; empty if there are none."""
     clean = report["arithmetic, clean format"]["greedy"]["success"]
     question = report["arithmetic, question format"]["greedy"]["success"]
     low, high = QUESTION_GREEDY_BETWEEN

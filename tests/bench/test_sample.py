@@ -12,7 +12,7 @@ import pytest
 from fake_sides import MACHINE, silent
 from rich.console import Console
 
-from benchmarks.compare.base_models import kept_adapter, kept_base
+from benchmarks.compare.base_models import adapter_files, base_model_folder
 from benchmarks.compare.contenders import BENCH_BASE, ENVIRONMENTS, make_worker, mint_worker
 from benchmarks.compare.grpo import PEERS as GRPO_PEERS
 from benchmarks.compare.report import comparison_row, limit_row, print_table, side_row
@@ -96,8 +96,8 @@ def test_every_peer_has_an_environment_and_a_worker() -> None:
 def test_transformers_and_mint_sample_from_the_same_weights(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     shape = GrpoShape(prompts=2, group=2, prompt_tokens=5, max_tokens=4)
-    base = kept_base(tmp_path, shape.model, seed=0, say=silent)
-    adapter = kept_adapter(tmp_path, shape, seed=0, base_name=BENCH_BASE)
+    base = base_model_folder(tmp_path, shape.model, seed=0, say=silent)
+    adapter = adapter_files(tmp_path, shape, seed=0, base_name=BENCH_BASE)
     spec = step_spec("sample", shape, base_model=base, steps=2, threads=1, dtype="float32") | {
         "adapter": str(adapter.folder),
         "adapter_archive": str(adapter.archive),

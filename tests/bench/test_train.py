@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fake_sides import silent
 
-from benchmarks.compare.base_models import kept_adapter, kept_base
+from benchmarks.compare.base_models import adapter_files, base_model_folder
 from benchmarks.compare.contenders import BENCH_BASE, ENVIRONMENTS, make_worker, mint_worker
 from benchmarks.compare.shapes import GrpoShape
 from benchmarks.compare.train import check_same_training, peers_of, train_spec
@@ -74,8 +74,8 @@ def test_every_shape_has_peers_with_an_environment(name: str) -> None:
 def test_transformers_and_mint_take_the_same_training_step(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     shape = GrpoShape(prompts=2, group=3, prompt_tokens=5, max_tokens=4)
-    base = kept_base(tmp_path, shape.model, seed=0, say=silent)
-    adapter = kept_adapter(tmp_path, shape, seed=0, base_name=BENCH_BASE)
+    base = base_model_folder(tmp_path, shape.model, seed=0, say=silent)
+    adapter = adapter_files(tmp_path, shape, seed=0, base_name=BENCH_BASE)
     spec = train_spec(shape, base_model=base, steps=3, threads=1, dtype="float32") | {
         "adapter": str(adapter.folder),
         "adapter_archive": str(adapter.archive),

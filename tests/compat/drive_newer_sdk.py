@@ -25,8 +25,17 @@ importlib.metadata.version = lambda name: VERSION if name == "tinker" else _real
 import drive_sdk  # noqa: E402 (the version above is read while the SDK is imported)
 from tinker import _base_client  # noqa: E402
 
-CASES = ("get_info", "SFT lowers the loss", "GRPO loop: ppo", "n, max_tokens", "goes on exactly", "ephemeral",
-         "get_training_run", "prompt logprobs", "tinker version")  # fmt: skip
+CASES = (
+    "get_info",
+    "SFT lowers the loss",
+    "GRPO loop: ppo",
+    "n, max_tokens",
+    "goes on exactly",
+    "ephemeral",
+    "get_training_run",
+    "prompt logprobs",
+    "tinker version",
+)
 
 
 def with_unknown_fields(body: Any) -> Any:

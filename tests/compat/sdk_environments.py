@@ -26,9 +26,20 @@ UNDECLARED = {"0.18.0": ("orjson",)}
 
 COOKBOOK = "tinker-cookbook==0.6.1"
 COOKBOOK_REQUIREMENTS = (
-    "tinker==0.38.0", "aiohttp>=3.9", "blobfile>=3", "chz>=0.4", "cloudpickle>=3", "datasets>=2.14", "pillow>=10",
-    "pyrage>=1.4", "rich>=13", "safetensors>=0.4", "termcolor>=2", "tiktoken>=0.12", "transformers>=5.17,<6",
-)  # fmt: skip
+    "tinker==0.38.0",
+    "aiohttp>=3.9",
+    "blobfile>=3",
+    "chz>=0.4",
+    "cloudpickle>=3",
+    "datasets>=2.14",
+    "pillow>=10",
+    "pyrage>=1.4",
+    "rich>=13",
+    "safetensors>=0.4",
+    "termcolor>=2",
+    "tiktoken>=0.12",
+    "transformers>=5.17,<6",
+)
 """All that it declares but tml-renderers, which only its renderers for Thinking Machines' own models import."""
 
 
