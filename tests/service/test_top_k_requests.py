@@ -115,7 +115,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "a weight that is not finite": ({"weights": {**ONES, "data": [1.0] * 59 + [1e999]}}, f"{WEIGHTS}[29][1]", "finite"),
     "beyond the vocabulary": ({"target_tokens": {**WIDE, "data": [1] * 33 + [1024] * 27}}, f"{TARGETS}[16][1]", "1024"),
     "a negative target": ({"target_tokens": {**WIDE, "data": [-1] * 60}}, f"{TARGETS}[0][0]", "-1"),
-    "sparse beyond the columns": ({"target_tokens": {**SPARSE, "sparse_col_indices": [2]}}, TARGETS, "no column"),
+    "sparse beyond the columns": ({"target_tokens": {**SPARSE, "sparse_col_indices": [2]}}, TARGETS, "not a column"),
     "sparse with one list": ({"target_tokens": {**SPARSE, "sparse_col_indices": None}}, TARGETS, "belong together"),
     "sparse in one dimension": ({"target_tokens": {**SPARSE, "shape": [30]}}, TARGETS, "rows, columns"),
     "sparse beyond 64 bits": ({"target_tokens": {**SPARSE, "data": [2**70]}}, TARGETS, "64 bits"),
