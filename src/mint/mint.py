@@ -35,8 +35,10 @@ class ReverseKLDatum:
 
     def __init__(self, student_input: Any, reference_input: Any, target_tokens: Any, weights: Any = None) -> None:
         """Stores its arguments."""
-        self.student_input, self.reference_input = student_input, reference_input
-        self.target_tokens, self.weights = target_tokens, weights
+        self.student_input = student_input
+        self.reference_input = reference_input
+        self.target_tokens = target_tokens
+        self.weights = weights
 
 
 class OpenPITrainingClient:

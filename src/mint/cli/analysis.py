@@ -52,7 +52,8 @@ def diagnose(
     from mint.rl.analysis.run_analysis import diagnose_run, run_token_counts  # deferred: `mint --help` answers at once
 
     try:
-        findings, ledger, items = diagnose_run(run), *run_token_counts(run)
+        findings = diagnose_run(run)
+        ledger, items = run_token_counts(run)
     except MintError as error:
         fail(error)
     people = Console(stderr=as_json)

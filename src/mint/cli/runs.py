@@ -96,7 +96,9 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
 
     reader = RunReader(folder)
     summary = reader.summary()
-    readings, findings, saved = reader.evaluations(), reader.findings(), reader.checkpoints()
+    readings = reader.evaluations()
+    findings = reader.findings()
+    saved = reader.checkpoints()
     if as_json:
         document = {**asdict(summary), "evaluations": readings, "findings": findings, "checkpoints": saved}
         typer.echo(json.dumps(document))
@@ -214,7 +216,8 @@ def _print_rollout(console: Console, row: Mapping[str, Any]) -> None:
     facts.append(f"{len(row['tokens'])} tokens, {row['stop_reason']}")
     place = f"step {row['step']} item {row['item']} rollout {row['row']}"
     console.print(Text.assemble((place, "bold"), f"  {reward}  ({', '.join(facts)})"))
-    prompt, text = str(row["prompt"]), str(row["text"])
+    prompt = str(row["prompt"])
+    text = str(row["text"])
     if len(prompt) > SHOWN_CHARACTERS:
         console.print(Text(f"  … {len(prompt) - SHOWN_CHARACTERS:,} characters before this", style="dim"))
     for line in paragraph(prompt[-SHOWN_CHARACTERS:]).split("\n"):

@@ -153,7 +153,9 @@ def _measure(
     device: Device = "cuda" if effective["device"].startswith("cuda") else "cpu"
     machine = MachineRates(step.model, rows=measured_rows(step, device), dtype=dtype, device=device)
     work = _Work(client, step)
-    sampling_s, training_s, rates = [], [], []
+    sampling_s = []
+    training_s = []
+    rates = []
     for turn in range(1 + repeats):
         sampling_s.append(_seconds(work.sample))
         training_s.append(_seconds(work.train))
@@ -183,7 +185,8 @@ class _Work:
     """One step of sampling and one of training, on random tokens."""
 
     def __init__(self, client: mint.TrainingClient, step: StepShape) -> None:
-        self.client, self.step = client, step
+        self.client = client
+        self.step = step
         rng = np.random.default_rng(SEED)
         self.prompts = rng.integers(1, step.model.vocabulary, (step.prompts, step.prompt_tokens)).tolist()
         completions = rng.integers(1, step.model.vocabulary, (step.prompts, step.group, step.max_tokens)).tolist()

@@ -78,7 +78,8 @@ def screen_of(access: preflight.Access) -> auth.Screen:
 
 def key_or_session(keys: Keys, dashboard: DashboardState) -> auth.Authenticate:
     """Asks for a key as `auth.by_key` does; for sampling, a browser's session replaces the key."""
-    by_key, login = auth.by_key(keys), dashboard.access.login
+    by_key = auth.by_key(keys)
+    login = dashboard.access.login
 
     def authenticate(request: Request) -> Caller:
         shows_key = "x-api-key" in request.headers or "authorization" in request.headers

@@ -112,7 +112,8 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Headers begin."""
-        self._in_headers, self._headers_bytes = True, 0
+        self._in_headers = True
+        self._headers_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:

@@ -125,7 +125,9 @@ class Server:
 
 
 def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | None) -> Service:
-    folder, base, offered = settings.folder, read_settings(), settings.offered
+    folder = settings.folder
+    base = read_settings()
+    offered = settings.offered
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

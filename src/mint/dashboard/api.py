@@ -74,7 +74,8 @@ def rollouts(dashboard: DashboardState, request: Request) -> dict[str, Any]:
 def rollout(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     """One whole rollout."""
     _, reader = _reader(dashboard, request)
-    step, row = request.path_params["step"], request.path_params["row"]
+    step = request.path_params["step"]
+    row = request.path_params["row"]
     found = [logged for logged in _rows(reader, step) if logged["row"] == row]
     if not found:
         raise NotFoundError("is not a rollout of this run", field="rollout", value=f"step {step}, row {row}")
@@ -340,7 +341,8 @@ def _samples_of(finding: Mapping[str, Any]) -> dict[str, Any]:
 def _commands(config: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
     """The commands that export a checkpoint and that continue from it. Quoted, because a log may come from anywhere."""
     checkpoint = str(kept["checkpoint"])
-    path, origin = shlex.quote(checkpoint), shlex.quote(f"init_from={checkpoint}")
+    path = shlex.quote(checkpoint)
+    origin = shlex.quote(f"init_from={checkpoint}")
     exports = {
         form: f"mint export {path} --format {form} --output step-{int(kept['step']):06d}-{form}" for form in EXPORTS
     }

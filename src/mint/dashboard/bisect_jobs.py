@@ -87,9 +87,11 @@ class BisectJobs:
     def _run(self, search: Search, folder: Path, state: _State, visitor: Visitor | None) -> None:
         try:
             regression = search(folder, state.metric, visitor, state.reading.append)
-            state.result, state.status = asdict(regression), "done"
+            state.result = asdict(regression)
+            state.status = "done"
         except MintError as error:
-            state.error, state.status = error.to_wire(), "failed"
+            state.error = error.to_wire()
+            state.status = "failed"
         except Exception as error:  # the boundary of the thread: the visitor and the log must learn of it
             log.exception("a search in %s failed", folder)
             state.error = RequestFailedError(f"{type(error).__name__}: {error}").to_wire()

@@ -225,7 +225,9 @@ class RunPoll:
     """The new events of a run since the last call; none on the first call."""
 
     def __init__(self, name: str, reader: RunReader, readers: RunReaders) -> None:
-        self._name, self._reader, self._readers = name, reader, readers
+        self._name = name
+        self._reader = reader
+        self._readers = readers
         self._version: str | None = None
         self._cursor: EventCursor | None = None
         self._state: str | None = None
@@ -289,7 +291,8 @@ def _was_cut(now: EventCursor, before: EventCursor) -> bool:
 def _events_since(reader: RunReader, since: EventCursor) -> list[StreamEvent]:
     """The events after a position: steps, then evaluations, then findings, each with its own position."""
     rows = reader.metrics(since.step)[-CATCH_UP_STEPS:]
-    evaluations, findings = since.evaluations or 0, since.findings or 0
+    evaluations = since.evaluations or 0
+    findings = since.findings or 0
     events: list[StreamEvent] = []
     step = since.step
     for row in rows:

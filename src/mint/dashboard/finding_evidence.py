@@ -35,7 +35,9 @@ def _flags(*names: str, sort: str | None = None) -> dict[str, Any]:
     return {"flags": frozenset(names)} | ({} if sort is None else {"sort": sort})
 
 
-_WORST, _BEST, _LONGEST = {"sort": "reward"}, {"sort": "-reward"}, {"sort": "-length"}
+_WORST = {"sort": "reward"}
+_BEST = {"sort": "-reward"}
+_LONGEST = {"sort": "-length"}
 _ALL: dict[str, Any] = {}
 _TRAINED = _flags("used")
 _SIGNAL = ("groups/used", "groups/all_good", "groups/all_bad")

@@ -174,7 +174,8 @@ def require_own_page(request: Request, *, may_be_program: bool = False) -> None:
     Raises:
         ForeignPageError: another page made it, or the headers do not say.
     """
-    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site")
+    origin = request.headers.get("origin")
+    site = request.headers.get("sec-fetch-site")
     if origin is None and site is None and may_be_program:
         return
     if origin is None:

@@ -78,7 +78,8 @@ class RunReaders:
         return dict(sorted(summaries.items(), key=lambda named: (-named[1].began_at, named[0])))
 
     def _summary(self, name: str, folder: Path) -> RunSummary:
-        stamp, now = stamp_of(folder), time.monotonic()
+        stamp = stamp_of(folder)
+        now = time.monotonic()
         with self._lock:
             known = self._summaries.get(folder)
             reader = self._readers.get(folder)

@@ -92,7 +92,8 @@ def _round(name: str, merged: np.ndarray, dtype: str) -> np.ndarray:
 def _merge(name: str, stored: StoredTensor, weights: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
     own: np.ndarray = stored.read().float().numpy()
     module = name.removesuffix(".weight")
-    a, b = weights.get(f"{module}.lora_A.weight"), weights.get(f"{module}.lora_B.weight")
+    a = weights.get(f"{module}.lora_A.weight")
+    b = weights.get(f"{module}.lora_B.weight")
     if a is None or b is None:
         return own
     if (b.shape[0], a.shape[1]) != stored.shape or a.shape[0] != b.shape[1]:

@@ -20,7 +20,8 @@ from mint.models.folder import ModelFolder
 from mint.models.tensor_files import StoredTensor, write_file, write_tensors
 from mint.models.untrusted_tensors import UntrustedTensor, UntrustedTensors
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 UNEMBED = "lm_head"
 
 _PREFIX = "base_model.model."
@@ -163,7 +164,8 @@ def read_config(text: bytes) -> AdapterConfig:
     if start not in _STARTS_AS_BASE:
         remedy = "Convert it to a plain lora with PEFT's path_initial_model_for_weight_conversion"
         raise _refused("init_lora_weights", "is not supported: it changes the base model's weights", remedy, start)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise _refused("r", "is not a rank", "A rank is a whole number from 1", rank)
     if type(alpha) not in (int, float) or not 0 < alpha < 1e6:

@@ -43,7 +43,8 @@ class ModelShape:
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """The seven linear layers of one block: name -> (outputs, inputs)."""
-        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
+        query = self.heads * self.head_size
+        key = self.kv_heads * self.head_size
         return {
             "self_attn.q_proj": (query, self.hidden),
             "self_attn.k_proj": (key, self.hidden),

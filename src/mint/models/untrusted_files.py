@@ -19,7 +19,9 @@ from mint.errors import InvalidRequestError
 from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from mint.models.untrusted_tensors import MAX_HEADER_BYTES
 
-OPTIMIZER_FILE, MANIFEST_FILE, COMPLETE_FILE = "optimizer.safetensors", "mint.json", "checkpoint_complete"
+OPTIMIZER_FILE = "optimizer.safetensors"
+MANIFEST_FILE = "mint.json"
+COMPLETE_FILE = "checkpoint_complete"
 MAX_MEMBERS = 64
 MAX_UPLOAD_BYTES = 16 * 1024**3
 MAX_FILE_BYTES = 16 * 1024**3
@@ -56,7 +58,9 @@ SKIPPED = frozenset(
 )
 """Files that training tools put beside an adapter; not read."""
 
-_BLOCK, _CHUNK, _PACKED_CHUNK = tarfile.BLOCKSIZE, 1024 * 1024, 64 * 1024
+_BLOCK = tarfile.BLOCKSIZE
+_CHUNK = 1024 * 1024
+_PACKED_CHUNK = 64 * 1024
 _GZIP_MAGIC = b"\x1f\x8b"
 _RESOURCE_FORK = "._"  # what macOS' tar writes beside every file
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")

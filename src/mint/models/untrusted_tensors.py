@@ -101,7 +101,9 @@ class UntrustedTensors:
     def _entry(self, name: str, value: Any, first: int) -> UntrustedTensor:
         if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
             raise self._refused(f"does not say dtype, shape and data_offsets of {_brief(name)}")
-        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        dtype = value["dtype"]
+        shape = value["shape"]
+        offsets = value["data_offsets"]
         if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
             raise self._refused(f"has {_brief(name)} in {_brief(str(dtype))}, not in {', '.join(_ITEM_BYTES)}")
         sane = isinstance(shape, list) and len(shape) <= 2 and all(_is_count(size) for size in shape)

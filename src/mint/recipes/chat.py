@@ -55,7 +55,9 @@ class ChatAdapter(RLAdapter):
         """
         if not 0 < judge_share <= 1:
             raise InvalidRequestError("is not in (0, 1]", field="judge_share", value=judge_share, remedy="Try 0.5")
-        self.seed, self.judge, self.judge_share = seed, judge, judge_share
+        self.seed = seed
+        self.judge = judge
+        self.judge_share = judge_share
         self.penalties = dict(penalties or {})
 
     def build_dataset(self) -> Sequence[ChatQuestion]:
@@ -99,7 +101,8 @@ class ChatAdapter(RLAdapter):
         ]
 
     def _mixed(self, response: str, sample: ChatQuestion, verdict: Reward) -> Reward:
-        rubric, rest = RUBRIC(response, sample), 1 - self.judge_share
+        rubric = RUBRIC(response, sample)
+        rest = 1 - self.judge_share
         parts = {name: rest * part for name, part in rubric.parts.items()}
         parts["judge"] = self.judge_share * verdict.value
         mixed = Reward(sum(parts.values()), parts, {**verdict.info, "rubric": rubric.value})

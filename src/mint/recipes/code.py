@@ -85,9 +85,12 @@ class CodeAdapter(RLAdapter):
     ) -> None:
         """`problems` None draws one-line functions by `seed`. `unsafe_sandbox` runs the model's code without isolation,
         with the rights of this user."""
-        self.problems, self.heldout = problems, heldout
-        self.seed, self.train_size = seed, train_size
-        self.limits, self.unsafe_sandbox = limits, unsafe_sandbox
+        self.problems = problems
+        self.heldout = heldout
+        self.seed = seed
+        self.train_size = train_size
+        self.limits = limits
+        self.unsafe_sandbox = unsafe_sandbox
         self.heldout_name = (
             "code held-out" if problems is not None else "code held-out (1 in 8 requests by hash, never trained on)"
         )

@@ -90,10 +90,12 @@ def run_dpo(
     ) as run:
         trainer = run.trainer
         tokenizer = trainer.get_tokenizer()
-        data, heldout_data = pair_datums(preferences, tokenizer), pair_datums(heldout, tokenizer)
+        data = pair_datums(preferences, tokenizer)
+        heldout_data = pair_datums(heldout, tokenizer)
         # The weights at the start: those of the trainer, unless it resumes from later ones.
         start = trainer if run.point is None else make_trainer(run.service, config, None)
-        reference, heldout_reference = reply_logprobs(start, data), reply_logprobs(start, heldout_data)
+        reference = reply_logprobs(start, data)
+        heldout_reference = reply_logprobs(start, heldout_data)
 
         def evaluate_now() -> Mapping[str, ConfidenceInterval]:
             return evaluate(trainer, heldout_data, heldout_reference, config)

@@ -70,7 +70,9 @@ class MathAdapter(RLAdapter):
             raise InvalidRequestError(
                 "were given without problems", field="heldout_problems", value=heldout_problems, remedy="Give both"
             )
-        self.seed, self.heldout_size, self.train_size = seed, heldout_size, train_size
+        self.seed = seed
+        self.heldout_size = heldout_size
+        self.train_size = train_size
         self.prompt_style: PromptStyle = prompt_style
         self._grader = MathGrader() if grader == "math-verify" else None
         self._problems = None if problems is None else [Question(*pair) for pair in problems]

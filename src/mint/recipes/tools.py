@@ -66,7 +66,10 @@ class ToolsAdapter(MessageEnvAdapter):
 
     def __init__(self, *, seed: int = 0, heldout_size: int = 512, train_size: int = 8192, costs: Costs = COSTS) -> None:
         """`seed` draws the questions; the split does not depend on it."""
-        self.seed, self.heldout_size, self.train_size, self.costs = seed, heldout_size, train_size, costs
+        self.seed = seed
+        self.heldout_size = heldout_size
+        self.train_size = train_size
+        self.costs = costs
         self.reward_range = costs.range_of((0.0, 1.0))
 
     def build_dataset(self) -> Sequence[CalculatorQuestion]:
@@ -119,7 +122,8 @@ class SearchAdapter(MessageEnvAdapter):
 
     def __init__(self, documents: Any = DOCUMENTS, facts: Sequence[tuple[str, str]] = FACTS) -> None:
         """One search index serves all episodes."""
-        self._search, self._facts = tool(Search(documents).search), facts
+        self._search = tool(Search(documents).search)
+        self._facts = facts
 
     def build_dataset(self) -> Sequence[tuple[str, str]]:
         """The questions with their answers."""

@@ -50,7 +50,8 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
     """The Wilson score interval (95 %) of a proportion (Wilson 1927); (0, 1) for n = 0."""
     if n == 0:
         return 0.0, 1.0
-    share, spread = successes / n, Z95**2 / n
+    share = successes / n
+    spread = Z95**2 / n
     middle = (share + spread / 2) / (1 + spread)
     half = Z95 * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
     return max(0.0, middle - half), min(1.0, middle + half)

@@ -103,7 +103,9 @@ class HeldoutEvaluation:
 
     def __init__(self, run: RunFrame, worker: RolloutWorker, items: Sequence[Any]) -> None:
         """`items` empty: nothing is evaluated."""
-        self.run, self.worker, self.items = run, worker, items
+        self.run = run
+        self.worker = worker
+        self.items = items
         self.rows: list[dict[str, Any]] = run.log.read("evaluations.jsonl")
         self.best_mean = -float("inf")
         self.best_checkpoint: str | None = None
@@ -114,7 +116,8 @@ class HeldoutEvaluation:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from the state of `to_dict`."""
-        self.best_mean, self.best_checkpoint = float(state["best_mean"]), state["best_checkpoint"]
+        self.best_mean = float(state["best_mean"])
+        self.best_checkpoint = state["best_checkpoint"]
 
     def evaluate(self, when: str, step: int) -> tuple[dict[float, Estimate], list[Rollout]]:
         """Evaluates greedily and at temperature 1: the estimates by temperature, and sampled examples.
@@ -127,9 +130,12 @@ class HeldoutEvaluation:
         if len(known) == len(EVALUATION_TEMPERATURES):
             estimates = {temperature: Estimate.from_dict(row) for temperature, row in known.items()}
             return estimates, [_rollout_of_row(row) for row in known[SAMPLED]["examples"]]
-        trainer, config = self.run.trainer, self.worker.config
+        trainer = self.run.trainer
+        config = self.worker.config
         sampling_client = trainer.save_weights_and_get_sampling_client(name=f"heldout-{when}-{step}")
-        estimates, rows, rollouts = {}, [], []
+        estimates = {}
+        rows = []
+        rollouts = []
         for temperature in EVALUATION_TEMPERATURES:
             estimates[temperature], rollouts = evaluate(
                 self.worker,

@@ -100,7 +100,8 @@ class _RLRun:
     """One RL run in progress."""
 
     def __init__(self, task: RLAdapter | MessageEnvAdapter, config: RLConfig) -> None:
-        self.task, self.config = task, config
+        self.task = task
+        self.config = config
         self.name = task_name(task)
         self.calls = CallPool(timeout_s=config.grader_timeout_s)
         self.totals = _Totals()
@@ -139,7 +140,8 @@ class _RLRun:
 
     def _prepare(self, dataset: Sequence[Any], heldout: Sequence[Any]) -> None:
         """Makes the parts of the run, and restores their state in a resumed run."""
-        config, log = self.config, self.frame.log
+        config = self.config
+        log = self.frame.log
         self.trainer = self.frame.trainer
         self.tokenizer = self.trainer.get_tokenizer()
         self.order = ItemOrder(len(dataset), config)
@@ -227,7 +229,8 @@ class _RLRun:
 
     def _step(self, batch: RolloutBatch, began: float) -> None:
         sampled = time.monotonic()
-        step, config = batch.step, self.config
+        step = batch.step
+        config = self.config
         lag = int(self.totals.optim_steps) - batch.policy_step
         update = self.policy_trainer.train(batch, on_policy=lag == 0)
         for group in batch.all_groups:

@@ -74,7 +74,8 @@ def open_run(
                 run.trainer = make_trainer(service, config, point)
                 yield run
             if run.stopped_by is not None:
-                end.outcome, end.error = "stopped", run.stopped_by
+                end.outcome = "stopped"
+                end.error = run.stopped_by
 
 
 class RunFrame:

@@ -78,7 +78,8 @@ class Tail:
             return is_void, iter(())
         is_void = self.inode is not None and (status.st_ino != self.inode or status.st_size < self.offset)
         if is_void or self.inode is None:
-            self.inode, self.offset = status.st_ino, 0
+            self.inode = status.st_ino
+            self.offset = 0
         return is_void, iter(()) if status.st_size == self.offset else self._lines()
 
     def _lines(self) -> Iterator[bytes]:

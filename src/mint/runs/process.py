@@ -51,10 +51,12 @@ def recorded_process(folder: Path) -> Generator[RunEnd]:
     try:
         yield end
     except KeyboardInterrupt:
-        end.outcome, end.error = "stopped", "interrupted"
+        end.outcome = "stopped"
+        end.error = "interrupted"
         raise
     except BaseException as error:
-        end.outcome, end.error = "failed", f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
+        end.outcome = "failed"
+        end.error = f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
         raise
     finally:
         _write(folder, replace(process, ended_at=time.time(), outcome=end.outcome, error=end.error))

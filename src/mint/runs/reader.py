@@ -43,8 +43,12 @@ LOGS = (
     PROCESS,
 )
 EXCERPT_CHARACTERS = 400
-SEARCH_BYTES, SEARCH_S = 256 << 20, 0.25
-"""The limits of one page of a text search: bytes read, and seconds."""
+SEARCH_BYTES = 256 << 20
+"""One page of a text search reads at most this much …"""
+
+SEARCH_S = 0.25
+"""… and takes at most this long."""
+
 HEAD_BYTES = 2_048
 RECENT_STEPS = 10
 EXAMPLES = b', "examples": ['
@@ -109,7 +113,8 @@ class RunReader:
         """
         self.folder = Path(folder)
         self.config = read_config(self.folder)
-        self.search_bytes, self.search_s = search_bytes, search_s
+        self.search_bytes = search_bytes
+        self.search_s = search_s
         self._config_at = (self.folder / "config.json").stat().st_mtime
         self._lock = threading.RLock()
         self._process: RunProcess | None = None
@@ -328,7 +333,8 @@ class RunReader:
 
     def _search(self, file: BinaryIO, entries: np.ndarray, places: np.ndarray, query: RolloutQuery) -> RolloutPage:
         search = TextSearch(query.text)
-        began, read = time.monotonic(), 0
+        began = time.monotonic()
+        read = 0
         found: list[dict[str, Any]] = []
         for count, place in enumerate(places):
             if len(found) == query.limit:
@@ -348,7 +354,8 @@ class RunReader:
             entries = self._index.entries[self._index.entries["item"] == item]
         visits: dict[tuple[int, int], dict[str, Any]] = {}
         for entry in entries:
-            step, group = int(entry["step"]), int(entry["group"])
+            step = int(entry["step"])
+            group = int(entry["group"])
             visit = visits.setdefault((step, group), {"step": step, "group": group, "rows": [], "rewards": []})
             visit["rows"].append(int(entry["row"]))
             visit["rewards"].append(_finite(float(entry["reward"])))
@@ -443,7 +450,8 @@ def _read(file: BinaryIO, entries: np.ndarray) -> Iterator[tuple[np.void, dict[s
 
 def _line_head(file: BinaryIO, entry: np.void) -> bytes:
     """The line of an entry up to and with the key of its tokens."""
-    size, offset = int(entry["size"]), int(entry["offset"])
+    size = int(entry["size"])
+    offset = int(entry["offset"])
     head = os.pread(file.fileno(), min(size, HEAD_BYTES), offset)
     cut = head.find(TOKENS)
     if cut < 0 and size > HEAD_BYTES:

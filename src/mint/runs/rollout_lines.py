@@ -66,7 +66,8 @@ def scan_steps(path: Path, start: int = 0) -> Iterator[tuple[int, list[dict[str,
         if rows and row_step != step:
             yield step, rows, sizes, start
             start += sum(sizes)
-            rows, sizes = [], []
+            rows = []
+            sizes = []
         step = row_step
         rows.append(row)
         sizes.append(len(line))

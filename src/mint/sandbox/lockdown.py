@@ -17,13 +17,18 @@ from pathlib import Path
 from mint.sandbox.outcome import Limits
 from mint.sandbox.syscalls import ALLOWED, seccomp_filter
 
-_CREATE_RULESET, _RESTRICT_SELF = 444, 446
+_CREATE_RULESET = 444
+_RESTRICT_SELF = 446
 _RULESET_VERSION = 1
-_SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_SET_PDEATHSIG = 1
+_SET_DUMPABLE = 4
+_SET_SECCOMP = 22
+_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
 _FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 """Landlock ABI → number of file-system rights; 16 from ABI 5 on."""
-_NET_RIGHTS, _SCOPES = 0b11, 0b11
+_NET_RIGHTS = 0b11
+_SCOPES = 0b11
 NOBODY = 65534
 
 

@@ -72,11 +72,14 @@ class MontyEngine:
                     if result.error is not None and stop_at_error:
                         break
         except _LimitError as limit:
-            status, detail = limit.status, str(limit)
+            status = limit.status
+            detail = str(limit)
         except self._monty.MontySyntaxError as error:
-            status, detail = "syntax_error", f"SyntaxError: {error}"
+            status = "syntax_error"
+            detail = f"SyntaxError: {error}"
         except self._monty.MontyCrashedError as error:
-            status, detail = ("timeout" if error.timed_out else "crashed"), "the Monty worker ended"
+            status = "timeout" if error.timed_out else "crashed"
+            detail = "the Monty worker ended"
         except (self._monty.MontyError, UnicodeError) as error:
             status, detail = self._why(error, printed)
         milliseconds = (time.perf_counter() - began) * 1000

@@ -37,9 +37,16 @@ SLEEPS = {"x86_64": {"nanosleep": 35, "clock_nanosleep": 230}, "aarch64": {"nano
 CLONE3 = 435
 """Fails with ENOSYS, so that glibc falls back to `clone`, which fails with EPERM."""
 
-_LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
-_ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _ARCH, _THIRD_ARGUMENT = 0, 4, 16 + 8 * 2
+_LOAD = 0x20
+_JUMP_EQUAL = 0x15
+_JUMP_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_ERRNO = 0x00050000
+_KILL_PROCESS = 0x80000000
+_NUMBER = 0
+_ARCH = 4
+_THIRD_ARGUMENT = 16 + 8 * 2
 _PROT_EXEC = 4
 
 

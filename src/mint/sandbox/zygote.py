@@ -150,7 +150,8 @@ def _run_child(
 
 
 def _answer(request: dict[str, Any], nonce: bytes) -> None:
-    write, dumps = os.write, json.dumps
+    write = os.write
+    dumps = json.dumps
 
     def line(kind: bytes, text: str) -> bytes:
         return b"%s %s %s\n" % (nonce, kind, text.encode())
@@ -164,7 +165,8 @@ def _answer(request: dict[str, Any], nonce: bytes) -> None:
             rest = rest[write(RESULT_FD, rest) :]
 
     inputs = [decode(encoded) for encoded in request["inputs"]]
-    code, name = request["code"], request["function"]
+    code = request["code"]
+    name = request["function"]
     random.seed(0)
     sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), errors="replace", write_through=True)
     for module in [module for module in sys.modules if module.partition(".")[0] in HIDDEN]:

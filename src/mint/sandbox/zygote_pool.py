@@ -27,8 +27,11 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from mint.sandbox.zygote import main; main()"
 """The package comes last on the path, so that no file next to it can replace a standard module."""
 
-START_S, GRACE_S = 20.0, 5.0
-"""How long a zygote may take to start, and to answer after the wall-clock limit."""
+START_S = 20.0
+"""How long a zygote may take to start."""
+
+GRACE_S = 5.0
+"""How long it may take to answer after the wall-clock limit."""
 
 STATUS_OF_KIND: dict[str, Status] = {"S": "syntax_error", "F": "error", "X": "unsupported"}
 
@@ -42,7 +45,8 @@ class ZygotePool:
 
     def __init__(self, limits: Limits, *, count: int, locked: bool) -> None:
         """Starts the first one. Raises ZygoteError if this machine cannot run it."""
-        self._limits, self._locked = limits, locked
+        self._limits = limits
+        self._locked = locked
         self.engine: Engine = "zygote" if locked else "unsafe"
         self._free: queue.LifoQueue[_Zygote | None] = queue.LifoQueue()
         for _ in range(count - 1):

@@ -106,7 +106,8 @@ def show_run(
             fail(error)
         return
     with _storage(data_dir) as storage:
-        run, saved = storage.run(run_id), storage.checkpoints_of(run_id).checkpoints
+        run = storage.run(run_id)
+        saved = storage.checkpoints_of(run_id).checkpoints
         if as_json:
             print_json({**run_json(run), "checkpoints": [checkpoint_json(one) for one in saved]})
             return

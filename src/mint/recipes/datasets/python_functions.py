@@ -12,7 +12,9 @@ from typing import Any
 
 HELDOUT_ONE_IN = 8
 
-NUMBERS, LISTS, STRINGS = "number", "list", "string"
+NUMBERS = "number"
+LISTS = "list"
+STRINGS = "string"
 CASES: dict[str, tuple[Any, ...]] = {
     NUMBERS: (*range(11), 12, 20, -4, 81),
     LISTS: ([3, 1, 2], [5], [4, 4, 9, 0], [7, 2, 8, 2, 6], [-1, 10]),
@@ -136,7 +138,8 @@ def with_examples(function: PythonFunction, rng: random.Random, count: int) -> s
 
 def edge_inputs(function: PythonFunction) -> list[Any]:
     """Inputs around the function's constant, where a nearly right body gives wrong values."""
-    constant, inputs = function.constant, CASES[function.kind.argument]
+    constant = function.constant
+    inputs = CASES[function.kind.argument]
     if function.kind.argument == NUMBERS:
         return [constant - 1, constant, constant + 1, 2 * constant, 3 * constant + 1, 0, -4]
     if function.kind.argument == STRINGS:

@@ -61,7 +61,8 @@ class FileAdapter(QuestionAdapter):
             )
         if not 0 <= heldout < 1:
             raise InvalidRequestError("is not in [0, 1)", field="heldout", value=heldout, remedy="Try 0.1")
-        self.path, self.share = Path(path), heldout
+        self.path = Path(path)
+        self.share = heldout
         self._math = MathGrader() if grader == MATH else None
         self._grade = self._math.equal_answers if self._math else GRADERS[grader]
         self.heldout_name = f"{self.path.name}, {heldout:.0%} held out by hash"

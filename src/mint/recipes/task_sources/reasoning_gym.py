@@ -53,9 +53,13 @@ class ReasoningGymAdapter(QuestionAdapter):
             InvalidRequestError: no such generator, or an option that it does not take or allow.
         """
         super().__init__(prompt_style=prompt_style)
-        self.name, self.seed, self.options = name, seed, options
-        self.train_size, self.heldout_size = train_size, heldout_size
-        self.instruction, self.reward_floor = instruction, reward_floor
+        self.name = name
+        self.seed = seed
+        self.options = options
+        self.train_size = train_size
+        self.heldout_size = heldout_size
+        self.instruction = instruction
+        self.reward_floor = reward_floor
         self.heldout_name = f"reasoning-gym {name}, held-out by seed and by hash"
         self._scorer = _create(name, seed=0, size=1, **options)
 

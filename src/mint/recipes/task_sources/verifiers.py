@@ -67,7 +67,8 @@ class VerifiersAdapter(QuestionAdapter):
 
     def _trace(self, response: str, sample: Question) -> Any:
         """The trace of a finished one-turn conversation, like that of verifiers' own rollouts."""
-        v1, task = self._v1, sample.source
+        v1 = self._v1
+        task = sample.source
         kinds = {"system": v1.SystemMessage, "user": v1.UserMessage, "assistant": v1.AssistantMessage}
         asked = [kinds[message["role"]](content=message["content"]) for message in _messages(sample.prompt)]
         nodes = [
@@ -108,8 +109,10 @@ def _load_taskset(name: str, options: dict[str, Any]) -> Any:
 
 
 def _check_single_turn(name: str, taskset: Any) -> None:
-    v1, loaders = _import_v1(), importlib.import_module("verifiers.v1.utils.loaders")
-    kind, config = taskset.task_type(), taskset.config
+    v1 = _import_v1()
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    kind = taskset.task_type()
+    config = taskset.config
     obstacles = {
         "brings an environment of its own": loaders.environment_class(name) is not v1.SingleAgentEnv,
         "brings a harness of its own": loaders.default_harness_id(name) == name,

@@ -64,7 +64,8 @@ def find_regression(
             estimates[name] = evaluate(name)
         return estimates[name]
 
-    end, _ = estimate_at(len(checkpoints) - 1), estimate_at(0)
+    end = estimate_at(len(checkpoints) - 1)
+    estimate_at(0)  # the first is always compared, even if a later one was known before
     sign = 1.0 if higher_is_better else -1.0
     places = [place for place, name in enumerate(checkpoints) if name in estimates]
     good = max(places, key=lambda place: sign * estimate_at(place).mean)
@@ -87,7 +88,8 @@ def find_regression(
             good = place
         else:
             bad = place
-    high, low = estimate_at(good), estimate_at(bad)
+    high = estimate_at(good)
+    low = estimate_at(bad)
     sure = _is_better(high, low, sign, 0.0)
     return Regression(
         "found" if sure else "uncertain",

@@ -32,7 +32,8 @@ from mint.sandbox import sandbox_level
 DOCTOR_STREAM = 0x444F43
 PROBES = ("", "?!")
 PROBED_ITEMS = 8
-FIXED_REPLIES, FIXED_ITEMS = 16, 16
+FIXED_REPLIES = 16
+FIXED_ITEMS = 16
 """The best replies are graded on this many prompts each, to see whether one of them is rewarded everywhere."""
 
 HISTOGRAM_BINS = 11

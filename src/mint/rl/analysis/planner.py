@@ -120,7 +120,8 @@ def fit_beta(counts: Sequence[Counts]) -> tuple[float, float]:
 
 def expected_informative(count: Counts, prior: tuple[float, float], group_size: int) -> tuple[float, float]:
     """Mean and variance of f(p) = 1 − p^G − (1 − p)^G over the posterior of one item's pass rate, in closed form."""
-    a, b = prior[0] + count[0], prior[1] + count[1] - count[0]
+    a = prior[0] + count[0]
+    b = prior[1] + count[1] - count[0]
 
     def moment(rights: int, wrongs: int) -> float:
         """E[p^rights (1 − p)^wrongs]."""

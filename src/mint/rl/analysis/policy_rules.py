@@ -26,14 +26,17 @@ NEAR_CEILING = 0.8
 ROSE_Z = 3.0
 """A mean has risen or fallen if it differs by so many standard errors (one-sided probability 0.1 %)."""
 
-LENGTH_TIMES, LENGTH_TOKENS = 2.0, 4.0
-"""The growth since the start that is a runaway: a factor, and tokens."""
+LENGTH_TIMES = 2.0
+LENGTH_TOKENS = 4.0
+"""Growth since the start counts as runaway from this factor and this number of tokens on."""
 
 TRUNCATED_SHARE = 0.05
 """A finding if the share of truncated completions is surely (95 %) above this."""
 
-ALL_TRUNCATED, HARDLY_SUCCESSFUL = 0.9, 0.15
-"""An error if at least this share is truncated, and the success rate never exceeded the second number."""
+ALL_TRUNCATED = 0.9
+HARDLY_SUCCESSFUL = 0.15
+"""Truncation is an error if at least this share is truncated and the success rate never exceeded
+`HARDLY_SUCCESSFUL`."""
 
 KL_DRIFT = 0.05
 """k2 between sampler and policy on trained tokens; training is stable below 0.01."""
@@ -63,10 +66,14 @@ def entropy_collapse(view: StepView) -> Finding | None:
     """The policy is nearly deterministic, but often wrong."""
     if len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
-    first, last = view.metrics[:CHANGE_WINDOW], view.last(CHANGE_WINDOW)
-    before, now = mean(first, "rollouts/entropy_estimate"), mean(last, "rollouts/entropy_estimate")
-    reward, start = reward_window(last), reward_window(first)
-    floor, span = view.reward_floor, view.reward_ceiling - view.reward_floor
+    first = view.metrics[:CHANGE_WINDOW]
+    last = view.last(CHANGE_WINDOW)
+    before = mean(first, "rollouts/entropy_estimate")
+    now = mean(last, "rollouts/entropy_estimate")
+    reward = reward_window(last)
+    start = reward_window(first)
+    floor = view.reward_floor
+    span = view.reward_ceiling - view.reward_floor
     near_ceiling = reward.mean - floor >= NEAR_CEILING * span or mean(last, "success/rate") >= NEAR_CEILING
     if now > ENTROPY_SHARE * before or near_ceiling or informative_share(last) > 0.5:
         return None
@@ -87,8 +94,10 @@ def length_runaway(view: StepView) -> Finding | None:
     """Completions become longer and the reward does not rise."""
     if len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
-    first, last = view.metrics[:CHANGE_WINDOW], view.last(CHANGE_WINDOW)
-    before, now = mean(first, "rollouts/mean_length"), mean(last, "rollouts/mean_length")
+    first = view.metrics[:CHANGE_WINDOW]
+    last = view.last(CHANGE_WINDOW)
+    before = mean(first, "rollouts/mean_length")
+    now = mean(last, "rollouts/mean_length")
     longest = max(get(step, "rollouts/mean_length") for step in first)
     steady = all(get(step, "rollouts/mean_length") > longest for step in last)
     if not steady or now < LENGTH_TIMES * before or now < before + LENGTH_TOKENS:
@@ -136,7 +145,8 @@ def truncation(view: StepView) -> Finding | None:
 def off_policy_drift(view: StepView) -> Finding | None:
     """The trained policy has moved away from the one that sampled."""
     now = view.now
-    kl, ess = get(now, "train/kl_k2"), get(now, "train/ess", 1.0)
+    kl = get(now, "train/kl_k2")
+    ess = get(now, "train/ess", 1.0)
     clipped = get(now, "train/clip_low_fraction") + get(now, "train/clip_high_fraction")
     reasons = [
         f"KL (k2) is {kl:.3g} nats per token" if kl > KL_DRIFT else "",
@@ -206,7 +216,8 @@ def first_order_gain(metrics: StepMetrics, config: Mapping[str, Any]) -> float |
     ∇E[R] · Δθ ≤ |∇E[R]| · |Δθ| (Cauchy and Schwarz), with the gradient of the summed loss divided by the rollouts as
     the estimate of ∇E[R]. Its noise makes the bound larger. None for a step that trained nothing.
     """
-    spread, rollouts = get(metrics, "reward/std"), graded([metrics])
+    spread = get(metrics, "reward/std")
+    rollouts = graded([metrics])
     product = get(metrics, "optim/grad_norm") * get(metrics, "optim/update_norm")
     if not (get(metrics, "datums") > 0 and spread > 0 and rollouts > 0 and math.isfinite(product)):
         return None
@@ -233,7 +244,8 @@ def learning_rate_too_high(view: StepView) -> Finding | None:
     gains = _gains([step for step in view.metrics if get(step, "step") >= best_step], view.config)
     if not gains or statistics.median(gains) < TOO_LARGE_STEP:
         return None
-    gain, rate = statistics.median(gains), get(view.now, "learning_rate")
+    gain = statistics.median(gains)
+    rate = get(view.now, "learning_rate")
     return Finding(
         "learning_rate_too_high",
         "error",

@@ -56,7 +56,8 @@ def print_before_after(
     for heading in ("", "reward before RL", "after RL", "success before", "after", "n"):
         table.add_column(heading)
     for temperature, name in ((GREEDY, "greedy"), (SAMPLED, "temperature 1")):
-        old, new = before[temperature], after[temperature]
+        old = before[temperature]
+        new = after[temperature]
         table.add_row(name, _cell(old), _cell(new), f"{old.success:.3f}", f"{new.success:.3f}", str(new.n))
     console.print(table)
 

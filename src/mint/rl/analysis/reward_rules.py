@@ -22,8 +22,9 @@ from mint.rl.finding import Finding, Severity
 FAILED_STEPS = 3
 """Steps over which grader failures are counted."""
 
-MANY_FAILED, FEWEST_FAILED = 0.5, 8
-"""Share of the rollouts of those steps, and their number, from which failures are an error."""
+MANY_FAILED = 0.5
+FEWEST_FAILED = 8
+"""Failures are an error from this share of the rollouts of those steps and from this number on."""
 
 HACK_STEPS = 5
 """Steps whose rollouts are searched for reward hacking."""
@@ -67,8 +68,10 @@ def _heldout_falls(view: StepView) -> Finding | None:
     falls = list(heldout_falls(view))
     if not falls or len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
-    before, now = reward_window(view.metrics[:CHANGE_WINDOW]), reward_window(view.last(CHANGE_WINDOW))
-    gain, noise = now.mean - before.mean, now.mean_error**2 + before.mean_error**2
+    before = reward_window(view.metrics[:CHANGE_WINDOW])
+    now = reward_window(view.last(CHANGE_WINDOW))
+    gain = now.mean - before.mean
+    noise = now.mean_error**2 + before.mean_error**2
     best, last = max(falls, key=lambda fall: fall[0]["mean"] - fall[1]["mean"])
     loss = best["mean"] - last["mean"]
     noise += sum(((row["high"] - row["low"]) / 3.92) ** 2 for row in (best, last))
@@ -159,12 +162,14 @@ def _parts_fall(view: StepView) -> Finding | None:
     """The reward rises while one of its parts falls."""
     if len(view.metrics) < 2 * CHANGE_WINDOW:
         return None
-    first, last = view.metrics[:CHANGE_WINDOW], view.last(CHANGE_WINDOW)
+    first = view.metrics[:CHANGE_WINDOW]
+    last = view.last(CHANGE_WINDOW)
     if reward_window(last).above(reward_window(first)) < ROSE_Z:
         return None
     for name in sorted(key for key in view.now if key.startswith("reward/part/")):
         # A part varies about as much as the whole reward at most, so the variance of the whole is used.
-        before, now = reward_window(first, name), reward_window(last, name)
+        before = reward_window(first, name)
+        now = reward_window(last, name)
         if before.above(now) >= PART_Z:
             return _hacking(
                 view,

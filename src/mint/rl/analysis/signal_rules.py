@@ -57,15 +57,23 @@ BEST_WINDOW = 10
 COLLAPSE_Z = 5.0
 """Standard errors; a one-sided probability of 3e-7, because a long run has many thousand pairs of windows."""
 
-COLLAPSE_SHARE, COLLAPSE_SHARE_CURRICULUM = 0.5, 0.75
-"""A collapse loses this share of the reward above its floor. It is larger with a curriculum, which lowers the reward by
-choosing harder items."""
+COLLAPSE_SHARE = 0.5
+"""A collapse loses this share of the reward above its floor."""
+
+COLLAPSE_SHARE_CURRICULUM = 0.75
+"""The same with a curriculum, which lowers the reward by choosing harder items."""
 
 HELDOUT_LOSS = 0.2
 """A held-out collapse loses this share of the reward's range."""
 
-SPIKE_Z, SPIKE_SHARE, SPIKE_HISTORY = 3.0, 0.3, 4
-"""A jump over the mean of three steps: standard errors, share of the reward's range, fewest steps before it."""
+SPIKE_Z = 3.0
+"""Standard errors of a jump above the mean of `CHANGE_WINDOW` steps."""
+
+SPIKE_SHARE = 0.3
+"""A jump is at least this share of the reward's range."""
+
+SPIKE_HISTORY = 4
+"""The fewest steps before a jump."""
 
 SPIKE_TIMES = 4.0
 """A jump is at least so many times the median change from step to step."""
@@ -88,7 +96,9 @@ def no_signal(view: StepView) -> Finding | None:
     steps = silent_window(view)
     if steps is None or informative_share(steps) > SILENT_SHARE:
         return None
-    groups, good, bad = graded_groups(steps), total(steps, "groups/all_good"), total(steps, "groups/all_bad")
+    groups = graded_groups(steps)
+    good = total(steps, "groups/all_good")
+    bad = total(steps, "groups/all_bad")
     numbers = {"groups": groups, "all_good": good, "all_bad": bad, "used": total(steps, "groups/used")}
     evidence = (
         f"in {len(steps)} steps {groups:.0f} groups were graded: {good:.0f} all right, {bad:.0f} all wrong, "
@@ -108,7 +118,8 @@ def no_signal(view: StepView) -> Finding | None:
             + ("" if had_signal else "; read some completions: does the grader accept everything?"),
             numbers,
         )
-    reward, start = reward_window(steps), reward_window(view.metrics[:CHANGE_WINDOW])
+    reward = reward_window(steps)
+    start = reward_window(view.metrics[:CHANGE_WINDOW])
     converged = had_signal and reward.above(start) >= CONVERGED_Z
     if converged:
         evidence += f"; they earn {reward.mean:.3f}, at the start {start.mean:.3f}: the policy may have converged"
@@ -234,8 +245,10 @@ def reward_spike(view: StepView) -> Finding | None:
     """The reward rises from one step to the next faster than learning explains."""
     if len(view.metrics) < SPIKE_HISTORY + 1 or view.config.get("curriculum"):
         return None
-    before, now = reward_window(view.metrics[-1 - CHANGE_WINDOW : -1]), reward_window(view.last(1))
-    z, jump = now.above(before), now.mean - before.mean
+    before = reward_window(view.metrics[-1 - CHANGE_WINDOW : -1])
+    now = reward_window(view.last(1))
+    z = now.above(before)
+    jump = now.mean - before.mean
     if z < SPIKE_Z or jump < SPIKE_SHARE * (view.reward_ceiling - view.reward_floor):
         return None
     means = [get(step, "reward/mean") for step in view.metrics]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 StepMetrics = Mapping[str, float]
 """The metrics of one step by name."""
 
-LEAST_CORRELATION, UNKNOWN_CORRELATION = 0.2, 0.5
+LEAST_CORRELATION = 0.2
+UNKNOWN_CORRELATION = 0.5
 """The lowest correlation of the rollouts of one prompt that the standard error of a mean assumes."""
 
 
@@ -42,7 +43,8 @@ class RewardWindow:
         if not (self.count and other.count):
             return 0.0
         pooled = (self.count * self.variance + other.count * other.variance) / (self.count + other.count)
-        difference, noise = self.mean - other.mean, math.sqrt(pooled * (1 / self.count + 1 / other.count))
+        difference = self.mean - other.mean
+        noise = math.sqrt(pooled * (1 / self.count + 1 / other.count))
         if noise:
             return difference / noise
         return math.copysign(math.inf, difference) if difference else 0.0

@@ -8,11 +8,17 @@ from typing import Literal
 
 TaskVerdict = Literal["go", "sft_first", "saturated", "reward_constant", "unlearnable", "truncated"]
 
-UNGRADED_LIMIT, TRUNCATED_LIMIT, NOISE_LIMIT, JUNK_LIMIT, FIXED_LIMIT = 0.5, 0.25, 0.5, 0.5, 0.6
+UNGRADED_LIMIT = 0.5
+TRUNCATED_LIMIT = 0.25
+NOISE_LIMIT = 0.5
+JUNK_LIMIT = 0.5
+FIXED_LIMIT = 0.6
+
 SATURATED_FROM = 0.9
 """Mean success from which items teach little (ScaleRL, arXiv 2510.13786, retires items there)."""
 
-SCRAPS_SUCCESS, SCRAPS_REWARD = 0.01, 0.1
+SCRAPS_SUCCESS = 0.01
+SCRAPS_REWARD = 0.1
 """If success and mean reward (as a share of the range) are below these, partial credit is mostly noise."""
 
 LEAST_INFORMATIVE = 0.25

@@ -19,7 +19,10 @@ class BatchCollector:
     """Collects one batch of graded groups per step."""
 
     def __init__(self, worker: RolloutWorker, dataset: Sequence[Any], order: ItemOrder, config: RLConfig) -> None:
-        self.worker, self.dataset, self.order, self.config = worker, dataset, order, config
+        self.worker = worker
+        self.dataset = dataset
+        self.order = order
+        self.config = config
 
     def collect(self, step: int, sampling_client: SamplingClient, policy_step: int) -> RolloutBatch:
         """The rollouts of `step`. With `dynamic_sampling`, groups with equal rewards are replaced by groups of other

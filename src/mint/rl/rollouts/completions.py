@@ -38,7 +38,8 @@ def roll_out_completions(
     ]
     groups = []
     for request, prompt, future in zip(requests, prompts, futures, strict=True):
-        item, index = request.item, request.index
+        item = request.item
+        index = request.index
         if future is None or not isinstance(prompt, list):
             groups.append(Group(item, index, [], [], error=str(prompt)))
             continue

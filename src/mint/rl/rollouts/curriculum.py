@@ -58,8 +58,12 @@ class Curriculum:
     ) -> None:
         """`size` items; the band is [`low`, `high`]; items above it get `retest_share` of the choices while there are
         others, those from `retire_at` on even if the band is empty."""
-        self.size, self.seed = size, seed
-        self.low, self.high, self.retire_at, self.retest_share = low, high, retire_at, retest_share
+        self.size = size
+        self.seed = seed
+        self.low = low
+        self.high = high
+        self.retire_at = retire_at
+        self.retest_share = retest_share
         self._success = np.full(size, np.nan)
         self._asked = np.full(size, NEVER, dtype=np.int64)
         self._draws = 0

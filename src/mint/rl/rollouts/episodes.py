@@ -110,7 +110,9 @@ class _Episode:
 
     def fail(self, answer: CallResult) -> None:
         """Ends the episode without a reward."""
-        self.stop_reason, self.error, self.timed_out = "error", answer.failure, answer.timed_out
+        self.stop_reason = "error"
+        self.error = answer.failure
+        self.timed_out = answer.timed_out
         self.unsupported = isinstance(answer.error, UnsupportedError)
         self.note([{"role": "error", "content": answer.failure}], answer.seconds)
 
@@ -215,8 +217,11 @@ class _Batch:
         clock: Callable[[], float],
         formats: _Formats,
     ) -> None:
-        self._sampling_client, self._calls, self._limits = sampling_client, calls, limits
-        self._clock, self._formats = clock, formats
+        self._sampling_client = sampling_client
+        self._calls = calls
+        self._limits = limits
+        self._clock = clock
+        self._formats = formats
         self.sampling_errors: dict[int, str] = {}
 
     def start(self, episodes: Sequence[_Episode], adapter: MessageEnvAdapter, requests: Sequence[GroupRequest]) -> None:
@@ -266,7 +271,8 @@ class _Batch:
                 episode.fail(CallResult(error=error))
 
     def _params(self, episode: _Episode) -> SamplingParams:
-        params, changes = episode.params, dict[str, Any]()
+        params = episode.params
+        changes = dict[str, Any]()
         if episode.turns and params.seed is not None:
             changes["seed"] = mix_seed(params.seed, episode.index, len(episode.turns))
         if self._limits.max_tokens is not None:
@@ -354,10 +360,12 @@ def _messages(answered: Any) -> list[Message]:
 
 
 def _step(episode: _Episode) -> UserCall:
-    env, message = episode.env, episode.last_message
+    env = episode.env
+    message = episode.last_message
     return lambda: env.step(message)
 
 
 def _cut_off(episode: _Episode) -> UserCall:
-    env, reason = episode.env, str(episode.cut)
+    env = episode.env
+    reason = str(episode.cut)
     return lambda: env.cut_off(reason)

@@ -16,7 +16,8 @@ class ItemOrder:
 
     def __init__(self, size: int, config: RLConfig) -> None:
         """`size` is the number of items in the dataset."""
-        self.size, self.config = size, config
+        self.size = size
+        self.config = config
         self.drawn = 0
         self.curriculum = Curriculum(
             size,

@@ -20,7 +20,10 @@ class RolloutWorker:
     def __init__(
         self, task: RLAdapter | MessageEnvAdapter, *, config: RLConfig, tokenizer: Any, calls: CallPool
     ) -> None:
-        self.task, self.config, self.tokenizer, self.calls = task, config, tokenizer, calls
+        self.task = task
+        self.config = config
+        self.tokenizer = tokenizer
+        self.calls = calls
 
     def roll_out(
         self,

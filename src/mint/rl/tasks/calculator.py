@@ -9,7 +9,9 @@ from typing import Any
 
 from mint.rl.tasks.tools import ToolError, tool
 
-MAX_EXPRESSION, MAX_EXPONENT, MAX_MAGNITUDE = 200, 64, 1e100
+MAX_EXPRESSION = 200
+MAX_EXPONENT = 64
+MAX_MAGNITUDE = 1e100
 
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -44,7 +46,8 @@ def _evaluate(node: ast.expr) -> float:
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
             return _UNARY[type(op)](_evaluate(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            one, other = _evaluate(left), _evaluate(right)
+            one = _evaluate(left)
+            other = _evaluate(right)
             if isinstance(op, ast.Pow) and (abs(other) > MAX_EXPONENT or (one < 0 and other != int(other))):
                 raise ToolError(f"exponents go to {MAX_EXPONENT}, and are whole for negative numbers")
             return _bounded(_BINARY[type(op)](one, other))

@@ -128,7 +128,8 @@ def check_template(tokenizer: Any) -> Finding | None:
     Raises:
         InvalidRequestError: there is no chat template.
     """
-    chat, start = ChatFormat(tokenizer), [_user("What is 3 + 4?")]
+    chat = ChatFormat(tokenizer)
+    start = [_user("What is 3 + 4?")]
     changed: list[str] = []
     refused: list[str] = []
     for name, (content, following) in TEMPLATE_CASES.items():

@@ -203,7 +203,8 @@ class PairwiseJudge:
     def _count(self, pair: _Pair) -> None:
         if pair.outcome is None:
             return
-        longer, better = len(pair.a) - len(pair.b), pair.outcome - 0.5
+        longer = len(pair.a) - len(pair.b)
+        better = pair.outcome - 0.5
         with self._lock:
             now = self._statistics
             self._statistics = replace(
@@ -285,7 +286,9 @@ class SamplingComparison:
         """
         check_template(template)
         self._sampler = sampler
-        self._template, self._answers, self._tie_margin = template, answers, tie_margin
+        self._template = template
+        self._answers = answers
+        self._tie_margin = tie_margin
         self._tokenizer = sampler.get_tokenizer()
 
     async def __call__(self, prompt: str, a: str, b: str) -> ComparisonVerdict:

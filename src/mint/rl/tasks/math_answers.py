@@ -153,7 +153,8 @@ def plain_number(text: str) -> PlainNumber | None:
         value *= Fraction(10) ** int(match["exponent"] or 0)
     elif match := FRACTION.fullmatch(text):
         above, below = (match[f"{part}"] or match[f"{part}2"] or match[f"{part}3"] or "" for part in ("above", "below"))
-        top, bottom = _decimal(above.removeprefix("-")), _decimal(below)
+        top = _decimal(above.removeprefix("-"))
+        bottom = _decimal(below)
         if top is None or bottom is None or bottom == 0:
             return None
         value = int(match["whole"] or 0) + (-top if above.startswith("-") else top) / bottom

@@ -101,7 +101,8 @@ class MathGrader:
         candidate, in_prose = final_answer(response)
         if max(len(candidate), len(answer)) > (MAX_TAIL_CHARACTERS if in_prose else MAX_ANSWER_CHARACTERS):
             return Comparison(False, "too long")
-        target, gold = tidy(candidate), tidy(answer)
+        target = tidy(candidate)
+        gold = tidy(answer)
         if gold == "":
             return Comparison(False, "error")
         if WORDS.fullmatch(gold):
@@ -123,7 +124,8 @@ class MathGrader:
         return comparison
 
     def _compare_expressions(self, target: str, gold: str) -> Comparison:
-        measured, expected = measure(target), measure(gold)
+        measured = measure(target)
+        expected = measure(gold)
         if measured.unit and expected.unit and measured.unit.dimension != expected.unit.dimension:
             return Comparison(False, "number")
         ratio = measured.unit.factor / expected.unit.factor if measured.unit and expected.unit else Fraction(1)

@@ -52,8 +52,12 @@ class OpenAIComparison:
         """
         check_template(template)
         key = api_key or read_settings().judge_api_key
-        self._url, self._model, self._template = f"{base_url.rstrip('/')}/chat/completions", model, template
-        self._retries, self._first_pause_s, self._max_tokens = retries, first_pause_s, max_tokens
+        self._url = f"{base_url.rstrip('/')}/chat/completions"
+        self._model = model
+        self._template = template
+        self._retries = retries
+        self._first_pause_s = first_pause_s
+        self._max_tokens = max_tokens
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._timeout_s = timeout_s
         self._http: httpx.Client | None = None

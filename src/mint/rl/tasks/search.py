@@ -34,7 +34,8 @@ class Search:
         return "\n\n".join(self._texts[place] for place in best if scores[place] > 0) or "nothing found"
 
     def _score(self, words: set[str], place: int) -> float:
-        counts, length = self._counts[place], self._lengths[place] / self._mean_length
+        counts = self._counts[place]
+        length = self._lengths[place] / self._mean_length
         total = 0.0
         for word in words & counts.keys():
             having = self._having[word]

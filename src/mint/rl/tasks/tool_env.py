@@ -63,12 +63,15 @@ class ToolEnv(MessageEnv):
     ) -> None:
         """`forbidden` are regular expressions that no message of the policy may match. Without `describe_tools`, the
         chat template does not get the tools; then the messages should describe them."""
-        self._messages, self._grade, self._timeout_s = list(messages), grade, tool_timeout_s
+        self._messages = list(messages)
+        self._grade = grade
+        self._timeout_s = tool_timeout_s
         self._tools = {each.name: each for each in tools}
         if len(self._tools) < len(tools):
             names = [each.name for each in tools]
             raise InvalidRequestError("are not distinct", field="tools", value=names, remedy="Rename one of them")
-        self._costs, self._charged = costs or Costs(), 0.0
+        self._costs = costs or Costs()
+        self._charged = 0.0
         self._forbidden = [re.compile(pattern) for pattern in forbidden]
         self._results: list[Message] = []
         self.tools = [each.schema for each in tools] if describe_tools else ()
@@ -102,7 +105,9 @@ class ToolEnv(MessageEnv):
             pool.close()
 
     def _answer_one(self, call: ToolCall, pool: CallPool, violations: Counter[str]) -> Message:
-        began, problem, value = time.monotonic(), call.error, None
+        began = time.monotonic()
+        problem = call.error
+        value = None
         if problem is not None:
             violations["malformed_call"] += 1
         elif call.name not in self._tools:
@@ -110,7 +115,8 @@ class ToolEnv(MessageEnv):
             problem = f"there is no tool {call.name!r}; there is {', '.join(self._tools)}"
         else:
             (answer,) = pool.run([lambda: self._tools[call.name].call(call.arguments or {})])
-            value, problem = answer.value, answer.failure
+            value = answer.value
+            problem = answer.failure
             if isinstance(answer.error, ToolError):
                 violations["bad_arguments"] += 1
                 problem = str(answer.error)

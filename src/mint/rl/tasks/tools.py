@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, 
 
 from mint.errors import InvalidRequestError, MintError
 
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+CALL_OPEN = "<tool_call>"
+CALL_CLOSE = "</tool_call>"
 _CALL = re.compile(rf"{CALL_OPEN}(.*?)(?:{CALL_CLOSE}|(?={CALL_OPEN})|\Z)", re.DOTALL)
 
 
@@ -59,7 +60,8 @@ def _parse_call(text: str, *, closed: bool) -> ToolCall:
     try:
         call = json.loads(text)
         json.dumps(call, ensure_ascii=False).encode()  # refuses lone surrogates ("\\ud800"), which cannot be encoded
-        name, arguments = call["name"], call.get("arguments", {})
+        name = call["name"]
+        arguments = call.get("arguments", {})
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         return ToolCall(error=f"the call is not JSON: {error}")

@@ -9,7 +9,9 @@ from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError
 
-BLUE, ORANGE, GREY = "#1f6feb", "#d9730d", "#8c959f"
+BLUE = "#1f6feb"
+ORANGE = "#d9730d"
+GREY = "#8c959f"
 
 
 def plot_run(

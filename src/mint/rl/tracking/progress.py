@@ -34,7 +34,8 @@ class LiveProgress:
     ) -> None:
         """`steps` is the length of the bar, `curve` the metric that is drawn."""
         self.console = console or Console(stderr=True)
-        self._steps, self._title = steps, title
+        self._steps = steps
+        self._title = title
         self._began = self._stepping_since = time.monotonic()
         self._first_step = 0
         self._doing = "loading the model"
@@ -77,7 +78,8 @@ class LiveProgress:
     def _step(self, metrics: Mapping[str, Any]) -> None:
         if not self._latest:  # a resumed run begins further on
             self._first_step = int(metrics["step"]) - 1
-        self._latest, self._doing = metrics, "sampling"
+        self._latest = metrics
+        self._doing = "sampling"
         self._curve_values.append(float(metrics[self._curve_name]))
         if self._live is None:
             self._print(f"  step {int(metrics['step'])}/{self._steps}  {step_line(metrics)}")
@@ -164,7 +166,8 @@ def step_line(metrics: Mapping[str, Any]) -> str:
     """The numbers of one step on one line, or that no step was taken because no group had a signal."""
     if "groups/total" not in metrics:
         return "  ".join(f"{name} {value}" for name, value in _plain_numbers(metrics))
-    used, total = int(metrics["groups/used"]), int(metrics["groups/total"])
+    used = int(metrics["groups/used"])
+    total = int(metrics["groups/total"])
     line = f"reward {metrics['reward/mean']:.3f}  groups with signal {used}/{total}"
     if metrics["datums"] == 0:
         return f"{line}  {_no_step(metrics)}"
@@ -183,7 +186,8 @@ def _number_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The other lines of the screen about the latest step, by heading."""
     if "groups/total" not in metrics:
         return _plain_numbers(metrics)
-    used, total = int(metrics["groups/used"]), int(metrics["groups/total"])
+    used = int(metrics["groups/used"])
+    total = int(metrics["groups/total"])
     policy = (
         f"success {metrics['success/rate']:.3f}   signal in {used}/{total} groups   "
         f"length {metrics['rollouts/mean_length']:.1f}   cut off {metrics['rollouts/truncated_share']:.0%}"
@@ -206,7 +210,8 @@ def _plain_numbers(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _no_step(metrics: Mapping[str, Any]) -> str:
-    good, bad = int(metrics["groups/all_good"]), int(metrics["groups/all_bad"])
+    good = int(metrics["groups/all_good"])
+    bad = int(metrics["groups/all_bad"])
     return f"no step taken: every group had equal rewards ({good} all good, {bad} all bad)"
 
 

@@ -40,7 +40,8 @@ def sparkline(values: list[float], width: int) -> str:
     count = min(width, len(values))
     ends = [len(values) * place // count for place in range(count + 1)]
     means = [sum(values[first:last]) / (last - first) for first, last in itertools.pairwise(ends)]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     if high == low:
         return BLOCKS[0] * count
     return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)
@@ -58,7 +59,8 @@ def sample_lines(rows: Sequence[Mapping[str, Any]], count: int) -> list[str]:
 def _sample_line(row: Mapping[str, Any]) -> str:
     parts = "".join(f" {name} {value:+.2f}" for name, value in row["parts"].items())
     calls = f", {row['tool_calls']} tool calls" if row["tool_calls"] else ""
-    prompt, text = tail(str(row["prompt"]), 60), head(str(row["text"]), 100)
+    prompt = tail(str(row["prompt"]), 60)
+    text = head(str(row["text"]), 100)
     return f"{prompt} → {text}  [reward {row['reward']:.2f}{parts}; {len(row['tokens'])} tokens{calls}]"
 
 

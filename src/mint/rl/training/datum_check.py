@@ -16,7 +16,8 @@ def check_datums(datums: Sequence[Datum], prompt_lengths: Sequence[int], *, step
     `prompt_lengths[i]` tokens of datum i are the prompt [P]. Position t predicts token t + 1, so the first P − 1
     positions must have weight 0 and advantage 0, and something after them must be trained.
     """
-    on_prompt, untrained = [], []
+    on_prompt = []
+    untrained = []
     for place, (datum, length) in enumerate(zip(datums, prompt_lengths, strict=True)):
         prompt = max(0, length - 1)
         weights = _column(datum, "weights")

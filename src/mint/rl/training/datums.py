@@ -35,7 +35,8 @@ def rollout_datums(rollout: Rollout, *, advantages_T: np.ndarray, weight: float 
     Turns that each begin with the whole of the turn before become one datum, in which everything that the policy did
     not say has weight, advantage and logprob 0; a turn whose prompt was rendered afresh begins another.
     """
-    datums, first = [], 0
+    datums = []
+    first = 0
     for turns in _chains(rollout.turns):
         last = first + sum(len(turn.tokens) for turn in turns)
         datums.append(_datum(turns, advantages_T[first:last], weight))

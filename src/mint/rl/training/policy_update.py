@@ -59,7 +59,9 @@ class PolicyTrainer:
 
     def __init__(self, training_client: TrainingClient, reference: KLReference | None, config: RLConfig) -> None:
         """`reference` is None without a KL penalty."""
-        self.training_client, self.reference, self.config = training_client, reference, config
+        self.training_client = training_client
+        self.reference = reference
+        self.config = config
 
     def train(self, batch: RolloutBatch, *, on_policy: bool) -> PolicyUpdate:
         """Takes the optimizer steps of one batch.
