@@ -26,14 +26,14 @@ class Subtraction(RLAdapter):
         """Samples that are evaluated before and after the run, and never trained on."""
         return self.heldout
 
-    def make_prompt(self, sample, tokenizer):
+    def make_prompt(self, item, tokenizer):
         """Token ids of the prompt."""
-        left, right = sample
+        left, right = item
         return tokenizer.encode(f"Q: What is {left} - {right}?\nA:")
 
-    def compute_reward(self, response, sample):
+    def compute_reward(self, response, item):
         """Scores the text of one answer. It may also be `async`, or return a `Reward` with named parts."""
-        left, right = sample
+        left, right = item
         return float(response.strip() == str(left - right))
 
 

@@ -53,7 +53,7 @@ class CalculatorEnv(MessageEnv):
 
 
 class Additions(MessageEnvAdapter):
-    """The task: its data, and an environment for each sample."""
+    """The task: its data, and an environment for each item."""
 
     def __init__(self):
         rng = random.Random(0)
@@ -68,9 +68,9 @@ class Additions(MessageEnvAdapter):
         """Samples that are never trained on."""
         return self.heldout
 
-    def make_env(self, sample):
+    def make_env(self, item):
         """A fresh environment for each episode."""
-        return CalculatorEnv(*sample)
+        return CalculatorEnv(*item)
 
 
 config = RLConfig(

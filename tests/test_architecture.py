@@ -19,7 +19,7 @@ HOMES: dict[str, frozenset[str]] = {
     "torch": frozenset({"engine", "cluster"}),
     "ray": frozenset({"cluster"}),
     "httpx": frozenset({"client/connection/http_transport.py", "rl/tasks/openai_judge.py"}),
-    "starlette": frozenset({"server/http", "server/openai", "dashboard", "compose/dashboard.py"}),
+    "starlette": frozenset({"server/http", "server/openai", "dashboard", "compose/dashboard_server.py"}),
     "uvicorn": frozenset({"compose/http_server.py"}),
     "structlog": frozenset({"server/ops/logs.py"}),
     "prometheus_client": frozenset({"server/ops/metrics.py"}),
@@ -60,7 +60,7 @@ def module_of(relative: str) -> str:
 
 
 def holds(rooms: frozenset[str], relative: str) -> bool:
-    """Whether one of `rooms` (folders or files, as `server/http` or `compose/dashboard.py`) is or contains the file."""
+    """Whether one of `rooms` (folders or files, as `server/http` or `config.py`) is or contains the file."""
     return any(relative == room or relative.startswith(f"{room}/") for room in rooms)
 
 

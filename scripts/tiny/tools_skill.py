@@ -10,7 +10,7 @@ import re
 
 from mint.recipes.datasets.arithmetic import Problem, is_heldout
 from mint.recipes.datasets.calculator_questions import SHORT_SYSTEM, TOOLS_SYSTEM, draw_message, draw_tool_problem
-from mint.rl.tasks.tools import calculator
+from mint.rl.tasks.calculator import calculator
 from scripts.tiny.arithmetic_skill import slipped_value
 from scripts.tiny.documents import (
     CALL_CLOSE,

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from mint.cli.bench import print_report
 from mint.cli.main import app as mint_app
-from mint.compose.bench import BenchReport, Speed
+from mint.compose.throughput import Speed, ThroughputReport
 from mint.engine.machine_limits import Rates, StepShape
 from mint.models.random_base import ModelShape
 
@@ -59,7 +59,7 @@ def test_mint_bench_prints_a_table_for_people() -> None:
     rates: Rates = {"block": {"64": 9.5e10}, "unembedding": {"64": 1e11}, "read": 3.5e10}
     settings = {"dtype": "float32", "threads": 1, "device": "cpu", "kernels": "native"}
     console = Console(width=120, record=True)
-    print_report(console, BenchReport("mint/tiny", StepShape(ModelShape()), settings, speed, speed, [rates], 0.1))
+    print_report(console, ThroughputReport("mint/tiny", StepShape(ModelShape()), settings, speed, speed, [rates], 0.1))
     text = console.export_text()
     assert all(part in text for part in ("sampling", "training", "200", "400", "50%", "35 GB/s", "95 with 64 rows"))
 

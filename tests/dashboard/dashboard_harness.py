@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from waiting import HANG_S
 
-from mint.compose.dashboard import DashboardServer
+from mint.compose.dashboard_server import DashboardServer
 
 API = "/dashboard/v1"
 GROUPS, SAMPLES = 2, 3

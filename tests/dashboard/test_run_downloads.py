@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from mint.dashboard import downloads
-from mint.dashboard.responses import json_bytes
+from mint.dashboard import run_downloads
+from mint.dashboard.response_encoding import json_bytes
 from tests.dashboard.dashboard_harness import API, GROUPS, SAMPLES, append, metrics, rollout, showing, write_run
 
 RUN = "math-1"
@@ -50,7 +50,7 @@ def test_the_json_is_the_log(client: httpx.Client) -> None:
 
 
 def test_all_rollouts_leave_as_they_were_logged(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "PAGE_ROWS", 4)  # several pages, none of them a whole step
+    monkeypatch.setattr(run_downloads, "PAGE_ROWS", 4)  # several pages, none of them a whole step
     lines = client.get(f"{API}/runs/{RUN}/rollouts.jsonl").text.splitlines()
     expected = [(step, place) for step in range(1, STEPS + 1) for place in range(GROUPS * SAMPLES)]
     assert [json.loads(line) for line in lines] == [{"row": place, **rollout(step, place)} for step, place in expected]
@@ -58,7 +58,7 @@ def test_all_rollouts_leave_as_they_were_logged(client: httpx.Client, monkeypatc
 
 @pytest.mark.parametrize("limit", [1, 4, 5, 99])
 def test_a_query_bounds_what_leaves(client: httpx.Client, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "PAGE_ROWS", 4)
+    monkeypatch.setattr(run_downloads, "PAGE_ROWS", 4)
     query = {"flag": "used", "sort": "-reward", "limit": str(limit)}
     rows = [json.loads(line) for line in client.get(f"{API}/runs/{RUN}/rollouts.jsonl", params=query).text.splitlines()]
     assert len(rows) == min(limit, STEPS * GROUPS * (SAMPLES - 1)) and all(row["used"] for row in rows)

@@ -23,8 +23,8 @@ from mint.rl.reward import Reward
 from mint.rl.rollout import Rollout
 from mint.rl.tasks.calculator import calculator
 from mint.rl.tasks.search import Search
+from mint.rl.tasks.tool_calls import ToolError, parse_tool_calls, tool
 from mint.rl.tasks.tool_env import Costs, ToolEnv
-from mint.rl.tasks.tools import ToolError, parse_tool_calls, tool
 
 
 @tool

@@ -8,7 +8,7 @@ import pytest
 
 from mint.recipes.datasets.python_functions import ARGUMENT_NAMES, CASES, KINDS, PythonFunction
 from mint.sandbox import Outcome, Sandbox
-from mint.sandbox.values import _canonical
+from mint.sandbox.value_encoding import _canonical
 
 SOLUTIONS: dict[str, tuple[str, list[tuple[Any, ...]]]] = {
     "floats": (

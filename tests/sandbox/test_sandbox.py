@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mint.errors import InvalidRequestError
 from mint.sandbox import Limits, Sandbox, same_value, zygote_pool
 from mint.sandbox.syscalls import ALLOWED, ALLOWED_UNLESS_EXECUTABLE, SLEEPS, seccomp_filter
-from mint.sandbox.values import decode, encode
+from mint.sandbox.value_encoding import decode, encode
 from mint.sandbox.zygote_pool import ZygoteError, read_outcome
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"

@@ -15,7 +15,7 @@ from mint.config import read_settings
 from mint.errors import MintError
 
 if TYPE_CHECKING:
-    from mint.compose.bench import BenchReport
+    from mint.compose.throughput import ThroughputReport
 
 
 class BenchDtype(StrEnum):
@@ -39,12 +39,12 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Tokens per second of sampling and training on this machine, beside the most that it could do."""
-    from mint.compose.bench import run_bench  # deferred: `mint --help` answers at once
+    from mint.compose.throughput import measure_throughput  # deferred: `mint --help` answers at once
 
     progress = Console(stderr=True, highlight=False)
     given = {"dtype": dtype.value if dtype is not None else None, "threads": threads}
     try:
-        report = run_bench(
+        report = measure_throughput(
             model,
             settings=read_settings().model_copy(
                 update={name: value for name, value in given.items() if value is not None}
@@ -64,7 +64,7 @@ def bench(
         print_report(Console(highlight=False), report)
 
 
-def print_report(console: Console, report: BenchReport) -> None:
+def print_report(console: Console, report: ThroughputReport) -> None:
     """The table for people."""
     table = Table("", "tokens/s", "the machine's limit", "reached", "s/step", "min-max")
     for name, speed in (("sampling", report.sampling), ("training", report.training)):

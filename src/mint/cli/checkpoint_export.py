@@ -37,7 +37,7 @@ TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class _Lora:
+class _CheckpointWeights:
     """The weights of a checkpoint, with their rank, alpha and base model."""
 
     weights: dict[str, np.ndarray]
@@ -83,7 +83,9 @@ def _from_disk(path: str, settings: Settings, data_dir: Path, folder: Path, form
     except ImportError as error:
         raise _missing(error) from error
     manifest, weights = open_checkpoint(data_dir, path)
-    _write(folder, _Lora(weights, manifest.lora_spec.rank, LORA_ALPHA, manifest.base_model), settings, format)
+    _write(
+        folder, _CheckpointWeights(weights, manifest.lora_spec.rank, LORA_ALPHA, manifest.base_model), settings, format
+    )
 
 
 def _from_server(path: str, settings: Settings, base_url: str, folder: Path, format: ExportFormat) -> None:
@@ -109,17 +111,19 @@ def _from_server(path: str, settings: Settings, base_url: str, folder: Path, for
                 base = ModelFolder(registry.resolve(base_model, settings.model_aliases))
                 weights = peft_format.read_weights(weights_file, config, base)
     scratch.rmdir()
-    _write(folder, _Lora(weights, config.rank, config.alpha, base_model), settings, format)
+    _write(folder, _CheckpointWeights(weights, config.rank, config.alpha, base_model), settings, format)
 
 
-def _write(folder: Path, lora: _Lora, settings: Settings, format: ExportFormat) -> None:
+def _write(folder: Path, checkpoint: _CheckpointWeights, settings: Settings, format: ExportFormat) -> None:
     if format == "peft":
-        name = _public_name(lora.base_model, settings)
-        peft_format.write_peft(folder, lora.weights, rank=lora.rank, alpha=lora.alpha, base_model=name)
+        name = _public_name(checkpoint.base_model, settings)
+        peft_format.write_peft(
+            folder, checkpoint.weights, rank=checkpoint.rank, alpha=checkpoint.alpha, base_model=name
+        )
         return
-    base = registry.resolve(lora.base_model, settings.model_aliases)
+    base = registry.resolve(checkpoint.base_model, settings.model_aliases)
     write = hf_format.write_merged if format == "hf" else hf_format.write_gguf_ready
-    write(folder, base, lora.weights, scale=lora.alpha / lora.rank)
+    write(folder, base, checkpoint.weights, scale=checkpoint.alpha / checkpoint.rank)
 
 
 def _public_name(base_model: str, settings: Settings) -> str:

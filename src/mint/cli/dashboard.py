@@ -19,7 +19,7 @@ def dashboard(
     open_browser: Annotated[bool, typer.Option("--open", help="open it in a browser")] = False,
 ) -> None:
     """Shows runs in a browser, live and afterwards. `mint serve` shows the runs of its own data directory itself."""
-    from mint.compose.dashboard import serve_dashboard
+    from mint.compose.dashboard_server import serve_dashboard
     from mint.config import read_settings  # deferred: `mint --help` answers at once
 
     try:

@@ -143,18 +143,18 @@ def train_sft(words: dict[str, Any], *, resume: bool, console: Console) -> dict[
         tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
         trained, heldout = (
             [
-                Demonstration(list(adapter.make_prompt(sample, tokenizer)), completion)
-                for sample in samples
-                if (completion := adapter.demonstrate(sample)) is not None
+                Demonstration(list(adapter.make_prompt(item, tokenizer)), completion)
+                for item in items
+                if (completion := adapter.demonstrate(item)) is not None
             ]
-            for samples in split_samples(adapter)
+            for items in split_items(adapter)
         )
         if not trained:
             raise InvalidRequestError(
-                "knows no good completion of its samples",
+                "knows no good completion of its items",
                 field="task",
                 value=type(adapter).__name__,
-                remedy="Give it a demonstrate(sample), or take task=file:PATH with prompts and answers",
+                remedy="Give it a demonstrate(item), or take task=file:PATH with prompts and answers",
             )
         steps = config.epochs * steps_per_epoch(len(trained), config.batch_size)
         with LiveProgress(steps, console=console, title=f"SFT: {config.base_model}", curve="train/loss") as progress:
@@ -192,7 +192,7 @@ def train_distill(words: dict[str, Any], *, resume: bool, console: Console) -> d
         sampler = service.create_sampling_client(model_path=path, base_model=base)
         tokenizer = sampler.get_tokenizer()
         trained, heldout = (
-            [list(adapter.make_prompt(sample, tokenizer)) for sample in samples] for samples in split_samples(adapter)
+            [list(adapter.make_prompt(item, tokenizer)) for item in items] for items in split_items(adapter)
         )
         title = f"distillation: {config.base_model}"
         with LiveProgress(config.steps, console=console, title=title, curve="train/reverse_kl") as progress:
@@ -257,8 +257,8 @@ def single_turn_task(recipe: str, options: dict[str, Any], config: SupervisedCon
         adapter.close()
 
 
-def split_samples(adapter: RLAdapter) -> tuple[list[Any], list[Any]]:
-    """Training and held-out samples, disjoint by content."""
+def split_items(adapter: RLAdapter) -> tuple[list[Any], list[Any]]:
+    """Training and held-out items, disjoint by content."""
     heldout = list(adapter.build_heldout())[:HELDOUT_LIMIT]
     return without_heldout(adapter, adapter.build_dataset(), heldout)[0], heldout
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mint.compose.dashboard import key_or_session, over_service, screen_of
+from mint.compose.dashboard_server import key_or_session, over_service, screen_of
 from mint.compose.embedded import torch_engine
 from mint.compose.http_server import HttpServer, http_config, url_of
 from mint.config import ServeSettings, read_settings

@@ -20,9 +20,9 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mint.dashboard import api, downloads, pages
+from mint.dashboard import api, pages, run_downloads
 from mint.dashboard.login import AccessCheck, Visitor, require_own_page, set_cookie
-from mint.dashboard.responses import conditional_response, json_bytes
+from mint.dashboard.response_encoding import conditional_response, json_bytes
 from mint.dashboard.state import DashboardState
 from mint.errors import AuthenticationError, MintError, NotFoundError, RequestFailedError
 
@@ -220,15 +220,15 @@ async def _all_events(dashboard: DashboardState, _request: Request, _visitor: Vi
 
 
 async def _rollouts_file(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
-    return await anyio.to_thread.run_sync(downloads.rollouts_file, dashboard, request, limiter=dashboard.threads)
+    return await anyio.to_thread.run_sync(run_downloads.rollouts_file, dashboard, request, limiter=dashboard.threads)
 
 
 async def _metrics_csv(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
-    return await anyio.to_thread.run_sync(downloads.metrics_csv, dashboard, request, limiter=dashboard.threads)
+    return await anyio.to_thread.run_sync(run_downloads.metrics_csv, dashboard, request, limiter=dashboard.threads)
 
 
 async def _metrics_json(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
-    return await anyio.to_thread.run_sync(downloads.metrics_json, dashboard, request, limiter=dashboard.threads)
+    return await anyio.to_thread.run_sync(run_downloads.metrics_json, dashboard, request, limiter=dashboard.threads)
 
 
 _RUN = "runs/{run}"

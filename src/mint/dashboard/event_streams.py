@@ -16,7 +16,7 @@ from typing import Any
 import anyio.to_thread
 from starlette.responses import StreamingResponse
 
-from mint.dashboard.responses import json_bytes
+from mint.dashboard.response_encoding import json_bytes
 from mint.dashboard.run_readers import RunReaders
 from mint.errors import MintError, OverloadedError
 from mint.runs.reader import RunReader

@@ -68,23 +68,23 @@ class ChatAdapter(RLAdapter):
         """All held-out questions: 87 pairs of message and thing, each with and without a system message."""
         return self._shuffled(questions(heldout=True))
 
-    def item_key(self, sample: ChatQuestion) -> str:
+    def item_key(self, item: ChatQuestion) -> str:
         """The message, because it is the same question with and without a system message."""
-        return sample.text
+        return item.text
 
-    def make_prompt(self, sample: ChatQuestion, tokenizer: Any) -> list[int]:
+    def make_prompt(self, item: ChatQuestion, tokenizer: Any) -> list[int]:
         """The conversation in the chat template, up to the reply."""
-        return tokenizer.apply_chat_template(sample.messages, add_generation_prompt=True, return_dict=False)
+        return tokenizer.apply_chat_template(item.messages, add_generation_prompt=True, return_dict=False)
 
-    def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
         """The parts of the rubric, minus the penalties."""
-        return penalized(RUBRIC(response, sample), response, sample, self.penalties)
+        return penalized(RUBRIC(response, item), response, item, self.penalties)
 
     def compute_group_rewards(
-        self, responses: Sequence[str], sample: ChatQuestion
+        self, responses: Sequence[str], item: ChatQuestion
     ) -> Awaitable[Sequence[Graded | None]] | None:
         """Rubric and judge; None for a reply that the judge could not compare with any other."""
-        return None if self.judge is None else self._judged(self.judge, responses, sample)
+        return None if self.judge is None else self._judged(self.judge, responses, item)
 
     def close(self) -> None:
         """Ends the judge's threads and connections."""
@@ -92,21 +92,21 @@ class ChatAdapter(RLAdapter):
             self.judge.close()
 
     async def _judged(
-        self, judge: PairwiseJudge, responses: Sequence[str], sample: ChatQuestion
+        self, judge: PairwiseJudge, responses: Sequence[str], item: ChatQuestion
     ) -> Sequence[Graded | None]:
-        verdicts = await judge.judge(sample.text, responses)
+        verdicts = await judge.judge(item.text, responses)
         return [
-            None if verdict is None else self._mixed(response, sample, verdict)
+            None if verdict is None else self._mixed(response, item, verdict)
             for response, verdict in zip(responses, verdicts, strict=True)
         ]
 
-    def _mixed(self, response: str, sample: ChatQuestion, verdict: Reward) -> Reward:
-        rubric = RUBRIC(response, sample)
+    def _mixed(self, response: str, item: ChatQuestion, verdict: Reward) -> Reward:
+        rubric = RUBRIC(response, item)
         rest = 1 - self.judge_share
         parts = {name: rest * part for name, part in rubric.parts.items()}
         parts["judge"] = self.judge_share * verdict.value
         mixed = Reward(sum(parts.values()), parts, {**verdict.info, "rubric": rubric.value})
-        return penalized(mixed, response, sample, self.penalties)
+        return penalized(mixed, response, item, self.penalties)
 
     def _shuffled(self, asked: list[ChatQuestion]) -> list[ChatQuestion]:
         return random.Random(f"chat {self.seed}").sample(asked, len(asked))

@@ -22,7 +22,7 @@ from mint.recipes.datasets.python_functions import (
     with_examples,
 )
 from mint.rl import Reward, RLAdapter, RLConfig, UnsupportedError
-from mint.sandbox import Limits, Result, Sandbox, same_value
+from mint.sandbox import InputResult, Limits, Sandbox, same_value
 
 DEMO = RLConfig(
     base_model="mint/tiny",
@@ -119,13 +119,13 @@ class CodeAdapter(RLAdapter):
         rng.shuffle(problems)
         return problems
 
-    def make_prompt(self, sample: CodeProblem, tokenizer: Any) -> list[int]:
+    def make_prompt(self, item: CodeProblem, tokenizer: Any) -> list[int]:
         """The problem as plain text."""
-        return tokenizer.encode(sample.prompt)
+        return tokenizer.encode(item.prompt)
 
-    def compute_reward(self, response: str, sample: CodeProblem) -> Reward:
+    def compute_reward(self, response: str, item: CodeProblem) -> Reward:
         """The share of the problem's cases that the code in the response passes."""
-        return run_tests(self.sandbox, extract_code(response), sample.function, sample.cases)
+        return run_tests(self.sandbox, extract_code(response), item.function, item.cases)
 
     def close(self) -> None:
         """Ends the sandbox; the next use starts another."""
@@ -201,7 +201,7 @@ def _shown(value: Any) -> str:
         return f"a {type(value).__name__} too large to show"
 
 
-def _failure(function: str, case: Case, result: Result) -> str:
+def _failure(function: str, case: Case, result: InputResult) -> str:
     arguments, expected = case
     got = _shown(result.value) if result.returned else result.error
     return f"{call_text(function, arguments)} should be {_shown(expected)}, got {got}"[:300]

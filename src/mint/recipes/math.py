@@ -96,26 +96,26 @@ class MathAdapter(RLAdapter):
             return one_side(self._problems, heldout=True, share=HELDOUT_SHARE)
         return self._heldout
 
-    def item_key(self, sample: Problem | Question) -> str:
+    def item_key(self, item: Problem | Question) -> str:
         """The question without its answer."""
-        return sample.question if isinstance(sample, Problem) else sample.text
+        return item.question if isinstance(item, Problem) else item.text
 
-    def demonstrate(self, sample: Problem | Question) -> str | None:
+    def demonstrate(self, item: Problem | Question) -> str | None:
         """The answer, after a space if the prompt is plain text."""
-        plain = isinstance(sample, Problem) or self.prompt_style == "plain"
-        return f" {sample.answer}" if plain else sample.answer
+        plain = isinstance(item, Problem) or self.prompt_style == "plain"
+        return f" {item.answer}" if plain else item.answer
 
-    def make_prompt(self, sample: Problem | Question, tokenizer: Any) -> list[int]:
+    def make_prompt(self, item: Problem | Question, tokenizer: Any) -> list[int]:
         """The question as plain text, or in `prompt_style`."""
-        if isinstance(sample, Problem):
-            return tokenizer.encode(sample.question)
-        return encode_prompt(sample.prompt, tokenizer, self.prompt_style)
+        if isinstance(item, Problem):
+            return tokenizer.encode(item.question)
+        return encode_prompt(item.prompt, tokenizer, self.prompt_style)
 
-    def compute_reward(self, response: str, sample: Problem | Question) -> Reward:
+    def compute_reward(self, response: str, item: Problem | Question) -> Reward:
         """1 if the answer is right, 0 otherwise; `info` names the method that decided."""
         if self._grader is None:
-            return Reward(float(exact_match(response, sample.answer)), info={"graded_by": "exact"})
-        comparison = self._grader.compare(response, sample.answer)
+            return Reward(float(exact_match(response, item.answer)), info={"graded_by": "exact"})
+        comparison = self._grader.compare(response, item.answer)
         return Reward(float(comparison.equal), info={"graded_by": comparison.decided_by})
 
     def close(self) -> None:

@@ -63,17 +63,17 @@ class QuestionAdapter(RLAdapter):
             )
         self.prompt_style: PromptStyle = prompt_style
 
-    def make_prompt(self, sample: Question, tokenizer: Any) -> list[int]:
+    def make_prompt(self, item: Question, tokenizer: Any) -> list[int]:
         """The question in the task's `prompt_style`."""
-        return encode_prompt(sample.prompt, tokenizer, self.prompt_style)
+        return encode_prompt(item.prompt, tokenizer, self.prompt_style)
 
-    def demonstrate(self, sample: Question) -> str | None:
+    def demonstrate(self, item: Question) -> str | None:
         """The reference answer, after a space if the prompt is plain text."""
-        return sample.answer if self.prompt_style == "chat" else f" {sample.answer}"
+        return item.answer if self.prompt_style == "chat" else f" {item.answer}"
 
-    def item_key(self, sample: Question) -> str:
+    def item_key(self, item: Question) -> str:
         """The prompt without the answer, so that a question with two answers stays on one side of the split."""
-        return sample.text
+        return item.text
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any, style: PromptStyle) -> list[int]:

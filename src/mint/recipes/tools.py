@@ -18,8 +18,8 @@ from mint.rl import MessageEnvAdapter, RLConfig
 from mint.rl.message_env import Message, MessageEnv
 from mint.rl.tasks.calculator import calculator
 from mint.rl.tasks.search import Search
+from mint.rl.tasks.tool_calls import tool
 from mint.rl.tasks.tool_env import Costs, ToolEnv
-from mint.rl.tasks.tools import tool
 
 DEMO = RLConfig(
     base_model="mint/tiny",
@@ -80,15 +80,15 @@ class ToolsAdapter(MessageEnvAdapter):
         """Held-out questions."""
         return draw_questions(self.seed, self.heldout_size, heldout=True)
 
-    def make_env(self, sample: CalculatorQuestion) -> MessageEnv:
+    def make_env(self, item: CalculatorQuestion) -> MessageEnv:
         """The question and the calculator."""
-        system = [] if sample.described else [{"role": "system", "content": SHORT_SYSTEM}]
+        system = [] if item.described else [{"role": "system", "content": SHORT_SYSTEM}]
         return ToolEnv(
-            [*system, {"role": "user", "content": sample.text}],
+            [*system, {"role": "user", "content": item.text}],
             [calculator],
-            lambda text, results: 1.0 if states(text, sample.problem.answer) else 0.0,
+            lambda text, results: 1.0 if states(text, item.problem.answer) else 0.0,
             costs=self.costs,
-            describe_tools=sample.described,
+            describe_tools=item.described,
         )
 
 
@@ -129,9 +129,9 @@ class SearchAdapter(MessageEnvAdapter):
         """The questions with their answers."""
         return self._facts
 
-    def make_env(self, sample: tuple[str, str]) -> MessageEnv:
+    def make_env(self, item: tuple[str, str]) -> MessageEnv:
         """The question and the search; an answer counts only after a search has shown it."""
-        question, answer = sample
+        question, answer = item
 
         def grade(text: str, results: Sequence[Message]) -> float:
             shown = any(result["trace"]["ok"] and answer in result["content"] for result in results)

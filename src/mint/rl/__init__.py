@@ -16,8 +16,8 @@ from mint.rl.tasks.calculator import calculator
 from mint.rl.tasks.judges import PairwiseJudge
 from mint.rl.tasks.rubric import Rubric
 from mint.rl.tasks.search import Search
+from mint.rl.tasks.tool_calls import Tool, tool
 from mint.rl.tasks.tool_env import Costs, ToolEnv
-from mint.rl.tasks.tools import Tool, tool
 from mint.rl.tracking.progress import LiveProgress
 from mint.runs.data_frames import LoadedRun, load_run
 

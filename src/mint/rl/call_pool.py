@@ -45,14 +45,14 @@ class CallPool:
         """`timeout_s` is counted per call, from the moment that it starts to run; `clock` gives seconds."""
         self._timeout_s = timeout_s
         self._clock = clock
-        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_QueuedCall | None] = queue.SimpleQueue()
         self._threads = threads
         for _ in range(threads):
             self._start_thread()
 
     def run(self, calls: Sequence[UserCall]) -> list[CallResult]:
         """One result per call, in order."""
-        pending = [_Pending(function) for function in calls]
+        pending = [_QueuedCall(function) for function in calls]
         for call in pending:
             self._queue.put(call)
         return [self._wait_for(call) for call in pending]
@@ -62,7 +62,7 @@ class CallPool:
         for _ in range(self._threads):
             self._queue.put(None)
 
-    def _wait_for(self, call: _Pending) -> CallResult:
+    def _wait_for(self, call: _QueuedCall) -> CallResult:
         while True:
             try:
                 return call.result.result(timeout=self._remaining_s(call))
@@ -73,7 +73,7 @@ class CallPool:
                 self._start_thread()
                 return self._timed_out()
 
-    def _remaining_s(self, call: _Pending) -> float:
+    def _remaining_s(self, call: _QueuedCall) -> float:
         return self._timeout_s if call.began is None else call.began + self._timeout_s - self._clock()
 
     def _start_thread(self) -> None:
@@ -102,7 +102,7 @@ class CallPool:
         return CallResult(error=TimeoutError(message), timed_out=True, seconds=self._timeout_s)
 
 
-class _Pending:
+class _QueuedCall:
     """A call that waits for a thread or runs; `began` is the clock's time when it started to run."""
 
     def __init__(self, function: UserCall) -> None:

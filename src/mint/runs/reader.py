@@ -44,10 +44,10 @@ LOGS = (
 )
 EXCERPT_CHARACTERS = 400
 SEARCH_BYTES = 256 << 20
-"""One page of a text search reads at most this much …"""
+"""The most bytes that one page of a text search reads."""
 
 SEARCH_S = 0.25
-"""… and takes at most this long."""
+"""The longest time that it takes."""
 
 HEAD_BYTES = 2_048
 RECENT_STEPS = 10

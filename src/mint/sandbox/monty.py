@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from mint.sandbox.outcome import Engine, Limits, Outcome, Result, Status, all_failed
-from mint.sandbox.values import ENCODE_SOURCE, decode
+from mint.sandbox.outcome import Engine, InputResult, Limits, Outcome, Status, all_failed
+from mint.sandbox.value_encoding import ENCODE_SOURCE, decode
 
 POLICY: Any = {"sleep": "zero", "random_start": {"seed": 0}}
 RECURSION_DEPTH = 1000
@@ -57,7 +57,7 @@ class MontyEngine:
         """
         began = time.perf_counter()
         printed = _Printed(self._limits.output_bytes)
-        results: list[Result] = []
+        results: list[InputResult] = []
         status: Status = "error"
         detail = ""
         try:
@@ -88,7 +88,7 @@ class MontyEngine:
         gap = GAPS.search(detail)
         if gap and status in ("ok", "error"):
             return all_failed("unsupported", f"Monty does not support this: {detail}", len(inputs), None, **facts)
-        missing = (Result(error=detail),) * (len(inputs) - len(results))
+        missing = (InputResult(error=detail),) * (len(inputs) - len(results))
         return Outcome(status, (*results, *missing), self.engine, detail=detail if status != "ok" else "", **facts)
 
     def _session(self) -> Any:
@@ -99,7 +99,9 @@ class MontyEngine:
         }
         return self._pool.checkout(limits=limits, os_policy=POLICY, assert_message_annotations=False)
 
-    def _call(self, session: Any, function: str, arguments: tuple[Any, ...], printed: _Printed, began: float) -> Result:
+    def _call(
+        self, session: Any, function: str, arguments: tuple[Any, ...], printed: _Printed, began: float
+    ) -> InputResult:
         if time.perf_counter() - began > self._limits.wall_s:
             raise _LimitError("timeout", "the limit of wall-clock time ended the run")
         try:
@@ -113,13 +115,13 @@ class MontyEngine:
             status, detail = self._why(error, printed)
             if status != "error":
                 raise _LimitError(status, detail) from error
-            return Result(error=detail)
+            return InputResult(error=detail)
         if len(text) > self._limits.output_bytes:
             raise _LimitError("output", "the results exceed the output limit")
         try:
-            return Result(value=decode(text))
+            return InputResult(value=decode(text))
         except ValueError as error:
-            return Result(error=str(error))
+            return InputResult(error=str(error))
 
     def _why(self, error: Exception, printed: _Printed) -> tuple[Status, str]:
         text = str(error)[:500]

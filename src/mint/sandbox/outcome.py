@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Result:
+class InputResult:
     """The result of one input: a plain value, or an error as text."""
 
     value: Any = None
@@ -70,14 +70,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: its status, one `Result` per input in order, and the engine that ran it (None: no engine could).
+    """One run: its status, one `InputResult` per input in order, and the engine that ran it (None: no engine could).
 
     `detail` says what went wrong with the run as a whole; `stdout` is what the code printed, up to
     `Limits.output_bytes`. An outcome is not a verdict: compare values with `same_value`.
     """
 
     status: Status
-    results: tuple[Result, ...]
+    results: tuple[InputResult, ...]
     engine: Engine | None
     milliseconds: float = 0.0
     stdout: str = ""
@@ -86,4 +86,4 @@ class Outcome:
 
 def all_failed(status: Status, detail: str, count: int, engine: Engine | None, **fields: Any) -> Outcome:
     """An outcome in which none of `count` inputs has a value."""
-    return Outcome(status, (Result(error=detail),) * count, engine, detail=detail, **fields)
+    return Outcome(status, (InputResult(error=detail),) * count, engine, detail=detail, **fields)

@@ -18,7 +18,7 @@ from typing import Any, Self
 from mint.errors import InvalidRequestError
 from mint.sandbox.monty import MontyEngine, agrees_with_python
 from mint.sandbox.outcome import Engine, Limits, Outcome, all_failed
-from mint.sandbox.values import encode
+from mint.sandbox.value_encoding import encode
 from mint.sandbox.zygote_pool import ZygoteError, ZygotePool
 
 ALL_ENGINES: tuple[Engine, ...] = ("monty", "zygote")

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from mint.sandbox.lockdown import Lockdown, address_space_bytes, limit_resources
 from mint.sandbox.outcome import Limits
-from mint.sandbox.values import decode, encode
+from mint.sandbox.value_encoding import decode, encode
 
 OFFERED = """
 _strptime abc argparse array ast base64 binascii bisect builtins calendar cmath collections collections.abc colorsys

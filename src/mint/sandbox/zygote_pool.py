@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import RequestFailedError
-from mint.sandbox.outcome import Engine, Limits, Outcome, Result, Status, all_failed
-from mint.sandbox.values import decode, encode
+from mint.sandbox.outcome import Engine, InputResult, Limits, Outcome, Status, all_failed
+from mint.sandbox.value_encoding import decode, encode
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from mint.sandbox.zygote import main; main()"
@@ -157,15 +157,15 @@ def read_outcome(
         # A memory error of one input is reported as the status of the run.
         out_of_memory = any((result.error or "").startswith("MemoryError") for result in answered)
         return Outcome("memory" if out_of_memory else "ok", answered, engine, **facts)
-    missing = (Result(error=detail),) * (count - len(answered))
+    missing = (InputResult(error=detail),) * (count - len(answered))
     return Outcome(ending, answered + missing, engine, detail=detail, **facts)
 
 
-def _result(kind: str, text: str) -> Result:
+def _result(kind: str, text: str) -> InputResult:
     if kind == "V":
-        return Result(value=decode(text))
+        return InputResult(value=decode(text))
     if kind == "E":
-        return Result(error=str(json.loads(text)))
+        return InputResult(error=str(json.loads(text)))
     raise ValueError(kind)
 
 

@@ -78,9 +78,9 @@ class FileAdapter(QuestionAdapter):
         """The held-out rows, without repetitions."""
         return one_side(self._questions, heldout=True, share=self.share)
 
-    def compute_reward(self, response: str, sample: Question) -> float:
+    def compute_reward(self, response: str, item: Question) -> float:
         """1 if the grader says that the response is right, else 0."""
-        return float(self._grade(response, sample.answer))
+        return float(self._grade(response, item.answer))
 
     def close(self) -> None:
         """Ends the math grader's processes."""

@@ -74,10 +74,10 @@ class ReasoningGymAdapter(QuestionAdapter):
         draws = round(self.heldout_size * DRAWS_PER_QUESTION / HELDOUT_SHARE)
         return one_side(self._draw(HELDOUT_SEED, draws), heldout=True, share=HELDOUT_SHARE, limit=self.heldout_size)
 
-    def compute_reward(self, response: str, sample: Question) -> float:
+    def compute_reward(self, response: str, item: Question) -> float:
         """The verifier's score for the extracted answer."""
         answer = extract_answer(response)
-        score = float(self._scorer.score_answer(answer, sample.source)) if answer else 0.0
+        score = float(self._scorer.score_answer(answer, item.source)) if answer else 0.0
         return 0.0 if score <= self.reward_floor else min(score, 1.0)
 
     def _draw(self, seed: int, count: int) -> Iterator[Question]:

@@ -57,20 +57,20 @@ class VerifiersAdapter(QuestionAdapter):
         """The held-out tasks."""
         return one_side(self._questions, heldout=True, share=self.share)
 
-    async def compute_reward(self, response: str, sample: Question) -> Reward:
+    async def compute_reward(self, response: str, item: Question) -> Reward:
         """The task's rewards and judges on the conversation that ends with `response`; metrics go to `info`."""
-        task = sample.source
-        trace = self._trace(response, sample)
+        task = item.source
+        trace = self._trace(response, item)
         await task.score(trace)
         parts = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
         return Reward(sum(parts.values()), parts, {"metrics": dict(trace.metrics)} if trace.metrics else {})
 
-    def _trace(self, response: str, sample: Question) -> Any:
+    def _trace(self, response: str, item: Question) -> Any:
         """The trace of a finished one-turn conversation, like that of verifiers' own rollouts."""
         v1 = self._v1
-        task = sample.source
+        task = item.source
         kinds = {"system": v1.SystemMessage, "user": v1.UserMessage, "assistant": v1.AssistantMessage}
-        asked = [kinds[message["role"]](content=message["content"]) for message in _messages(sample.prompt)]
+        asked = [kinds[message["role"]](content=message["content"]) for message in _messages(item.prompt)]
         nodes = [
             v1.MessageNode(parent=place - 1 if place else None, message=message) for place, message in enumerate(asked)
         ]

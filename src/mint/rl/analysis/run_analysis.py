@@ -28,7 +28,7 @@ EvaluateCheckpoint = Callable[[str], Mapping[float, Estimate]]
 """Checkpoint → its held-out estimates by temperature."""
 
 
-class _StepRows(Mapping[int, list[Row]]):
+class _RolloutsByStep(Mapping[int, list[Row]]):
     """The rollouts of each step of a run, read on demand, with a cache of the last steps."""
 
     def __init__(self, reader: RunReader) -> None:
@@ -60,7 +60,7 @@ def diagnose_run(folder: Path) -> list[Finding]:
         config=reader.config,
         metrics=reader.metrics(),
         evaluations=reader.evaluations(),
-        rollouts=_StepRows(reader),
+        rollouts=_RolloutsByStep(reader),
         warnings=[(row["step"], row["warning"]) for row in reader.warnings()],
     )
     found = diagnose(record)

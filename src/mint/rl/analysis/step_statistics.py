@@ -13,8 +13,10 @@ StepMetrics = Mapping[str, float]
 """The metrics of one step by name."""
 
 LEAST_CORRELATION = 0.2
-UNKNOWN_CORRELATION = 0.5
 """The lowest correlation of the rollouts of one prompt that the standard error of a mean assumes."""
+
+UNKNOWN_CORRELATION = 0.5
+"""The correlation assumed for a step of equal rewards, which says nothing about it."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from mint.rl.rollout import Group, GroupRequest, Rollout, RolloutStopReason, Tur
 from mint.rl.rollouts.grading import checked_reward
 from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
-from mint.rl.tasks.tools import parse_tool_calls
+from mint.rl.tasks.tool_calls import parse_tool_calls
 from mint.types import ModelInput, SampledSequence, SamplingParams
 
 

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mint.rl.tasks.tools import ToolError, tool
+from mint.rl.tasks.tool_calls import ToolError, tool
 
 MAX_EXPRESSION = 200
 MAX_EXPONENT = 64

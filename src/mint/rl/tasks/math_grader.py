@@ -78,10 +78,10 @@ class MathGrader:
         if importlib.util.find_spec("math_verify") is None:
             raise MissingExtraError("grading by math-verify needs math-verify", remedy="pip install math-verify")
         self._timeout_s = timeout_s
-        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[_GraderProcess | None] = queue.LifoQueue()
         for _ in range(workers):
             self._idle.put(None)
-        self._started: set[_Worker] = set()
+        self._started: set[_GraderProcess] = set()
         self._lock = threading.Lock()
 
     def equal_answers(self, response: str, answer: str) -> bool:
@@ -155,13 +155,13 @@ class MathGrader:
             self._idle.put(worker)
         return answer or Comparison(False, "error")
 
-    def _start(self) -> _Worker:
-        worker = _Worker()
+    def _start(self) -> _GraderProcess:
+        worker = _GraderProcess()
         with self._lock:
             self._started.add(worker)
         return worker
 
-    def _drop(self, worker: _Worker) -> None:
+    def _drop(self, worker: _GraderProcess) -> None:
         with self._lock:
             self._started.discard(worker)
         worker.end()
@@ -185,7 +185,7 @@ def equal_answers(response: str, answer: str) -> bool:
     return shared_grader().equal_answers(response, answer)
 
 
-class _Worker:
+class _GraderProcess:
     """One process of `math_worker.py`; its first line says that it is ready."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from mint.rl.call_pool import CallPool
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, RewardRange
 from mint.rl.tasks.chat_format import NOT_RENDERED
-from mint.rl.tasks.tools import Tool, ToolCall, ToolError, as_text, parse_tool_calls, without_reasoning
+from mint.rl.tasks.tool_calls import Tool, ToolCall, ToolError, as_text, parse_tool_calls, without_reasoning
 
 Grader = Callable[[str, Sequence[Message]], Graded | Awaitable[Graded]]
 """(final text, tool results so far) → the outcome. A result's `trace` holds tool, arguments, ok and ms."""

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mint.dashboard import api
-from mint.dashboard.responses import json_bytes
+from mint.dashboard.response_encoding import json_bytes
 from mint.dashboard.state import DashboardState
 from mint.runs.reader import RolloutQuery, RunReader
 

@@ -64,7 +64,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class BenchReport:
+class ThroughputReport:
     """What was measured. `settings`: dtype, threads, device and kernels that took effect. `load`: before the start."""
 
     model: str
@@ -103,9 +103,9 @@ class BenchReport:
         }
 
 
-def run_bench(
+def measure_throughput(
     model: str, *, settings: Settings, say: Callable[[str], None], repeats: int = 5, **sizes: int
-) -> BenchReport:
+) -> ThroughputReport:
     """Measures `repeats` steps of sampling and of training, after one of each that is not counted.
 
     `model` is a base model as everywhere, or the name of a shape of `SHAPES`, whose weights are random. `sizes` are
@@ -142,7 +142,7 @@ def _measure(
     repeats: int,
     load: float,
     say: Callable[[str], None],
-) -> BenchReport:
+) -> ThroughputReport:
     from mint.engine.machine_rates import MachineRates, device_name  # deferred: the engine has loaded torch by now
 
     client = service.create_lora_training_client(
@@ -163,7 +163,7 @@ def _measure(
         name = f"step {turn} of {repeats}" if turn else "warm-up"
         say(f"{name}: sampling {sampling_s[-1]:.3f} s, training {training_s[-1]:.3f} s")
     rates = rates[1:]
-    return BenchReport(
+    return ThroughputReport(
         model=model,
         step=step,
         settings={
