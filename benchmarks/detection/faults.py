@@ -65,13 +65,13 @@ class Sums(RLAdapter):
         """Held-out questions."""
         return draw_problems(0, 256, heldout=True)
 
-    def make_prompt(self, sample: Problem, tokenizer: Any) -> list[int]:
+    def make_prompt(self, item: Problem, tokenizer: Any) -> list[int]:
         """The question as plain text."""
-        return tokenizer.encode(sample.question)
+        return tokenizer.encode(item.question)
 
-    def compute_reward(self, response: str, sample: Problem) -> float | Reward:
+    def compute_reward(self, response: str, item: Problem) -> float | Reward:
         """1 for the right answer and nothing else."""
-        return float(exact_match(response, sample.answer))
+        return float(exact_match(response, item.answer))
 
     def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
         """Keeps the step, for graders that change."""
@@ -94,9 +94,9 @@ def right(task: Sums, response: str, sample: Problem) -> float:
 class Solved(Sums):
     """The format that the base model masters."""
 
-    def make_prompt(self, sample: Problem, tokenizer: Any) -> list[int]:
+    def make_prompt(self, item: Problem, tokenizer: Any) -> list[int]:
         """`34 + 58 =`."""
-        return tokenizer.encode(f"{sample.expression} =")
+        return tokenizer.encode(f"{item.expression} =")
 
 
 def raises(task: Sums, response: str, sample: Problem) -> float:
@@ -148,9 +148,9 @@ class Coin(ChatAdapter):
 
     step = 1
 
-    def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
         """0 or 1."""
-        return Reward(coin(response, sample.text, self.step))
+        return Reward(coin(response, item.text, self.step))
 
     def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
         """Another coin next time."""
@@ -168,13 +168,13 @@ class OpenEnded(Sums):
         """None."""
         return ()
 
-    def make_prompt(self, sample: Any, tokenizer: Any) -> list[int]:
+    def make_prompt(self, item: Any, tokenizer: Any) -> list[int]:
         """As it is."""
-        return tokenizer.encode(sample)
+        return tokenizer.encode(item)
 
-    def compute_reward(self, response: str, sample: Any) -> float:
+    def compute_reward(self, response: str, item: Any) -> float:
         """0 or 1."""
-        return coin(response, sample, self.step)
+        return coin(response, item, self.step)
 
 
 def forgets_the_carry(task: Sums, response: str, sample: Problem) -> float:
@@ -192,7 +192,7 @@ HELDOUT = frozenset(draw_problems(0, 256, heldout=True))
 class Curt(ChatAdapter):
     """A grader that looks at nothing but brevity: one curt reply serves for all questions."""
 
-    def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
         """1 for up to 12 characters."""
         return Reward(float(0 < len(response) <= 12))
 
@@ -200,7 +200,7 @@ class Curt(ChatAdapter):
 class Wordy(ChatAdapter):
     """A grader that counts letters."""
 
-    def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
         """A share of 200 characters."""
         return Reward(min(1.0, len(response) / 200))
 
@@ -208,10 +208,10 @@ class Wordy(ChatAdapter):
 class BrevityForTopic(ChatAdapter):
     """Being short pays more than speaking of what was asked."""
 
-    def compute_reward(self, response: str, sample: ChatQuestion) -> Reward:
+    def compute_reward(self, response: str, item: ChatQuestion) -> Reward:
         """Four parts brevity, one part topic."""
         brevity = max(0.0, 1.0 - len(response) / 40)
-        topic = float(sample.thing.name in response.lower())
+        topic = float(item.thing.name in response.lower())
         return Reward(0.8 * brevity + 0.2 * topic, {"brevity": 0.8 * brevity, "topic": 0.2 * topic})
 
 

@@ -55,11 +55,11 @@ class MixedDifficulty(RLAdapter):
     def build_heldout(self) -> Sequence[Item]:
         return [(one.question, one.answer) for one in draw_problems(self.seed, 256, heldout=True)]
 
-    def make_prompt(self, sample: Item, tokenizer: Any) -> list[int]:
-        return tokenizer.encode(sample[0])
+    def make_prompt(self, item: Item, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(item[0])
 
-    def compute_reward(self, response: str, sample: Item) -> float:
-        return float(exact_match(response, sample[1]))
+    def compute_reward(self, response: str, item: Item) -> float:
+        return float(exact_match(response, item[1]))
 
 
 def samples_to_target(arm: str, seed: int, steps: int) -> tuple[float, float, float]:

@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 class _Stuck(MathAdapter):
     """Nothing is ever right: a run that gives its diagnosis something to say."""
 
-    def compute_reward(self, response: Any, sample: Any) -> float:
+    def compute_reward(self, response: Any, item: Any) -> float:
         """No reward for anything."""
         return 0.0
 

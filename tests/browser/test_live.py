@@ -45,14 +45,14 @@ def run_live(folder: Path, shown: Shown) -> None:
     """A run that takes its first step when somebody looks, and each other one once the one before is seen."""
 
     class Waiting(MathAdapter):
-        def make_prompt(self, sample: Any, tokenizer: Any) -> list[int]:
+        def make_prompt(self, item: Any, tokenizer: Any) -> list[int]:
             wait_until(lambda: shown.step is not None)
-            return super().make_prompt(sample, tokenizer)
+            return super().make_prompt(item, tokenizer)
 
-        def compute_reward(self, response: Any, sample: Any) -> Any:
+        def compute_reward(self, response: Any, item: Any) -> Any:
             written = len(lines(folder, "metrics.jsonl"))
             wait_until(lambda: (shown.step or 0) >= written)
-            return super().compute_reward(response, sample)
+            return super().compute_reward(response, item)
 
     settings = {"steps": STEPS, "group_size": 8, "batch_size": 8, "eval_every": 4, "run_dir": folder}
     run_grpo(Waiting(heldout_size=16), DEMO.model_copy(update=settings))

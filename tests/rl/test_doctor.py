@@ -28,32 +28,32 @@ class Arithmetic(MathAdapter):
 
 
 class TooHard(Arithmetic):
-    def make_prompt(self, sample: Problem, tokenizer: Any) -> list[int]:
-        return tokenizer.encode(f"Q: What is the square of {sample.a + 10} plus {sample.b}?\nA:")
+    def make_prompt(self, item: Problem, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(f"Q: What is the square of {item.a + 10} plus {item.b}?\nA:")
 
-    def compute_reward(self, response: str, sample: Problem) -> float:
-        return float(response.strip() == str((sample.a + 10) ** 2 + sample.b))
+    def compute_reward(self, response: str, item: Problem) -> float:
+        return float(response.strip() == str((item.a + 10) ** 2 + item.b))
 
 
 class Saturated(Arithmetic):
     """The clean format, which the model was pre-trained on to the end."""
 
-    def make_prompt(self, sample: Problem, tokenizer: Any) -> list[int]:
-        return tokenizer.encode(f"{sample.expression} =")
+    def make_prompt(self, item: Problem, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(f"{item.expression} =")
 
 
 class ConstantReward(Arithmetic):
-    def compute_reward(self, response: str, sample: Problem) -> float:
+    def compute_reward(self, response: str, item: Problem) -> float:
         return 0.5
 
 
 class AcceptsAnything(Arithmetic):
-    def compute_reward(self, response: str, sample: Problem) -> float:
+    def compute_reward(self, response: str, item: Problem) -> float:
         return 1.0
 
 
 class FailingGrader(Arithmetic):
-    def compute_reward(self, response: str, sample: Problem) -> float:
+    def compute_reward(self, response: str, item: Problem) -> float:
         raise LookupError("no reference answer")
 
 
@@ -64,7 +64,7 @@ class Unscorable(Arithmetic):
         super().__init__()
         self.draws = 0
 
-    def compute_reward(self, response: str, sample: Problem) -> float:
+    def compute_reward(self, response: str, item: Problem) -> float:
         self.draws += 1
         return (self.draws * 0.618) % 1.0
 
@@ -72,9 +72,9 @@ class Unscorable(Arithmetic):
 class FixedReplyPays(Arithmetic):
     """Partial credit for being near, so generous that one reply said to every prompt earns more than trying."""
 
-    def compute_reward(self, response: str, sample: Problem) -> float:
+    def compute_reward(self, response: str, item: Problem) -> float:
         text = response.strip()
-        near = 1 - abs(int(text) - sample.value) / 400 if text.isdecimal() else 0.0
+        near = 1 - abs(int(text) - item.value) / 400 if text.isdecimal() else 0.0
         return max(0.0, near) if len(text) == 1 else 0.3 * max(0.0, near)
 
 
@@ -154,9 +154,9 @@ def test_partial_credit_counts_as_a_signal_unless_it_is_scraps(service: mint.Ser
             super().__init__()
             self.scale = scale
 
-        def compute_reward(self, response: str, sample: Problem) -> float:
+        def compute_reward(self, response: str, item: Problem) -> float:
             text = response.strip()
-            return self.scale * (1 - min(1.0, abs(int(text) - sample.value) / 100)) if text.isdecimal() else 0.0
+            return self.scale * (1 - min(1.0, abs(int(text) - item.value) / 100)) if text.isdecimal() else 0.0
 
     slope, scraps = examined(Near(0.9), service), examined(Near(0.05), service)
     assert (slope.verdict, slope.evidence.success[0]) == ("go", 0.0)
@@ -166,7 +166,7 @@ def test_partial_credit_counts_as_a_signal_unless_it_is_scraps(service: mint.Ser
 
 def test_a_judge_that_sees_no_difference_is_not_called_a_hard_task(service: mint.ServiceClient) -> None:
     class Indifferent(Arithmetic):
-        def compute_group_rewards(self, responses: Sequence[str], sample: Problem) -> list[float]:
+        def compute_group_rewards(self, responses: Sequence[str], item: Problem) -> list[float]:
             return [0.5 for _ in responses]
 
     assert examined(Indifferent(), service).verdict == "reward_constant"

@@ -90,8 +90,8 @@ class Adapter(MessageEnvAdapter):
     def build_dataset(self) -> Sequence[str]:
         return [""]
 
-    def make_env(self, sample: Any) -> Any:
-        env = self.make(sample)
+    def make_env(self, item: Any) -> Any:
+        env = self.make(item)
         self.made.append(env)
         return env
 

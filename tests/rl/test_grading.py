@@ -22,11 +22,11 @@ class Graded(RLAdapter):
     def build_dataset(self) -> Sequence[Any]:
         return [{}]
 
-    def make_prompt(self, sample: Any, tokenizer: Any) -> list[int]:
+    def make_prompt(self, item: Any, tokenizer: Any) -> list[int]:
         return [1]
 
-    def compute_reward(self, response: str, sample: dict[str, Any]) -> Any:
-        answer = sample[response]
+    def compute_reward(self, response: str, item: dict[str, Any]) -> Any:
+        answer = item[response]
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -73,7 +73,7 @@ def test_unsupported_is_not_an_ordinary_failure() -> None:
 class ByGroup(Graded):
     """Ranks the group by length."""
 
-    async def compute_group_rewards(self, responses: Sequence[str], sample: Any) -> Sequence[float | None]:
+    async def compute_group_rewards(self, responses: Sequence[str], item: Any) -> Sequence[float | None]:
         longest = max(len(response) for response in responses)
         return [None if response == "?" else len(response) / longest for response in responses]
 
@@ -85,7 +85,7 @@ def test_a_group_judge_sees_all_responses_once_and_may_pass_on_one() -> None:
 
 def test_a_group_judge_that_fails_costs_its_group() -> None:
     class Fails(Graded):
-        def compute_group_rewards(self, responses: Sequence[str], sample: Any) -> Sequence[float]:
+        def compute_group_rewards(self, responses: Sequence[str], item: Any) -> Sequence[float]:
             raise RuntimeError("the judge is away")
 
     assert [grade.error for grade in grades({"a": 1.0, "b": 0.0}, Fails())] == ["RuntimeError: the judge is away"] * 2

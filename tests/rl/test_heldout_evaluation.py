@@ -48,10 +48,10 @@ class Sums(RLAdapter):
     def build_dataset(self) -> list[str]:
         return ["1 + 1", "2 + 2", "3 + 3", "1 + 1"]
 
-    def make_prompt(self, sample: str, tokenizer: Any) -> list[int]:
+    def make_prompt(self, item: str, tokenizer: Any) -> list[int]:
         return [1]
 
-    def compute_reward(self, response: str, sample: str) -> float:
+    def compute_reward(self, response: str, item: str) -> float:
         return 0.0
 
 

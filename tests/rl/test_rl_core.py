@@ -27,12 +27,12 @@ class Sums:
         pairs = [(random.randint(0, 99), random.randint(0, 99)) for _ in range(50)]
         return [(f"Q: What is {a} + {b}?\nA:", a + b) for a, b in pairs]
 
-    def make_prompt(self, sample: tuple[str, int], tokenizer: Any) -> list[int]:
-        return tokenizer.encode(sample[0])
+    def make_prompt(self, item: tuple[str, int], tokenizer: Any) -> list[int]:
+        return tokenizer.encode(item[0])
 
-    def compute_reward(self, response: str, sample: tuple[str, int]) -> float:
+    def compute_reward(self, response: str, item: tuple[str, int]) -> float:
         match = re.search(r"-?\d+", response)
-        return 1.0 if match and int(match.group()) == sample[1] else 0.0
+        return 1.0 if match and int(match.group()) == item[1] else 0.0
 
     def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
         self.evaluated.append((step, len(rewards), num_datums))

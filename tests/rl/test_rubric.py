@@ -29,7 +29,7 @@ def test_the_parts_are_the_weighted_answers_and_add_up() -> None:
 
 
 def test_all_parts_together_give_exactly_one() -> None:
-    yes = lambda response, sample: True  # noqa: E731
+    yes = lambda response, item: True  # noqa: E731
     rubric = Rubric({name: (weight, yes) for name, weight in zip("abcde", (0.3, 0.3, 0.2, 0.1, 0.1), strict=True)})
     assert rubric("", None).value == 1.0
     assert Rubric(dict.fromkeys("abcdefghij", (0.1, yes)))("", None).value == 1.0
@@ -47,10 +47,10 @@ def test_weights_that_can_leave_the_declared_range_are_refused() -> None:
 
 def test_a_part_that_raises_or_answers_nonsense_is_named() -> None:
     with pytest.raises(RubricError, match="'broken' of the rubric raised ZeroDivisionError"):
-        Rubric({"fine": (0.5, short), "broken": (0.5, lambda response, sample: 1 / 0)})("x", None)
+        Rubric({"fine": (0.5, short), "broken": (0.5, lambda response, item: 1 / 0)})("x", None)
     for nonsense in (2.0, -0.1, float("nan")):
         with pytest.raises(RubricError, match="'wild'"):
-            Rubric({"wild": (1.0, lambda response, sample, nonsense=nonsense: nonsense)})("x", None)
+            Rubric({"wild": (1.0, lambda response, item, nonsense=nonsense: nonsense)})("x", None)
 
 
 def test_a_part_that_cannot_judge_says_so_unchanged() -> None:
@@ -91,14 +91,14 @@ def test_penalties_are_negative_parts_and_the_clip_is_a_part_too() -> None:
 def test_with_penalties_the_value_stays_in_range_and_the_parts_add_up(
     earned: float, costs: list[float], low: float
 ) -> None:
-    penalties = {f"p{index}": lambda response, sample, cost=cost: cost for index, cost in enumerate(costs)}
-    reward = with_penalties(lambda response, sample: earned, penalties, low=low)("text", None)
+    penalties = {f"p{index}": lambda response, item, cost=cost: cost for index, cost in enumerate(costs)}
+    reward = with_penalties(lambda response, item: earned, penalties, low=low)("text", None)
     assert low <= reward.value <= max(low, earned)
     assert sum(reward.parts.values()) == pytest.approx(reward.value, abs=1e-9)
 
 
 def test_a_penalty_that_pays_fails_or_takes_a_taken_name_is_an_error_that_names_it() -> None:
-    for bad in (lambda response, sample: -1.0, lambda response, sample: float("inf"), lambda response, sample: {}[0]):
+    for bad in (lambda response, item: -1.0, lambda response, item: float("inf"), lambda response, item: {}[0]):
         with pytest.raises(PenaltyError, match="'odd'"):
             penalized(1.0, "x", None, {"odd": bad})
     with pytest.raises(PenaltyError, match="'word'"):

@@ -28,17 +28,17 @@ class Constant(RLAdapter):
     def build_dataset(self) -> Sequence[str]:
         return ["1 + 1", "2 + 2", "3 + 3"]
 
-    def make_prompt(self, sample: str, tokenizer: Any) -> list[int]:
-        return tokenizer.encode(f"Q: What is {sample}?\nA:")
+    def make_prompt(self, item: str, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(f"Q: What is {item}?\nA:")
 
-    def compute_reward(self, response: str, sample: str) -> float:
+    def compute_reward(self, response: str, item: str) -> float:
         return 0.0
 
 
 class ManyDigits(Constant):
     """More digits, more reward: any policy can climb it, and it always differs within a group."""
 
-    def compute_reward(self, response: str, sample: str) -> float:
+    def compute_reward(self, response: str, item: str) -> float:
         return sum(character.isdigit() for character in response) / 16
 
 
@@ -107,10 +107,10 @@ def test_groups_without_a_signal_are_counted_no_step_is_taken_and_the_run_says_s
 
 def test_a_failing_grader_costs_its_sample_and_is_shown() -> None:
     class FailsOnSome(ManyDigits):
-        def compute_reward(self, response: str, sample: str) -> float:
-            if sample == "2 + 2":
+        def compute_reward(self, response: str, item: str) -> float:
+            if item == "2 + 2":
                 raise ValueError("the judge is away")
-            return super().compute_reward(response, sample)
+            return super().compute_reward(response, item)
 
     config = RLConfig(base_model="mint/tiny", steps=1, batch_size=3, max_tokens=4, heldout_size=0)
     result = run_grpo(FailsOnSome(), config)
@@ -124,9 +124,9 @@ def test_a_failing_grader_costs_its_sample_and_is_shown() -> None:
 
 def test_a_prompt_that_cannot_be_sampled_costs_its_group() -> None:
     class OneTooLong(ManyDigits):
-        def make_prompt(self, sample: str, tokenizer: Any) -> list[int]:
-            prompt = super().make_prompt(sample, tokenizer)
-            return prompt * 2000 if sample == "2 + 2" else prompt
+        def make_prompt(self, item: str, tokenizer: Any) -> list[int]:
+            prompt = super().make_prompt(item, tokenizer)
+            return prompt * 2000 if item == "2 + 2" else prompt
 
     result = run_grpo(OneTooLong(), RLConfig(base_model="mint/tiny", steps=1, batch_size=3, heldout_size=0))
     failed = [row for row in rows(result, "rollouts.jsonl") if "tokens" not in row]
@@ -193,8 +193,8 @@ def test_dynamic_sampling_replaces_groups_without_a_signal_up_to_its_limit() -> 
         def build_dataset(self) -> Sequence[str]:
             return [f"{i} + {i}" for i in range(16)]
 
-        def compute_reward(self, response: str, sample: str) -> float:
-            return 0.0 if int(sample.split()[0]) % 2 else super().compute_reward(response, sample)
+        def compute_reward(self, response: str, item: str) -> float:
+            return 0.0 if int(item.split()[0]) % 2 else super().compute_reward(response, item)
 
     plain = rows(run_grpo(HalfConstant(), small(steps=2)), "metrics.jsonl")
     refilled = rows(run_grpo(HalfConstant(), small(steps=2, dynamic_sampling=True, max_refill=9.0)), "metrics.jsonl")
@@ -253,8 +253,8 @@ def test_training_samples_that_are_held_out_are_left_out_and_the_run_says_so() -
 
 def test_every_rollout_is_logged_with_prompt_reward_by_part_length_and_advantage() -> None:
     class Parts(ManyDigits):
-        def compute_reward(self, response: str, sample: str) -> Any:
-            digits = super().compute_reward(response, sample)
+        def compute_reward(self, response: str, item: str) -> Any:
+            digits = super().compute_reward(response, item)
             return Reward(digits - 0.1, {"digits": digits, "toll": -0.1})
 
     result = run_grpo(Parts(), small(steps=1))

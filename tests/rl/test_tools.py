@@ -295,7 +295,7 @@ class Task(MessageEnvAdapter):
     def build_dataset(self) -> Sequence[str]:
         return [""]
 
-    def make_env(self, sample: str) -> ToolEnv:
+    def make_env(self, item: str) -> ToolEnv:
         return ToolEnv(
             [{"role": "user", "content": "Do it."}],
             [calculator, stuck, prompt, later, broken],

@@ -39,16 +39,16 @@ class Mixed(RLAdapter):
     def build_heldout(self) -> Sequence[str]:
         return ["7 + 7", "8 + 8"]
 
-    def make_prompt(self, sample: str, tokenizer: Any) -> list[int]:
-        prompt = tokenizer.encode(f'Q: What is "{sample}"?\nA:')
-        return prompt * 1000 if sample == "6 + 6" else prompt
+    def make_prompt(self, item: str, tokenizer: Any) -> list[int]:
+        prompt = tokenizer.encode(f'Q: What is "{item}"?\nA:')
+        return prompt * 1000 if item == "6 + 6" else prompt
 
-    def compute_reward(self, response: str, sample: str) -> float:
-        if sample == "5 + 5":
+    def compute_reward(self, response: str, item: str) -> float:
+        if item == "5 + 5":
             raise UnsupportedError("no judge for fives")
-        if sample == "4 + 4":
+        if item == "4 + 4":
             raise ValueError("a grader's \udcff words")
-        return 0.0 if sample == "3 + 3" else sum(character.isdigit() for character in response) / 3
+        return 0.0 if item == "3 + 3" else sum(character.isdigit() for character in response) / 3
 
 
 MIXED = RLConfig(
