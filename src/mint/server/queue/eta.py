@@ -43,7 +43,9 @@ class Eta:
         """These are done."""
         now = self._clock()
         with self._lock:
-            samples = sum(started.kind == SAMPLE for started in self._started.values())
+            samples = 0
+            for started in self._started.values():
+                samples += started.kind == SAMPLE
             for request_id in request_ids:
                 done = self._started.pop(request_id, None)
                 if done is None:

@@ -45,6 +45,9 @@ class _Finished:
     number: int  # counts upwards over all results
 
 
+_Waiter = asyncio.Future[FutureResult | None]
+
+
 class Futures:
     """The requests whose results are expected, the results that are known, and who waits for them."""
 
@@ -52,7 +55,7 @@ class Futures:
         self._lock = threading.Lock()
         self._open: dict[str, str] = {}  # request id → fingerprint
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
-        self._waiters: defaultdict[str, list[asyncio.Future[FutureResult | None]]] = defaultdict(list)
+        self._waiters: defaultdict[str, list[_Waiter]] = defaultdict(list)
         self._size_bytes = 0
         self._count = 0
         self._released = False
@@ -104,7 +107,7 @@ class Futures:
 
     def finish(self, results: Mapping[str, FutureResult]) -> None:
         """Stores results and wakes their waiters. Results of requests that are not open (any more) are dropped."""
-        resolved: list[tuple[asyncio.Future[FutureResult | None], FutureResult]] = []
+        resolved: list[tuple[FutureResult, list[_Waiter]]] = []
         with self._lock:
             for request_id, result in results.items():
                 fingerprint = self._open.pop(request_id, None)
@@ -112,9 +115,11 @@ class Futures:
                     continue
                 self._store(request_id, result, fingerprint)
                 owner = request_id.rpartition(":")[0]
-                for key in (request_id, f"{owner}:*"):
-                    resolved += [(waiter, result) for waiter in self._waiters.pop(key, ())]
-        _resolve(resolved)
+                waiters = self._waiters.pop(request_id, []) + self._waiters.pop(f"{owner}:*", [])
+                if waiters:
+                    resolved.append((result, waiters))
+        if resolved:
+            _resolve(resolved)
 
     def release(self) -> None:
         """Lets all waiters go without a result, now and from now on; they may ask again, elsewhere or later."""
@@ -122,7 +127,7 @@ class Futures:
             self._released = True
             waiters = [waiter for waiters in self._waiters.values() for waiter in waiters]
             self._waiters.clear()
-        _resolve((waiter, None) for waiter in waiters)
+        _resolve([(None, waiters)])
 
     async def wait(self, request_id: str, timeout_s: float | None) -> FutureResult | None:
         """The result; None if it has not come in time, or none is expected, or the waiters were released."""
@@ -152,9 +157,7 @@ class Futures:
         with self._lock:
             return self._beyond(owner, after)
 
-    async def _wait(
-        self, key: str, waiter: asyncio.Future[FutureResult | None], timeout_s: float | None
-    ) -> FutureResult | None:
+    async def _wait(self, key: str, waiter: _Waiter, timeout_s: float | None) -> FutureResult | None:
         if self._released:  # a client that asks again must not do so in a tight loop
             timeout_s = RELEASED_WAIT_S
         try:
@@ -180,7 +183,8 @@ class Futures:
 
     def _store(self, request_id: str, result: FutureResult, fingerprint: str) -> None:
         now = time.monotonic()
-        self._drop(request_id)
+        if request_id in self._finished:
+            self._drop(request_id)
         self._count += 1
         self._finished[request_id] = _Finished(now, result, fingerprint, self._count)
         self._size_bytes += len(result.body)
@@ -196,20 +200,18 @@ class Futures:
             self._size_bytes -= len(known.result.body)
 
 
-_Resolved = tuple[asyncio.Future[FutureResult | None], FutureResult | None]
-
-
-def _resolve(resolved: Iterable[_Resolved]) -> None:
+def _resolve(resolved: Iterable[tuple[FutureResult | None, list[_Waiter]]]) -> None:
     """Gives waiters their results, each on its own event loop; one wake-up for each loop."""
-    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Resolved]] = defaultdict(list)
-    for waiter, result in resolved:
-        by_loop[waiter.get_loop()].append((waiter, result))
-
-    def set_results(pairs: list[_Resolved]) -> None:
-        for waiter, result in pairs:
-            if not waiter.done():
-                waiter.set_result(result)
-
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Waiter, FutureResult | None]]] = defaultdict(list)
+    for result, waiters in resolved:
+        for waiter in waiters:
+            by_loop[waiter.get_loop()].append((waiter, result))
     for loop, pairs in by_loop.items():
         if not loop.is_closed():
-            loop.call_soon_threadsafe(set_results, pairs)
+            loop.call_soon_threadsafe(_set_results, pairs)
+
+
+def _set_results(pairs: list[tuple[_Waiter, FutureResult | None]]) -> None:
+    for waiter, result in pairs:
+        if not waiter.done():
+            waiter.set_result(result)

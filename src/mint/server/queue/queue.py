@@ -119,17 +119,23 @@ class RequestQueue:
     def advance(self, model_id: str, seq_id: int) -> None:
         """Removes the requests of a model up to `seq_id`, which are finished."""
         with self._changed:
-            if model_id in self._next_seq:
-                self._next_seq[model_id] = seq_id + 1
-                self._drop_training(place for place in self._training if place[0] == model_id and place[1] <= seq_id)
+            if model_id not in self._next_seq:
+                return
+            self._next_seq[model_id] = seq_id + 1
+            self._pending = None
+            for place in list(self._training):
+                if place[0] == model_id and place[1] <= seq_id:
+                    self._count(self._training.pop(place), -1)
 
-    def take_samples(self, request_ids: Iterable[str]) -> list[QueuedSample]:
-        """Removes and returns sample requests; those that are no longer here are left out."""
+    def take_samples(self, request_ids: Iterable[str]) -> dict[str, QueuedSample]:
+        """Removes and returns sample requests by id; those that are no longer here are left out."""
+        taken: dict[str, QueuedSample] = {}
         with self._changed:
-            samples = [self._samples.pop(request_id) for request_id in request_ids if request_id in self._samples]
-            for sample in samples:
-                self._count(sample, -1)
-            return samples
+            for request_id in request_ids:
+                if request_id in self._samples:
+                    taken[request_id] = self._samples.pop(request_id)
+                    self._count(taken[request_id], -1)
+        return taken
 
     def drop_session(self, session_id: str, models: Iterable[str]) -> None:
         """Drops the waiting requests of a session: those of its models, and its sample requests."""
@@ -141,7 +147,10 @@ class RequestQueue:
         """Drops the waiting requests of these models."""
         gone = set(models)
         with self._changed:
-            self._drop_training(place for place in self._training if place[0] in gone)
+            self._pending = None
+            for place in list(self._training):
+                if place[0] in gone:
+                    self._count(self._training.pop(place), -1)
             for model_id in gone:
                 self._next_seq.pop(model_id, None)
 
@@ -168,11 +177,6 @@ class RequestQueue:
         """Makes `wait` return."""
         with self._changed:
             self._wake()
-
-    def _drop_training(self, places: Iterable[tuple[str, int]]) -> None:
-        self._pending = None
-        for place in list(places):
-            self._count(self._training.pop(place), -1)
 
     def _count(self, request: TrainingJob | QueuedSample, sign: int) -> None:
         self._pending = None

@@ -40,16 +40,16 @@ class Pending:
     @cached_property
     def heads(self) -> list[TrainingJob]:
         """The training requests that may run now."""
-        return [item for item in self.training if item.seq_id == self.next_seq[item.model_id]]
+        return [job for job in self.training if job.seq_id == self.next_seq[job.model_id]]
 
     @cached_property
     def held_up(self) -> dict[str, float]:
         """For each model whose next number is missing: since when the oldest request waits behind it."""
-        ready = {item.model_id for item in self.heads}
         oldest: dict[str, float] = {}
-        for item in self.training:
-            if item.model_id not in ready:
-                oldest[item.model_id] = min(item.arrived_at, oldest.get(item.model_id, item.arrived_at))
+        for job in self.training:
+            oldest[job.model_id] = min(job.arrived_at, oldest.get(job.model_id, job.arrived_at))
+        for job in self.heads:
+            del oldest[job.model_id]
         return oldest
 
 
@@ -110,16 +110,15 @@ def plan(
             return _give_up(pending, model_id)
     has_samples = bool(pending.samples or sampling.sequences)
     if pending.heads and not (has_samples and fairness.training_lead_s > SLICE_S):
-        return RunTraining(_next_in_turn(pending.heads, fairness))
+        is_only = len(pending.heads) == 1
+        return RunTraining(pending.heads[0] if is_only else _next_in_turn(pending.heads, fairness))
     if has_samples:
         return StepSamples(_joining(pending.samples, sampling))
-    return Wait(min((since + gap_timeout_s for since in pending.held_up.values()), default=None))
+    return Wait(min(pending.held_up.values()) + gap_timeout_s if pending.held_up else None)
 
 
 def _next_in_turn(heads: Sequence[TrainingJob], fairness: Fairness) -> TrainingJob:
     """Takes the owner that used the least time, then its model that did; the longest wait breaks ties."""
-    if len(heads) == 1:
-        return heads[0]
     owner = min(heads, key=lambda item: (fairness.owners.start_tag(item.owner), item.arrived_at)).owner
     models = fairness.models_of(owner)
     own = (item for item in heads if item.owner == owner)
@@ -131,10 +130,14 @@ def _joining(samples: Sequence[QueuedSample], sampling: SamplingLoad) -> tuple[s
     if sampling.is_closed or not samples:
         return ()
     has = dict(sampling.sequences)
-    used = sum(has.values())
-    if used + sum(item.sequences for item in samples) <= MAX_BATCH_SEQUENCES:
-        return tuple(item.request_id for item in samples)
+    used = wanted = sum(has.values())
     chosen: list[str] = []
+    for item in samples:
+        wanted += item.sequences
+        chosen.append(item.request_id)
+    if wanted <= MAX_BATCH_SEQUENCES:
+        return tuple(chosen)
+    chosen.clear()
     waiting: dict[str, list[QueuedSample]] = {}
     for item in reversed(samples):
         waiting.setdefault(item.owner, []).append(item)

@@ -38,7 +38,10 @@ class Transaction:
 
     def execute(self, sql: str, /, **parameters: Any) -> sqlite3.Cursor:
         """Executes one statement."""
-        return self._connection.execute(sql, _encoded(parameters))
+        for name, value in parameters.items():
+            if isinstance(value, dict | list):
+                parameters[name] = json.dumps(value)
+        return self._connection.execute(sql, parameters)
 
     def row(self, kind: type[Row], sql: str, /, **parameters: Any) -> Row | None:
         """The first row that a query finds, or None."""
@@ -222,10 +225,6 @@ def _decoders(kind: type[Any]) -> Mapping[str, Callable[[Any], Any]]:
         for start, decoder in decoders.items()
         if str(field.type).startswith(start)
     }
-
-
-def _encoded(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in parameters.items()}
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -51,19 +51,16 @@ class Durability:
         self._path = write_ahead_log
         self._file: int | None = None
         self._syncing = threading.Lock()
-        self._newest = self._durable = 0
+        self._durable = 0
+        self.newest_commit = 0
+        """The number of the newest commit of this process; 0 before the first one."""
         self._has_failed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mint-disk")
 
-    @property
-    def newest_commit(self) -> int:
-        """The number of the newest commit of this process; 0 before the first one."""
-        return self._newest
-
     def add_commit(self) -> int:
         """Counts a commit that was just written, and returns its number. One thread at a time may call this."""
-        self._newest += 1
-        return self._newest
+        self.newest_commit += 1
+        return self.newest_commit
 
     def is_durable(self, commit: int) -> bool:
         """Whether a commit, and all before it, survive a loss of power."""
@@ -86,13 +83,13 @@ class Durability:
         Raises:
             JournalError: the disk has failed, now or before.
         """
-        if self.is_durable(commit):
+        if self._durable >= commit:
             return
         with self._syncing:
-            if self.is_durable(commit):
+            if self._durable >= commit:
                 return
             self.require_working_disk()
-            newest = self._newest  # read before the fsync: what is committed during it may not be on the disk
+            newest = self.newest_commit  # read before the fsync: what is committed during it may not be on the disk
             try:
                 if self._file is None:
                     self._file = os.open(self._path, os.O_RDONLY)
@@ -113,7 +110,7 @@ class Durability:
         the callback gets the error.
         """
         is_written = file is None or (file.done() and file.exception() is None)
-        if is_written and self.is_durable(commit):
+        if is_written and self._durable >= commit:
             callback(None)
         else:
             self.submit(self._wait_and_call, commit, file, callback)

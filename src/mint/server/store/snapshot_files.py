@@ -17,8 +17,8 @@ from mint.models.tensor_files import read_tensors, write_tensors
 
 def write_snapshot(path: Path, state: ModelState, *, digest: str) -> None:
     """Writes weights and optimizer to one file. It survives a loss of power only after `sync_file`."""
-    arrays = {**_prefixed("weights", state.weights), **_moments(state)}
-    write_tensors(path, arrays, _metadata(state, digest), sync=False)
+    parts = {"weights": state.weights, "exp_avg": state.exp_avg or {}, "exp_avg_sq": state.exp_avg_sq or {}}
+    _write_parts(path, parts, state.step, digest, sync=False)
 
 
 def read_snapshot(path: Path) -> ModelState:
@@ -40,7 +40,8 @@ def write_weights(path: Path, state: ModelState) -> None:
 
 def write_optimizer(path: Path, state: ModelState) -> None:
     """Writes moments and step count; durable when this returns."""
-    write_tensors(path, _moments(state), _metadata(state, ""))
+    parts = {"exp_avg": state.exp_avg or {}, "exp_avg_sq": state.exp_avg_sq or {}}
+    _write_parts(path, parts, state.step, digest="", sync=True)
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:
@@ -65,20 +66,22 @@ def read_optimizer(path: Path, weights: Mapping[str, np.ndarray]) -> ModelState:
 
 def size_bytes(state: ModelState) -> int:
     """The size of a state's arrays together."""
-    parts = (state.weights, state.exp_avg or {}, state.exp_avg_sq or {})
-    return sum(array.nbytes for part in parts for array in part.values())
+    total = 0
+    for part in (state.weights, state.exp_avg or {}, state.exp_avg_sq or {}):
+        for array in part.values():
+            total += array.nbytes
+    return total
 
 
-def _moments(state: ModelState) -> dict[str, np.ndarray]:
-    return {**_prefixed("exp_avg", state.exp_avg or {}), **_prefixed("exp_avg_sq", state.exp_avg_sq or {})}
-
-
-def _metadata(state: ModelState, digest: str) -> dict[str, str]:
-    return {"format": "mint-state-1", "step": str(state.step), "digest": digest}
-
-
-def _prefixed(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {f"{prefix}/{name}": array for name, array in arrays.items()}
+def _write_parts(
+    path: Path, parts: Mapping[str, Mapping[str, np.ndarray]], step: int, digest: str, *, sync: bool
+) -> None:
+    """Writes the arrays of all parts under `part/name`."""
+    arrays: dict[str, np.ndarray] = {}
+    for part, named in parts.items():
+        for name, array in named.items():
+            arrays[f"{part}/{name}"] = array
+    write_tensors(path, arrays, {"format": "mint-state-1", "step": str(step), "digest": digest}, sync=sync)
 
 
 def _picked(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

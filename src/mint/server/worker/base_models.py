@@ -51,7 +51,7 @@ class BaseModels:
 
     def load(self, name: str) -> BaseInfo:
         """The engine's description of a base model, loaded if it is not yet. Worker's thread only."""
-        key = self.key(name)
+        key = str(self.folder(name))
         if key not in self._infos:
             self._infos[key] = self._engine.load_base(key, key)
         return self._infos[key]

@@ -75,7 +75,10 @@ FRESH_DIFFERENCE = 0.02
 
 @dataclass(frozen=True)
 class Tokens:
-    """All positions of a batch, [B] each; `starts` are the datums' first positions."""
+    """All positions of a batch, [B] each; `starts` are the datums' first positions.
+
+    With several targets per position (`many_targets`), `targets` and `own` are about the first one.
+    """
 
     starts: np.ndarray
     inputs: np.ndarray
@@ -84,6 +87,7 @@ class Tokens:
     own: np.ndarray
     sampler: np.ndarray
     entropies: np.ndarray | None
+    many_targets: bool
 
     @cached_property
     def datum_of(self) -> np.ndarray:
@@ -114,33 +118,50 @@ def lint(
     policy = "logprobs" in data[0].inputs
     tokens = _flatten(data, result, policy=policy)
     # With several targets per position (the best tokens of a teacher), none of them need be the next token.
-    shifted = None if any(datum.targets.ndim == 2 for datum in data) else _not_shifted(tokens)
-    found = [shifted, _duplicates(data, policy=policy), _nothing_trained(tokens)]
-    if policy and tokens.trained.any():
+    shifted = None if tokens.many_targets else _not_shifted(tokens)
+    found = [shifted]
+    if len(data) >= MIN_DATUMS:
+        found.append(_duplicates(data, policy=policy))
+    if not tokens.trained.any():
+        found.append("nothing_trained: all weights are 0: nothing is trained")
+    elif policy:
         found.append(_advantages(data, tokens))
-        if found[0] is None:
+        if shifted is None:
             temperature = loss.config["temperature"]
             found.append(_logprobs(tokens, temperature=temperature, stop_tokens=stop_tokens, fresh=fresh))
     return [warning for warning in found if warning is not None]
 
 
 def _flatten(data: Sequence[TrainDatum], result: PassResult, *, policy: bool) -> Tokens:
-    sizes = np.array([datum.tokens.size for datum in data])
-    own = np.concatenate([_first(row) for row in result.logprobs])
+    sizes: list[int] = []
+    inputs: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    trained: list[np.ndarray] = []
+    own: list[np.ndarray] = []
+    sampler: list[np.ndarray] = []
+    many_targets = False
+    for datum, logprobs in zip(data, result.logprobs, strict=True):
+        sizes.append(len(datum.tokens))
+        inputs.append(datum.tokens)
+        trained.append(datum.trained)
+        if datum.targets.ndim == 2:
+            many_targets = True
+            targets.append(datum.targets[:, 0])
+            own.append(logprobs[:, 0])
+        else:
+            targets.append(datum.targets)
+            own.append(logprobs)
+        sampler.append(datum.inputs["logprobs"] if policy else own[-1])
     return Tokens(
         starts=np.cumsum(sizes) - sizes,
-        inputs=np.concatenate([datum.tokens for datum in data]),
-        targets=np.concatenate([_first(datum.targets) for datum in data]),
-        trained=np.concatenate([datum.trained for datum in data]),
-        own=own,
-        sampler=np.concatenate([datum.inputs["logprobs"] for datum in data]) if policy else own,
+        inputs=np.concatenate(inputs),
+        targets=np.concatenate(targets),
+        trained=np.concatenate(trained),
+        own=np.concatenate(own),
+        sampler=np.concatenate(sampler),
         entropies=np.concatenate(result.entropies) if result.entropies else None,
+        many_targets=many_targets,
     )
-
-
-def _first(values: np.ndarray) -> np.ndarray:
-    """[N] of [N] or [N, K]: the rules that read targets or their logprobs are for one target per position."""
-    return values[:, 0] if values.ndim == 2 else values
 
 
 def _not_shifted(tokens: Tokens) -> str | None:
@@ -159,8 +180,6 @@ def _not_shifted(tokens: Tokens) -> str | None:
 
 def _duplicates(data: Sequence[TrainDatum], *, policy: bool) -> str | None:
     """Under a policy loss, some short samples of one prompt may be equal, but rarely all of them."""
-    if len(data) < MIN_DATUMS:
-        return None
     keys = [
         tuple(part.tobytes() for part in (datum.tokens, datum.targets, datum.weights, *datum.inputs.values()))
         for datum in data
@@ -175,10 +194,6 @@ def _duplicates(data: Sequence[TrainDatum], *, policy: bool) -> str | None:
     if copies < SUSPICIOUS_SHARE * len(data):
         return None
     return f"duplicates: {copies} of {len(data)} datums are exact copies of others"
-
-
-def _nothing_trained(tokens: Tokens) -> str | None:
-    return None if tokens.trained.any() else "nothing_trained: all weights are 0: nothing is trained"
 
 
 def _advantages(data: Sequence[TrainDatum], tokens: Tokens) -> str | None:

@@ -146,12 +146,14 @@ class LiveModels:
 
 def _outputs(loss: LossSpec, result: PassResult) -> list[dict[str, TensorData]]:
     """For each datum the logprobs of its targets, and with a policy loss the entropies of their distributions."""
-    rows = [{"logprobs": TensorData.from_numpy(row)} for row in result.logprobs]
-    if "logprobs" not in LOSSES[loss.name].required:
-        return rows
-    for row, entropies in zip(rows, result.entropies, strict=False):  # no entropies without distributions
-        row["entropies"] = TensorData.from_numpy(entropies)
-    return rows
+    with_entropies = bool(result.entropies) and "logprobs" in LOSSES[loss.name].required
+    outputs: list[dict[str, TensorData]] = []
+    for index, logprobs in enumerate(result.logprobs):
+        output = {"logprobs": TensorData.from_numpy(logprobs)}
+        if with_entropies:
+            output["entropies"] = TensorData.from_numpy(result.entropies[index])
+        outputs.append(output)
+    return outputs
 
 
 def _shape(lora: LoraSpec) -> str:

@@ -102,7 +102,8 @@ class Samplers:
         job = sample_job(sample.request, row, self._bases.load(row.base_model), self._bases.folder(row.base_model))
         if row.weights_id is not None:
             self._load(row, row.weights_id)
-            self._make_room(keep=row.weights_id)
+            if len(self._in_engine) > MAX_IN_ENGINE:
+                self._make_room(keep=row.weights_id)
         return job
 
     def _load(self, row: SamplerRow, weights_id: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from mint.engine.protocol import Engine, SampleBatch
 from mint.errors import MintError
@@ -43,7 +43,7 @@ class SamplingBatch:
         is_closed = bool(self._suspects) or (self._is_alone and bool(self._running))
         return SamplingLoad(self._sequences, is_closed=is_closed)
 
-    def join(self, samples: Sequence[QueuedSample]) -> dict[str, FutureResult]:
+    def join(self, samples: Iterable[QueuedSample]) -> dict[str, FutureResult]:
         """Adds requests to the batch; returns the results of those that cannot be run."""
         refused = {}
         for sample in samples:

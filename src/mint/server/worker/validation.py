@@ -9,7 +9,7 @@ Letters: N tokens of one datum · K targets per position · P prompt tokens · Q
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -58,10 +58,10 @@ def check_pass(content: ForwardBackwardInput, base: BaseInfo) -> CheckedPass:
     loss = resolve_loss(content.loss_fn, content.loss_fn_config)
     if not content.data:
         raise InvalidRequestError("is empty", field="data", value="[]", remedy="Pass at least one Datum")
-    cells = sum(_target_cells(datum) for datum in content.data)
-    most = f"at most {MAX_TARGET_CELLS} in one request"
-    _require(cells <= MAX_TARGET_CELLS, "target_tokens", f"{cells} cells", most, was="are too many")
+    _check_target_cells(content.data)
     data = [_as_arrays(datum, loss.name, base, f"data[{index}]") for index, datum in enumerate(content.data)]
+    if "logprobs" in LOSSES[loss.name].required:
+        data = _without_unread_logprobs(data)
     _check_numbers(data, base)
     return CheckedPass(data, loss, _weight_warnings(content.data, loss.name))
 
@@ -199,10 +199,31 @@ def _check_sampling_params(params: SamplingParams, base: BaseInfo) -> None:
     _check_tokens(flat_array(ids, np.dtype(np.int64), "stop_token_ids"), base, "stop_token_ids")
 
 
+def _check_target_cells(data: Sequence[Datum]) -> None:
+    """Counts the cells of all [N, K] targets, before the sparse ones among them become dense arrays."""
+    cells = 0
+    for datum in data:
+        targets = datum.loss_fn_inputs.get("target_tokens")
+        shape = None if targets is None else targets.shape
+        if shape is not None and len(shape) >= 2:
+            cells += abs(math.prod(shape))
+    if cells > MAX_TARGET_CELLS:
+        raise InvalidRequestError(
+            "are too many",
+            field="target_tokens",
+            value=f"{cells} cells",
+            remedy=f"Pass at most {MAX_TARGET_CELLS} in one request",
+        )
+
+
 def _as_arrays(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDatum:
+    """One datum with every input in its shape; `_check_numbers` checks the numbers of all datums at once."""
     tokens = datum.model_input.to_numpy()
     n_tokens = len(tokens)
-    _require(n_tokens > 0, f"{where}.model_input", "[]", "at least one token", was="is empty")
+    if n_tokens == 0:
+        raise InvalidRequestError(
+            "is empty", field=f"{where}.model_input", value="[]", remedy="Pass at least one token"
+        )
     if n_tokens > base.context_length:
         raise PromptTooLongError(
             f"is longer than the context of {base.context_length}",
@@ -210,26 +231,40 @@ def _as_arrays(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDatu
             value=f"{n_tokens} tokens",
             remedy="Cut the example, or use a base model with a longer context",
         )
-    rule = LOSSES[loss]
-    inputs = datum.loss_fn_inputs
-    _check_keys(inputs, loss, rule, where)
-    shape = _target_shape(inputs["target_tokens"], loss, n_tokens, f"{where}.loss_fn_inputs.target_tokens")
-    tensors = {
-        key: _array(
-            inputs[key], shape if key in ("target_tokens", "weights") else shape[:1], f"{where}.loss_fn_inputs.{key}"
-        )
-        for key in inputs
-    }
-    targets = tensors.pop("target_tokens")
-    weights = tensors.pop("weights", None)
+    rule, inputs = LOSSES[loss], datum.loss_fn_inputs
+    if not _NEEDED_INPUTS[loss] <= inputs.keys() <= _KNOWN_INPUTS:
+        raise _bad_keys(inputs, loss, rule, where)
+    given_shape = inputs["target_tokens"].shape
+    shape = (n_tokens,)
+    if given_shape is not None and len(given_shape) == 2:
+        shape = _many_targets_shape(given_shape, loss, n_tokens, f"{where}.loss_fn_inputs.target_tokens")
+    arrays: dict[str, np.ndarray] = {}
+    for key, tensor in inputs.items():
+        arrays[key] = _array(tensor, shape if key in ("target_tokens", "weights") else shape[:1], where, key)
+    weights = arrays.get("weights")
     if weights is None:
-        weights = _usual_weights(inputs["target_tokens"], shape) if not rule.required else tensors["advantages"] != 0
+        weights = arrays["advantages"] != 0 if rule.required else _usual_weights(inputs["target_tokens"], shape)
         weights = weights.astype(np.float32)
-    used = {key: tensors[key] for key in (*rule.required, *rule.optional) if key in tensors}
-    if "logprobs" in used:
-        # The loss does not read positions of weight 0, so padding there may hold anything, NaN too.
-        used["logprobs"] = np.where(weights != 0, used["logprobs"], np.float32(0))
-    return TrainDatum(tokens, targets, weights, used)
+    used: dict[str, np.ndarray] = {}
+    for key in (*rule.required, *rule.optional):
+        if key in arrays:
+            used[key] = arrays[key]
+    return TrainDatum(tokens, arrays["target_tokens"], weights, used)
+
+
+def _without_unread_logprobs(data: Sequence[TrainDatum]) -> list[TrainDatum]:
+    """Sets logprobs at positions of weight 0 to 0: no loss reads them, so padding there may hold anything, NaN too."""
+    weights = np.concatenate([datum.weights for datum in data])
+    logprobs = np.concatenate([datum.inputs["logprobs"] for datum in data])
+    logprobs[weights == 0] = 0
+    cleared: list[TrainDatum] = []
+    start = 0
+    for datum in data:
+        end = start + len(datum.tokens)
+        inputs = {**datum.inputs, "logprobs": logprobs[start:end]}
+        cleared.append(TrainDatum(datum.tokens, datum.targets, datum.weights, inputs))
+        start = end
+    return cleared
 
 
 def _check_numbers(data: Sequence[TrainDatum], base: BaseInfo) -> None:
@@ -237,9 +272,13 @@ def _check_numbers(data: Sequence[TrainDatum], base: BaseInfo) -> None:
 
     Looks at all datums together first: a numpy call costs more than the numbers of one datum.
     """
-    ids = np.concatenate([array.reshape(-1) for datum in data for array in (datum.tokens, datum.targets)])
-    floats = [array.reshape(-1) for datum in data for array in (datum.weights, *datum.inputs.values())]
-    if ids.min() >= 0 and ids.max() < base.vocab_size and np.isfinite(np.concatenate(floats)).all():
+    ids: list[np.ndarray] = []
+    floats: list[np.ndarray] = []
+    for datum in data:
+        ids += (datum.tokens, datum.targets.reshape(-1))
+        floats += (datum.weights.reshape(-1), *datum.inputs.values())
+    # as unsigned numbers, negative ones are beyond any vocabulary
+    if np.concatenate(ids).view(np.uint64).max() < base.vocab_size and np.isfinite(np.concatenate(floats)).all():
         return
     for index, datum in enumerate(data):
         inputs = f"data[{index}].loss_fn_inputs"
@@ -250,47 +289,41 @@ def _check_numbers(data: Sequence[TrainDatum], base: BaseInfo) -> None:
             _check_finite(array, f"{inputs}.{key}")
 
 
-def _target_cells(datum: Datum) -> int:
-    targets = datum.loss_fn_inputs.get("target_tokens")
-    return 0 if targets is None or targets.shape is None or len(targets.shape) < 2 else abs(math.prod(targets.shape))
-
-
+_NEEDED_INPUTS = {name: frozenset({"target_tokens", *rule.required}) for name, rule in LOSSES.items()}
 _KNOWN_INPUTS = frozenset(
     {"target_tokens", "weights", *(key for rule in LOSSES.values() for key in rule.required + rule.optional)}
 )
 
 
-def _check_keys(inputs: dict[str, TensorData], loss: str, rule: LossRule, where: str) -> None:
+def _bad_keys(inputs: Mapping[str, TensorData], loss: str, rule: LossRule, where: str) -> InvalidRequestError:
+    """The error for inputs of which one is missing, or is one of no loss."""
     for key in ("target_tokens", *rule.required):
         if key not in inputs:
             needs = ", ".join(("target_tokens", *rule.required))
-            raise InvalidRequestError(
+            return InvalidRequestError(
                 "is missing",
                 field=f"{where}.loss_fn_inputs.{key}",
                 value="(missing)",
                 remedy=f"{loss} needs {needs}; logprobs are those that sample() returned",
             )
-    for key in inputs:
-        if key not in _KNOWN_INPUTS:
-            remedy = f"{loss} reads {', '.join(('target_tokens', 'weights', *rule.required, *rule.optional))}"
-            field = f"{where}.loss_fn_inputs"
-            raise InvalidRequestError("is not an input of any loss", field=field, value=key, remedy=remedy)
+    unknown = next(key for key in inputs if key not in _KNOWN_INPUTS)
+    remedy = f"{loss} reads {', '.join(('target_tokens', 'weights', *rule.required, *rule.optional))}"
+    field = f"{where}.loss_fn_inputs"
+    return InvalidRequestError("is not an input of any loss", field=field, value=unknown, remedy=remedy)
 
 
-def _target_shape(targets: TensorData, loss: str, length: int, where: str) -> tuple[int, ...]:
-    """(N,), or (N, K) for a loss that may have several targets per position."""
-    if targets.shape is None or len(targets.shape) != 2:
-        return (length,)
+def _many_targets_shape(given: Sequence[int], loss: str, length: int, where: str) -> tuple[int, int]:
+    """(N, K) for targets of two dimensions, if the loss may have several targets per position."""
     if not LOSSES[loss].many_targets:
         able = ", ".join(name for name, rule in LOSSES.items() if rule.many_targets)
         raise InvalidRequestError(
             f"{loss} reads one target per token",
             field=where,
-            value=f"shape {targets.shape}",
+            value=f"shape {given}",
             remedy=f"Pass {length} token ids; several weighted targets per token are for {able}",
         )
-    _require(targets.shape[1] >= 1, where, f"shape {targets.shape}", "at least one target per token", was="is empty")
-    return (length, targets.shape[1])
+    _require(given[1] >= 1, where, f"shape {given}", "at least one target per token", was="is empty")
+    return (length, given[1])
 
 
 def _usual_weights(targets: TensorData, shape: tuple[int, ...]) -> np.ndarray:
@@ -302,22 +335,24 @@ def _usual_weights(targets: TensorData, shape: tuple[int, ...]) -> np.ndarray:
     return weights
 
 
-def _array(tensor: TensorData, shape: tuple[int, ...], where: str) -> np.ndarray:
-    if tensor.is_sparse and tensor.shape == list(shape):
-        return _placed(tensor.to_numpy, where)
-    array = tensor.values
-    if tensor.shape in (None, list(shape)) and len(array) == math.prod(shape):
-        return array.reshape(shape)
-    size = f"shape {tensor.shape}" if tensor.shape not in (None, [len(array)]) else f"length {len(array)}"
+def _array(tensor: TensorData, shape: tuple[int, ...], where: str, key: str) -> np.ndarray:
+    """The numbers of an input in its shape; a sparse matrix becomes dense."""
+    given, array = tensor.shape, tensor.values
+    fits = given is None or given == list(shape)
+    if tensor.is_sparse and given is not None and fits:
+        return _placed(tensor.to_numpy, f"{where}.loss_fn_inputs.{key}")
+    if fits and len(array) == math.prod(shape):
+        return array if len(shape) == 1 else array.reshape(shape)
     length = shape[0]
-    remedy = f"Pass {length} numbers, one per token: inputs are full[:-1] where targets are full[1:]"
     raise InvalidRequestError(
         f"does not fit model_input, which has {length} tokens"
         if len(shape) == 1
         else f"does not fit: model_input and target_tokens make it {list(shape)}",
-        field=where,
-        value=size,
-        remedy=remedy if len(shape) == 1 else f"Pass {length} rows, one per token, for targets and weights alike",
+        field=f"{where}.loss_fn_inputs.{key}",
+        value=f"length {len(array)}" if given in (None, [len(array)]) else f"shape {given}",
+        remedy=f"Pass {length} numbers, one per token: inputs are full[:-1] where targets are full[1:]"
+        if len(shape) == 1
+        else f"Pass {length} rows, one per token, for targets and weights alike",
     )
 
 
@@ -357,18 +392,20 @@ def _place(wrong: np.ndarray) -> str:
 
 
 def _weight_warnings(data: Sequence[Datum], loss: str) -> list[str]:
-    without = sum("weights" not in datum.loss_fn_inputs for datum in data)
     rule = LOSSES[loss]
+    read = {"target_tokens", "weights", *rule.required, *rule.optional}
+    without, unread = 0, set[str]()
+    for datum in data:
+        without += "weights" not in datum.loss_fn_inputs
+        unread |= datum.loss_fn_inputs.keys() - read
     warnings = []
     if without and rule.required:
         warnings.append(
             f"weights_missing: weights are missing in {without} of {len(data)} datums: "
             "1 was used where the advantage is not 0, else 0"
         )
-    read = {"target_tokens", "weights", *rule.required, *rule.optional}
-    unread = sorted({key for datum in data for key in datum.loss_fn_inputs if key not in read})
     if unread:
-        warnings.append(f"unread_inputs: {loss} does not read {', '.join(unread)}: ignored")
+        warnings.append(f"unread_inputs: {loss} does not read {', '.join(sorted(unread))}: ignored")
     return warnings
 
 

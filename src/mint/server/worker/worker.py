@@ -20,7 +20,7 @@ from mint.server.queue.fairness import Fairness
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import TrainingJob
 from mint.server.queue.queue import RequestQueue
-from mint.server.queue.scheduler import GAP_TIMEOUT_S, GiveUp, RunTraining, StepSamples, plan
+from mint.server.queue.scheduler import GAP_TIMEOUT_S, NO_LOAD, GiveUp, RunTraining, StepSamples, plan
 from mint.server.store.journal import Journal
 from mint.server.store.obsolete_files import discard_files
 from mint.server.worker.samplers import Samplers
@@ -78,7 +78,8 @@ class Worker:
         self._queue.wake()
         if self._thread.is_alive():
             self._thread.join()
-        self._run_calls()
+        while not self._calls.empty():
+            self._calls.get()()
 
     @property
     def is_alive(self) -> bool:
@@ -120,7 +121,8 @@ class Worker:
         housekeeping_at = self._clock() + HOUSEKEEPING_S
         while not self._stopping.is_set():
             try:
-                self._run_calls()
+                while not self._calls.empty():
+                    self._calls.get()()
                 if self._clock() >= housekeeping_at:
                     self._housekeeping()
                     housekeeping_at = self._clock() + HOUSEKEEPING_S
@@ -132,13 +134,10 @@ class Worker:
                 log.exception("the worker failed between two requests")
                 self._stopping.wait(JOURNAL_RETRY_S)
 
-    def _run_calls(self) -> None:
-        while not self._calls.empty():
-            self._calls.get()()
-
     def _run_next(self, housekeeping_at: float) -> None:
         now = self._clock()
-        pending, sampling = self._queue.pending(), self._batch.load
+        pending = self._queue.pending()
+        sampling = self._batch.load if self._batch.sequences else NO_LOAD
         match plan(pending, now, sampling=sampling, fairness=self._fairness, gap_timeout_s=self._gap_timeout_s):
             case RunTraining(job):
                 self._train(job)
@@ -191,15 +190,16 @@ class Worker:
             self._futures.finish({name: result if error is None else FutureResult.of_error(error)})
 
         self._journal.durability.call_when_durable(job.commit, outcome.written, resolve)
-        discard_files(self._journal, self._data_dir, obsolete)
+        if obsolete:
+            discard_files(self._journal, self._data_dir, obsolete)
 
     def _sample(self, joining: tuple[str, ...]) -> None:
         """Admits requests, decodes one token for each sequence, and resolves the futures of those that finished."""
         results: dict[str, FutureResult] = {}
         if joining:
             samples = self._queue.take_samples(joining)
-            self.eta.start([sample.request_id for sample in samples], SAMPLE)
-            results = self._batch.join(samples)
+            self.eta.start(samples, SAMPLE)
+            results = self._batch.join(samples.values())
         results |= self._batch.step()
         if results:
             self.eta.end(results)
