@@ -59,9 +59,12 @@ class Datum(ArrayValue):
                 remedy="Pass {'target_tokens': […], …}",
             )
         self.model_input = model_input
-        self.loss_fn_inputs = {
-            ("weights" if key == LOSS_WEIGHTS else key): _as_tensor(key, value) for key, value in loss_fn_inputs.items()
-        }
+        self.loss_fn_inputs = {}
+        for key, value in loss_fn_inputs.items():
+            dtype: DType = "int64" if key in INT_INPUTS else "float32"
+            is_tensor = isinstance(value, TensorData) and value.dtype == dtype
+            name = "weights" if key == LOSS_WEIGHTS else key
+            self.loss_fn_inputs[name] = value if is_tensor else _as_tensor(key, value, dtype)
         if LOSS_WEIGHTS in loss_fn_inputs and "weights" in loss_fn_inputs:
             raise InvalidRequestError(
                 "is an alias of `weights`, and both were given",
@@ -74,10 +77,7 @@ class Datum(ArrayValue):
         return self.model_input, self.loss_fn_inputs
 
 
-def _as_tensor(key: str, value: Any) -> TensorData:
-    dtype: DType = "int64" if key in INT_INPUTS else "float32"
-    if isinstance(value, TensorData) and value.dtype == dtype:
-        return value
+def _as_tensor(key: str, value: Any, dtype: DType) -> TensorData:
     if isinstance(value, dict):
         value = TensorData.model_validate(value)
     try:

@@ -38,7 +38,12 @@ class EncodedTextChunk(ArrayValue):
         """A read-only array of int32 or int64 is shared, anything else is copied."""
         if type != "encoded_text":
             raise InvalidRequestError("is not this chunk's type", field="EncodedTextChunk.type", value=type)
-        self.ids = _token_ids(tokens)
+        field = "EncodedTextChunk.tokens"
+        wide = isinstance(tokens, np.ndarray) and tokens.dtype != _INT32
+        try:
+            self.ids = flat_array(tokens, _INT64 if wide else _INT32, field)
+        except InvalidRequestError:
+            self.ids = flat_array(tokens, _INT64, field)
         self._list: list[int] | None = None
 
     @property
@@ -139,8 +144,9 @@ class ModelInput(ArrayValue):
 
     def to_numpy(self) -> np.ndarray:
         """All token ids, chunks joined: a new int64 array."""
-        ids = [chunk.ids for chunk in self.chunks]
-        return ids[0].astype(np.int64) if len(ids) == 1 else np.concatenate([np.zeros(0, np.int64), *ids])
+        if len(self.chunks) == 1:
+            return self.chunks[0].ids.astype(np.int64)
+        return np.concatenate([np.zeros(0, np.int64), *(chunk.ids for chunk in self.chunks)])
 
     def append(self, chunk: EncodedTextChunk) -> Self:
         """A new input with one more chunk."""
@@ -161,7 +167,10 @@ class ModelInput(ArrayValue):
     @property
     def length(self) -> int:
         """Number of tokens."""
-        return sum(len(chunk.ids) for chunk in self.chunks)
+        count = 0
+        for chunk in self.chunks:
+            count += len(chunk.ids)
+        return count
 
     def context_length(self) -> int:
         """Number of tokens (MinT's name for `length`)."""
@@ -169,16 +178,6 @@ class ModelInput(ArrayValue):
 
     def _content(self) -> tuple[Any, ...]:
         return (self.chunks,)
-
-
-def _token_ids(tokens: Any) -> np.ndarray:
-    field = "EncodedTextChunk.tokens"
-    if isinstance(tokens, np.ndarray):
-        return flat_array(tokens, tokens.dtype if tokens.dtype in (_INT32, _INT64) else _INT64, field)
-    try:
-        return flat_array(tokens, _INT32, field)
-    except InvalidRequestError:
-        return flat_array(tokens, _INT64, field)
 
 
 def _require_text(chunk: Any, field: str | None) -> None:

@@ -118,7 +118,7 @@ class SampledSequence(ArrayValue):
         self.tokens_np = flat_array(tokens, _INT32, "SampledSequence.tokens")
         self.logprobs_np = flat_array(logprobs, _FLOAT32, "SampledSequence.logprobs")
         self.stop_reason = stop_reason
-        self.topk_logprobs_np = _matrices(topk_logprobs)
+        self.topk_logprobs_np = None if topk_logprobs is None else _matrices(topk_logprobs)
         self._lists: tuple[list[int], list[float]] | None = None
 
     @property
@@ -198,7 +198,7 @@ class SampleResponse(ArrayValue):
         self.prompt_logprobs_np = (
             None if prompt_logprobs is None else flat_array(prompt_logprobs, _FLOAT32, "SampleResponse.prompt_logprobs")
         )
-        self.topk_prompt_logprobs_np = _matrices(topk_prompt_logprobs)
+        self.topk_prompt_logprobs_np = None if topk_prompt_logprobs is None else _matrices(topk_prompt_logprobs)
         self.target_prompt_logprobs = target_prompt_logprobs
         self.prompt_alt_tokens = prompt_alt_tokens
 
@@ -220,5 +220,5 @@ class SampleResponse(ArrayValue):
         return tuple(self._fields().values())
 
 
-def _matrices(rows: TopkLogprobs | Iterable[Sequence[tuple[int, float]] | None] | None) -> TopkLogprobs | None:
-    return rows if rows is None or isinstance(rows, TopkLogprobs) else TopkLogprobs.from_rows(rows)
+def _matrices(rows: TopkLogprobs | Iterable[Sequence[tuple[int, float]] | None]) -> TopkLogprobs:
+    return rows if isinstance(rows, TopkLogprobs) else TopkLogprobs.from_rows(rows)

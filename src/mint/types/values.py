@@ -97,14 +97,17 @@ class ArrayValue:
         raise NotImplementedError
 
     def _fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.json_form.model_fields}
+        fields = {}
+        for name in self.json_form.model_fields:
+            fields[name] = getattr(self, name)
+        return fields
 
     def _as_form(self) -> BaseModel:
-        return self.json_form(**self._fields())
+        return self.json_form.model_construct(**self._fields())  # not checked again
 
     @classmethod
     def _from_form(cls, form: BaseModel) -> Self:
-        return cls(**{name: getattr(form, name) for name in cls.json_form.model_fields})
+        return cls(**dict(form))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

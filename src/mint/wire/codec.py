@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Protocol, Self, TypeVar, cast, get_args, get_origin
+from typing import Any, NoReturn, Protocol, Self, TypeVar, cast, get_args, get_origin
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
@@ -71,7 +71,8 @@ _PROTO: dict[type[Message], tuple[Callable[[bytes], Message], Callable[[Any], by
 def encode(message: Message, encoding: Encoding = Encoding.JSON) -> bytes:
     """A request or result; in JSON without the fields that are None."""
     if encoding is Encoding.PROTO:
-        return _proto_form(type(message))[1](message)
+        _, write = _PROTO.get(type(message)) or _no_proto_form(type(message))
+        return write(message)
     return message.model_dump_json(exclude_none=True).encode()
 
 
@@ -111,7 +112,8 @@ def decode(kind: type[T], body: bytes, encoding: Encoding = Encoding.JSON) -> T:
         InvalidRequestError: the body cannot be read, or is not of this kind; names the first wrong field.
     """
     if encoding is Encoding.PROTO:
-        return cast("T", _proto_form(kind)[0](body))
+        read, _ = _PROTO.get(kind) or _no_proto_form(kind)
+        return cast("T", read(body))
     try:
         return kind.model_validate_json(body)
     except (ValidationError, InvalidRequestError) as error:
@@ -130,15 +132,13 @@ def _as_refusal(error: ValidationError | InvalidRequestError, kind: type[Message
     return invalid_request(error, kind.__name__) if isinstance(error, ValidationError) else error
 
 
-def _proto_form(kind: type[Message]) -> tuple[Callable[[bytes], Message], Callable[[Any], bytes]]:
-    if kind not in _PROTO:
-        raise InvalidRequestError(
-            f"{kind.__name__} has no protobuf form",
-            field="content-type",
-            value=Encoding.PROTO.value,
-            remedy="Send application/json",
-        )
-    return _PROTO[kind]
+def _no_proto_form(kind: type[Message]) -> NoReturn:
+    raise InvalidRequestError(
+        f"{kind.__name__} has no protobuf form",
+        field="content-type",
+        value=Encoding.PROTO.value,
+        remedy="Send application/json",
+    )
 
 
 def _without_unknown(kind: type[Message], body: bytes) -> tuple[bytes, list[str]]:

@@ -32,7 +32,7 @@ from mint.types import (
     TopkLogprobs,
 )
 from mint.wire import tinker_public_pb2 as pb
-from mint.wire.protobuf_fields import check_parts
+from mint.wire.protobuf_fields import MAX_PARTS, check_parts
 from mint.wire.requests import ForwardBackwardInput, ForwardBackwardRequest
 
 _MAX_DIMENSIONS = 8
@@ -59,16 +59,14 @@ def read_request(body: bytes) -> ForwardBackwardRequest:
     Raises:
         InvalidRequestError: as the module says; `data[3].loss_fn_inputs.weights` is how fields are named.
     """
-    check_parts(body, "ForwardBackwardRequest", repeated=3)
-    message = _parse(pb.ForwardBackwardRequest(), body)
+    message = _parse(pb.ForwardBackwardRequest(), body, repeated=3)
     config: dict[str, float | str] = dict(sorted(message.loss_fn_config.items()))
     for key, value in sorted(message.loss_fn_config_v2.items(), key=itemgetter(0)):
         config[key] = value.text if value.HasField("text") else value.number
-    content = ForwardBackwardInput(
-        data=[_read_datum(datum, f"data[{index}]") for index, datum in enumerate(message.data)],
-        loss_fn=message.loss_fn,
-        loss_fn_config=config or None,
-    )
+    data = []
+    for index, datum in enumerate(message.data):
+        data.append(_read_datum(datum, f"data[{index}]"))
+    content = ForwardBackwardInput(data=data, loss_fn=message.loss_fn, loss_fn_config=config or None)
     return ForwardBackwardRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,
@@ -78,42 +76,49 @@ def read_request(body: bytes) -> ForwardBackwardRequest:
 
 
 def write_request(request: ForwardBackwardRequest) -> bytes:
-    """`read_request` gives the request back; equal requests give equal bytes."""
+    """`read_request` gives the request back; equal requests give equal bytes.
+
+    Messages that are joined as bytes are one message with the fields of all. So each datum is a message of its own:
+    one message with all of them would take twice the time, most of it for the growth of its buffer.
+    """
     content = request.forward_backward_input
     try:
-        message = pb.ForwardBackwardRequest(
-            model_id=request.model_id,
-            seq_id=request.seq_id,
-            loss_fn=content.loss_fn,
-            forward_only=request.forward_only,
-        )
+        head = pb.ForwardBackwardRequest(model_id=request.model_id, seq_id=request.seq_id)
+        tail = pb.ForwardBackwardRequest(loss_fn=content.loss_fn, forward_only=request.forward_only)
     except ValueError as error:  # a number beyond the field's 32 bits, or text that is not Unicode
         raise InvalidRequestError(str(error), field="ForwardBackwardRequest", value=request.seq_id) from error
     for key, value in (content.loss_fn_config or {}).items():
         if isinstance(value, str):
-            message.loss_fn_config_v2[key].text = value
+            tail.loss_fn_config_v2[key].text = value
         else:
-            message.loss_fn_config[key] = message.loss_fn_config_v2[key].number = value
+            tail.loss_fn_config[key] = tail.loss_fn_config_v2[key].number = value
+    parts = [_serialise(head)]
     for index, datum in enumerate(content.data):
-        written = message.data.add()
+        part = pb.ForwardBackwardRequest()
+        written = part.data.add()
         for chunk in datum.model_input.chunks:
-            written.model_input.add().encoded_text.tokens = _int32(chunk.ids, f"data[{index}].model_input")
+            ids = chunk.ids if chunk.ids.dtype == np.int32 else _int32(chunk.ids, f"data[{index}].model_input")
+            written.model_input.add().encoded_text.tokens = ids.astype("<i4", copy=False).tobytes()
+        inputs = written.loss_fn_inputs
         for key, tensor in datum.loss_fn_inputs.items():
-            _write_tensor(written.loss_fn_inputs[key], tensor, f"data[{index}].loss_fn_inputs.{key}")
-    return _serialise(message)
+            _write_tensor(inputs[key], tensor, f"data[{index}].loss_fn_inputs.{key}")
+        parts.append(_serialise(part))
+    return b"".join([*parts, _serialise(tail)])
 
 
 def _read_datum(datum: pb.Datum, where: str) -> Datum:
-    chunks = [_read_chunk(chunk, f"{where}.model_input[{index}]") for index, chunk in enumerate(datum.model_input)]
-    inputs = {key: _read_tensor(value, f"{where}.loss_fn_inputs.{key}") for key, value in datum.loss_fn_inputs.items()}
+    chunks = []
+    for index, chunk in enumerate(datum.model_input):
+        place = f"{where}.model_input[{index}]"
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            _refuse(place, kind or "nothing", "is not text", "The base models of this server read token ids alone")
+        chunks.append(EncodedTextChunk(_numbers(chunk.encoded_text.tokens, pb.DTYPE_INT32, place)))
+    tensors = datum.loss_fn_inputs
+    inputs = {}
+    for key in tensors:
+        inputs[key] = _read_tensor(tensors[key], f"{where}.loss_fn_inputs.{key}")
     return Datum(ModelInput(chunks), inputs)
-
-
-def _read_chunk(chunk: pb.Chunk, where: str) -> EncodedTextChunk:
-    kind = chunk.WhichOneof("chunk")
-    if kind != "encoded_text":
-        _refuse(where, kind or "nothing", "is not text", "The base models of this server read token ids alone")
-    return EncodedTextChunk(_numbers(chunk.encoded_text.tokens, pb.DTYPE_INT32, where))
 
 
 # --- forward_backward results ------------------------------------------------------------------------------------
@@ -125,8 +130,7 @@ def read_output(body: bytes) -> ForwardBackwardOutput:
     Raises:
         InvalidRequestError: as the module says.
     """
-    check_parts(body, "ForwardBackwardOutput", repeated=2)
-    message = _parse(pb.ForwardBackwardOutput(), body)
+    message = _parse(pb.ForwardBackwardOutput(), body, repeated=2)
     rows: list[dict[str, TensorData]] = []
     for index, record in enumerate(message.loss_fn_outputs):
         rows += _read_record(record, f"loss_fn_outputs[{index}]")
@@ -182,7 +186,8 @@ def _read_column(field: pb.BatchedTensor, where: str) -> list[TensorData]:
     numbers = _numbers(field.data, field.dtype, where)
     width = _NUMPY[field.dtype].itemsize
     offsets_D1 = _numbers(field.offsets, pb.DTYPE_INT64, f"{where}.offsets")
-    trailing = _shape(field.trailing_shape, f"{where}.trailing_shape")
+    trailing = field.trailing_shape[:]
+    _require_shape(trailing, f"{where}.trailing_shape")
     row = math.prod(trailing)
     ascending = len(offsets_D1) > 0 and bool((offsets_D1[:-1] <= offsets_D1[1:]).all())
     if not ascending or offsets_D1[0] < 0 or offsets_D1[-1] > len(field.data):
@@ -208,8 +213,7 @@ def read_sample(body: bytes) -> SampleResponse:
     Raises:
         InvalidRequestError: as the module says.
     """
-    check_parts(body, "SampleResponse", repeated=1)
-    message = _parse(pb.SampleResponse(), body)
+    message = _parse(pb.SampleResponse(), body, repeated=1)
     prompt_logprobs, topk, target, alternatives = None, None, None, None
     if message.HasField("prompt_logprobs"):
         prompt_logprobs = _numbers(message.prompt_logprobs, pb.DTYPE_FLOAT32, "prompt_logprobs")
@@ -287,7 +291,8 @@ def _write_topk(table: TopkLogprobs) -> pb.TopkLogprobs:
 
 def _read_tensor(tensor: pb.Tensor, where: str) -> TensorData:
     layout = tensor.WhichOneof("layout")
-    shape = _shape(tensor.shape, f"{where}.shape")
+    shape = tensor.shape[:]
+    _require_shape(shape, f"{where}.shape")
     crow = col = None
     if layout == "sparse_csr":
         values = _numbers(tensor.sparse_csr.values, tensor.dtype, f"{where}.values")
@@ -322,35 +327,38 @@ def _write_tensor(message: pb.Tensor, tensor: TensorData, where: str) -> None:
 
 def _numbers(raw: bytes, dtype: Any, where: str) -> np.ndarray:
     """int64, int32 or float32 numbers; bfloat16 becomes float32, of the same value."""
-    if dtype not in _NUMPY:
+    layout = _NUMPY.get(dtype)
+    if layout is None:
         _refuse(f"{where}.dtype", dtype, "is not a dtype", "Pass 1 float32, 2 int64, 3 int32 or 4 bfloat16")
-    if len(raw) % _NUMPY[dtype].itemsize:
-        wanted = f"is not a multiple of {_NUMPY[dtype].itemsize} bytes"
+    if len(raw) % layout.itemsize:
+        wanted = f"is not a multiple of {layout.itemsize} bytes"
         _refuse(where, f"{len(raw)} bytes", wanted, "Pass whole little-endian numbers")
-    numbers = np.frombuffer(raw, _NUMPY[dtype])
+    numbers = np.frombuffer(raw, layout)
     return (numbers.astype("<u4") << 16).view("<f4") if dtype == pb.DTYPE_BFLOAT16 else numbers
 
 
-def _int32(ids: np.ndarray, where: str) -> bytes:
-    if ids.dtype != np.int32 and (ids != ids.astype(np.int32)).any():
+def _int32(ids: np.ndarray, where: str) -> np.ndarray:
+    narrow = ids.astype(np.int32)
+    if (ids != narrow).any():
         _refuse(where, ids.tolist(), "does not fit 32 bits", "Pass smaller numbers")
-    return ids.astype("<i4", copy=False).tobytes()
+    return narrow
 
 
-def _shape(sizes: Sequence[int], where: str) -> list[int]:
-    if len(sizes) > _MAX_DIMENSIONS:
-        _refuse(where, f"{len(sizes)} dimensions", "are too many", f"Pass at most {_MAX_DIMENSIONS}")
-    shape = list(sizes)
+def _require_shape(shape: Sequence[int], where: str) -> None:
+    if len(shape) > _MAX_DIMENSIONS:
+        _refuse(where, f"{len(shape)} dimensions", "are too many", f"Pass at most {_MAX_DIMENSIONS}")
     if shape and (min(shape) < 0 or max(shape) >= 2**31):
         _refuse(where, shape, "is not a shape", "Pass sizes from 0 to 2**31 - 1")
-    return shape
 
 
-def _parse(message: Any, body: bytes) -> Any:
+def _parse(message: Any, body: bytes, *, repeated: int) -> Any:
+    """`message`, filled from a body of not too many parts; `repeated` is the field whose own parts count too."""
+    name = message.DESCRIPTOR.name
+    if len(body) >= 2 * MAX_PARTS:  # no part is shorter than two bytes
+        check_parts(body, name, repeated=repeated)
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        name = message.DESCRIPTOR.name
         raise InvalidRequestError(
             "is cut or damaged", field=name, value=f"{len(body)} bytes", remedy="Send a whole protobuf message"
         ) from error

@@ -29,16 +29,20 @@ class WireRequest(StrictValue):
     def _complete(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        given = {key: value for key, value in fields.items() if value is not None}
+        given = _without_nulls(fields)
         for key in _DEFAULTS.keys() & cls.model_fields.keys():
             part = given.get(key, {})
             if isinstance(part, dict):
-                known = {name: value for name, value in part.items() if value is not None}
-                defaults = {
-                    name: value for name, value in _DEFAULTS[key].items() if "betas" not in known or name[:4] != "beta"
-                }
-                given[key] = {**defaults, **known}
+                defaults, known = dict(_DEFAULTS[key]), _without_nulls(part)
+                if "betas" in known:  # stands for both
+                    defaults.pop("beta1", None)
+                    defaults.pop("beta2", None)
+                given[key] = defaults | known
         return given
+
+
+def _without_nulls(fields: dict[Any, Any]) -> dict[Any, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 class ClientConfigRequest(WireRequest):
