@@ -20,7 +20,9 @@ def split(data: Sequence[Datum]) -> list[list[Datum]]:
     chunks: list[list[Datum]] = [[]]
     numbers = 0
     for datum in data:
-        size = datum.model_input.length + sum(len(tensor.values) for tensor in datum.loss_fn_inputs.values())
+        size = datum.model_input.length
+        for tensor in datum.loss_fn_inputs.values():
+            size += len(tensor.values)
         if chunks[-1] and (len(chunks[-1]) >= MAX_DATUMS or numbers + size > MAX_NUMBERS):
             chunks.append([])
             numbers = 0
@@ -31,8 +33,6 @@ def split(data: Sequence[Datum]) -> list[list[Datum]]:
 
 def merge(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     """One output for all chunks: datums in order, metrics reduced as their suffix says, warnings of each."""
-    if len(outputs) == 1:
-        return outputs[0]
     datums = [len(output.loss_fn_outputs) for output in outputs]
     return ForwardBackwardOutput(
         loss_fn_output_type=outputs[0].loss_fn_output_type,

@@ -257,66 +257,69 @@ class TrainingClient(ClientFuture):
     def _pass(
         self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None, *, forward_only: bool
     ) -> APIFuture[ForwardBackwardOutput]:
-        parts = [self._pass_input(part, loss_fn, config) for part in chunks.split(data)]
-        numbers = self._take_numbers(len(parts))
-        bodies = [
-            self._pass_body(part, number, forward_only=forward_only)
-            for part, number in zip(parts, numbers, strict=True)
-        ]
+        bodies = self._encode_passes(chunks.split(data), loss_fn, config, forward_only=forward_only)
         return APIFuture(self._session.run(self._submit_passes(bodies)))
 
-    def _pass_input(
-        self, data: list[Datum], loss_fn: str = "cross_entropy", config: LossConfig | None = None
-    ) -> ForwardBackwardInput:
-        """Checked before the pass takes its number: a number that is taken and never sent would stop the model."""
-        settings = None
-        try:
-            if config is not None:
-                settings = {
-                    key: float(value) if hasattr(value, "__float__") else value for key, value in config.items()
-                }
-            return ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=settings)
-        except ValidationError as error:
-            raise invalid_request(error, "forward_backward") from error
+    def _encode_passes(
+        self,
+        parts: Sequence[list[Datum]],
+        loss_fn: str = "cross_entropy",
+        config: LossConfig | None = None,
+        *,
+        numbers: Sequence[int] | None = None,
+        forward_only: bool = False,
+    ) -> list[EncodedRequest]:
+        """A request for each part; `numbers` None takes the next ones.
 
-    def _pass_body(self, content: ForwardBackwardInput, number: int, *, forward_only: bool = False) -> EncodedRequest:
-        request = ForwardBackwardRequest(
-            model_id=self.model_id, seq_id=number, forward_backward_input=content, forward_only=forward_only
-        )
-        return self._session.server.encode(request)
+        All parts are checked first: a number that is taken and never sent would stop the model.
+        """
+        settings = None
+        if config is not None:
+            settings = {key: float(value) if hasattr(value, "__float__") else value for key, value in config.items()}
+        contents = []
+        for part in parts:
+            try:
+                contents.append(ForwardBackwardInput(data=part, loss_fn=loss_fn, loss_fn_config=settings))
+            except ValidationError as error:
+                raise invalid_request(error, "forward_backward") from error
+        if numbers is None:
+            numbers = self._take_numbers(len(contents))
+        bodies = []
+        for content, number in zip(contents, numbers, strict=True):
+            request = ForwardBackwardRequest(
+                model_id=self.model_id, seq_id=number, forward_backward_input=content, forward_only=forward_only
+            )
+            bodies.append(self._session.server.encode(request))
+        return bodies
 
     async def _submit_passes(self, bodies: Sequence[EncodedRequest]) -> ForwardBackwardOutput:
         await wait_async(self._made, None)
-        outputs = [self._session.server.submit("forward_backward", body, ForwardBackwardOutput) for body in bodies]
-        return chunks.merge(await asyncio.gather(*outputs))
+        outputs = await asyncio.gather(
+            *[self._session.server.submit("forward_backward", body, ForwardBackwardOutput) for body in bodies]
+        )
+        return outputs[0] if len(outputs) == 1 else chunks.merge(outputs)
 
     async def _custom(
         self, data: list[Datum], parts: list[list[Datum]], fn: CustomLoss, forward: list[int], backward: list[int]
     ) -> ForwardBackwardOutput:
-        numbered = list(zip(parts, forward, strict=True))
         try:
-            bodies = [
-                self._pass_body(self._pass_input(without_loss(part)), n, forward_only=True) for part, n in numbered
-            ]
-            first = await self._submit_passes(bodies)
+            unweighted = [without_loss(part) for part in parts]
+            first = await self._submit_passes(self._encode_passes(unweighted, numbers=forward, forward_only=True))
             rows = [output["logprobs"] for output in first.loss_fn_outputs]
             loss, metrics, weights = await asyncio.to_thread(gradient, fn, data, rows)
         except BaseException:
             await self._fail_numbers(backward)
             raise
-        weighted = iter(weights)
-        bodies = [
-            self._pass_body(self._pass_input([reweighted(datum, next(weighted)) for datum in part]), number)
-            for part, number in zip(parts, backward, strict=True)
-        ]
-        second = await self._submit_passes(bodies)
+        left = iter(weights)
+        weighted = [[reweighted(datum, next(left)) for datum in part] for part in parts]
+        second = await self._submit_passes(self._encode_passes(weighted, numbers=backward))
         surrogate = second.metrics.get("loss:sum", 0.0)
         merged = {**second.metrics, **metrics, "loss:sum": loss, "surrogate_loss:sum": surrogate}
         return second.model_copy(update={"loss_fn_outputs": first.loss_fn_outputs, "metrics": merged, "warnings": []})
 
     async def _fail_numbers(self, numbers: Sequence[int]) -> None:
         """Sends empty passes for numbers whose passes cannot be made: the server refuses them and the next step."""
-        empty = [self._pass_body(self._pass_input([]), number) for number in numbers]
+        empty = self._encode_passes([[] for _ in numbers], numbers=numbers)
         await asyncio.gather(*(self._submit_passes([body]) for body in empty), return_exceptions=True)
 
     def _load(self, path: str, token: str | None, *, optimizer: bool) -> APIFuture[LoadWeightsResponse]:

@@ -238,14 +238,22 @@ def flat_array(values: Iterable[float] | np.ndarray, dtype: np.dtype, field: str
         InvalidRequestError: names `field`; `values` are not one-dimensional numbers, hold fractions where integers
             belong, or integers that do not fit.
     """
-    if isinstance(values, np.ndarray):
-        if values.dtype == dtype and values.ndim == 1:
-            return _read_only(np.array(values)) if values.flags.writeable else values
-    elif isinstance(values, list | tuple | range):
+    if isinstance(values, list | tuple | range):
         packed = _packed(values, dtype)
         if packed is not None:
             return packed
     array = np.asarray(values)
+    if array.dtype != dtype or array.ndim != 1:
+        _require_fit(array, values, dtype, field)
+    elif array is values and not array.flags.writeable:
+        return array
+    with np.errstate(over="ignore"):
+        made = array.astype(dtype)
+    made.flags.writeable = False
+    return made
+
+
+def _require_fit(array: np.ndarray, values: Any, dtype: np.dtype, field: str) -> None:
     _require_numbers(array, values, field)
     if array.ndim != 1:
         raise _refusal("is not one-dimensional", field, values, "Pass flat numbers, and their shape beside them")
@@ -255,13 +263,6 @@ def flat_array(values: Iterable[float] | np.ndarray, dtype: np.dtype, field: str
         limits = np.iinfo(dtype)
         if array.min() < limits.min or array.max() > limits.max:
             raise _too_large(field, values, dtype)
-    with np.errstate(over="ignore"):
-        return _read_only(array.astype(dtype))
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
 
 
 def _packed(values: Sequence[float], dtype: np.dtype) -> np.ndarray | None:

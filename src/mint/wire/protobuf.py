@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, NoReturn
 
@@ -152,16 +152,24 @@ def write_output(output: ForwardBackwardOutput) -> bytes:
         record = message.loss_fn_outputs.add(type_tag=output.loss_fn_output_type, num_datums=len(rows))
         for name, dtype, trailing_shape in kind:
             code, written = _WRITTEN[dtype]
-            parts = [row[name].values.astype(written, copy=False).tobytes() for row in rows]
-            offsets = np.cumsum([0, *(len(part) for part in parts)], dtype="<i8").tobytes()
+            parts, offsets = [], [0]
+            for row in rows:
+                part = row[name].values.astype(written, copy=False).tobytes()
+                parts.append(part)
+                offsets.append(offsets[-1] + len(part))
             field = record.fields[name]
-            field.data, field.offsets, field.dtype = b"".join(parts), offsets, code
+            field.dtype, field.data = code, b"".join(parts)
+            field.offsets = np.array(offsets, "<i8").tobytes()
             field.trailing_shape.extend(trailing_shape)
     return _serialise(message)
 
 
 def _record_kind(row: Mapping[str, TensorData]) -> tuple[tuple[str, DType, tuple[int, ...]], ...]:
-    return tuple(sorted((name, tensor.dtype, tuple((tensor.shape or [0])[1:])) for name, tensor in row.items()))
+    kind = []
+    for name in sorted(row):
+        tensor = row[name]
+        kind.append((name, tensor.dtype, tuple((tensor.shape or [0])[1:])))
+    return tuple(kind)
 
 
 def _read_record(record: pb.ArrayRecord, where: str) -> list[dict[str, TensorData]]:
@@ -170,15 +178,14 @@ def _read_record(record: pb.ArrayRecord, where: str) -> list[dict[str, TensorDat
         if not 0 <= count <= _MAX_EMPTY_DATUMS:
             _refuse(f"{where}.num_datums", count, "counts datums without any field", "Leave such records out")
         return [{} for _ in range(count)]
-    columns = {
-        name: _read_column(field, f"{where}.fields.{name}")
-        for name, field in sorted(record.fields.items(), key=itemgetter(0))
-    }
+    columns = {}
+    for name in sorted(record.fields):
+        columns[name] = _read_column(record.fields[name], f"{where}.fields.{name}")
     count = count or len(next(iter(columns.values())))
     for name, column in columns.items():
         if len(column) != count:
             _refuse(f"{where}.fields.{name}.offsets", len(column), f"does not fit {count} datums", "Pass one per datum")
-    return [{name: column[index] for name, column in columns.items()} for index in range(count)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _read_column(field: pb.BatchedTensor, where: str) -> list[TensorData]:
@@ -198,10 +205,10 @@ def _read_column(field: pb.BatchedTensor, where: str) -> list[TensorData]:
     if offsets_D1[0] % width or not whole.all():
         _refuse(f"{where}.offsets", f"rows of {row}", "cut the data inside a row", "Correct offsets or trailing_shape")
     dtype: DType = "float32" if numbers.dtype.kind == "f" else "int64"
-    bounds = zip((offsets_D1[:-1] // width).tolist(), (offsets_D1[1:] // width).tolist(), strict=True)
-    return [
-        TensorData(numbers[start:end], dtype, ((end - start) // row if row else 0, *trailing)) for start, end in bounds
-    ]
+    tensors = []
+    for start, end in pairwise((offsets_D1 // width).tolist()):
+        tensors.append(TensorData(numbers[start:end], dtype, ((end - start) // row if row else 0, *trailing)))
+    return tensors
 
 
 # --- samples -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel
 import mint.wire as wire
 from mint.client.connection.address import Address
 from mint.client.connection.backoff import Backoff
-from mint.client.connection.server_errors import LostError, error_of, is_error, is_not_yet, json_of
+from mint.client.connection.server_errors import LONGEST_ERROR_BYTES, LostError, error_of, is_error, is_not_yet, json_of
 from mint.client.connection.transport import TIMEOUT_S, Request, Response, Transport, TransportError
 from mint.client.connection.wait_log import WaitLog, log
 from mint.errors import InvalidRequestError, MintError
@@ -33,8 +34,15 @@ NOTIFY_TIMEOUT_S = 10.0
 SHORTEST_POLL_S = 0.3
 TRANSIENT = frozenset({408, 429, 502, 503, 504})
 GONE, UNSUPPORTED_MEDIA_TYPE = 410, 415
-PROTO_RESULTS = (ForwardBackwardOutput, SampleResponse)
 PROTO_OR_JSON = f"{wire.Encoding.PROTO.value}, {wire.Encoding.JSON.value}"
+ACCEPTED: Mapping[type[wire.Message], str] = {
+    ForwardBackwardOutput: PROTO_OR_JSON,
+    SampleResponse: PROTO_OR_JSON,
+}
+"""The media types in which a result may come; others come as JSON."""
+
+LARGE_BYTES = 1 << 20
+"""A larger answer is decoded on a thread, because the event loop has heartbeats and other requests to send."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +70,11 @@ class ServerConnection:
 
     async def get(self, path: str, kind: type[M]) -> M:
         """The answer of a GET route."""
-        return _read(await self.call("GET", path), kind)
+        return await _read(await self.call("GET", path), kind)
 
     async def post(self, path: str, message: BaseModel, kind: type[M]) -> M:
         """The answer of a POST route that answers at once."""
-        return _read(await self.call("POST", path, message), kind)
+        return await _read(await self.call("POST", path, message), kind)
 
     async def call(
         self,
@@ -120,16 +128,17 @@ class ServerConnection:
 
         Where the waiter is cancelled, the server is told that the result is not wanted.
         """
+        accept = ACCEPTED.get(kind, wire.MEDIA_TYPE)
         while True:
             try:
-                response = await self._exchange("POST", path, encoded, accept=_accepted(kind), prefers_result=True)
+                response = await self._exchange("POST", path, encoded, accept=accept, prefers_result=True)
             except asyncio.CancelledError:
                 if isinstance(encoded.message, SampleRequest):  # it may be under way; these two make its id
                     self._cancel(f"{encoded.message.sampling_session_id}:{encoded.message.seq_id}")
                 raise
             if response.headers.get(wire.APPLIED) == wire.WAIT:
-                return _read(response, kind)
-            request_id = _read(response, UntypedPromise).request_id
+                return await _read(response, kind)
+            request_id = (await _read(response, UntypedPromise)).request_id
             self._wait_log.start(request_id)
             try:
                 return await self._retrieve(request_id, kind)
@@ -152,11 +161,11 @@ class ServerConnection:
                 "retrieve_future",
                 encoded,
                 patience_s=RETRIEVE_PATIENCE_S,
-                accept=_accepted(kind),
+                accept=ACCEPTED.get(kind, wire.MEDIA_TYPE),
                 takes_not_yet=True,
             )
             if not is_not_yet(response.status_code, response.content):
-                return _read(response, kind)
+                return await _read(response, kind)
             self._wait_log.try_again(request_id, json_of(response.content))
             # A server that does not hold the poll would be asked in a loop.
             await asyncio.sleep(max(0.0, SHORTEST_POLL_S - (time.monotonic() - asked_at)))
@@ -190,7 +199,7 @@ class ServerConnection:
         `prefers_result` asks for the result instead of a promise, from servers that can wait. `takes_not_yet` takes
         "not yet" for a good answer.
         """
-        backoff = Backoff()
+        backoff: Backoff | None = None
         give_up_at = time.monotonic() + (SUBMIT_PATIENCE_S if patience_s is None else patience_s)
         headers = {**self._headers, "accept": accept}
         if prefers_result:
@@ -209,6 +218,11 @@ class ServerConnection:
                     # It may have been accepted: then it is as durable as a promise.
                     give_up_at = max(give_up_at, time.monotonic() + RETRIEVE_PATIENCE_S)
             else:
+                # Nearly every answer is a good one; only the others are worth a closer look.
+                if response.status_code < 300 and b'"error"' not in response.content[:LONGEST_ERROR_BYTES]:
+                    if self._wait_log.has_logged:
+                        self._wait_log.answered()
+                    return response
                 if takes_not_yet and is_not_yet(response.status_code, response.content):
                     return response
                 if encoded is not None and _refuses_proto(response, encoded):
@@ -220,15 +234,12 @@ class ServerConnection:
                     return _good(response)
                 problem = error_of(response.status_code, response.content, response.url)
                 retry_after = response.headers.get("retry-after")
+            backoff = backoff or Backoff()
             pause_s = backoff.next_s(retry_after)
             if time.monotonic() + pause_s > give_up_at:
                 raise problem
             self._wait_log.unreachable(problem.message, pause_s)
             await asyncio.sleep(pause_s)
-
-
-def _accepted(kind: type[wire.Message]) -> str:
-    return PROTO_OR_JSON if kind in PROTO_RESULTS else wire.Encoding.JSON.value
 
 
 def _refuses_proto(response: Response, encoded: EncodedRequest) -> bool:
@@ -248,7 +259,9 @@ def _good(response: Response) -> Response:
     return response
 
 
-def _read(response: Response, kind: type[M]) -> M:
+async def _read(response: Response, kind: type[M]) -> M:
     media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding = wire.Encoding.PROTO if media_type == wire.Encoding.PROTO.value else wire.Encoding.JSON
+    if len(response.content) > LARGE_BYTES:
+        return await asyncio.to_thread(lambda: wire.decode(kind, response.content, encoding))
     return wire.decode(kind, response.content, encoding)

@@ -84,9 +84,11 @@ class InProcessTransport:
         url = request.url if "://" in request.url else self._base_url + request.url
         target = urlsplit(url)
         host = target.netloc.encode()
-        named = dict(request.headers)
+        headers = [(b"host", host)]
+        for name, value in request.headers.items():
+            headers.append((name.encode(), value.encode()))
         if isinstance(request.content, bytes):
-            named["content-length"] = str(len(request.content))
+            headers.append((b"content-length", str(len(request.content)).encode()))
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -97,19 +99,19 @@ class InProcessTransport:
             "raw_path": target.path.encode(),
             "query_string": target.query.encode(),
             "root_path": "",
-            "headers": [(b"host", host), *((name.encode(), value.encode()) for name, value in named.items())],
+            "headers": headers,
             "server": (target.netloc, None),
             "client": ("127.0.0.1", 0),
         }
-        call = _Call(request)
-        await self._app(scope, call.receive, call.send)
-        return Response(call.status_code, call.headers, b"".join(call.body), url)
+        cycle = _RequestResponseCycle(request)
+        await self._app(scope, cycle.receive, cycle.send)
+        return Response(cycle.status_code, cycle.headers, b"".join(cycle.body), url)
 
     async def close(self) -> None:
         """There is nothing to close."""
 
 
-class _Call:
+class _RequestResponseCycle:
     """Both directions of one request, as ASGI has them."""
 
     def __init__(self, request: Request) -> None:
@@ -133,7 +135,8 @@ class _Call:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status_code = message["status"]
-            self.headers = {name.decode().lower(): value.decode() for name, value in message["headers"]}
+            for name, value in message["headers"]:
+                self.headers[name.decode().lower()] = value.decode()
         elif message["type"] == "http.response.body":
             keep = self.body.append if self._sink is None or self.status_code != 200 else self._sink
             keep(message.get("body", b""))

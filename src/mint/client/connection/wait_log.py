@@ -17,6 +17,8 @@ class WaitLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
+        self.has_logged = False
+        """Whether a line was logged since the server last answered."""
         self._clock = clock
         self._since: dict[str, float] = {}
         self._logged_at = -LOG_INTERVAL_S
@@ -45,11 +47,13 @@ class WaitLog:
         """The server answers: the next problem is logged at once, unless results are still waited for."""
         if not self._since:
             self._logged_at = -LOG_INTERVAL_S
+            self.has_logged = False
 
     def _write(self, line: str) -> None:
         now = self._clock()
         if now - self._logged_at >= LOG_INTERVAL_S:
             self._logged_at = now
+            self.has_logged = True
             log.warning("%s", line)
         else:
             log.debug("%s", line)
