@@ -19,9 +19,9 @@ from mint.dashboard.login import Login
 from mint.dashboard.pages import safe_place
 from mint.errors import AuthenticationError
 from mint.server.callers import Caller
-from mint.server.store.checkpoints import JOURNAL_FILE
 from mint.server.store.database import Database
-from mint.server.store.keys import Keys
+from mint.server.store.journal import JOURNAL_FILE
+from mint.server.store.keys import ApiKeys
 from tests.dashboard.dashboard_harness import API, showing, write_run
 from tests.server.server_harness import BASE, make_key, running
 
@@ -275,7 +275,7 @@ def test_a_session_that_is_not_used_ends_and_their_number_is_bounded(monkeypatch
 
 def test_keys_are_known_by_their_names_until_they_are_revoked(tmp_path: Path) -> None:
     database = Database(tmp_path / JOURNAL_FILE)
-    keys = Keys(database)
+    keys = ApiKeys(database)
     _, row = keys.create("ann")
     keys.create("bob")
     assert keys.holder(row.key_id) == Caller("ann", row.key_id) and keys.holder("none") is None

@@ -17,9 +17,9 @@ from waiting import HANG_S
 from mint.compose.serving import Server
 from mint.config import read_serve_settings
 from mint.engine.fake_engine import FakeEngine
-from mint.server.store.checkpoints import JOURNAL_FILE
 from mint.server.store.database import Database
-from mint.server.store.keys import Keys
+from mint.server.store.journal import JOURNAL_FILE
+from mint.server.store.keys import ApiKeys
 
 API = "/api/v1"
 BASE = "mint/tiny"
@@ -46,7 +46,7 @@ def make_key(data_dir: Path, owner: str) -> str:
     data_dir.mkdir(parents=True, exist_ok=True)
     database = Database(data_dir / JOURNAL_FILE)
     try:
-        return Keys(database).create(owner)[0]
+        return ApiKeys(database).create(owner)[0]
     finally:
         database.close()
 

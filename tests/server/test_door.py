@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from mint.cli.main import app
 from mint.errors import InvalidRequestError
 from mint.server.http.auth import is_loopback
-from mint.server.ops.preflight import KeyCount, count_keys, decide_access
+from mint.server.ops.preflight import decide_access
+from mint.server.store.keys import KeyCount, count_keys
 from tests.server.server_harness import API, Person, make_key, running
 
 NONE, REVOKED, ONE = KeyCount(), KeyCount(1, 0), KeyCount(2, 1)

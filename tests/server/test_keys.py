@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from mint.cli.main import app
 from mint.errors import ConflictError, InvalidRequestError, NotFoundError
 from mint.server.callers import Quotas
-from mint.server.store.checkpoints import JOURNAL_FILE
 from mint.server.store.database import Database
-from mint.server.store.keys import FRESH_S, Keys
+from mint.server.store.journal import JOURNAL_FILE
+from mint.server.store.keys import FRESH_S, ApiKeys
 from tests.server.server_harness import API, Person, make_key, running
 
 
@@ -33,7 +33,7 @@ def mint(*arguments: str, stdin: str | None = None) -> str:
 
 
 def test_a_key_is_random_accepted_by_every_client_and_kept_as_a_hash_alone(database: Database, tmp_path: Path) -> None:
-    keys = Keys(database)
+    keys = ApiKeys(database)
     made = {keys.create("ann")[0] for _ in range(50)}
     assert len(made) == 50
     assert all(key.startswith("tml-mint-") and len(key) >= len("tml-mint-") + 43 for key in made)
@@ -43,7 +43,7 @@ def test_a_key_is_random_accepted_by_every_client_and_kept_as_a_hash_alone(datab
 
 
 def test_a_key_stands_for_its_owner_with_quotas(database: Database) -> None:
-    keys = Keys(database)
+    keys = ApiKeys(database)
     key, row = keys.create("ann", Quotas(max_models=2))
     caller = keys.verify(key)
     assert caller is not None and (caller.owner, caller.key_id) == ("ann", row.key_id)
@@ -56,12 +56,12 @@ def test_a_revoked_key_ends_within_a_second_also_where_another_process_revokes_i
     database: Database, tmp_path: Path
 ) -> None:
     now = [0.0]
-    keys = Keys(database, clock=lambda: now[0])
+    keys = ApiKeys(database, clock=lambda: now[0])
     key, row = keys.create("ann")
     other, _ = keys.create("ann")
     assert keys.verify(key) is not None
     elsewhere = Database(tmp_path / JOURNAL_FILE)
-    Keys(elsewhere).revoke(row.key_id)
+    ApiKeys(elsewhere).revoke(row.key_id)
     elsewhere.close()
     now[0] += FRESH_S
     assert FRESH_S < 1 and keys.verify(key) is None
@@ -70,7 +70,7 @@ def test_a_revoked_key_ends_within_a_second_also_where_another_process_revokes_i
 
 def test_a_key_is_known_at_once_although_it_was_tried_before_it_was_made(database: Database) -> None:
     now = [0.0]
-    keys = Keys(database, clock=lambda: now[0])
+    keys = ApiKeys(database, clock=lambda: now[0])
     own = "sk-0123456789abcdefghijklmnop"
     assert keys.verify(own) is None
     keys.create("ann", key=own)
@@ -80,7 +80,7 @@ def test_a_key_is_known_at_once_although_it_was_tried_before_it_was_made(databas
 
 def test_when_a_key_was_used_is_written_rarely(database: Database) -> None:
     now = [0.0]
-    keys = Keys(database, clock=lambda: now[0])
+    keys = ApiKeys(database, clock=lambda: now[0])
     key, _ = keys.create("ann")
     times = set()
     for _ in range(105):
@@ -97,27 +97,27 @@ def test_a_key_of_ones_own_that_can_be_guessed_or_not_sent_is_refused_and_not_sh
     database: Database, key: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        Keys(database).create("ann", key=key)
+        ApiKeys(database).create("ann", key=key)
     assert not key or key not in str(caught.value)
 
 
 def test_a_key_of_ones_own_may_begin_with_anything_and_is_registered_once(database: Database) -> None:
     own = "sk-0123456789abcdefghijklmnop"
-    _, row = Keys(database).create("ann", key=own)
-    assert Keys(database).verify(own) is not None and own not in row.hint
+    _, row = ApiKeys(database).create("ann", key=own)
+    assert ApiKeys(database).verify(own) is not None and own not in row.hint
     with pytest.raises(ConflictError):
-        Keys(database).create("bob", key=own)
+        ApiKeys(database).create("bob", key=own)
 
 
 @pytest.mark.parametrize("owner", ["", " ann", "local", "a\nb", "x" * 200, "\x1b[31m"])
 def test_an_owner_has_a_name_that_can_be_shown(database: Database, owner: str) -> None:
     with pytest.raises(InvalidRequestError):
-        Keys(database).create(owner)
+        ApiKeys(database).create(owner)
 
 
 def test_an_unknown_key_cannot_be_revoked(database: Database) -> None:
     with pytest.raises(NotFoundError):
-        Keys(database).revoke("nothing")
+        ApiKeys(database).revoke("nothing")
 
 
 def test_the_command_line_makes_lists_and_revokes_beside_a_running_server(tmp_path: Path) -> None:

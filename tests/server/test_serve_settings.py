@@ -19,7 +19,7 @@ from mint.compose.serving import Server, check
 from mint.config import ServeSettings, read_serve_settings
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import InvalidRequestError, MintError
-from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.journal import JOURNAL_FILE
 from tests.server.server_harness import API, BASE, Person, make_key, running
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "server.md"

@@ -18,9 +18,8 @@ import pytest
 from service_harness import Harness, Op, clean_results, open_service, run_script, script, send_op
 
 from mint.server.callers import LOCAL
-from mint.server.store.checkpoints import JOURNAL_FILE
 from mint.server.store.durability import Durability
-from mint.server.store.journal import Journal
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.worker import snapshots, worker
 from mint.server.worker.trainer import Trainer
 

@@ -17,9 +17,8 @@ from waiting import wait_until
 
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import JournalError
-from mint.server.store.checkpoints import JOURNAL_FILE
 from mint.server.store.durability import Durability
-from mint.server.store.journal import Journal
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.worker import snapshots
 
 

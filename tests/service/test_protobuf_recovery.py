@@ -13,7 +13,7 @@ from service_harness import GOOD_PASS, STEP, Harness, failure, open_service
 from mint import wire
 from mint.errors import RecoveryDivergedError
 from mint.server.callers import LOCAL
-from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.journal import JOURNAL_FILE
 from mint.server.store.schema import SCHEMA_VERSION
 from mint.types import ForwardBackwardOutput
 from mint.wire.codec import Encoding

@@ -16,8 +16,7 @@ from waiting import wait_until
 from mint.engine.fake_engine import FakeEngine
 from mint.engine.protocol import AdamSpec, LossSpec, PassResult, TrainDatum
 from mint.errors import CheckpointError, JournalError, NotFoundError, RecoveryDivergedError, RequestFailedError
-from mint.server.store.checkpoints import JOURNAL_FILE
-from mint.server.store.journal import Finish, Journal
+from mint.server.store.journal import JOURNAL_FILE, Finish, Journal
 from mint.server.worker import snapshots
 
 FORK = multiprocessing.get_context("fork")

@@ -252,7 +252,7 @@ def test_a_full_disk_is_said_in_words(world: World, trained: tuple[str, str], mo
     def full(*_arguments: object, **_options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mint.server.store.checkpoints.write_weights", full)
+    monkeypatch.setattr("mint.server.store.checkpoint_folders.write_weights", full)
     before = set((world.data_dir / "checkpoints").iterdir())
     answer = world.upload(archive)
     assert answer.status_code == 503 and "Free disk space" in answer.json()["error"]

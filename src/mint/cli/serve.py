@@ -88,13 +88,13 @@ def create(
 ) -> None:
     """Makes a key and shows it, this once: only its hash is kept."""
     from mint.server.callers import Quotas  # deferred: loads the database
-    from mint.server.store.keys import Keys
+    from mint.server.store.keys import ApiKeys
 
     try:
         own = _own_key(from_stdin=key_stdin, file=key_file)
         quotas = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
         with closing(_database(data_dir, make=True)) as database:
-            key, row = Keys(database).create(owner, quotas, key=own)
+            key, row = ApiKeys(database).create(owner, quotas, key=own)
     except MintError as error:
         fail(error)
     if as_json:
@@ -113,11 +113,11 @@ def create(
 @keys_app.command(name="list")
 def list_keys(data_dir: DataDir = None, as_json: Json = False) -> None:
     """All keys ever made, by how they begin."""
-    from mint.server.store.keys import Keys  # deferred: loads the database
+    from mint.server.store.keys import ApiKeys  # deferred: loads the database
 
     try:
         with closing(_database(data_dir)) as database:
-            rows = Keys(database).list()
+            rows = ApiKeys(database).list()
     except MintError as error:
         fail(error)
     if as_json:
@@ -140,11 +140,11 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Ends a key within a second, also on a server that runs. Its owner's work stays."""
-    from mint.server.store.keys import Keys  # deferred: loads the database
+    from mint.server.store.keys import ApiKeys  # deferred: loads the database
 
     try:
         with closing(_database(data_dir)) as database:
-            row = Keys(database).revoke(key_id)
+            row = ApiKeys(database).revoke(key_id)
     except MintError as error:
         fail(error)
     typer.echo(json.dumps(asdict(row)) if as_json else f"Key {row.key_id} of {row.owner} is revoked.")
@@ -166,8 +166,8 @@ def _own_key(*, from_stdin: bool, file: Path | None) -> str | None:
 
 def _database(data_dir: Path | None, *, make: bool = False) -> Any:
     from mint.config import read_settings  # deferred: loads the database
-    from mint.server.store.checkpoints import JOURNAL_FILE
     from mint.server.store.database import Database
+    from mint.server.store.journal import JOURNAL_FILE
 
     folder = (data_dir or read_settings().home).expanduser().resolve()
     if make:

@@ -41,9 +41,9 @@ from mint.server.ops import preflight
 from mint.server.ops.metrics import Metrics
 from mint.server.ops.overview import Overview
 from mint.server.service.service import Service
-from mint.server.store.checkpoints import JOURNAL_FILE
 from mint.server.store.database import Database
-from mint.server.store.keys import Keys
+from mint.server.store.journal import JOURNAL_FILE
+from mint.server.store.keys import ApiKeys, count_keys
 
 log = logging.getLogger("mint.dashboard")
 
@@ -51,7 +51,7 @@ DRAIN_S = 3.0
 
 
 def over_service(
-    service: Service, metrics: Metrics, *, access: preflight.Access, keys: Keys, operators: Collection[str]
+    service: Service, metrics: Metrics, *, access: preflight.Access, keys: ApiKeys, operators: Collection[str]
 ) -> DashboardState:
     """The dashboard of a server: the runs in its data directory, and its service's numbers.
 
@@ -76,7 +76,7 @@ def screen_of(access: preflight.Access) -> auth.Screen:
     return auth.accept_all if access.asks_keys else auth.refuse_foreign_pages(any_host=not access.is_local)
 
 
-def key_or_session(keys: Keys, dashboard: DashboardState) -> auth.Authenticate:
+def key_or_session(keys: ApiKeys, dashboard: DashboardState) -> auth.Authenticate:
     """Asks for a key as `auth.by_key` does; for sampling, a browser's session replaces the key."""
     by_key = auth.by_key(keys)
     login = dashboard.access.login
@@ -91,7 +91,7 @@ def key_or_session(keys: Keys, dashboard: DashboardState) -> auth.Authenticate:
     return authenticate
 
 
-def is_operator(owner: str, keys: Keys, operators: Collection[str]) -> bool:
+def is_operator(owner: str, keys: ApiKeys, operators: Collection[str]) -> bool:
     """Whether an owner may see the runs of the data directory."""
     return owner in operators if operators else keys.active_owners() == {owner}
 
@@ -143,11 +143,11 @@ class DashboardServer:
         folder = data_dir.expanduser().resolve()
         is_local = auth.is_loopback(host)
         access = preflight.decide_access(
-            host, api_keys=False if is_local else None, insecure=False, keys=preflight.count_keys(folder)
+            host, api_keys=False if is_local else None, insecure=False, keys=count_keys(folder)
         )
         self._socket: socket.socket = preflight.open_socket(host, port)
         self._database = Database(folder / JOURNAL_FILE) if access.asks_keys else None
-        login = None if self._database is None else _operators_login(Keys(self._database))
+        login = None if self._database is None else _operators_login(ApiKeys(self._database))
         self._embedded = LazyEmbedded(folder)
         self.dashboard = DashboardState(
             [folder, *extra],
@@ -177,7 +177,7 @@ class DashboardServer:
         self._http.should_exit = True
 
 
-def _operators_login(keys: Keys) -> Login:
+def _operators_login(keys: ApiKeys) -> Login:
     return Login(keys, admits=lambda visitor: is_operator(visitor.owner, keys, ()))
 
 

@@ -30,10 +30,10 @@ from mint.server.http.bodies import MIB, Bodies, BodyLimits
 from mint.server.ops import preflight
 from mint.server.ops.logs import configure_logs, log_access
 from mint.server.ops.metrics import Metrics
-from mint.server.ops.preflight import Access, Finding
+from mint.server.ops.preflight import Access, CheckResult
 from mint.server.ops.readiness import Readiness
 from mint.server.service.service import Service
-from mint.server.store.keys import Keys
+from mint.server.store.keys import ApiKeys, count_keys
 
 log = logging.getLogger("mint.serving")
 
@@ -44,7 +44,7 @@ MAX_THREADS = 16
 """Threads on which requests are decoded and accepted. Most of them wait for the disk, and share its fsyncs."""
 
 
-def check(settings: ServeSettings) -> list[Finding]:
+def check(settings: ServeSettings) -> list[CheckResult]:
     """Whether a server with these settings would start. Changes nothing."""
     return preflight.examine(
         data_dir=settings.folder,
@@ -80,7 +80,7 @@ class Server:
             settings.host,
             api_keys=settings.api_keys,
             insecure=settings.insecure,
-            keys=preflight.count_keys(folder),
+            keys=count_keys(folder),
         )
         if not access.is_local and not access.asks_keys:
             log.warning("--insecure: EVERYBODY who reaches %s can use this server and read all its data", settings.host)
@@ -90,7 +90,7 @@ class Server:
         except BaseException:
             self._socket.close()
             raise
-        self.keys = Keys(self.service.journal.database)
+        self.keys = ApiKeys(self.service.journal.database)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
         self._dashboard = over_service(
             self.service, metrics, access=access, keys=self.keys, operators=settings.operators
@@ -150,7 +150,7 @@ def _app(
     settings: ServeSettings,
     service: Service,
     access: Access,
-    keys: Keys,
+    keys: ApiKeys,
     metrics: Metrics,
     dashboard: DashboardState,
     threads: ThreadPoolExecutor,

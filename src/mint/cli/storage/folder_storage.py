@@ -17,8 +17,8 @@ from mint.server.callers import LOCAL_OWNER
 from mint.server.service.downloads import ARCHIVE, open_file
 from mint.server.service.uploads import import_checkpoint
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
-from mint.server.store.checkpoints import JOURNAL_FILE, CheckpointPath, find_checkpoint
-from mint.server.store.journal import Journal
+from mint.server.store.checkpoints import CheckpointPath, find_checkpoint
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.run_catalog import RunCatalog
 from mint.server.store.session_catalog import SessionCatalog
 from mint.types import SupportedModel

@@ -51,7 +51,7 @@ class Exposition(Protocol):
         ...
 
 
-class Readiness(Protocol):
+class ReadinessProbe(Protocol):
     """Whether requests are being worked on."""
 
     async def problems(self) -> Sequence[str]:
@@ -68,7 +68,7 @@ def create_app(
     bodies: Bodies | None = None,
     observers: Sequence[AccessObserver] = (),
     metrics: Exposition | None = None,
-    readiness: Readiness | None = None,
+    readiness: ReadinessProbe | None = None,
     pages: Sequence[Route] = (),
     executor: Executor | None = None,
 ) -> Starlette:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from mint.errors import AuthenticationError, ForeignPageError
 from mint.server.callers import Caller
-from mint.server.store.keys import Keys
+from mint.server.store.keys import ApiKeys
 
 Authenticate = Callable[[Request], Caller]
 """Says who sends a request, or raises `AuthenticationError`."""
@@ -29,7 +29,7 @@ def accept_all(_request: Request) -> None:
     """A screen that refuses nothing."""
 
 
-def by_key(keys: Keys) -> Authenticate:
+def by_key(keys: ApiKeys) -> Authenticate:
     """Asks for a key, in `X-API-Key` or as `Authorization: Bearer`."""
 
     def authenticate(request: Request) -> Caller:

@@ -76,7 +76,11 @@ class Bodies:
             OverloadedError: too many bodies are being read, or this one came too slowly; it may be sent again.
         """
         encoding = _encoding(request) if "content-encoding" in request.headers else "identity"
-        self._refuse_declared(request)
+        declared = request.headers.get("content-length", "0")
+        if not (declared.isascii() and declared.isdigit()):
+            raise InvalidRequestError("is not a length", field="content-length", value=declared, remedy="Send a number")
+        if len(declared) > 18 or int(declared) > self.limits.body_bytes:
+            raise self._too_large(f"{declared} bytes")
         body = Body(self, owner)
         try:
             content = await self._receive(request, body)
@@ -105,13 +109,6 @@ class Bodies:
         self._held[owner] += count
         if not self._held[owner]:
             del self._held[owner]
-
-    def _refuse_declared(self, request: Request) -> None:
-        declared = request.headers.get("content-length", "0")
-        if not (declared.isascii() and declared.isdigit()):
-            raise InvalidRequestError("is not a length", field="content-length", value=declared, remedy="Send a number")
-        if len(declared) > 18 or int(declared) > self.limits.body_bytes:
-            raise self._too_large(f"{declared} bytes")
 
     async def _receive(self, request: Request, body: Body) -> bytes:
         limits = self.limits

@@ -32,7 +32,7 @@ from mint.server.http.signed_urls import LIFETIME_S, Signer
 from mint.server.service.downloads import ARCHIVE, PEFT_FILES, open_file
 from mint.server.service.service import Service
 from mint.server.service.uploads import SCRATCH_FOLDER, import_checkpoint, report_full_disk
-from mint.server.store import checkpoints
+from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.rows import CheckpointRow
 from mint.types.records import ExternalWeightsUrlsResponse, UploadCheckpointResponse
@@ -107,8 +107,8 @@ def _readable(call: Call, kind: str | None = None) -> CheckpointRow:
     """The row of a checkpoint that the caller may read; checks that its files are undamaged."""
     row = checkpoints.find_checkpoint(call.service.journal, _path(call, kind), reader=call.caller.owner)
     folder = call.service.data_dir / row.folder
-    manifest = checkpoints.read_manifest(folder)
-    checkpoints.check_files(folder, manifest, manifest.files)
+    manifest = checkpoint_folders.read_manifest(folder)
+    checkpoint_folders.check_files(folder, manifest, manifest.files)
     return row
 
 

@@ -9,9 +9,9 @@ import pydantic_core
 
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.server.callers import Caller
-from mint.server.openai.schemas import Model
+from mint.server.openai.schemas import ModelCard
 from mint.server.service.service import Service
-from mint.server.store import checkpoints
+from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.rows import SamplerRow
 
@@ -39,7 +39,7 @@ def find_weights(service: Service, caller: Caller, model: str) -> SamplerRow:
     return SamplerRow(f"base:{model}", "", model, None, None, None, None, "")
 
 
-def find_model(service: Service, caller: Caller, name: str) -> Model:
+def find_model(service: Service, caller: Caller, name: str) -> ModelCard:
     """The description of one model; slow, as `list_models`.
 
     Raises:
@@ -51,7 +51,7 @@ def find_model(service: Service, caller: Caller, name: str) -> Model:
     return _model(service, name, find_weights(service, caller, name).base_model, OWNED_BY_MINT, 0)
 
 
-def list_models(service: Service, caller: Caller) -> list[Model]:
+def list_models(service: Service, caller: Caller) -> list[ModelCard]:
     """The base models, then the caller's newest thousand training runs that have weights, and the caller's checkpoints.
 
     Slow: it reads a folder for each.
@@ -95,7 +95,7 @@ def _newest(service: Service, caller: Caller, run_id: str) -> SamplerRow:
 
 def _saved(service: Service, caller: Caller, path: str) -> SamplerRow:
     found = checkpoints.find_checkpoint(service.journal, path, reader=caller.owner)
-    manifest = checkpoints.read_manifest(service.data_dir / found.folder)
+    manifest = checkpoint_folders.read_manifest(service.data_dir / found.folder)
     uri = CheckpointPath(found.model_id, found.kind, found.name).uri
     return SamplerRow(f"saved:{uri}", "", manifest.base_model, uri, found.folder, None, manifest.lora, "")
 
@@ -104,9 +104,9 @@ def _is_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or ".." in model.split("/")
 
 
-def _model(service: Service, name: str, base: str, owner: str, created: int) -> Model:
+def _model(service: Service, name: str, base: str, owner: str, created: int) -> ModelCard:
     try:
         length = service.base_models.context_length(base)
     except (MintError, OSError, ValueError):  # its folder is gone, and the list is shown all the same
         length = None
-    return Model(id=name, created=created, owned_by=owner, root=base, max_model_len=length)
+    return ModelCard(id=name, created=created, owned_by=owner, root=base, max_model_len=length)

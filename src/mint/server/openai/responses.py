@@ -23,6 +23,7 @@ from mint.server.openai.schemas import (
     ChatLogprobs,
     ChatRequest,
     ChatTokenLogprob,
+    ChatToolCall,
     ChunkChoice,
     Completion,
     CompletionChoice,
@@ -33,7 +34,6 @@ from mint.server.openai.schemas import (
     ErrorDetails,
     FunctionCall,
     TokenLogprob,
-    ToolCall,
     ToolCallDelta,
     Usage,
 )
@@ -166,7 +166,7 @@ class ChatWriter(_Writer):
         """The whole response."""
         choices = []
         for delta in self._by_choice(deltas):
-            calls = [ToolCall(id=_call_id(), function=call) for call in delta.calls]
+            calls = [ChatToolCall(id=_call_id(), function=call) for call in delta.calls]
             message = AssistantMessage(content=delta.text or (None if calls else ""), tool_calls=calls or None)
             choices.append(
                 ChatChoice(

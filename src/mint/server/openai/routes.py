@@ -28,7 +28,7 @@ from mint.server.openai.schemas import (
     Completion,
     CompletionRequest,
     ErrorBody,
-    Model,
+    ModelCard,
     ModelList,
 )
 from mint.types import invalid_request
@@ -180,7 +180,7 @@ ROUTES: tuple[RouteRow, ...] = tuple(
     for prefix in PREFIXES
     for row in (
         _row("GET", f"{prefix}/models", models, ModelList),
-        _row("GET", f"{prefix}/models/{{model:path}}", model, Model),
+        _row("GET", f"{prefix}/models/{{model:path}}", model, ModelCard),
         _row("POST", f"{prefix}/completions", completions, Completion, CompletionRequest),
         _row("POST", f"{prefix}/chat/completions", chat_completions, ChatCompletion, ChatRequest),
     )

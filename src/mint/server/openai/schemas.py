@@ -181,7 +181,7 @@ class FunctionCall(_Lenient):
     arguments: str = "{}"
 
 
-class ToolCall(_Lenient):
+class ChatToolCall(_Lenient):
     """A call that the assistant has asked for."""
 
     id: str
@@ -195,7 +195,7 @@ class ChatMessage(_Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ChatToolCall] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -213,7 +213,7 @@ class ChatMessage(_Lenient):
         return "".join(part.text or "" for part in self.content)
 
 
-class Function(_Lenient):
+class FunctionDefinition(_Lenient):
     """The description of a function for the model; `parameters` is a JSON schema."""
 
     name: str
@@ -221,11 +221,11 @@ class Function(_Lenient):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(_Lenient):
+class ChatTool(_Lenient):
     """A function that the model may call."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
 class ChatRequest(_SamplingRequest):
@@ -236,7 +236,7 @@ class ChatRequest(_SamplingRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: list[ChatTool] | None = None
     tool_choice: Any = "auto"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
@@ -251,7 +251,7 @@ class ChatRequest(_SamplingRequest):
         return self
 
     @property
-    def offered_tools(self) -> list[Tool]:
+    def offered_tools(self) -> list[ChatTool]:
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
@@ -336,10 +336,10 @@ class AssistantMessage(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    tool_calls: list[ToolCall] | None = _OPTIONAL
+    tool_calls: list[ChatToolCall] | None = _OPTIONAL
 
 
-class ToolCallDelta(ToolCall):
+class ToolCallDelta(ChatToolCall):
     """A complete call in a stream; `index` counts the calls of the message."""
 
     index: int
@@ -402,7 +402,7 @@ class ChatChunk(BaseModel):
     prompt_token_ids: list[int] | None = _OPTIONAL
 
 
-class Model(BaseModel):
+class ModelCard(BaseModel):
     """Something that can be sampled from. `root` is its base model, `max_model_len` the longest text in tokens."""
 
     id: str
@@ -417,7 +417,7 @@ class ModelList(BaseModel):
     """Everything that the caller can sample from by name."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class ErrorDetails(BaseModel):

@@ -1,40 +1,32 @@
 """Checks before a server starts: who can reach it, its data directory, its models. Changes nothing.
 
-Each check gives a finding: a sentence, and whether the server can start. Knows no HTTP.
+Each check gives a sentence, and whether the server can start. Knows no HTTP and no SQL.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import sqlite3
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from mint.errors import InvalidRequestError, MintError
 from mint.models import registry
 from mint.server.http.auth import is_loopback
-from mint.server.store.checkpoints import JOURNAL_FILE
+from mint.server.store.database import check_file
+from mint.server.store.journal import JOURNAL_FILE
+from mint.server.store.keys import KeyCount, count_keys
 from mint.server.store.schema import SCHEMA_VERSION
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One check: its name, whether it passed, and a sentence about it."""
 
     check: str
     ok: bool
     text: str
-
-
-@dataclass(frozen=True)
-class KeyCount:
-    """How many keys a data directory has: ever made, and of those not revoked."""
-
-    ever: int = 0
-    active: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,25 +56,6 @@ def decide_access(host: str, *, api_keys: bool | None, insecure: bool, keys: Key
         problem = "others can reach this address, and no key has been made that would keep them out"
         remedy = "Make one first: mint keys create --owner NAME"
     raise InvalidRequestError(problem, field="--host", value=where, remedy=f"{remedy}; or use 127.0.0.1")
-
-
-def count_keys(data_dir: Path) -> KeyCount:
-    """The keys of a data directory, read without changing anything; none where there is no database yet.
-
-    Raises:
-        InvalidRequestError: there is one, and it cannot be read.
-    """
-    file = data_dir / JOURNAL_FILE
-    if not file.is_file():
-        return KeyCount()
-    try:
-        with closing(_read_only(file)) as connection:
-            ever, active = connection.execute("SELECT count(*), count(*) - count(revoked_at) FROM keys").fetchone()
-    except sqlite3.DatabaseError as error:
-        if "no such table" in str(error):  # an older schema
-            return KeyCount()
-        raise InvalidRequestError(f"cannot be read: {error}", field="database", value=file) from error
-    return KeyCount(ever, active)
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -123,7 +96,7 @@ def examine(
     insecure: bool,
     offered: Mapping[str, str],
     aliases: Mapping[str, str],
-) -> list[Finding]:
+) -> list[CheckResult]:
     """All checks, in the order of a start; an empty `offered` stands for every registered name."""
 
     def access() -> str:
@@ -137,22 +110,22 @@ def examine(
 
     names = {**aliases, **{name: target for name, target in offered.items() if target != name}}
     return [
-        _finding("data directory", lambda: _data_dir(data_dir)),
-        _finding("schema", lambda: _schema(data_dir / JOURNAL_FILE)),
-        _finding("address", access),
-        _finding("port", free_port),
+        _check_result("data directory", lambda: _data_dir(data_dir)),
+        _check_result("schema", lambda: _schema(data_dir / JOURNAL_FILE)),
+        _check_result("address", access),
+        _check_result("port", free_port),
         *(
-            _finding("model", lambda name=name: f"{name} is {registry.resolve(name, names)}")
+            _check_result("model", lambda name=name: f"{name} is {registry.resolve(name, names)}")
             for name in offered or registry.available(aliases)
         ),
     ]
 
 
-def _finding(check: str, look: Callable[[], str]) -> Finding:
+def _check_result(check: str, look: Callable[[], str]) -> CheckResult:
     try:
-        return Finding(check, True, look())
+        return CheckResult(check, True, look())
     except MintError as error:
-        return Finding(check, False, str(error))
+        return CheckResult(check, False, str(error))
 
 
 def _data_dir(folder: Path) -> str:
@@ -165,14 +138,9 @@ def _data_dir(folder: Path) -> str:
 def _schema(file: Path) -> str:
     if not file.is_file():
         return "no database yet; it will be made"
-    try:
-        with closing(_read_only(file)) as connection:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    except sqlite3.DatabaseError as error:
-        raise InvalidRequestError(f"cannot be read: {error}", field="database", value=file) from error
-    if state != "ok":
-        raise InvalidRequestError(f"is damaged: {state}", field="database", value=file, remedy="Restore a backup")
+    version, found = check_file(file)
+    if found != "ok":
+        raise InvalidRequestError(f"is damaged: {found}", field="database", value=file, remedy="Restore a backup")
     if version > SCHEMA_VERSION:
         raise InvalidRequestError(
             f"was written by a newer mint (schema {version}, this one reads {SCHEMA_VERSION})",
@@ -183,7 +151,3 @@ def _schema(file: Path) -> str:
     if version < SCHEMA_VERSION:
         return f"schema {version} will be brought to {SCHEMA_VERSION}; a copy is kept beside it"
     return f"schema {version}, sound"
-
-
-def _read_only(file: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)

@@ -157,8 +157,10 @@ def _model_and_place(
         identity = None if makes_model else wire.read_identity(body, "model_id", "seq_id", encoding)
         made = wire.read_identity(body, "session_id", "model_seq_id", encoding) if identity is None else None
     else:
-        identity = _pair(request, "model_id", "seq_id")
-        made = _pair(request, "session_id", "model_seq_id")
+        model, seq_id = getattr(request, "model_id", None), getattr(request, "seq_id", None)
+        session, number = getattr(request, "session_id", None), getattr(request, "model_seq_id", None)
+        identity = None if model is None or seq_id is None else (model, seq_id)
+        made = None if session is None or number is None else (session, number)
     if identity is not None and 1 <= identity[1] <= MAX_SEQ_ID:
         return identity
     if identity is None and made is not None and 0 <= made[1] <= MAX_SEQ_ID:
@@ -172,8 +174,3 @@ def _model_and_place(
         value=None if place is None else place[1],
         remedy="Count from 1 (models from 0), below 2**31",
     )
-
-
-def _pair(request: BaseModel, name: str, number: str) -> tuple[str, int] | None:
-    owner, place = getattr(request, name, None), getattr(request, number, None)
-    return (owner, place) if isinstance(owner, str) and isinstance(place, int) else None

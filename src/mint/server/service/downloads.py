@@ -12,9 +12,10 @@ from pathlib import Path
 from mint.engine.protocol import LORA_ALPHA
 from mint.models.peft_format import CONFIG_FILE, WEIGHTS_FILE, config_json, peft_header
 from mint.models.untrusted_files import COMPLETE_FILE, MANIFEST_FILE, OPTIMIZER_FILE
-from mint.server.store import archives, checkpoints
-from mint.server.store.archives import ArchiveMember
-from mint.server.store.checkpoints import Manifest
+from mint.server.service import archives
+from mint.server.service.archives import ArchiveMember
+from mint.server.store import checkpoint_folders
+from mint.server.store.checkpoint_folders import Manifest
 
 ARCHIVE = "checkpoint.tar.gz"
 ARCHIVE_FORMAT = 1
@@ -23,14 +24,14 @@ PEFT_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 
 def open_file(folder: Path, name: str) -> tuple[int, Iterator[bytes]]:
     """Size in bytes and content of `ARCHIVE`, or of one of its members, for the checkpoint in a folder."""
-    members = {member.name: member for member in _members(folder, checkpoints.read_manifest(folder))}
+    members = {member.name: member for member in _members(folder, checkpoint_folders.read_manifest(folder))}
     if name == ARCHIVE:
         return archives.tar_gz(members.values())
     return members[name].size, members[name].content()
 
 
 def _members(folder: Path, manifest: Manifest) -> list[ArchiveMember]:
-    weights = folder / checkpoints.WEIGHTS_FILE
+    weights = folder / checkpoint_folders.WEIGHTS_FILE
     header, start, modules = peft_header(weights)
     rank = manifest.lora_spec.rank
     config = config_json(modules, rank=rank, alpha=LORA_ALPHA, base_model=manifest.base_model)
@@ -40,8 +41,8 @@ def _members(folder: Path, manifest: Manifest) -> list[ArchiveMember]:
         ArchiveMember(WEIGHTS_FILE, size, lambda: _content(weights, header, start)),
         ArchiveMember.of_bytes(MANIFEST_FILE, _manifest_json(manifest)),
     ]
-    optimizer = folder / checkpoints.OPTIMIZER_FILE
-    if checkpoints.OPTIMIZER_FILE in manifest.files:
+    optimizer = folder / checkpoint_folders.OPTIMIZER_FILE
+    if checkpoint_folders.OPTIMIZER_FILE in manifest.files:
         members.append(ArchiveMember(OPTIMIZER_FILE, optimizer.stat().st_size, lambda: _content(optimizer)))
     # the last one: older clients see by it that nothing is missing
     return [*members, ArchiveMember.of_bytes(COMPLETE_FILE, b"")]

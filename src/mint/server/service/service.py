@@ -50,10 +50,10 @@ from mint.server.queue.queue import RequestQueue
 from mint.server.queue.queue_position import QueuePosition, QueueSnapshot
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
 from mint.server.service.sessions import STALE_S, Sessions
-from mint.server.store import checkpoints
+from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
-from mint.server.store.journal import Journal
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.obsolete_files import sweep_orphans
 from mint.server.store.rows import JobRow, ModelRow, RunRow, SamplerRow
 from mint.server.store.run_catalog import RunCatalog
@@ -157,7 +157,7 @@ class Service:
             raise JournalError(f"{data_dir} cannot be used: {error}", remedy="Set MINT_HOME to a folder") from error
         self.data_dir = data_dir
         self.long_poll_s = long_poll_s
-        self.journal = Journal(data_dir / checkpoints.JOURNAL_FILE)
+        self.journal = Journal(data_dir / JOURNAL_FILE)
         self.run_catalog = RunCatalog(self.journal, data_dir)
         self.checkpoint_catalog = CheckpointCatalog(self.journal, data_dir)
         self.session_catalog = SessionCatalog(self.journal)
@@ -306,8 +306,7 @@ class Service:
             self._sessions.require(session_id, caller.owner)
             if row.model_id not in self._known_models:
                 self._require_model(row.model_id)
-        next_seq = self._next_seq(row.model_id)
-        self._require_room(caller, row, next_seq)
+        next_seq = self._require_room(caller, row)
         if row.kind in SAVES:
             request = self._save_error(caller) or request
         existing = self.journal.add_job(row, now=now, model=model, run=run)
@@ -331,14 +330,6 @@ class Service:
         job = TrainingJob(row.model_id, row.seq_id, row.kind, request, time.monotonic(), commit, owner, size_bytes)
         self._queue.add_training(job, next_seq=next_seq)
 
-    def _next_seq(self, name: str) -> int:
-        """The number of the request that a model waits for."""
-        known = self._queue.next_seq(name)
-        if known is not None:
-            return known
-        model = self.journal.model(name)
-        return 0 if model is None else model.applied_seq + 1
-
     def _require_new_model(self, caller: Caller, name: str) -> None:
         """Checks that a model may be created under a name that was not used before, and within the caller's quota."""
         run = self.journal.run(name)
@@ -353,8 +344,15 @@ class Service:
             raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
         self._known_models.add(name)
 
-    def _require_room(self, caller: Caller, row: JobRow, next_seq: int) -> None:
-        """Checks that the request may wait, and that those before it can still come."""
+    def _require_room(self, caller: Caller, row: JobRow) -> int:
+        """Checks that the request may wait, and that those before it can still come.
+
+        Returns the number of the request that the model waits for.
+        """
+        next_seq = self._queue.next_seq(row.model_id)
+        if next_seq is None:
+            model = self.journal.model(row.model_id)
+            next_seq = 0 if model is None else model.applied_seq + 1
         if row.seq_id > next_seq + MAX_AHEAD:
             raise InvalidRequestError(
                 f"is far beyond the next request of {row.model_id}, which is {next_seq}",
@@ -369,6 +367,7 @@ class Service:
             # the request that runs next is always accepted: otherwise a full queue could not move on
             if row.seq_id != next_seq and self.journal.job(row.model_id, row.seq_id) is None:
                 raise
+        return next_seq
 
     def _save_error(self, caller: Caller) -> MintError | None:
         """Why the caller may save no more, if so: the request takes its place, and its future fails with this."""
@@ -458,7 +457,7 @@ class Service:
         number = request.sampling_session_seq_id
         if request.model_path is not None:
             found = checkpoints.find_checkpoint(self.journal, request.model_path, reader=caller.owner)
-            manifest = checkpoints.read_manifest(self.data_dir / found.folder)
+            manifest = checkpoint_folders.read_manifest(self.data_dir / found.folder)
             if request.base_model not in (None, manifest.base_model):
                 raise InvalidRequestError(
                     f"does not fit the checkpoint, which was saved from {manifest.base_model}",
@@ -655,7 +654,7 @@ class Service:
         """What a checkpoint was saved from."""
         path = wire.decode(WeightsInfoRequest, body).tinker_path
         row = checkpoints.find_checkpoint(self.journal, path, reader=caller.owner)
-        manifest = checkpoints.read_manifest(self.data_dir / row.folder)
+        manifest = checkpoint_folders.read_manifest(self.data_dir / row.folder)
         trained = {key: manifest.lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
         return WeightsInfoResponse(base_model=manifest.base_model, lora_rank=manifest.lora["rank"], **trained)
 

@@ -29,9 +29,10 @@ from mint.models.untrusted_files import MANIFEST_FILE, OPTIMIZER_FILE, Untrusted
 from mint.models.untrusted_tensors import UntrustedTensors
 from mint.server.ids import model_id, new_session_id
 from mint.server.service.downloads import ARCHIVE_FORMAT
-from mint.server.store import checkpoints
+from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
-from mint.server.store.checkpoints import CheckpointPath, Manifest
+from mint.server.store.checkpoint_folders import Manifest
+from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.journal import Journal
 from mint.server.store.rows import CheckpointRow, RunRow, SessionRow
 from mint.server.store.snapshot_files import size_bytes
@@ -194,8 +195,8 @@ def _store(catalog: CheckpointCatalog, data_dir: Path, content: _Content, *, own
     lora = asdict(content.lora)
     manifest = Manifest(path.uri, content.base_model, lora, content.seed_given, content.state.step, now)
     try:
-        checkpoints.write_checkpoint(data_dir / folder, content.state, manifest, optimizer=content.has_optimizer)
-        size = checkpoints.folder_size(data_dir / folder)
+        checkpoint_folders.write_checkpoint(data_dir / folder, content.state, manifest, optimizer=content.has_optimizer)
+        size = checkpoint_folders.folder_size(data_dir / folder)
         about = {"uploaded": True, "notes": list(content.notes)}
         row = CheckpointRow(run_id, path.kind, name, folder, now, owner=owner, size_bytes=size, user_metadata=about)
         run = RunRow(run_id, session_id, owner, now, now, content.base_model, lora, ended_at=now)

@@ -1,31 +1,23 @@
-"""Named checkpoints: their paths, and their folders.
+"""Named checkpoints: their paths, and the row that a path leads to.
 
 A path is `tinker://{model_id}/weights/{name}` (with optimizer) or `…/sampler_weights/{name}` (without); `mint://` is
-the same. A folder is `checkpoints/<uuid>/` with `weights.safetensors`, perhaps `optimizer.safetensors`, and
-`manifest.json`, which is written last: a folder without a manifest is no checkpoint. Users' names never become file
-names. Knows no engine and no request.
+the same. Who may read a checkpoint is decided here. Knows no engine, no request and no layout of files.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import time
 import uuid
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mint.engine.protocol import LoraSpec, ModelState
-from mint.errors import CheckpointError, InvalidRequestError, NotFoundError
-from mint.models.tensor_files import write_file
-from mint.server.store.journal import Journal
+from mint.errors import InvalidRequestError, NotFoundError
+from mint.server.store.checkpoint_folders import Manifest, read_checkpoint
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.rows import CheckpointRow
-from mint.server.store.snapshot_files import read_optimizer, read_weights, write_optimizer, write_weights
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _PATH = re.compile(
@@ -37,10 +29,6 @@ TRAINING = "weights"
 SAMPLER = "sampler_weights"
 EXTERNAL = "external_weights"
 MIN_TTL_S, MAX_TTL_S = 1, 10 * 366 * 24 * 3600
-WEIGHTS_FILE = "weights.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-MANIFEST_FILE = "manifest.json"
-JOURNAL_FILE = "journal.sqlite3"
 
 
 @dataclass(frozen=True)
@@ -74,23 +62,6 @@ class CheckpointPath:
         return cls(**match.groupdict())
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The content of a checkpoint's manifest.json. `files` maps file names to their SHA-256."""
-
-    path: str
-    base_model: str
-    lora: dict[str, Any]
-    seed_given: bool
-    step: int
-    created_at: float
-    files: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def lora_spec(self) -> LoraSpec:
-        return LoraSpec(**self.lora)
-
-
 def check_name(name: str) -> str:
     """Returns the name.
 
@@ -117,75 +88,6 @@ def check_ttl(seconds: int | None) -> int | None:
         remedy = f"Pass {MIN_TTL_S} to {MAX_TTL_S} seconds, or nothing to keep it for good"
         raise InvalidRequestError("is out of range", field="ttl_seconds", value=seconds, remedy=remedy)
     return seconds
-
-
-def folder_size(folder: Path) -> int:
-    """The size of a checkpoint's files together, in bytes."""
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def write_checkpoint(folder: Path, state: ModelState, manifest: Manifest, *, optimizer: bool) -> Manifest:
-    """Writes the folder; it is durable when this returns. Writing it again replaces it."""
-    write_weights(folder / WEIGHTS_FILE, state)
-    names = [WEIGHTS_FILE]
-    if optimizer:
-        write_optimizer(folder / OPTIMIZER_FILE, state)
-        names.append(OPTIMIZER_FILE)
-    whole = replace(manifest, files={name: _sha256(folder / name) for name in names})
-    write_manifest(folder, whole)
-    return whole
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes manifest.json; replaces an old one in one step."""
-    write_file(folder / MANIFEST_FILE, [json.dumps(asdict(manifest), indent=2).encode()])
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder.
-
-    Raises:
-        CheckpointError: there is none that can be read.
-    """
-    try:
-        return Manifest(**json.loads((folder / MANIFEST_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"the checkpoint in {folder} has no readable manifest: {error}", remedy="Use another checkpoint"
-        ) from error
-
-
-def read_checkpoint(folder: Path, *, optimizer: bool) -> tuple[Manifest, ModelState]:
-    """The manifest and the state, after every file was checked against its hash. Without `optimizer`, moments are None.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or has no optimizer although `optimizer` asks for it.
-    """
-    manifest = read_manifest(folder)
-    if optimizer and OPTIMIZER_FILE not in manifest.files:
-        raise CheckpointError(
-            f"{manifest.path} holds no optimizer",
-            remedy="Load it without the optimizer (load_state), or load one that save_state wrote",
-        )
-    check_files(folder, manifest, (WEIGHTS_FILE, OPTIMIZER_FILE) if optimizer else (WEIGHTS_FILE,))
-    weights = read_weights(folder / WEIGHTS_FILE)
-    if not optimizer:
-        return manifest, ModelState(weights)
-    return manifest, read_optimizer(folder / OPTIMIZER_FILE, weights)
-
-
-def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compares files of a checkpoint with the hashes in its manifest.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
-    for name in names:
-        if _sha256(folder / name) != manifest.files.get(name):
-            raise CheckpointError(
-                f"{manifest.path} is damaged: {folder / name} does not have the hash that its manifest names",
-                remedy="Use another checkpoint",
-            )
 
 
 def alias_of(folder: str) -> str:
@@ -239,11 +141,3 @@ def open_checkpoint(data_dir: Path, path: str) -> tuple[Manifest, dict[str, np.n
         journal.close()
     manifest, state = read_checkpoint(data_dir / row.folder, optimizer=False)
     return manifest, dict(state.weights)
-
-
-def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"the file {path} cannot be read: {error}", remedy="Use another checkpoint") from error

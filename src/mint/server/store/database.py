@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mint.errors import JournalError
+from mint.errors import InvalidRequestError, JournalError
 from mint.server.store.durability import Durability
 from mint.server.store.schema import MIGRATIONS, SCHEMA_VERSION, TABLES, statements
 
@@ -197,6 +197,30 @@ class Database:
 
     def _version(self) -> int:
         return self.value("PRAGMA user_version")
+
+
+@contextmanager
+def read_only(path: Path) -> Generator[Transaction]:
+    """Queries on a file that is neither changed nor migrated.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or is no database.
+    """
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
+            yield Transaction(connection)
+    except sqlite3.DatabaseError as error:
+        raise InvalidRequestError(f"cannot be read: {error}", field="database", value=path) from error
+
+
+def check_file(path: Path) -> tuple[int, str]:
+    """The version of a file's schema, and what SQLite's own check found: "ok", or the damage.
+
+    Raises:
+        InvalidRequestError: as `read_only`.
+    """
+    with read_only(path) as queries:
+        return queries.value("PRAGMA user_version"), queries.value("PRAGMA quick_check(1)")
 
 
 def insert(kind: type[Any], table: str, *, on_conflict: str = "ABORT") -> str:

@@ -22,6 +22,9 @@ from mint.server.store.rows import (
     SnapshotRow,
 )
 
+JOURNAL_FILE = "journal.sqlite3"
+"""The journal's file in a data directory."""
+
 
 @dataclass(frozen=True)
 class Finish:

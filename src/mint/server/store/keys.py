@@ -14,11 +14,13 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from mint.errors import ConflictError, InvalidRequestError, JournalError, NotFoundError
 from mint.server.callers import LOCAL_OWNER, Caller, Quotas
-from mint.server.store.database import Database, insert
+from mint.server.store.database import Database, insert, read_only
+from mint.server.store.journal import JOURNAL_FILE
 
 log = logging.getLogger("mint.keys")
 
@@ -74,7 +76,30 @@ class _Verification:
     read_at: float
 
 
-class Keys:
+@dataclass(frozen=True)
+class KeyCount:
+    """How many keys a data directory has: ever made, and of those not revoked."""
+
+    ever: int = 0
+    active: int = 0
+
+
+def count_keys(data_dir: Path) -> KeyCount:
+    """The keys of a data directory, read without changing anything; none where there is no database yet.
+
+    Raises:
+        InvalidRequestError: there is one, and it cannot be read.
+    """
+    file = data_dir / JOURNAL_FILE
+    if not file.is_file():
+        return KeyCount()
+    with read_only(file) as queries:
+        if not queries.value("SELECT count(*) FROM sqlite_master WHERE name = 'keys'"):  # an older schema
+            return KeyCount()
+        return KeyCount(*queries.execute("SELECT count(*), count(*) - count(revoked_at) FROM keys").fetchone())
+
+
+class ApiKeys:
     """The keys of one data directory. Any thread may call."""
 
     def __init__(self, database: Database, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from mint.errors import CheckpointError
 from mint.server.store.catalog_queries import UNEXPIRED, moment, owned_by, read_page, readable_by
 from mint.server.store.checkpoint_catalog import checkpoint_record, no_run
-from mint.server.store.checkpoints import SAMPLER, TRAINING, read_manifest
+from mint.server.store.checkpoint_folders import read_manifest
+from mint.server.store.checkpoints import SAMPLER, TRAINING
 from mint.server.store.journal import Journal
 from mint.server.store.rows import CheckpointRow, RunRow
 from mint.types.records import FIRST_PAGE, PageQuery, TrainingRun, TrainingRunsResponse

@@ -11,7 +11,7 @@ from typing import Any
 
 from mint.engine.protocol import LOSSES, BaseInfo, Engine, LoraSpec, LossSpec, ModelState, PassResult
 from mint.errors import InvalidRequestError, StepRefusedError
-from mint.server.store.checkpoints import Manifest
+from mint.server.store.checkpoint_folders import Manifest
 from mint.server.worker import validation
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.lint import lint

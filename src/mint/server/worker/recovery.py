@@ -13,7 +13,7 @@ import mint.wire as wire
 from mint.engine.protocol import LoraSpec
 from mint.errors import CheckpointError, MintError, NotFoundError, RecoveryDivergedError
 from mint.server.queue.jobs import decode_request
-from mint.server.store import checkpoints
+from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.journal import Journal
 from mint.server.store.rows import JobRow, ModelRow, SnapshotRow
 from mint.server.store.snapshot_files import read_snapshot
@@ -115,7 +115,7 @@ class Recovery:
                 return digest == job.digest
             case LoadWeightsRequest() as request:
                 row = checkpoints.find_checkpoint(self._journal, request.path, reader=None)
-                saved = checkpoints.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
+                saved = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
                 return self._models.load(job.model_id, job.seq_id, *saved) == job.digest
             case _:
                 raise CheckpointError(f"request {job.seq_id} of {job.model_id} is in the journal but cannot be read")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 import mint.wire as wire
-from mint.engine.protocol import CANCELLED, BaseInfo, SampleJob, SampleResult, StopRule, TokenTable
+from mint.engine.protocol import CANCELLED, BaseInfo, SampleJob, SampleResult, StopRule
 from mint.errors import RequestFailedError
 from mint.server.ids import sample_seed
 from mint.server.queue.futures import FutureResult
@@ -26,11 +26,12 @@ def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: 
     """
     params = request.sampling_params
     max_tokens = validation.check_sample(request, base)
+    prompt, targets = request.prompt.to_numpy(), request.target_prompt_logprobs
     seed = params.seed if params.seed is not None else sample_seed(row.seed_root, request.seq_id)
     return SampleJob(
         base=base.name,
         weights_id=row.weights_id,
-        prompt=request.prompt.to_numpy(),
+        prompt=prompt,
         num_samples=request.num_samples,
         max_tokens=max_tokens,
         temperature=params.temperature,
@@ -43,7 +44,7 @@ def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: 
         logprobs_mode=params.logprobs_mode,
         topk_sample_logprobs=request.topk_sample_logprobs,
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
-        target_prompt_logprobs=validation.target_pairs(request, base),
+        target_prompt_logprobs=None if targets is None else validation.target_pairs(targets, len(prompt), base),
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
     )
 
@@ -72,17 +73,19 @@ def sample_result(request: SampleRequest, result: SampleResult) -> FutureResult:
 
 
 def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
-    alternatives = result.prompt_alt_tokens
+    alternatives, targets = result.prompt_alt_tokens, request.target_prompt_logprobs
+    sequences: list[SampledSequence] = []
+    for sample in result.samples:
+        stop_reason = "stop" if sample.stopped else "length"
+        topk = None if sample.topk is None else TopkLogprobs(sample.topk.tokens, sample.topk.logprobs)
+        sequences.append(SampledSequence(sample.tokens, sample.logprobs, stop_reason, topk))
     return SampleResponse(
-        [
-            SampledSequence(
-                sample.tokens, sample.logprobs, "stop" if sample.stopped else "length", _topk_logprobs(sample.topk)
-            )
-            for sample in result.samples
-        ],
+        sequences,
         prompt_logprobs=result.prompt_logprobs if request.prompt_logprobs else None,
         topk_prompt_logprobs=result.topk_prompt_logprobs,
-        target_prompt_logprobs=_in_layout(request.target_prompt_logprobs, result.target_prompt_logprobs),
+        target_prompt_logprobs=None
+        if targets is None or result.target_prompt_logprobs is None
+        else _in_layout(targets, result.target_prompt_logprobs),
         prompt_alt_tokens=None
         if alternatives is None
         else PromptAltTokens(
@@ -91,14 +94,8 @@ def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
     )
 
 
-def _topk_logprobs(table: TokenTable | None) -> TopkLogprobs | None:
-    return None if table is None else TopkLogprobs(table.tokens, table.logprobs)
-
-
-def _in_layout(asked: TensorData | None, logprobs: np.ndarray | None) -> TensorData | None:
+def _in_layout(asked: TensorData, logprobs: np.ndarray) -> TensorData:
     """The logprobs of the cells that name a token, in the layout of `asked`; 0 in the other cells."""
-    if asked is None or logprobs is None:
-        return None
     cells = np.zeros(len(asked.values), np.float32)
     cells[asked.values != validation.UNASKED] = logprobs
     return asked.with_values(cells, "float32")

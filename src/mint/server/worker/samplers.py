@@ -16,7 +16,7 @@ from mint.engine.protocol import Engine, LoraSpec, SampleJob
 from mint.errors import NotFoundError
 from mint.server.ids import session_of
 from mint.server.queue.jobs import QueuedSample
-from mint.server.store import checkpoints
+from mint.server.store import checkpoint_folders
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SamplerRow
 from mint.server.store.snapshot_files import read_weights
@@ -119,7 +119,7 @@ class Samplers:
         if row.file is not None:
             return read_weights(self._data_dir / row.file)
         # by its folder, not by its path: the name may have been deleted, or given to another checkpoint, meanwhile
-        _, state = checkpoints.read_checkpoint(self._data_dir / (row.weights_id or ""), optimizer=False)
+        _, state = checkpoint_folders.read_checkpoint(self._data_dir / (row.weights_id or ""), optimizer=False)
         return dict(state.weights)
 
     def _touch(self, row: SamplerRow) -> None:

@@ -60,7 +60,7 @@ class Snapshots:
         history: SnapshotHistory,
         model_id: str,
         seq_id: int,
-        read_state: Callable[[], ModelState],
+        read_state: Callable[[str], ModelState],
         digest: str,
         *,
         force: bool,
@@ -73,7 +73,7 @@ class Snapshots:
         due = history.saved_at is None or now - history.saved_at >= SNAPSHOT_INTERVAL_S
         if not (force or due or history.state_bytes <= SMALL_STATE_BYTES):
             return {}, ()
-        state = read_state()
+        state = read_state(model_id)
         history.state_bytes, history.saved_at = size_bytes(state), now
         file = f"snapshots/{file_stem(model_id)}-{seq_id}.safetensors"
         history.written.result()  # so that a power failure can cost only the newest: replay starts at the one before
@@ -86,10 +86,14 @@ class Snapshots:
         row = SnapshotRow(model_id, seq_id, file, digest)
         rows = [row, *history.rows]
         history.rows, old = rows[:MAX_SNAPSHOTS], rows[MAX_SNAPSHOTS:]
-        changes: dict[str, Any] = {"snapshot": row, "dropped_snapshots": tuple(gone.seq_id for gone in old)}
-        if old:
-            first, history.pruned_below = history.pruned_below, history.rows[-1].seq_id + 1
-            changes["pruned_payloads"] = (first, history.pruned_below)
+        if not old:
+            return {"snapshot": row}, ()
+        first, history.pruned_below = history.pruned_below, history.rows[-1].seq_id + 1
+        changes: dict[str, Any] = {
+            "snapshot": row,
+            "dropped_snapshots": tuple(gone.seq_id for gone in old),
+            "pruned_payloads": (first, history.pruned_below),
+        }
         return changes, tuple(gone.file for gone in old)
 
 

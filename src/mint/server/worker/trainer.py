@@ -1,8 +1,8 @@
 """Runs training requests, one at a time and in order, and says what the journal shall commit for each.
 
 A step is committed together with a digest of the state it led to, and with a snapshot of a small state. Nothing is true
-before the journal has committed the `Outcome`. Used on the worker's thread only. Does not know how requests arrive or
-who waits for them.
+before the journal has committed the `JobOutcome`. Used on the worker's thread only. Does not know how requests arrive
+or who waits for them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from mint.server.callers import LOCAL_OWNER
 from mint.server.ids import file_stem, sampler_id, seed_root, session_of
 from mint.server.queue.futures import FutureResult
 from mint.server.queue.jobs import TrainingJob
-from mint.server.store import checkpoints
-from mint.server.store.checkpoints import CheckpointPath, Manifest
+from mint.server.store import checkpoint_folders, checkpoints
+from mint.server.store.checkpoint_folders import Manifest
+from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.journal import Finish, Journal
 from mint.server.store.rows import CheckpointRow, SamplerRow
 from mint.server.store.snapshot_files import write_weights
@@ -58,7 +59,7 @@ log = logging.getLogger("mint.worker")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """What the journal shall commit, the files to delete after that, and the file that must be written before the
     result is sent."""
 
@@ -100,7 +101,7 @@ class Trainer:
             "load_weights": self._load_weights,
         }
 
-    def run(self, job: TrainingJob) -> Outcome:
+    def run(self, job: TrainingJob) -> JobOutcome:
         """Runs a request whose turn it is; restores its model first, if it is not in the engine.
 
         Raises:
@@ -126,12 +127,12 @@ class Trainer:
             return outcome
         body = wire.encode_result(effect.result)
         finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes)
-        return Outcome(finish, effect.obsolete_files, effect.written)
+        return JobOutcome(finish, effect.obsolete_files, effect.written)
 
-    def _failed(self, job: TrainingJob, error: Exception) -> Outcome:
+    def _failed(self, job: TrainingJob, error: Exception) -> JobOutcome:
         if job.kind == "forward_backward":
             self.models.note_failed(job.model_id, job.kind)
-        return Outcome(Finish(job.model_id, job.seq_id, "failed", FutureResult.of_error(error).body))
+        return JobOutcome(Finish(job.model_id, job.seq_id, "failed", FutureResult.of_error(error).body))
 
     # --- passes and steps ----------------------------------------------------------------------------------------
 
@@ -143,22 +144,18 @@ class Trainer:
         return _Effect(self.models.forward(job.model_id, content, gradient=not request.forward_only))
 
     def _optim_step(self, job: TrainingJob, request: OptimStepRequest) -> _Effect:
-        _refuse_other_optimizer("optimizer_params", request.optimizer_params)
+        if request.optimizer_params is not None:
+            _refuse_other_optimizer("optimizer_params", request.optimizer_params)
         metrics, digest = self.models.optim_step(job.model_id, job.seq_id, request)
-        changes, obsolete = self._snapshot(job, digest, force=False)
+        history, read_state = self.models[job.model_id].snapshots, self.models.engine.read_state
+        changes, obsolete = self._snapshots.save(history, job.model_id, job.seq_id, read_state, digest, force=False)
         return _Effect(OptimStepResponse(metrics=metrics, state_digest=digest), digest, changes, obsolete)
-
-    def _snapshot(self, job: TrainingJob, digest: str, *, force: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-        model_id, engine = job.model_id, self.models.engine
-        history = self.models[model_id].snapshots
-        return self._snapshots.save(
-            history, model_id, job.seq_id, lambda: engine.read_state(model_id), digest, force=force
-        )
 
     # --- creating and loading ------------------------------------------------------------------------------------
 
     def _create_model(self, job: TrainingJob, request: CreateModelRequest) -> _Effect:
-        _refuse_other_optimizer("optimizer_config", request.optimizer_config)
+        if request.optimizer_config is not None:
+            _refuse_other_optimizer("optimizer_config", request.optimizer_config)
         if request.rollout_correction_config is not None:
             raise InvalidRequestError(
                 "is not supported",
@@ -181,7 +178,7 @@ class Trainer:
                 remedy="Leave it out: load your own checkpoints, or those that their owners have published",
             )
         row = checkpoints.find_checkpoint(self._journal, request.path, reader=self._owner(job.model_id))
-        manifest, state = checkpoints.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
+        manifest, state = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
         key = self._bases.key
         if request.base_model is not None and key(request.base_model) != key(manifest.base_model):
             raise InvalidRequestError(
@@ -197,7 +194,8 @@ class Trainer:
             )
             created = {"model": columns}
         digest = self.models.load(job.model_id, job.seq_id, manifest, state)
-        changes, obsolete = self._snapshot(job, digest, force=True)
+        history, read_state = self.models[job.model_id].snapshots, self.models.engine.read_state
+        changes, obsolete = self._snapshots.save(history, job.model_id, job.seq_id, read_state, digest, force=True)
         result = LoadWeightsResponse(path=request.path, model_id=job.model_id)
         return _Effect(result, digest, {**changes, **created}, obsolete)
 
@@ -256,7 +254,7 @@ class Trainer:
         now = time.time()
         manifest = Manifest(path.uri, live.base_model, asdict(live.lora), live.seed_given, state.step, now)
         with_optimizer = kind == checkpoints.TRAINING
-        checkpoints.write_checkpoint(self._data_dir / folder, state, manifest, optimizer=with_optimizer)
+        checkpoint_folders.write_checkpoint(self._data_dir / folder, state, manifest, optimizer=with_optimizer)
         row = CheckpointRow(
             job.model_id,
             kind,
@@ -265,7 +263,7 @@ class Trainer:
             now,
             owner=self._owner(job.model_id),
             expires_at=None if ttl_s is None else now + ttl_s,
-            size_bytes=checkpoints.folder_size(self._data_dir / folder),
+            size_bytes=checkpoint_folders.folder_size(self._data_dir / folder),
             user_metadata=request.user_metadata,
         )
         return row, (existing.folder,) if existing else ()
@@ -298,9 +296,9 @@ class Trainer:
         return _Effect(result, changes={"sampler": row}, written=written)
 
 
-def _refuse_other_optimizer(field: str, config: dict[str, Any] | None) -> None:
+def _refuse_other_optimizer(field: str, config: dict[str, Any]) -> None:
     """Refuses an optimizer that is named and is not AdamW; without a name, the fields are AdamW's."""
-    name = "adamw" if config is None else config.get("type", "adamw")
+    name = config.get("type", "adamw")
     if name not in ("adamw", "adam"):
         remedy = "Leave it out: the optimizer is AdamW, with the settings of each step's adam_params"
         raise InvalidRequestError("is not an optimizer here", field=f"{field}.type", value=name, remedy=remedy)

@@ -127,15 +127,14 @@ def check_sample(request: SampleRequest, base: BaseInfo) -> int:
     return max_tokens
 
 
-def target_pairs(request: SampleRequest, base: BaseInfo) -> np.ndarray | None:
+def target_pairs(tensor: TensorData, length: int, base: BaseInfo) -> np.ndarray:
     """The tokens whose logprobs `target_prompt_logprobs` asks for, as pairs (place in the prompt, token) int64 [Q, 2].
+
+    `length` is that of the prompt.
 
     Raises:
         InvalidRequestError: it is no [P - 1, K] tensor of token ids, or names none.
     """
-    tensor, length = request.target_prompt_logprobs, request.prompt.length
-    if tensor is None:
-        return None
     name, shape = "target_prompt_logprobs", tensor.shape
     size, most = len(tensor.values), f"at most {MAX_ALTERNATIVES}"
     _require(size <= MAX_ALTERNATIVES, name, f"{size} cells", most, was="asks for too large an answer")
@@ -192,10 +191,12 @@ def _check_sampling_params(params: SamplingParams, base: BaseInfo) -> None:
     stops = [params.stop] if isinstance(params.stop, str) else [*(params.stop or ())]
     count = len(stops) + len(params.stop_token_ids or ())
     _require(count <= MAX_STOPS, "stop", f"{count} entries", f"at most {MAX_STOPS} strings and token ids")
-    for text in stops:
-        if isinstance(text, str):
-            _require(0 < len(text) <= MAX_STOP_CHARS, "stop", text, f"strings of 1 to {MAX_STOP_CHARS} characters")
-    ids = [*(item for item in stops if isinstance(item, int)), *(params.stop_token_ids or ())]
+    ids: list[int] = []
+    for item in (*stops, *(params.stop_token_ids or ())):
+        if isinstance(item, str):
+            _require(0 < len(item) <= MAX_STOP_CHARS, "stop", item, f"strings of 1 to {MAX_STOP_CHARS} characters")
+        else:
+            ids.append(item)
     _check_tokens(flat_array(ids, np.dtype(np.int64), "stop_token_ids"), base, "stop_token_ids")
 
 

@@ -25,7 +25,7 @@ from mint.server.store.journal import Journal
 from mint.server.store.obsolete_files import discard_files
 from mint.server.worker.samplers import Samplers
 from mint.server.worker.sampling_batch import SamplingBatch
-from mint.server.worker.trainer import Outcome, Trainer
+from mint.server.worker.trainer import JobOutcome, Trainer
 
 log = logging.getLogger("mint.worker")
 
@@ -165,7 +165,7 @@ class Worker:
             self.eta.end([name])
         self._commit(job, outcome)
 
-    def _commit(self, job: TrainingJob, outcome: Outcome) -> None:
+    def _commit(self, job: TrainingJob, outcome: JobOutcome) -> None:
         """Writes the outcome to the journal, and resolves the future once that may be told."""
         name, finish = request_id(job.model_id, job.seq_id), outcome.finish
         try:
