@@ -157,8 +157,7 @@ class NativeDecodeAttention:
 def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor) -> Tensor:
     """Attended values [rows, K·G·D] of heads [T, H, D], both in one dtype."""
     out = heads.new_empty(rows.rows, rows.query_heads * heads.shape[2])
-    kernels.threads.run(
-        kernels.libraries["attention"].attend_packed,
+    kernels.libraries["attention"].attend_packed(
         rows.rows,
         rows.rows * rows.longest * rows.query_heads,
         rows=rows,
@@ -173,8 +172,7 @@ def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor) -> Te
 def attend_packed_backward(kernels: NativeKernels, rows: PackedRows, heads: Tensor, grad: Tensor) -> Tensor:
     """The gradient for heads [T, H, D], in float32, from grad [rows, K·G·D] in the dtype of heads."""
     grads = torch.zeros(heads.shape)
-    kernels.threads.run(
-        kernels.libraries["gradients"].attend_packed_backward,
+    kernels.libraries["gradients"].attend_packed_backward(
         rows.kv_heads,
         rows.rows * rows.longest * rows.query_heads,
         rows=rows,
@@ -190,8 +188,7 @@ def attend_packed_backward(kernels: NativeKernels, rows: PackedRows, heads: Tens
 def attend_cells(kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attended values [rows, K·G·D] of heads [rows, H, D] over `keys` and `values` in cells."""
     out = heads.new_empty(len(heads), rows.query_heads * heads.shape[2])
-    kernels.threads.run(
-        kernels.libraries["attention"].attend_cells,
+    kernels.libraries["attention"].attend_cells(
         rows.rows,
         rows.rows * rows.longest * rows.query_heads,
         rows=rows,
@@ -210,8 +207,7 @@ def store(
 ) -> None:
     """Stores the key and value heads of heads [R, H, D] at `positions` int64 [R] of the rows' cells, int64 [R, C]."""
     keys, values = cache.planes(layer)
-    kernels.threads.run(
-        kernels.libraries["moves"].write_cells,
+    kernels.libraries["moves"].write_cells(
         len(heads),
         heads.numel(),
         table=table,
@@ -233,7 +229,7 @@ def widen(kernels: NativeKernels, x: Tensor) -> Tensor:
     if x.dtype == torch.float32:
         return x
     out = torch.empty(x.shape)
-    kernels.threads.run(kernels.libraries["moves"].widen_rows, len(x), x.numel(), x=x, width=x.shape[1], out=out)
+    kernels.libraries["moves"].widen_rows(len(x), x.numel(), x=x, width=x.shape[1], out=out)
     return out
 
 

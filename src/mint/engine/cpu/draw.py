@@ -18,7 +18,7 @@ class NativeDraw:
     """`Draw` by the kernel."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self._threads, self._kernel = kernels.threads, kernels.libraries["choice"].draw_rows
+        self._kernel = kernels.libraries["choice"].draw_rows
 
     def __call__(
         self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
@@ -27,8 +27,7 @@ class NativeDraw:
         tokens = np.empty(count, np.int64)
         logprobs, normalisers = np.empty(count, np.float32), np.empty(count, np.float32)
         columns = table.dtype.fields or {}
-        self._threads.run(
-            self._kernel,
+        self._kernel(
             count,
             count * logits.shape[1],
             logits=logits,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mint.engine.cpu.kernels import LANES, NativeKernels
 from mint.engine.cpu.panels import PanelMatrix
-from mint.engine.cpu.threads import Int64, address
+from mint.engine.cpu.threads import Int64
 from mint.engine.lora import SiteWeights
 from mint.engine.model.config import ExpertsConfig
 
@@ -73,16 +73,16 @@ class NativeExperts:
     """The compiled functions. Their results do not depend on the number of rows or threads."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self._library, self._threads = kernels.libraries["experts"], kernels.threads
+        self._library = kernels.libraries["experts"]
         products, loras = kernels.libraries["products"], kernels.libraries["loras"]
-        self._add_lora, self._lora_gradient = address(loras.add_lora), address(loras.lora_gradient)
+        self._add_lora, self._lora_gradient = loras.add_lora.address, loras.lora_gradient.address
         self._product = {
-            torch.float32: address(products.product_floats),
-            torch.bfloat16: address(products.product_halves),
+            torch.float32: products.product_floats.address,
+            torch.bfloat16: products.product_halves.address,
         }
         self._transpose = {
-            torch.float32: address(products.turn_floats),
-            torch.bfloat16: address(self._library.turn_halves),
+            torch.float32: products.turn_floats.address,
+            torch.bfloat16: self._library.turn_halves.address,
         }
 
     def route(self, scores: Tensor, config: ExpertsConfig) -> Routing:
@@ -91,8 +91,7 @@ class NativeExperts:
         pairs = count * per_token
         shares = scores.new_empty(count, per_token)
         chosen = torch.empty(count, per_token, dtype=torch.int64)
-        self._threads.run(
-            self._library.route_rows,
+        self._library.route_rows(
             count,
             pairs * experts,
             scores=scores,
@@ -105,8 +104,7 @@ class NativeExperts:
         order = torch.empty(pairs, dtype=torch.int64)
         places = torch.empty_like(chosen)
         borders = torch.empty(experts + 1, dtype=torch.int64)
-        self._threads.run(
-            self._library.sort_pairs,
+        self._library.sort_pairs(
             1,
             0,
             chosen=chosen,
@@ -121,8 +119,7 @@ class NativeExperts:
     def gather(self, x: Tensor, routing: Routing) -> Tensor:
         """[P, E]: for each pair its row of x [T, E]."""
         out = x.new_empty(len(routing.order), x.shape[1])
-        self._threads.run(
-            self._library.gather_rows,
+        self._library.gather_rows(
             len(out),
             out.numel(),
             x=x.contiguous(),
@@ -138,8 +135,7 @@ class NativeExperts:
     ) -> Tensor:
         """[T, E]: for each row the sum of its pairs [P, E], times `shares` [T, K], plus `residual` [T, E]."""
         out = pairs.new_empty(len(routing.places), pairs.shape[1])
-        self._threads.run(
-            self._library.combine_pairs,
+        self._library.combine_pairs(
             len(out),
             pairs.numel(),
             pairs=pairs,
@@ -156,8 +152,7 @@ class NativeExperts:
         """The gradients for the shares [T, K] and for `inner` [P, I], where a share multiplies what a linear map makes
         of inner. `grad` [P, I], which is overwritten, is the gradient through the map without the share."""
         grad_shares = torch.empty_like(routing.shares)
-        self._threads.run(
-            self._library.weigh_pairs,
+        self._library.weigh_pairs(
             len(inner),
             inner.numel(),
             order=routing.order,
@@ -172,8 +167,7 @@ class NativeExperts:
     def multiply(self, rows: Tensor, matrices: ExpertMatrices, routing: Routing, out: Tensor | None = None) -> Tensor:
         """`row @ matrix.T` of each row's expert, float32 [P, O] from [P, I]; into `out`, if given."""
         out = rows.new_empty(len(rows), matrices.outputs) if out is None else out
-        self._threads.run(
-            self._library.multiply_experts,
+        self._library.multiply_experts(
             matrices.outputs // LANES,
             rows.numel() * matrices.outputs,
             product=self._product[matrices.dtype],
@@ -190,8 +184,7 @@ class NativeExperts:
     def multiply_transposes(self, rows: Tensor, matrices: ExpertMatrices, routing: Routing) -> Tensor:
         """`row @ matrix` of each row's expert, float32 [P, I] from [P, O]."""
         out = rows.new_empty(len(rows), matrices.inputs)
-        self._threads.run(
-            self._library.multiply_transposes,
+        self._library.multiply_transposes(
             matrices.inputs // LANES,
             rows.numel() * matrices.inputs,
             product=self._product[matrices.dtype],
@@ -214,8 +207,7 @@ class NativeExperts:
             return
         widths = [len(b) for b in sites[0].bs]
         ranks = max(len(site.a) for site in sites)
-        self._threads.run(
-            self._library.add_expert_loras,
+        self._library.add_expert_loras(
             len(rows),
             len(rows) * ranks * (rows.shape[1] + out.shape[1]),
             add=self._add_lora,
@@ -242,8 +234,7 @@ class NativeExperts:
         if first is None or first.a.grad is None:
             return
         widths, experts = [len(b) for b in first.bs], len(routing.borders) - 1
-        self._threads.run(
-            self._library.add_lora_gradients,
+        self._library.add_lora_gradients(
             experts,
             len(rows) * len(first.a) * (rows.shape[1] + grad.shape[1]),
             gradient=self._lora_gradient,

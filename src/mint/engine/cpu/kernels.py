@@ -9,7 +9,7 @@ import ctypes
 from pathlib import Path
 
 from mint.engine.cpu.build import NativeBuild
-from mint.engine.cpu.threads import NativeThreads
+from mint.engine.cpu.threads import KernelLibrary, NativeThreads
 
 HEAD_DIMS = frozenset({32, 64, 128})
 """Head dimensions that the kernels are compiled for."""
@@ -28,6 +28,7 @@ class NativeKernels:
             MissingExtraError: there is no C compiler, or it refuses.
         """
         places = (NativeBuild(build) if isinstance(build, Path) else build).libraries()
-        self.libraries = {source: ctypes.CDLL(str(place)) for source, place in places.items()}
-        """The functions of each file in C, by its name without suffix."""
-        self.threads = NativeThreads(self.libraries["threads"])
+        libraries = {source: ctypes.CDLL(str(place)) for source, place in places.items()}
+        self.threads = NativeThreads(libraries.pop("threads"))
+        self.libraries = {source: KernelLibrary(library, self.threads) for source, library in libraries.items()}
+        """The kernels of each file in C, by its name without suffix."""

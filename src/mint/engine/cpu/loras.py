@@ -8,13 +8,14 @@ Letters: T rows · I inputs · O outputs · r rank · S parts of a fused product
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mint.engine.cpu.kernels import LANES, NativeKernels
-from mint.engine.cpu.threads import Int64
+from mint.engine.cpu.threads import Int64, Kernel, NotCompiledError
 from mint.engine.lora import SiteWeights
 
 _GROUP_ROWS, _MOST_GROUPS = 192, 8
@@ -25,34 +26,18 @@ class NativeLoras:
     """The compiled functions. A row's results do not depend on the number of rows or threads."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self._threads, self._library = kernels.threads, kernels.libraries["loras"]
-        code = self._threads.try_run(
-            self._library.add_lora,
-            0,
-            0,
-            x=None,
-            a=None,
-            bs=None,
-            widths=None,
-            parts=0,
-            rank=0,
-            inputs=0,
-            outputs=0,
-            scale=0.0,
-            out=None,
-        )
-        self._compiled = code == 0
+        self._library = kernels.libraries["loras"]
+        self._compiled = _is_compiled(self._library.add_lora)
 
     def fits(self, lora: SiteWeights) -> bool:
         """Whether the functions are compiled for such widths and this processor."""
-        return self._compiled and not lora.a.shape[1] % LANES and not any(len(b) % LANES for b in lora.bs)
+        return self._compiled and math.gcd(LANES, lora.a.shape[1], *map(len, lora.bs)) == LANES
 
     def add(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
         """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place, from x [T, I]; all float32."""
         (count, inputs), outputs, rank = x.shape, out.shape[1], lora.bs[0].shape[1]
         places, widths = _places(lora.bs)
-        self._threads.run(
-            self._library.add_lora,
+        self._library.add_lora(
             count,
             count * (inputs * len(lora.a) + outputs * rank),
             x=x,
@@ -77,8 +62,7 @@ class NativeLoras:
         groups = min(max(count // _GROUP_ROWS, 1), _MOST_GROUPS)
         found = torch.empty(groups, rank * (len(lora.bs) * inputs + outputs))
         places, widths = _places(lora.bs)
-        self._threads.run(
-            self._library.lora_gradient,
+        self._library.lora_gradient(
             groups,
             count * found.shape[1],
             grad=grad,
@@ -99,13 +83,40 @@ class NativeLoras:
         total = found[0]
         for own in found[1:]:
             total += own
-        parts = total.split([part.numel() for part in (lora.a, *lora.bs)])
-        return [part.view(like.shape) for part, like in zip(parts, (lora.a, *lora.bs), strict=True)]
+        grads, start = [], 0
+        for weight in (lora.a, *lora.bs):
+            grads.append(total[start : start + weight.numel()].view(weight.shape))
+            start += weight.numel()
+        return grads
 
 
 def _places(bs: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[Int64]]:
     """The addresses of the bs, and their outputs."""
-    if not all(b.is_contiguous() for b in bs):
-        raise AssertionError("kernels read contiguous tensors")
-    places = (ctypes.c_void_p * len(bs))(*(b.data_ptr() for b in bs))
-    return places, (Int64 * len(bs))(*(b.shape[0] for b in bs))
+    places, widths = (ctypes.c_void_p * len(bs))(), (Int64 * len(bs))()
+    for index, b in enumerate(bs):
+        if not b.is_contiguous():
+            raise AssertionError("kernels read contiguous tensors")
+        places[index], widths[index] = b.data_ptr(), b.shape[0]
+    return places, widths
+
+
+def _is_compiled(kernel: Kernel) -> bool:
+    """Whether `add_lora` is compiled for this processor, found by a call without rows."""
+    try:
+        kernel(
+            0,
+            0,
+            x=None,
+            a=None,
+            bs=None,
+            widths=None,
+            parts=0,
+            rank=0,
+            inputs=0,
+            outputs=0,
+            scale=0.0,
+            out=None,
+        )
+    except NotCompiledError:
+        return False
+    return True

@@ -101,7 +101,7 @@ class NativeOperations(CpuOperations):
 
     def __init__(self, dtype: torch.dtype, kernels: NativeKernels) -> None:
         super().__init__(dtype)
-        self.kernels, self._threads = kernels, kernels.threads
+        self.kernels = kernels
         self._rows, self._moves = kernels.libraries["rows"], kernels.libraries["moves"]
         self._choice = kernels.libraries["choice"]
         self._products, self._loras = NativeProducts(kernels), NativeLoras(kernels)
@@ -143,8 +143,7 @@ class NativeOperations(CpuOperations):
             IndexError: there is no such row.
         """
         out = torch.empty(len(rows), table.shape[1])
-        self._threads.run(
-            self._moves.take_rows,
+        self._moves.take_rows(
             len(rows),
             out.numel(),
             table=table,
@@ -167,13 +166,12 @@ class NativeOperations(CpuOperations):
 
     def copy_rows(self, x: Tensor, out: Tensor) -> None:
         """Copies x [T, E] to `out`, both float32."""
-        self._threads.run(self._moves.copy_rows, len(x), x.numel(), x=x, bytes=4 * x.shape[1], out=out)
+        self._moves.copy_rows(len(x), x.numel(), x=x, bytes=4 * x.shape[1], out=out)
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         out, inverse = torch.empty_like(x), x.new_empty(len(x), 1)
-        self._threads.run(
-            self._rows.rms_norm,
+        self._rows.rms_norm(
             len(x),
             x.numel(),
             x=x,
@@ -188,8 +186,7 @@ class NativeOperations(CpuOperations):
     @override
     def rms_norm_again(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        self._threads.run(
-            self._rows.rms_norm_again,
+        self._rows.rms_norm_again(
             len(x),
             x.numel(),
             x=x,
@@ -205,8 +202,7 @@ class NativeOperations(CpuOperations):
         self, grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, residual: Tensor | None = None
     ) -> Tensor:
         out = torch.empty_like(x)
-        self._threads.run(
-            self._rows.rms_norm_backward,
+        self._rows.rms_norm_backward(
             len(x),
             x.numel(),
             grad=grad.contiguous(),
@@ -234,8 +230,7 @@ class NativeOperations(CpuOperations):
         count, total, dim = qkv.shape
         heads = torch.empty(qkv.shape, dtype=self.dtype)
         inverse = None if norms is None else qkv.new_empty(count, rotated, 1)
-        self._threads.run(
-            self._rows.finish_heads,
+        self._rows.finish_heads(
             count,
             qkv.numel(),
             qkv=qkv,
@@ -267,8 +262,7 @@ class NativeOperations(CpuOperations):
     ) -> Tensor:
         count, total, dim = qkv.shape
         out = torch.empty_like(qkv)
-        self._threads.run(
-            self._rows.finish_heads_backward,
+        self._rows.finish_heads_backward(
             count,
             qkv.numel(),
             grad=grad.contiguous(),
@@ -288,7 +282,7 @@ class NativeOperations(CpuOperations):
     @override
     def swiglu(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._threads.run(self._rows.swiglu, len(gate_up), gate_up.numel(), wide=gate_up, inner=out.shape[1], out=out)
+        self._rows.swiglu(len(gate_up), gate_up.numel(), wide=gate_up, inner=out.shape[1], out=out)
         return out
 
     @override
@@ -298,8 +292,7 @@ class NativeOperations(CpuOperations):
     @override
     def swiglu_backward(self, grad: Tensor, gate_up: Tensor, silu_gate: Tensor | None = None) -> Tensor:
         out = torch.empty_like(gate_up)
-        self._threads.run(
-            self._rows.swiglu_backward,
+        self._rows.swiglu_backward(
             len(gate_up),
             gate_up.numel(),
             grad=grad,
@@ -330,8 +323,7 @@ class NativeOperations(CpuOperations):
         chosen = torch.from_numpy(pulled.astype(np.int64))
         normalisers = logits.new_empty(len(logits))
         entropies = torch.empty_like(normalisers)
-        self._threads.run(
-            self._choice.weigh_rows,
+        self._choice.weigh_rows(
             len(logits),
             logits.numel(),
             logits=logits,

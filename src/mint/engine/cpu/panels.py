@@ -7,31 +7,32 @@ Letters: T rows · I inputs · O outputs.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.cpu.kernels import LANES, NativeKernels
 from mint.engine.cpu.onednn import PACKED_ENTRIES, dense_gradient
+from mint.engine.cpu.threads import Kernel, NotCompiledError
 
 _INPUTS_PER_WORD = {torch.float32: 1, torch.bfloat16: 2}
 
 
 class NativeProducts:
-    """The compiled products. Their results do not depend on the number of rows or threads."""
+    """The compiled products, and the layout that they read. A row's results do not depend on the number of rows or
+    threads."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self._threads, self._library = kernels.threads, kernels.libraries["products"]
+        self._library = kernels.libraries["products"]
         products = {torch.float32: self._library.product_floats, torch.bfloat16: self._library.product_halves}
-        self._products = {dtype: product for dtype, product in products.items() if self._is_compiled(product)}
+        self.kernels = {dtype: product for dtype, product in products.items() if _is_compiled(product)}
+        """The kernel for panels of each dtype."""
 
     def pack(self, weight: Tensor) -> Tensor | None:
         """The panels of a matrix [O, I] of float32 or bfloat16, of its shape; None where its widths or the processor do
         not fit."""
         (outputs, inputs), dtype = weight.shape, weight.dtype
-        if dtype not in self._products or outputs % LANES or inputs % (LANES * _INPUTS_PER_WORD[dtype]):
+        if dtype not in self.kernels or outputs % LANES or inputs % (LANES * _INPUTS_PER_WORD[dtype]):
             return None
         weight, panels = weight.contiguous(), torch.empty(weight.shape, dtype=dtype)
         self._rearrange(self._library.pack_words, weight, panels)
@@ -50,8 +51,7 @@ class NativeProducts:
             return None
         transposed = torch.empty(inputs, outputs, dtype=dtype)
         kernel = self._library.turn_floats if dtype == torch.float32 else self._library.turn_halves
-        self._threads.run(
-            kernel,
+        kernel(
             inputs // LANES,
             panels.numel(),
             source=panels,
@@ -61,69 +61,40 @@ class NativeProducts:
         )
         return transposed
 
-    def product(self, x: Tensor, panels: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`x @ matrix.T` (+ residual), float32 [T, O] from float32 [T, I], which is rounded if the panels are."""
-        x, residual = x.float().contiguous(), None if residual is None else residual.contiguous()
-        (outputs, inputs), out = panels.shape, torch.empty(len(x), len(panels))
-        self._threads.run(
-            self._products[panels.dtype],
-            outputs // LANES,
-            len(x) * outputs * inputs,
-            x=x,
-            packed=panels,
-            rows=len(x),
-            inputs=inputs,
-            outputs=outputs,
-            residual=residual,
-            out=out,
-        )
-        return out
-
-    def _is_compiled(self, product: ctypes._NamedFuncPointer) -> bool:
-        """Whether a product is compiled for this processor, found by a call without rows."""
-        code = self._threads.try_run(
-            product,
-            0,
-            0,
-            x=None,
-            packed=None,
-            rows=0,
-            inputs=LANES,
-            outputs=LANES,
-            residual=None,
-            out=None,
-        )
-        return code == 0
-
-    def _rearrange(self, kernel: ctypes._NamedFuncPointer, source: Tensor, target: Tensor) -> None:
+    def _rearrange(self, kernel: Kernel, source: Tensor, target: Tensor) -> None:
         outputs, inputs = source.shape
         words = inputs // _INPUTS_PER_WORD[source.dtype]
-        self._threads.run(
-            kernel,
-            outputs // LANES,
-            source.numel(),
-            source=source,
-            words=words,
-            target=target,
-        )
+        kernel(outputs // LANES, source.numel(), source=source, words=words, target=target)
 
 
 class PanelMatrix:
     """A matrix in panels. A gradient transposes it for the moment."""
 
+    min_rows = 1
+
     def __init__(self, products: NativeProducts, panels: Tensor) -> None:
         self.outputs, self.inputs = panels.shape
         self.products, self.panels = products, panels
-
-    @property
-    def min_rows(self) -> int:
-        return 1
+        self._product = products.kernels[panels.dtype]
 
     def dense(self) -> Tensor:
         return self.products.unpack(self.panels)
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.products.product(x, self.panels, residual)
+        """See `Matrix`. The rows are rounded if the panels are."""
+        out = torch.empty(len(x), self.outputs)
+        self._product(
+            self.outputs // LANES,
+            len(x) * self.outputs * self.inputs,
+            x=x.float().contiguous(),
+            packed=self.panels,
+            rows=len(x),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            residual=None if residual is None else residual.contiguous(),
+            out=out,
+        )
+        return out
 
     def gradient(self, grad: Tensor) -> Tensor:
         transposed = self.transposed()
@@ -181,3 +152,12 @@ def panel_unembedding(products: NativeProducts, weight: Tensor) -> PanelMatrix |
     if weight.numel() < PACKED_ENTRIES:
         return SmallPanelMatrix(products, panels)
     return PanelUnembedding(products, panels, weight)
+
+
+def _is_compiled(product: Kernel) -> bool:
+    """Whether a product is compiled for this processor, found by a call without rows."""
+    try:
+        product(0, 0, x=None, packed=None, rows=0, inputs=LANES, outputs=LANES, residual=None, out=None)
+    except NotCompiledError:
+        return False
+    return True

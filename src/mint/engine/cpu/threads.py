@@ -20,12 +20,16 @@ from torch import Tensor
 SERIAL_WORK = 1 << 14
 """Less work than this (elements, or pairs of a query and a key) is not worth several threads."""
 
-OUT_OF_MEMORY, OUT_OF_RANGE = 2, 3
-"""Codes that a kernel returns. The code 1 says that it is not compiled for such widths or this processor."""
+NOT_COMPILED, OUT_OF_MEMORY, OUT_OF_RANGE = 1, 2, 3
+"""Codes that a kernel returns."""
 
 Int64 = ctypes.c_int64
 
 Field = Tensor | np.ndarray | ctypes.Structure | ctypes.Array[Any] | int | float | None
+
+
+class NotCompiledError(AssertionError):
+    """The kernel is not compiled for such widths or this processor."""
 
 
 class Operation(ctypes.Structure):
@@ -54,43 +58,91 @@ class Recording:
 
 
 class NativeThreads:
-    """Runs kernels. Their results do not depend on the number of threads."""
+    """Runs operations. Their results do not depend on the number of threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """`library` is threads.c, compiled."""
         self.run_operations, self.run_sequences = library.run_operations, library.run_sequences
-        self._here = _Here()
-
-    def run(self, kernel: Any, count: int, work: int, /, **fields: Field) -> None:
-        """Runs `kernel` over parts 0 to `count`, on several threads where so much `work` is worth it.
-
-        `fields` are those of the kernel's struct, all of them and in its order.
-
-        Raises:
-            MemoryError: the kernel found no scratch memory.
-            IndexError: a row number is out of range.
-        """
-        _check(self.try_run(kernel, count, work, **fields))
-
-    def try_run(self, kernel: Any, count: int, work: int, /, **fields: Field) -> int:
-        """Same as `run`; returns the kernel's code instead of raising."""
-        words = (Int64 * len(fields))(*map(_word, fields.values()))
-        wide = work >= SERIAL_WORK and count > 1
-        operation = Operation(address(kernel), ctypes.addressof(words), count, wide)
-        if self._here.recording is not None:
-            self._here.recording.add(operation, words, fields)
-        return self.run_operations(ctypes.byref(operation), Int64(1), Int64(torch.get_num_threads() if wide else 1))
+        self.run_operations.argtypes = (ctypes.c_void_p, Int64, Int64)
+        self.run_sequences.argtypes = (ctypes.c_void_p, Int64)
+        self.here = _Here()
 
     @contextmanager
     def recording(self) -> Generator[Recording]:
         """Records what this thread runs within the context. It may be repeated as long as the numbers among the fields
         and the addresses of the tensors hold. All that a kernel reads or writes must be a field, or outlive the
         recording."""
-        self._here.recording = found = Recording()
+        self.here.recording = found = Recording()
         try:
             yield found
         finally:
-            self._here.recording = None
+            self.here.recording = None
+
+
+class _Here(threading.local):
+    """What the current thread records."""
+
+    recording: Recording | None = None
+
+
+class KernelLibrary:
+    """The kernels of one file in C, each an attribute of its name."""
+
+    def __init__(self, library: ctypes.CDLL, threads: NativeThreads) -> None:
+        self._library, self._threads = library, threads
+
+    def __getattr__(self, name: str) -> Kernel:
+        kernel = Kernel(getattr(self._library, name), self._threads)
+        setattr(self, name, kernel)
+        return kernel
+
+
+class Kernel:
+    """A compiled kernel, called with the fields of its struct."""
+
+    def __init__(self, function: Any, threads: NativeThreads) -> None:
+        self.address = ctypes.cast(function, ctypes.c_void_p).value
+        self._threads = threads
+
+    def __call__(self, count: int, work: int, /, **fields: Field) -> None:
+        """Runs over parts 0 to `count`, on several threads where so much `work` is worth it.
+
+        `fields` are those of the kernel's struct, all of them and in its order: numbers as they are, of all else the
+        address.
+
+        Raises:
+            MemoryError: the kernel found no scratch memory.
+            IndexError: a row number is out of range.
+            NotCompiledError: the kernel does not know such widths, or this processor.
+        """
+        # One loop without calls of our own: a training step of a small base calls thousands of kernels.
+        words: list[int] = []
+        for field in fields.values():
+            if isinstance(field, Tensor):
+                if not field.is_contiguous():
+                    raise AssertionError("kernels read contiguous tensors")
+                words.append(field.data_ptr())
+            elif isinstance(field, int):
+                words.append(field)
+            elif field is None:
+                words.append(0)
+            elif isinstance(field, float):
+                words += struct.unpack("q", struct.pack("d", field))
+            elif isinstance(field, np.ndarray):
+                if not field.flags.c_contiguous:
+                    raise AssertionError("kernels read contiguous arrays")
+                words.append(field.ctypes.data)
+            else:
+                words.append(ctypes.addressof(field))
+        arguments = (Int64 * len(words))(*words)
+        wide = work >= SERIAL_WORK and count > 1
+        operation = Operation(self.address, ctypes.addressof(arguments), count, wide)
+        recording = self._threads.here.recording
+        if recording is not None:
+            recording.add(operation, arguments, fields)
+        code = self._threads.run_operations(ctypes.byref(operation), 1, torch.get_num_threads() if wide else 1)
+        if code:
+            _fail(code)
 
 
 class Replay:
@@ -101,8 +153,8 @@ class Replay:
         its operations over all threads."""
         self._threads, self._recordings = threads, recordings
         self._operations = [(Operation * len(own.operations))(*own.operations) for own in recordings]
-        places = [(ctypes.addressof(own), len(own)) for own in self._operations]
-        self._sequences = (_Sequence * len(places))(*(_Sequence(*place) for place in places))
+        places = [_Sequence(ctypes.addressof(own), len(own)) for own in self._operations]
+        self._sequences = (_Sequence * len(places))(*places)
 
     def run(self) -> None:
         """Runs all of them.
@@ -112,47 +164,17 @@ class Replay:
             IndexError: a row number is out of range.
         """
         if len(self._operations) == 1:
-            own, count = self._operations[0], Int64(torch.get_num_threads())
-            _check(self._threads.run_operations(own, Int64(len(own)), count))
+            own = self._operations[0]
+            code = self._threads.run_operations(own, len(own), torch.get_num_threads())
         else:
-            _check(self._threads.run_sequences(self._sequences, Int64(len(self._sequences))))
+            code = self._threads.run_sequences(self._sequences, len(self._sequences))
+        if code:
+            _fail(code)
 
 
-class _Here(threading.local):
-    """What the current thread records."""
-
-    recording: Recording | None = None
-
-
-def address(kernel: Any) -> int:
-    """The address of a library's function."""
-    found = ctypes.cast(kernel, ctypes.c_void_p).value
-    if found is None:
-        raise AssertionError("a function has an address")
-    return found
-
-
-def _check(code: int) -> None:
+def _fail(code: int) -> None:
     if code == OUT_OF_MEMORY:
         raise MemoryError("no scratch memory for a kernel")
     if code == OUT_OF_RANGE:
         raise IndexError("a token or a position is out of the model's range")
-    if code:
-        raise AssertionError("the kernel was not compiled for such widths")
-
-
-def _word(field: Field) -> int:
-    """The 8 bytes of a field: numbers as they are, of all else the address."""
-    if isinstance(field, Tensor):
-        if not field.is_contiguous():
-            raise AssertionError("kernels read contiguous tensors")
-        return field.data_ptr()
-    if isinstance(field, np.ndarray):
-        if not field.flags.c_contiguous:
-            raise AssertionError("kernels read contiguous arrays")
-        return field.ctypes.data
-    if isinstance(field, float):
-        return struct.unpack("q", struct.pack("d", field))[0]
-    if field is None:
-        return 0
-    return field if isinstance(field, int) else ctypes.addressof(field)
+    raise NotCompiledError("the kernel was not compiled for such widths")
