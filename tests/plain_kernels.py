@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.cuda.graph_step import LoraPart, StepRows
+from mint.engine.cuda.graph_step import LoraPart, StepGeometry
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.weights import LayerWeights
 
@@ -26,7 +26,13 @@ class PlainKernels:
         return out, out.to(dtype)
 
     def heads(
-        self, product: Tensor, lora: LoraPart | None, layer: LayerWeights, rows: StepRows, keys: Tensor, values: Tensor
+        self,
+        product: Tensor,
+        lora: LoraPart | None,
+        layer: LayerWeights,
+        rows: StepGeometry,
+        keys: Tensor,
+        values: Tensor,
     ) -> Tensor:
         count, rotated = len(product), rows.query_heads + rows.kv_heads
         heads = product.to(self.wide)
@@ -47,7 +53,7 @@ class PlainKernels:
             self._write(plane, own.to(plane.dtype), rows)
         return turned[:, : rows.query_heads].to(product.dtype)
 
-    def attend(self, queries: Tensor, rows: StepRows, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, rows: StepGeometry, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         table, positions = rows.inputs[2:].T, rows.inputs[1]
         key, value = (self._read(plane, table, rows) for plane in (keys, values))
         groups = rows.query_heads // rows.kv_heads
@@ -75,7 +81,7 @@ class PlainKernels:
         parts = zip(downs, lora.bs.to(self.wide).split(outputs), strict=True)
         return lora.scale * torch.cat([down @ b.T for down, b in parts], -1)
 
-    def _write(self, plane: Tensor, own: Tensor, rows: StepRows) -> None:
+    def _write(self, plane: Tensor, own: Tensor, rows: StepGeometry) -> None:
         """`own` [T, K, D] into plane [N, K/J, CHUNK, J·D]; padding rows write what the first row writes."""
         positions = rows.inputs[1].long()
         cells = rows.inputs[2:].gather(0, (positions.clamp(min=0) // CHUNK)[None])[0].long()
@@ -87,7 +93,7 @@ class PlainKernels:
         new = torch.where(real[..., None], new, new[:1])
         plane.view(-1, plane.shape[-1]).index_copy_(0, places.reshape(-1), new.flatten(0, 1))
 
-    def _read(self, plane: Tensor, table: Tensor, rows: StepRows) -> Tensor:
+    def _read(self, plane: Tensor, table: Tensor, rows: StepGeometry) -> Tensor:
         """[T, K, W, D] of the cells `table` [T, C]."""
         own = plane[table.long()].to(self.wide)  # [T, C, K/J, CHUNK, J·D]
         own = own.unflatten(-1, (rows.side_by_side, rows.head_dim)).permute(0, 2, 4, 1, 3, 5)

@@ -19,7 +19,7 @@ NOT_EXACT = {"ratio_p99:max"}
 """A quantile of all cannot be had from those of the parts."""
 
 Example = tuple[TrainDatum, np.ndarray, np.ndarray]
-"""A datum, the policy's logprobs, and the entropies of its trained tokens."""
+"""A datum, the policy's logprobs, and the entropies of its positions."""
 
 
 def example(rng: np.random.Generator) -> Example:
@@ -30,7 +30,7 @@ def example(rng: np.random.Generator) -> Example:
     tokens = rng.integers(0, 9, size)
     inputs = {"logprobs": sampler, "advantages": rng.normal(size=size).astype(np.float32)}
     datum = TrainDatum(tokens, tokens, weights, inputs)
-    return datum, policy, rng.random(size)[datum.trained]
+    return datum, policy, rng.random(size)
 
 
 def metrics_of(loss: str, examples: list[Example]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from decoders import open_decoder
 from plain_kernels import PlainKernels
 from small_models import write_model
 
-from mint.engine.cuda.graph_step import SPLIT_CELLS, LoraPart, StepGraphs, StepRows
+from mint.engine.cuda.graph_step import SPLIT_CELLS, LoraPart, StepGeometry, StepGraphs
 from mint.engine.cuda.kernels import TritonKernels
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import CHUNK
@@ -39,7 +39,9 @@ def _close(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None
     torch.testing.assert_close(found.double(), exact.double(), rtol=0, atol=limit)
 
 
-def _rows(lengths: list[int], *, groups: int, dim: int, side: int = 1, kv_heads: int = 2, seed: int = 0) -> StepRows:
+def _rows(
+    lengths: list[int], *, groups: int, dim: int, side: int = 1, kv_heads: int = 2, seed: int = 0
+) -> StepGeometry:
     """Rows of so many keys, 0 for padding, in random cells of their own."""
     columns = -(-max(lengths) // CHUNK)
     table = np.random.default_rng(seed).permutation(len(lengths) * columns).reshape(columns, -1)
@@ -47,10 +49,10 @@ def _rows(lengths: list[int], *, groups: int, dim: int, side: int = 1, kv_heads:
     angles = _random(1024, dim // 2, seed=9)
     splits = 1 << (-(-columns // SPLIT_CELLS) - 1).bit_length()
     heads = (groups * kv_heads, kv_heads, dim, side)
-    return StepRows(torch.from_numpy(inputs).int(), angles.cos(), angles.sin(), *heads, eps=1e-6, splits=splits)
+    return StepGeometry(torch.from_numpy(inputs).int(), angles.cos(), angles.sin(), *heads, eps=1e-6, splits=splits)
 
 
-def _planes(rows: StepRows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _planes(rows: StepGeometry, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     count = rows.inputs[2:].numel()
     shape = (count, rows.kv_heads // rows.side_by_side, CHUNK, rows.side_by_side * rows.head_dim)
     return _random(*shape, seed=3, dtype=dtype), _random(*shape, seed=4, dtype=dtype)

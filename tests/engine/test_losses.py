@@ -194,14 +194,14 @@ def test_whatever_lies_at_weight_zero_changes_nothing(name: str, garbage: float)
         loss_and_slope(resolve_loss(name), clean, p), loss_and_slope(resolve_loss(name), dirty, p), strict=True
     ):
         assert own.tobytes() == other.tobytes()
-    entropies = [np.ones(int(w.sum()))]
+    entropies = [np.ones(20)]
     assert measure(resolve_loss(name), [clean], [p], entropies) == measure(resolve_loss(name), [dirty], [p], entropies)
 
 
 def test_metrics_are_what_their_names_say() -> None:
     p, q = np.log([0.5, 0.25, 0.9]), np.log([0.25, 0.5, 0.9])
     example = _example(p, q, np.array([1.0, -1.0, 2.0]), np.array([1.0, 2.0, 0.0]))
-    metrics = measure(resolve_loss("ppo"), [example], [p], [np.array([0.5, 1.5])])
+    metrics = measure(resolve_loss("ppo"), [example], [p], [np.array([0.5, 1.5, np.nan])])
     log2 = float(np.log(2))
     assert metrics == pytest.approx({
         "loss:sum": -1.2 + 2 * 0.8, "tokens:sum": 2, "entropy:mean": 1.0, "ratio:mean": 1.25, "ratio_max:max": 2.0,
@@ -214,7 +214,7 @@ def test_metrics_are_what_their_names_say() -> None:
 
 def test_with_nothing_trained_there_are_no_means() -> None:
     zeros = np.zeros(3)
-    metrics = measure(resolve_loss("ppo"), [_example(zeros, zeros, zeros, zeros)], [zeros], [np.zeros(0)])
+    metrics = measure(resolve_loss("ppo"), [_example(zeros, zeros, zeros, zeros)], [zeros], [zeros])
     assert metrics == {"loss:sum": 0.0, "tokens:sum": 0.0}
 
 

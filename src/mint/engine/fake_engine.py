@@ -45,7 +45,7 @@ _EMPTY = b""
 
 
 @dataclass
-class _Model:
+class _TrainedModel:
     base: str
     lora: LoraSpec
     chain: bytes
@@ -64,7 +64,7 @@ class FakeEngine:
         self._context_length = context_length
         self._padding = np.zeros(state_bytes // 4, dtype=np.float32)
         self._bases: dict[str, BaseInfo] = {}
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, _TrainedModel] = {}
         self._weights: dict[str, bytes] = {}
 
     def load_base(self, name: str, path: str) -> BaseInfo:
@@ -77,7 +77,7 @@ class FakeEngine:
         """A chain that starts from base, shape and seed; never from `model_id`."""
         # the folder's name alone: a test must not depend on where the project lies
         seeded = (PurePath(base).name, lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
-        self._models[model_id] = _Model(base, lora, _hash(b"create", repr(seeded)))
+        self._models[model_id] = _TrainedModel(base, lora, _hash(b"create", repr(seeded)))
         return {"alpha": LORA_ALPHA, "scale": LORA_ALPHA / lora.rank, "parameters": 32}
 
     def drop_model(self, model_id: str) -> None:
@@ -178,7 +178,7 @@ class FakeEngine:
             raise NotFoundError(f"no weights {job.weights_id} are loaded")
         return self._weights[job.weights_id]
 
-    def _model(self, model_id: str) -> _Model:
+    def _model(self, model_id: str) -> _TrainedModel:
         if model_id not in self._models:
             raise NotFoundError(f"no model {model_id} is loaded")
         return self._models[model_id]

@@ -9,8 +9,9 @@ Letters: I inputs · O outputs of a linear layer · r rank · S layers fused int
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ class LoraWeights:
         self.scale = LORA_ALPHA / lora.rank
         self._sites = list_sites(config, lora)
         self.flat = torch.zeros(sum(_size(site, lora.rank) for site in self._sites), device=device)
-        self.sites: dict[str, SiteWeights] = dict(self._cut(self.flat))
+        self.sites = self._cut(self.flat)
 
     @property
     def module_names(self) -> list[str]:
@@ -111,7 +112,7 @@ class LoraWeights:
     def enable_gradient(self) -> Tensor:
         """Makes every matrix a leaf whose gradient is a view into one vector of zeros, which is returned."""
         gradient = torch.zeros_like(self.flat)
-        for name, parts in self._cut(gradient):
+        for name, parts in self._cut(gradient).items():
             own = self.sites[name]
             for tensor, grad in zip((own.a, *own.bs), (parts.a, *parts.bs), strict=True):
                 tensor.requires_grad_().grad = grad
@@ -125,8 +126,8 @@ class LoraWeights:
 
     def named(self, vector: Tensor | None = None) -> dict[str, np.ndarray]:
         """`vector` (or the weights), cut into arrays by PEFT name: `{module}.lora_A.weight` [r, I], `lora_B` [O, r]."""
-        vector = self.flat if vector is None else vector
-        return {name: part.detach().cpu().numpy().copy() for name, part in self._name(vector)}
+        entries = (self.flat if vector is None else vector).detach().cpu().numpy().copy()
+        return {name: entries[place].reshape(shape) for name, (place, shape) in self._arrays.items()}
 
     def assemble(self, arrays: Mapping[str, np.ndarray], what: str) -> Tensor:
         """The vector of which `arrays` is the named form: the inverse of `named`.
@@ -134,33 +135,39 @@ class LoraWeights:
         Raises:
             CheckpointError: a name is missing or too many, or a shape differs; `what` says of which arrays.
         """
-        vector = torch.zeros_like(self.flat)
-        parts = dict(self._name(vector))
-        if parts.keys() != arrays.keys():
-            missing, extra = sorted(parts.keys() - arrays.keys()), sorted(arrays.keys() - parts.keys())
+        if self._arrays.keys() != arrays.keys():
+            missing, extra = sorted(self._arrays.keys() - arrays.keys()), sorted(arrays.keys() - self._arrays.keys())
             raise CheckpointError(f"{what} do not fit the model: missing {missing[:4]}, not expected {extra[:4]}")
-        for name, part in parts.items():
-            if arrays[name].shape != tuple(part.shape):
-                raise CheckpointError(f"{what}: {name} has shape {arrays[name].shape}, not {tuple(part.shape)}")
-            part.copy_(torch.from_numpy(np.array(arrays[name], dtype=np.float32)))
-        return vector
+        entries = np.empty(len(self.flat), np.float32)
+        for name, (place, shape) in self._arrays.items():
+            if arrays[name].shape != shape:
+                raise CheckpointError(f"{what}: {name} has shape {arrays[name].shape}, not {shape}")
+            entries[place] = arrays[name].reshape(-1)
+        return torch.from_numpy(entries).to(self.flat.device)
 
-    def _cut(self, vector: Tensor) -> Iterator[tuple[str, SiteWeights]]:
-        rank, start = self.spec.rank, 0
+    def _cut(self, vector: Tensor) -> dict[str, SiteWeights]:
+        """Views into `vector`, by site: of each site first `a`, then the bs."""
+        rank, start, sites = self.spec.rank, 0, {}
         for site in self._sites:
-            shapes = [(rank * len(site.modules), site.inputs), *((out, rank) for out in site.outputs)]
             views = []
-            for rows, columns in shapes:
+            for rows, columns in _shapes(site, rank):
                 views.append(vector[start : start + rows * columns].view(rows, columns))
                 start += rows * columns
-            yield site.name, SiteWeights(views[0], tuple(views[1:]))
+            sites[site.name] = SiteWeights(views[0], tuple(views[1:]))
+        return sites
 
-    def _name(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
-        rank = self.spec.rank
-        for site, (_, parts) in zip(self._sites, self._cut(vector), strict=True):
-            for index, (module, b) in enumerate(zip(site.modules, parts.bs, strict=True)):
-                yield f"{module}.lora_A.weight", parts.a[index * rank : (index + 1) * rank]
-                yield f"{module}.lora_B.weight", b
+    @cached_property
+    def _arrays(self) -> dict[str, tuple[slice, tuple[int, int]]]:
+        """Where each array of the named form lies within the vector, and its shape."""
+        rank, a, arrays = self.spec.rank, 0, {}
+        for site in self._sites:
+            b = a + rank * len(site.modules) * site.inputs
+            for module, outputs in zip(site.modules, site.outputs, strict=True):
+                arrays[f"{module}.lora_A.weight"] = slice(a, a + rank * site.inputs), (rank, site.inputs)
+                arrays[f"{module}.lora_B.weight"] = slice(b, b + outputs * rank), (outputs, rank)
+                a, b = a + rank * site.inputs, b + outputs * rank
+            a = b
+        return arrays
 
 
 @dataclass(frozen=True)
@@ -189,3 +196,8 @@ def rows_of(weights: Sequence[LoraWeights | None]) -> list[LoraRows]:
 
 def _size(site: Site, rank: int) -> int:
     return rank * (len(site.modules) * site.inputs + sum(site.outputs))
+
+
+def _shapes(site: Site, rank: int) -> list[tuple[int, int]]:
+    """Those of `a` and the bs."""
+    return [(rank * len(site.modules), site.inputs), *((outputs, rank) for outputs in site.outputs)]

@@ -11,7 +11,7 @@ Knows nothing of models or torch; names and defaults are in `protocol.LOSSES`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,28 +119,30 @@ def loss_and_slope(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray) -> t
 
 def measure(
     spec: LossSpec,
-    data: list[TrainDatum],
-    logprobs: list[np.ndarray],
-    entropies: list[np.ndarray],
-    losses: list[np.ndarray] | None = None,
+    data: Sequence[TrainDatum],
+    logprobs: Sequence[np.ndarray],
+    entropies: Sequence[np.ndarray],
+    losses: Sequence[np.ndarray] | None = None,
 ) -> dict[str, float]:
     """The metrics of a pass, named `name:reduction`; those of the ratio only where the loss reads sampler logprobs.
 
-    `losses` are those of `loss_and_slope`, where they are known.
+    `entropies` [N] are those of each datum's positions; `losses` those of `loss_and_slope`, where they are known.
 
     Ratio, KL and entropy are over trained tokens (weight not 0) and unweighted; KL is of sampler from trained policy.
     A position counts as one token, however many targets it has.
     """
-    masks = [datum.trained for datum in data]
     if losses is None:
         losses = [loss_and_slope(spec, datum, own)[0] for datum, own in zip(data, logprobs, strict=True)]
-    metrics = {
-        "loss:sum": float(sum(loss.sum() for loss in losses)),
-        "tokens:sum": float(sum(mask.sum() for mask in masks)),
-    }
-    if metrics["tokens:sum"] == 0:
+    loss_sum, masks, trained = 0.0, [], []
+    for datum, entropy, loss in zip(data, entropies, losses, strict=True):
+        masks.append(datum.trained)
+        trained.append(entropy[masks[-1]])
+        loss_sum += float(loss.sum())
+    of_tokens = np.concatenate(trained)
+    metrics = {"loss:sum": loss_sum, "tokens:sum": float(len(of_tokens))}
+    if not len(of_tokens):
         return metrics
-    metrics["entropy:mean"] = float(np.concatenate(entropies).mean())
+    metrics["entropy:mean"] = float(of_tokens.mean())
     if "logprobs" not in LOSSES[spec.name].required:
         return metrics
     selected = [_select(spec, *parts) for parts in zip(data, logprobs, masks, strict=True)]

@@ -46,10 +46,10 @@ def step_adam(
             gradient.mul_(adam.grad_clip_norm / (norm + 1e-6))  # the 1e-6 is torch's
         advance = _advance_fused if fused else _advance
         updated, moved = advance(weights, gradient, state, adam)
-        finite = [tensor.isfinite().all() for tensor in (updated, moved.exp_avg_sq, moved.exp_avg)]
+        finite = updated.isfinite().all() & moved.exp_avg_sq.isfinite().all() & moved.exp_avg.isfinite().all()
         distance = torch.linalg.vector_norm(updated - weights, dtype=torch.float64)
-        *finite, distance = torch.stack([*(found.double() for found in finite), distance]).tolist()
-        skipped = not all(finite)
+        sound, distance = torch.stack([finite.double(), distance]).tolist()
+        skipped = not sound
         if not skipped:
             update_norm = distance
             weights.copy_(updated)

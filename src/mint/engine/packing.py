@@ -71,7 +71,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _PrefixGroup:
     """Examples whose first `shared` tokens are equal and computed once; `total` counts their tokens."""
 
     datum_ids: list[int]
@@ -89,7 +89,7 @@ class _Group:
 
 def pack(data: Sequence[TrainDatum], token_budget: int) -> list[MicroBatch]:
     """Micro-batches of about `token_budget` rows (one group that is larger stays whole if it shares a prefix)."""
-    batches: list[list[_Group]] = [[]]
+    batches: list[list[_PrefixGroup]] = [[]]
     used = 0
     for group in _group(data, token_budget):
         if batches[-1] and used + group.rows > token_budget:
@@ -115,49 +115,53 @@ def padded_length(length: int) -> int:
 
 
 def _block(prefix: int, length: int, spans: list[Span]) -> AttentionBlock:
-    # Padded with a row of the same span: a row of another could be NaN, and 0 · NaN is NaN.
-    starts = np.array([[span.start] for span in spans])
-    queries, keys = np.repeat(starts, length, axis=1), np.repeat(starts, prefix + length, axis=1)
+    queries = np.empty((len(spans), length), np.int64)
+    keys = np.empty((len(spans), prefix + length), np.int64)
+    real = np.zeros(queries.shape, bool)
     for index, span in enumerate(spans):
+        # Padded with a row of the same span: a row of another could be NaN, and 0 · NaN is NaN.
+        queries[index], keys[index] = span.start, span.start
         own = np.arange(span.start, span.stop)
         queries[index, : len(own)] = own
         keys[index, :prefix] = np.arange(*span.prefix)
         keys[index, prefix : prefix + len(own)] = own
-    lengths = np.array([span.stop - span.start for span in spans])
-    real = np.arange(length) < lengths[:, None]
+        real[index, : len(own)] = True
     return AttentionBlock(queries, keys, prefix, queries[real], np.flatnonzero(real))
 
 
-def _group(data: Sequence[TrainDatum], token_budget: int) -> list[_Group]:
+def _group(data: Sequence[TrainDatum], token_budget: int) -> list[_PrefixGroup]:
     """Sorts examples by their tokens, and joins neighbours wherever sharing a prefix saves the most rows."""
     # Big-endian bytes sort as the tokens do, so equal prefixes become neighbours.
     order = sorted(range(len(data)), key=lambda index: data[index].tokens.astype(">i8").tobytes())
-    groups: list[_Group] = []
+    groups: list[_PrefixGroup] = []
     for index in order:
         joined = _join(groups[-1], index, data) if groups else None
         if joined is not None and joined.rows <= token_budget:
             groups[-1] = joined
         else:
             length = len(data[index].tokens)
-            groups.append(_Group([index], length, length))
+            groups.append(_PrefixGroup([index], length, length))
     return groups
 
 
-def _join(group: _Group, index: int, data: Sequence[TrainDatum]) -> _Group | None:
+def _join(group: _PrefixGroup, index: int, data: Sequence[TrainDatum]) -> _PrefixGroup | None:
     """The group with one more example; None where it would save fewer rows."""
     tokens, first = data[index].tokens, data[group.datum_ids[0]].tokens
     limit = min(len(tokens), group.shared)
     differs = np.flatnonzero(tokens[:limit] != first[:limit])
     shared = int(differs[0]) if len(differs) else limit
-    joined = _Group([*group.datum_ids, index], shared, group.total + len(tokens))
+    joined = _PrefixGroup([*group.datum_ids, index], shared, group.total + len(tokens))
     return joined if shared >= MIN_SHARED and joined.saved >= group.saved else None
 
 
-def _lay_out(groups: list[_Group], data: Sequence[TrainDatum]) -> MicroBatch:
+def _lay_out(groups: list[_PrefixGroup], data: Sequence[TrainDatum]) -> MicroBatch:
+    datum_ids: list[int] = []
+    spans: list[Span] = []
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
-    spans: list[Span] = []
-    rows_of_datum: dict[int, np.ndarray] = {}
+    rows: list[np.ndarray] = []  # of each position
+    cell_rows: list[np.ndarray] = []  # of each cell
+    targets: list[np.ndarray] = []  # of each cell
     start = 0
     for group in groups:
         prefix = (start, start + group.shared)
@@ -166,32 +170,28 @@ def _lay_out(groups: list[_Group], data: Sequence[TrainDatum]) -> MicroBatch:
         spans.append(Span(*prefix))
         start += group.shared
         for index in group.datum_ids:
-            own = data[index].tokens[group.shared :]
+            datum = data[index]
+            own = datum.tokens[group.shared :]
             if len(own):
                 tokens.append(own)
                 positions.append(np.arange(group.shared, group.shared + len(own)))
                 spans.append(Span(start, start + len(own), prefix))
-            rows_of_datum[index] = np.concatenate([np.arange(*prefix), np.arange(start, start + len(own))])
+            datum_ids.append(index)
+            rows.append(np.concatenate([np.arange(*prefix), np.arange(start, start + len(own))]))
+            cell_rows.append(np.repeat(rows[-1], datum.targets.shape[1]) if datum.targets.ndim == 2 else rows[-1])
+            targets.append(datum.targets.reshape(-1))
             start += len(own)
-    datum_ids = list(rows_of_datum)
-    rows = np.concatenate([rows_of_datum[index] for index in datum_ids])
-    targets = np.concatenate([data[index].targets.reshape(-1) for index in datum_ids])
-    counts = np.concatenate([_targets_per_position(data[index]) for index in datum_ids])
     # Positions of a shared prefix have equal targets, too, except its last: each distinct pair is computed once.
-    width = int(targets.max()) + 1
-    pairs, pair_of_cell = np.unique(np.repeat(rows, counts) * width + targets, return_inverse=True)
+    all_targets = np.concatenate(targets)
+    height = int(all_targets.max()) + 1
+    pairs, pair_of_cell = np.unique(np.concatenate(cell_rows) * height + all_targets, return_inverse=True)
     return MicroBatch(
         datum_ids=datum_ids,
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
         blocks=attention_blocks(spans),
-        row_of_position=rows,
-        pair_rows=pairs // width,
-        pair_targets=pairs % width,
+        row_of_position=np.concatenate(rows),
+        pair_rows=pairs // height,
+        pair_targets=pairs % height,
         pair_of_cell=pair_of_cell,
     )
-
-
-def _targets_per_position(datum: TrainDatum) -> np.ndarray:
-    count = datum.targets.shape[1] if datum.targets.ndim == 2 else 1
-    return np.full(len(datum.targets), count)

@@ -9,9 +9,7 @@ Letters: T rows (hidden states) · U pairs (a row and one of its targets) · E h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -46,14 +44,15 @@ class TargetLogprobs:
         both int64 [U]. All logits are divided by `temperature`. `trained` [U] are the pairs that may have a gradient
         (None: none has); one lora covers all rows then."""
         self._decoder, self._hidden, self._loras = decoder, hidden, loras
-        self._rows, (self._targets,) = rows, upload(hidden.device, targets)
+        self._rows, self._targets = rows, upload(hidden.device, targets)[0]
         # A tensor on the device: for a Python number, a GPU multiplies with the rounded reciprocal instead of dividing.
         self._heat = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
         self._temperature = np.float32(temperature)
-        self.logprobs, self.entropies = (torch.empty(len(x), device=hidden.device) for x in (rows, hidden))
+        self.logprobs = torch.empty(len(rows), device=hidden.device)
+        self.entropies = torch.empty(len(hidden), device=hidden.device)
         # Pairs whose gradient is computed at once: the only trained ones of their rows.
         self._single = np.zeros(len(rows), bool)
-        if trained is not None and all(own.site(UNEMBED) is None for own in loras):
+        if trained is not None and loras[0].site(UNEMBED) is None:
             self._single = trained & (np.bincount(rows[trained], minlength=len(hidden)) == 1)[rows]
         self._unit = torch.zeros_like(hidden) if self._single.any() else None
         with torch.no_grad():
@@ -131,19 +130,21 @@ def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraR
     return found
 
 
-def _chunks(decoder: Decoder, rows: np.ndarray, count: int) -> Iterator[_Chunk]:
+def _chunks(decoder: Decoder, rows: np.ndarray, count: int) -> list[_Chunk]:
     """`count` rows in order, with the pairs whose ascending `rows` fall into each chunk."""
-    slices = list(row_slices(count, decoder.config.vocab_size, decoder.operations.logits_at_once))
-    ends = np.searchsorted(rows, [0, *(own.stop for own in slices)])
-    firsts = np.repeat(np.array([own.start for own in slices], np.int64), np.diff(ends))
-    (places,) = upload(decoder.device, rows - firsts)
-    for own, (first, last) in zip(slices, pairwise(ends.tolist()), strict=True):
-        yield _Chunk(own, slice(first, last), places[first:last])
+    slices = row_slices(count, decoder.config.vocab_size, decoder.operations.logits_at_once)
+    size = slices[0].stop if slices else 1
+    places = upload(decoder.device, rows % size)[0]
+    chunks, first = [], 0
+    for own in slices:
+        last = int(np.searchsorted(rows, own.stop))
+        chunks.append(_Chunk(own, slice(first, last), places[first:last]))
+        first = last
+    return chunks
 
 
-def row_slices(count: int, vocab_size: int, entries: int) -> Iterator[slice]:
-    """Runs of rows, of about one size, whose logits are about `entries` in number."""
+def row_slices(count: int, vocab_size: int, entries: int) -> list[slice]:
+    """Runs of rows whose logits are about `entries` in number; all of one size, but for the last."""
     size = max(MIN_CHUNK_ROWS, entries // vocab_size)
-    size = -(-count // max(1, -(-count // size)))
-    for start in range(0, count, max(1, size)):
-        yield slice(start, min(start + size, count))
+    size = max(1, -(-count // max(1, -(-count // size))))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

@@ -59,7 +59,7 @@ class _Base:
 
 
 @dataclass
-class _Model:
+class _TrainedModel:
     base: str
     weights: LoraWeights
     gradient: Tensor
@@ -106,7 +106,7 @@ class TorchEngine:
             torch.set_num_threads(threads)
         self._recompute = recompute
         self._bases: dict[str, _Base] = {}
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, _TrainedModel] = {}
         self._published: dict[str, _Published] = {}
         self._memories: dict[str, SamplerMemory] = {}
         self._kv_cache_bytes, self._prefix_cache_bytes = kv_cache_bytes, prefix_cache_bytes
@@ -148,7 +148,7 @@ class TorchEngine:
         weights = LoraWeights(decoder.config, lora, decoder.device)
         weights.initialise(lora.seed)
         gradient = weights.enable_gradient()
-        self._models[model_id] = _Model(base, weights, gradient, AdamState.fresh(weights.flat))
+        self._models[model_id] = _TrainedModel(base, weights, gradient, AdamState.fresh(weights.flat))
         return {
             **info.settings,
             "arch": info.arch,
@@ -197,8 +197,12 @@ class TorchEngine:
     def read_state(self, model_id: str) -> ModelState:
         """A copy of weights and optimizer."""
         model = self._model(model_id)
-        moments = (model.weights.named(moment) for moment in (model.adam.exp_avg, model.adam.exp_avg_sq))
-        return ModelState(model.weights.named(), model.adam.step, *moments)
+        return ModelState(
+            weights=model.weights.named(),
+            step=model.adam.step,
+            exp_avg=model.weights.named(model.adam.exp_avg),
+            exp_avg_sq=model.weights.named(model.adam.exp_avg_sq),
+        )
 
     def write_state(self, model_id: str, state: ModelState) -> None:
         """Replaces weights and optimizer (moments None: a fresh optimizer) and clears the gradient.
@@ -273,7 +277,7 @@ class TorchEngine:
         """Samples all jobs together; the result of each is a function of that job alone."""
         return sample_together(self.open_batch(), jobs)
 
-    def _pass(self, model: _Model, data: Sequence[TrainDatum], loss: LossSpec, *, gradient: bool) -> PassResult:
+    def _pass(self, model: _TrainedModel, data: Sequence[TrainDatum], loss: LossSpec, *, gradient: bool) -> PassResult:
         base = self._base(model.base)
         return run_pass(
             base.decoder,
@@ -308,7 +312,7 @@ class TorchEngine:
         if published.base in self._memories:
             self._memories[published.base].prefix_cache.open(published.weights)
 
-    def _model(self, model_id: str) -> _Model:
+    def _model(self, model_id: str) -> _TrainedModel:
         if model_id not in self._models:
             raise NotFoundError("is not in memory", field="model_id", value=model_id)
         return self._models[model_id]

@@ -6,7 +6,6 @@ Knows nothing of models' names, optimizers or requests.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +26,8 @@ from mint.errors import RequestFailedError
 
 log = logging.getLogger(__name__)
 
+_MISSING = np.empty(0, np.float32)
+
 
 @dataclass(frozen=True)
 class _Attempt:
@@ -36,13 +37,13 @@ class _Attempt:
     recompute: bool | None
 
 
-@dataclass(frozen=True)
-class _DatumResult:
-    """The results of one example."""
+class _Results:
+    """The results of each example, in the order of the request."""
 
-    logprobs: np.ndarray
-    entropies: np.ndarray
-    loss: np.ndarray
+    def __init__(self, data: Sequence[TrainDatum]) -> None:
+        self.logprobs: list[np.ndarray] = [_MISSING] * len(data)
+        self.entropies: list[np.ndarray] = [_MISSING] * len(data)
+        self.losses: list[np.ndarray] = [_MISSING] * len(data)
 
 
 def run_pass(
@@ -109,20 +110,17 @@ def _try(
     with_gradient: bool,
 ) -> PassResult | None:
     """The pass; None if memory ran out, with the gradient half-added."""
-    found: dict[int, _DatumResult] = {}
+    results = _Results(data)
     try:
         for batch in pack(data, attempt.rows):
             recompute = len(batch.tokens) > attempt.rows if attempt.recompute is None else attempt.recompute
-            found |= _run(decoder, lora, data, batch, loss, gradient=with_gradient, recompute=recompute)
+            _run(decoder, lora, data, batch, loss, results, gradient=with_gradient, recompute=recompute)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return None
-    ordered = [found[index] for index in range(len(data))]
-    logprobs, entropies = [own.logprobs for own in ordered], [own.entropies for own in ordered]
-    trained = [row[datum.trained] for row, datum in zip(entropies, data, strict=True)]
-    metrics = measure(loss, list(data), logprobs, trained, [own.loss for own in ordered])
-    return PassResult(logprobs, metrics, entropies)
+    metrics = measure(loss, data, results.logprobs, results.entropies, results.losses)
+    return PassResult(results.logprobs, metrics, results.entropies)
 
 
 def _run(
@@ -131,11 +129,12 @@ def _run(
     data: Sequence[TrainDatum],
     batch: MicroBatch,
     loss: LossSpec,
+    results: _Results,
     *,
     gradient: bool,
     recompute: bool,
-) -> dict[int, _DatumResult]:
-    """The results of the examples of one micro-batch, by their numbers."""
+) -> None:
+    """Runs one micro-batch, and adds the results of its examples."""
     device = decoder.device
     attention = decoder.packed_attention(batch.blocks)
     tokens, positions = upload(device, batch.tokens, batch.positions)
@@ -151,32 +150,31 @@ def _run(
         temperature=loss.config.get("temperature", 1.0),
         trained=_trained_pairs(data, batch) if gradient else None,
     )
-    own = [data[index] for index in batch.datum_ids]
     # The host waits for a GPU here, once in a micro-batch.
     found = torch.cat([pairs.logprobs, pairs.entropies]).cpu().numpy()
-    of_pairs, of_rows = np.split(found, [len(pairs.logprobs)])
-    logprobs = _split(of_pairs[batch.pair_of_cell], [datum.targets.shape for datum in own])
-    entropies = _split(of_rows[batch.row_of_position], [datum.tokens.shape for datum in own])
-    losses, slopes = zip(*(loss_and_slope(loss, *pair) for pair in zip(own, logprobs, strict=True)), strict=True)
+    logprobs = found[: len(batch.pair_rows)][batch.pair_of_cell]
+    entropies = found[len(batch.pair_rows) :][batch.row_of_position]
+    slopes = np.empty(len(logprobs))
+    cell = position = 0
+    for index in batch.datum_ids:
+        datum = data[index]
+        cells = slice(cell, cell + datum.targets.size)
+        own = logprobs[cells].reshape(datum.targets.shape)
+        results.logprobs[index] = own
+        results.entropies[index] = entropies[position : position + len(datum.tokens)]
+        results.losses[index], slope = loss_and_slope(loss, datum, own)
+        slopes[cells] = slope.reshape(-1)
+        cell, position = cells.stop, position + len(datum.tokens)
     if gradient:
         # Cells that share a pair (a common prefix) add up.
-        weights = np.concatenate([slope.reshape(-1) for slope in slopes])
-        pair_slopes = np.bincount(batch.pair_of_cell, weights=weights, minlength=len(batch.pair_rows))
+        pair_slopes = np.bincount(batch.pair_of_cell, weights=slopes, minlength=len(batch.pair_rows))
         _backward(hidden, pairs, pair_slopes.astype(np.float32))
-    results = (_DatumResult(*parts) for parts in zip(logprobs, entropies, losses, strict=True))
-    return dict(zip(batch.datum_ids, results, strict=True))
 
 
 def _trained_pairs(data: Sequence[TrainDatum], batch: MicroBatch) -> np.ndarray:
     """Bool [U]: the pairs that have a weight in any example."""
-    weighty = np.concatenate([data[index].weights.reshape(-1) for index in batch.datum_ids]) != 0
-    return np.bincount(batch.pair_of_cell, weights=weighty, minlength=len(batch.pair_rows)) > 0
-
-
-def _split(values: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """Consecutive runs of `values`, one per shape."""
-    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
-    return [run.reshape(shape) for run, shape in zip(np.split(values, ends), shapes, strict=True)]
+    weights = np.concatenate([data[index].weights.reshape(-1) for index in batch.datum_ids])
+    return np.bincount(batch.pair_of_cell, weights=weights != 0, minlength=len(batch.pair_rows)) > 0
 
 
 def _backward(hidden: Tensor, pairs: TargetLogprobs, slopes: np.ndarray) -> None:

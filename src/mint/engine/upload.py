@@ -10,7 +10,7 @@ from torch import Tensor
 def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
     """Arrays of one dtype as tensors of the same shapes on `device`. On a CPU they share the arrays' memory."""
     if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
+        return list(map(torch.from_numpy, arrays))
     packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
     if device.type == "cuda":
         packed = packed.pin_memory()  # torch gives it to the next transfer only when this one is over

@@ -21,7 +21,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.threads import Int64
 from mint.engine.model.attention import CHUNK
-from mint.engine.model.autograd import Function
+from mint.engine.model.autograd import AutogradFunction
 from mint.engine.packing import AttentionBlock
 from mint.engine.sampling.kv_cache import KVCache
 
@@ -45,10 +45,18 @@ class PackedRows(ctypes.Structure):
         self, query_heads: int, kv_heads: int, row: np.ndarray, prefix: np.ndarray, count: np.ndarray, own: np.ndarray
     ) -> None:
         """Row `row[r]` attends to `count[r]` rows from `prefix[r]` on, and from `own[r]` to itself; int64 [rows]."""
-        self.arrays = [np.ascontiguousarray(array, np.int64) for array in (row, prefix, count, own)]
-        longest = int((count + row - own + 1).max(initial=1))
-        places = (array.ctypes.data for array in self.arrays)
-        super().__init__(len(row), query_heads + 2 * kv_heads, query_heads, kv_heads, longest, *places)
+        self.arrays = np.array([row, prefix, count, own], np.int64)
+        super().__init__(
+            rows=len(row),
+            total_heads=query_heads + 2 * kv_heads,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            longest=int((count + row - own + 1).max(initial=1)),
+            row=self.arrays[0].ctypes.data,
+            prefix=self.arrays[1].ctypes.data,
+            prefix_count=self.arrays[2].ctypes.data,
+            own=self.arrays[3].ctypes.data,
+        )
 
 
 class DecodedRows(ctypes.Structure):
@@ -72,11 +80,19 @@ class DecodedRows(ctypes.Structure):
     ) -> None:
         """Row r is the token at `positions[r]` of a sequence in the cells `table[r]`, each of `chunk` keys with `side`
         kv heads side by side; int64 [rows, columns] and [rows]."""
-        self.arrays = [np.ascontiguousarray(array, np.int64) for array in (table, positions)]
-        longest = int(positions.max(initial=0)) + 1
-        places = (array.ctypes.data for array in self.arrays)
-        heads = (query_heads + 2 * kv_heads, query_heads, kv_heads)
-        super().__init__(len(positions), *heads, side, chunk, table.shape[1], longest, *places)
+        self.arrays = np.ascontiguousarray(table, np.int64), np.ascontiguousarray(positions, np.int64)
+        super().__init__(
+            rows=len(positions),
+            total_heads=query_heads + 2 * kv_heads,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            side=side,
+            chunk=chunk,
+            columns=table.shape[1],
+            longest=int(positions.max(initial=0)) + 1,
+            table=self.arrays[0].ctypes.data,
+            positions=self.arrays[1].ctypes.data,
+        )
 
 
 class NativePackedAttention:
@@ -87,7 +103,7 @@ class NativePackedAttention:
     ) -> None:
         """The rows of `blocks`; results come in their order."""
         self.kernels = kernels
-        described = np.concatenate([_describe(block) for block in blocks], axis=1)
+        described = np.concatenate(list(map(_describe, blocks)), axis=1)
         self.rows = PackedRows(query_heads, kv_heads, *described[:, np.argsort(described[0])])
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
@@ -95,7 +111,7 @@ class NativePackedAttention:
         return _Attend.run(heads, self)
 
 
-class _Attend(Function):
+class _Attend(AutogradFunction):
     """softmax(q·k / √D) · v over each row's own keys."""
 
     @classmethod

@@ -56,7 +56,7 @@ class ExpertLora:
     scale: float = 0.0
 
 
-class _Lora(ctypes.Structure):
+class _LoraStruct(ctypes.Structure):
     """`Lora` in experts.c."""
 
     _fields_ = (
@@ -211,7 +211,7 @@ class NativeExperts:
             len(rows),
             len(rows) * ranks * (rows.shape[1] + out.shape[1]),
             add=self._add_lora,
-            loras=(_Lora * len(loras))(*map(_describe, loras)),
+            loras=(_LoraStruct * len(loras))(*map(_describe, loras)),
             borders=routing.borders,
             order=routing.order,
             widths=(Int64 * len(widths))(*widths),
@@ -252,10 +252,10 @@ class NativeExperts:
         )
 
 
-def _describe(lora: ExpertLora) -> _Lora:
+def _describe(lora: ExpertLora) -> _LoraStruct:
     if lora.sites is None:
-        return _Lora(stop=lora.stop)
+        return _LoraStruct(stop=lora.stop)
     first, second = lora.sites
     bs = (ctypes.c_void_p * 2)(*(b.data_ptr() for b in first.bs))
     stride = (second.a.data_ptr() - first.a.data_ptr()) // first.a.element_size()
-    return _Lora(lora.stop, first.a.data_ptr(), bs, stride, first.bs[0].shape[1], lora.scale)
+    return _LoraStruct(lora.stop, first.a.data_ptr(), bs, stride, first.bs[0].shape[1], lora.scale)

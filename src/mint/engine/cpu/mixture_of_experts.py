@@ -22,7 +22,7 @@ from mint.engine.cpu.experts import ExpertLora, ExpertMatrices, NativeExperts, R
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.lora import LoraRows, LoraWeights, SiteWeights, expert_site
-from mint.engine.model.autograd import Function
+from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import Matrix
 from mint.engine.model.operations import Operations
@@ -130,7 +130,7 @@ class NativeMixtureOfExperts:
         return lora.sites.get(f"{expert_site(self._layer, expert)}.{part}")
 
 
-class _Mixture(Function):
+class _Mixture(AutogradFunction):
     """`NativeMixtureOfExperts` of rows that share one lora."""
 
     @classmethod

@@ -58,7 +58,7 @@ class LoraPart:
 
 
 @dataclass(frozen=True)
-class StepRows:
+class StepGeometry:
     """What all layers of a step share.
 
     `inputs` int32 [2 + C, T] are tokens, positions (-1: padding) and cells in order; cos and sin [positions, D / 2];
@@ -84,12 +84,18 @@ class StepKernels(Protocol):
         ...
 
     def heads(
-        self, product: Tensor, lora: LoraPart | None, layer: LayerWeights, rows: StepRows, keys: Tensor, values: Tensor
+        self,
+        product: Tensor,
+        lora: LoraPart | None,
+        layer: LayerWeights,
+        rows: StepGeometry,
+        keys: Tensor,
+        values: Tensor,
     ) -> Tensor:
         """Queries, normed and rotated; keys and values go into their cells, those of padding nowhere."""
         ...
 
-    def attend(self, queries: Tensor, rows: StepRows, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, rows: StepGeometry, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Attended values, in float32 and in the queries' dtype; undefined for padding."""
         ...
 
@@ -103,7 +109,7 @@ class StepKernels(Protocol):
 
 
 def run_layers(
-    decoder: Decoder, kernels: StepKernels, cache: KVCache, rows: StepRows, lora: LoraWeights | None
+    decoder: Decoder, kernels: StepKernels, cache: KVCache, rows: StepGeometry, lora: LoraWeights | None
 ) -> Tensor:
     """Final hidden states (normed) [T, E] of a decoder without experts: what is captured."""
     weights, dtype, eps = decoder.weights, decoder.dtype, rows.eps
@@ -210,7 +216,7 @@ class StepGraphs:
         decoder, cache = self.decoder, self.cache
         config = decoder.config
         cos, sin = decoder.rope
-        rows = StepRows(
+        rows = StepGeometry(
             inputs=self._inputs[:, : shape.rows],
             cos=cos,
             sin=sin,

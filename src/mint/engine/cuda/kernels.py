@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mint.engine.cuda.graph_step import SPLIT_CELLS, LoraPart, StepRows
+from mint.engine.cuda.graph_step import SPLIT_CELLS, LoraPart, StepGeometry
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.weights import LayerWeights
 
@@ -38,7 +38,13 @@ class TritonKernels:
         return wide, narrow
 
     def heads(
-        self, product: Tensor, lora: LoraPart | None, layer: LayerWeights, rows: StepRows, keys: Tensor, values: Tensor
+        self,
+        product: Tensor,
+        lora: LoraPart | None,
+        layer: LayerWeights,
+        rows: StepGeometry,
+        keys: Tensor,
+        values: Tensor,
     ) -> Tensor:
         """Queries [T, Q, D] of product [T, H·D]; keys and values go into their cells."""
         count, dim = len(product), rows.head_dim
@@ -76,7 +82,7 @@ class TritonKernels:
         )
         return queries
 
-    def attend(self, queries: Tensor, rows: StepRows, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, rows: StepGeometry, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Attended values [T, Q·D] of queries [T, Q, D], in float32 and in their dtype."""
         count, heads, dim = queries.shape
         wide, narrow = _pair((count, heads * dim), queries.device, queries.dtype)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 
-class Function(torch.autograd.Function):
+class AutogradFunction(torch.autograd.Function):
     """An autograd function that is called by `run`."""
 
     @classmethod

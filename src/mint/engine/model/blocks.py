@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.model.autograd import Function
+from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.linear import Linear
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import LayerWeights
@@ -34,8 +34,13 @@ class Geometry:
     sin: Tensor
 
 
-class Norm(Function):
+class Norm(AutogradFunction):
     """`x / rms(x) · weight` of rows [T, E]."""
+
+    @classmethod
+    @override
+    def infer(cls, x: Tensor, weight: Tensor, eps: float, operations: Operations) -> Tensor:
+        return operations.rms_norm(x, weight, eps)[0]
 
     @staticmethod
     @override
@@ -54,7 +59,7 @@ class Norm(Function):
         return ctx.operations.rms_norm_backward(grad.clone(), *ctx.saved_tensors), None, None, None
 
 
-class AttentionInputs(Function):
+class AttentionInputs(AutogradFunction):
     """From rows to the heads that attend: norm, query/key/value product, head norms, rotation."""
 
     @classmethod
@@ -115,7 +120,7 @@ def _project_heads(
     return heads, inverse, qkv, head_inverse
 
 
-class Mlp(Function):
+class Mlp(AutogradFunction):
     """x + MLP(norm(x)): a layer's dense feed-forward block."""
 
     @classmethod

@@ -86,8 +86,16 @@ class Decoder:
         """
         count, least = len(tokens), rows_needed(self._matrices)
         tokens, positions = pad_rows(tokens, least), pad_rows(positions, least)
-        geometry = self._geometry(positions)
-        batch = _ForwardBatch(count, attention, cover(loras, len(tokens)), geometry)
+        cos, sin = self.rope
+        geometry = Geometry(
+            operations=self.operations,
+            eps=self.config.rms_norm_eps,
+            rotated=self.config.num_attention_heads + self.config.num_key_value_heads,
+            head_dim=self.config.head_dim,
+            cos=self.operations.take_rows(cos, positions).unsqueeze(1),
+            sin=self.operations.take_rows(sin, positions).unsqueeze(1),
+        )
+        batch = _ForwardBatch(count, attention, cover(loras, count, len(tokens)), geometry)
         x = self.operations.take_rows(self.weights.embedding, tokens)
         for index in range(len(self.weights.layers)):
             layer = partial(self._layer, index, batch=batch)
@@ -108,18 +116,6 @@ class Decoder:
         gate_up = self.loras.linear(f"{index}.gate_up", layer.mlp.gate_up, batch.loras)
         down = self.loras.linear(f"{index}.down", layer.mlp.down, batch.loras)
         return Mlp.run(x, layer, gate_up, down, geometry, *gate_up.parameters, *down.parameters)
-
-    def _geometry(self, positions: Tensor) -> Geometry:
-        config = self.config
-        cos, sin = (self.operations.take_rows(table, positions).unsqueeze(1) for table in self.rope)
-        return Geometry(
-            operations=self.operations,
-            eps=config.rms_norm_eps,
-            rotated=config.num_attention_heads + config.num_key_value_heads,
-            head_dim=config.head_dim,
-            cos=cos,
-            sin=sin,
-        )
 
     def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
         """Float32 logits [T, V] of hidden states [T, E]; `loras` may cover more rows than there are."""

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
-from mint.engine.model.autograd import Function
+from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import Linear, Matrix, min_rows
 from mint.engine.model.operations import Operations
@@ -45,7 +45,10 @@ class SeparateLinear:
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(parameter for _, lora, _ in self.loras for parameter in (lora.a, *lora.bs))
+        found: list[Tensor] = []
+        for _, lora, _ in self.loras:
+            found += (lora.a, *lora.bs)
+        return tuple(found)
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         out = self.matrix.product(x, residual)
@@ -129,8 +132,7 @@ class SeparateLoras:
 
     def multiply(self, x: Tensor, matrix: Matrix, site: str, loras: Sequence[LoraRows]) -> Tensor:
         count, x = len(x), pad_rows(x, rows_needed([matrix]))
-        loras = [LoraRows(own.start, min(own.stop, count), own.weights) for own in loras if own.start < count]
-        linear = self.linear(site, matrix, cover(loras, len(x)))
+        linear = self.linear(site, matrix, cover(loras, count, len(x)))
         return LoraProduct.run(x, None, linear, *linear.parameters)[:count]
 
     def versions(self, loras: Sequence[LoraRows]) -> list[int]:
@@ -151,11 +153,9 @@ class MergedLoras(SeparateLoras):
     def linear(self, site: str, matrix: Matrix, loras: Sequence[LoraRows]) -> Linear:
         if site not in self._matrices:
             return super().linear(site, matrix, loras)
-        found = [
-            None if own.site(site) is None or own.weights is None else self._of(own.weights)[site] for own in loras
-        ]
-        if found[0] is not None and len(found) == 1:
-            return found[0]
+        if len(loras) == 1:
+            return self._merged(loras[0].weights).get(site) or SeparateLinear(self.operations, matrix, ())
+        found = [self._merged(own.weights).get(site) for own in loras]
         if not any(found):
             return SeparateLinear(self.operations, matrix, ())
         runs = [
@@ -168,8 +168,10 @@ class MergedLoras(SeparateLoras):
     def versions(self, loras: Sequence[LoraRows]) -> list[int]:
         return [own.weights.flat._version for own in loras if own.weights is not None]
 
-    def _of(self, lora: LoraWeights) -> dict[str, MergedLinear]:
+    def _merged(self, lora: LoraWeights | None) -> dict[str, MergedLinear]:
         """The merged matrices of those sites that `lora` trains."""
+        if lora is None:
+            return {}
         version = lora.flat._version  # torch counts every in-place change, also through a view
         found = self._sets.get(lora)
         if found is None or found[0] != version:
@@ -190,8 +192,13 @@ class MergedLoras(SeparateLoras):
         return MergedLinear(self.operations, self.operations.matrix(merged), site, lora.scale)
 
 
-class LoraProduct(Function):
+class LoraProduct(AutogradFunction):
     """`linear.product`, with gradients for x, residual and the loras."""
+
+    @classmethod
+    @override
+    def infer(cls, x: Tensor, residual: Tensor | None, linear: Linear, *parameters: Tensor) -> Tensor:
+        return linear.product(x, residual)
 
     @staticmethod
     @override
@@ -221,8 +228,13 @@ def rows_needed(matrices: Sequence[Matrix]) -> int:
     return min_rows() if torch.is_grad_enabled() else max(matrix.min_rows for matrix in matrices)
 
 
-def cover(loras: Sequence[LoraRows], padded: int) -> Sequence[LoraRows]:
-    """The last run extended over the padding, so that a lone small batch needs no second padding."""
-    if padded == loras[-1].stop:
+def cover(loras: Sequence[LoraRows], count: int, padded: int) -> Sequence[LoraRows]:
+    """The runs of the first `count` rows, the last one extended over the padding, so that a lone small batch needs no
+    second padding."""
+    if loras[-1].stop == count == padded:
         return loras
-    return [*loras[:-1], LoraRows(loras[-1].start, padded, loras[-1].weights)]
+    runs = list(loras)
+    while runs[-1].start >= count:
+        runs.pop()
+    runs[-1] = LoraRows(runs[-1].start, padded, runs[-1].weights)
+    return runs

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.lora import LoraRows, expert_site
-from mint.engine.model.autograd import Function
+from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.blocks import Norm
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import LoraLinears
@@ -92,7 +92,7 @@ def _segments(
     return segments
 
 
-class _SwiGlu(Function):
+class _SwiGlu(AutogradFunction):
     """`silu(gate) · up` [T, I] of [T, 2·I]."""
 
     @staticmethod
@@ -110,7 +110,7 @@ class _SwiGlu(Function):
         return ctx.operations.swiglu_backward(grad.clone(), gate_up), None
 
 
-class _Gather(Function):
+class _Gather(AutogradFunction):
     """Copies rows to their pairs; the gradients of a row's pairs are added in one order, on every device."""
 
     @staticmethod
@@ -132,7 +132,7 @@ class _Gather(Function):
         return total, None, None
 
 
-class _Combine(Function):
+class _Combine(AutogradFunction):
     """`residual` plus each row's pairs times their shares."""
 
     @staticmethod

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.model.attention import BLOCK, MIN_QUERIES, add_parts, cuts
-from mint.engine.model.autograd import Function
+from mint.engine.model.autograd import AutogradFunction
 from mint.engine.packing import AttentionBlock
 
 KEPT_SHARES = 1 << 20
@@ -97,7 +97,7 @@ class PackedAttention:
 
 
 @dataclass(frozen=True)
-class _Keys:
+class _KeyColumns:
     """Keys `columns` of all spans of a block."""
 
     places: Tensor  # [B·keys]: places in heads [T·H]
@@ -113,14 +113,14 @@ class _Backward:
     The gradient of each key head and value head of a row [T·2·K] is a sum of rows of that matrix: their places are a
     run of `order`, which begins at `starts`."""
 
-    parts: list[list[_Keys]]
+    parts: list[list[_KeyColumns]]
     queries: int
     keys: int
     order: Tensor
     starts: Tensor
 
 
-class _Attend(Function):
+class _Attend(AutogradFunction):
     """softmax(q·k / √D + mask) · v, piece by piece; many probabilities are computed again in the backward."""
 
     @staticmethod
@@ -194,7 +194,7 @@ class _Attend(Function):
 class _KeySums:
     """Some keys and values, and their gradients so far, two of [B·keys, D]."""
 
-    def __init__(self, flat: Tensor, keys: _Keys, kv_heads: int, grads: Sequence[Tensor]) -> None:
+    def __init__(self, flat: Tensor, keys: _KeyColumns, kv_heads: int, grads: Sequence[Tensor]) -> None:
         self._keys, self._grads, self._kv_heads = keys, grads, kv_heads
         self._key, self._value = (
             _gather(flat, places, keys.products) for places in (keys.places, keys.places + kv_heads)
@@ -258,7 +258,7 @@ def _starts(counts: Tensor) -> Tensor:
     return torch.cumsum(counts, 0) - counts
 
 
-def _list_keys(block: _SpanBlock, kv_heads: int) -> list[_Keys]:
+def _list_keys(block: _SpanBlock, kv_heads: int) -> list[_KeyColumns]:
     """How a backward multiplies the keys of the spans: together with their prefixes, or these apart."""
     (count, length), prefix = block.spans.queries.shape, block.spans.offset
     places = block.keys.view(kv_heads, count, -1)[:, :, : prefix + length]
@@ -268,10 +268,10 @@ def _list_keys(block: _SpanBlock, kv_heads: int) -> list[_Keys]:
         if step > 1 and np.array_equal(starts, np.arange(0, count, step)):
             own, apart = slice(prefix, prefix + length), slice(0, prefix)
             return [
-                _Keys(places[:, :, own].reshape(-1), block.products, own),
-                _Keys(places[:, ::step, apart].reshape(-1), kv_heads * len(starts), apart),
+                _KeyColumns(places[:, :, own].reshape(-1), block.products, own),
+                _KeyColumns(places[:, ::step, apart].reshape(-1), kv_heads * len(starts), apart),
             ]
-    return [_Keys(places.reshape(-1), block.products, slice(0, prefix + length))]
+    return [_KeyColumns(places.reshape(-1), block.products, slice(0, prefix + length))]
 
 
 def _move(
