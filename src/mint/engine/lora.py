@@ -183,14 +183,16 @@ class LoraRows:
         return self.weights.sites.get(name) if self.weights is not None else None
 
 
-def rows_of(weights: Sequence[LoraWeights | None]) -> list[LoraRows]:
-    """Runs of equal weights in the row order of a batch."""
+def rows_of(weights: Sequence[LoraWeights | None], counts: Sequence[int] | None = None) -> list[LoraRows]:
+    """Runs of equal weights in the row order of a batch. `weights[i]` are those of `counts[i]` rows, of one if None."""
     runs: list[LoraRows] = []
-    for row, own in enumerate(weights):
+    stop = 0
+    for index, own in enumerate(weights):
+        start, stop = stop, stop + (1 if counts is None else counts[index])
         if runs and runs[-1].weights is own:
-            runs[-1] = LoraRows(runs[-1].start, row + 1, own)
+            runs[-1] = LoraRows(runs[-1].start, stop, own)
         else:
-            runs.append(LoraRows(row, row + 1, own))
+            runs.append(LoraRows(start, stop, own))
     return runs
 
 

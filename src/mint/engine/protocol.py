@@ -367,8 +367,8 @@ def resolve_loss(name: str, config: Mapping[str, float | str] | None = None) -> 
         raise InvalidRequestError(
             "is not a loss", field="loss_fn", value=name, remedy=f"Choose one of {', '.join(LOSSES)}"
         )
-    given = dict(config or {})
-    for key, value in given.items():
+    full = dict(rule.config)
+    for key, value in (config or {}).items():
         if key not in rule.config:
             has = ", ".join(rule.config) or "none"
             raise InvalidRequestError(
@@ -385,7 +385,7 @@ def resolve_loss(name: str, config: Mapping[str, float | str] | None = None) -> 
                 value=value,
                 remedy=f"Leave it out for the default of {rule.config[key]:g}",
             )
-    full = {**rule.config, **{key: float(value) for key, value in given.items()}}
+        full[key] = float(value)
     low, high = full.get("clip_low_threshold", 0.0), full.get("clip_high_threshold", math.inf)
     if low > high:
         raise InvalidRequestError(

@@ -79,7 +79,7 @@ class MergedLinear:
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        return (self.lora.a, *self.lora.bs)
+        return self.lora.a, *self.lora.bs
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.matrix.product(x, residual)

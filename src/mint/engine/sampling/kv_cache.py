@@ -41,13 +41,10 @@ class KVCache:
         layers, both, parts, chunk, width = shape
         count = max(1, limit_bytes // self.cell_bytes)
         self._cells = _zeros((layers, both, count, parts, chunk, width), dtype, device)
-        self._parts, self._count = parts, count
-        self._holders = np.zeros(count, np.int32)
+        self._parts, self.count = parts, count
+        self.holders = np.zeros(count, np.int32)
+        """The number of holders of each cell."""
         self._touched = 0  # cells from here on were never taken
-
-    @property
-    def count(self) -> int:
-        return self._count
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
@@ -57,32 +54,28 @@ class KVCache:
     @property
     def free(self) -> int:
         """Cells without a holder."""
-        return self._count - int(np.count_nonzero(self._holders[: self._touched]))
+        return self.count - int(np.count_nonzero(self.holders[: self._touched]))
 
     def take(self, count: int) -> np.ndarray | None:
         """Takes `count` free cells, consecutive ones if possible; None where too few are free."""
-        free = np.flatnonzero(self._holders[: self._touched + count] == 0)
+        free = np.flatnonzero(self.holders[: self._touched + count] == 0)
         if len(free) < count:
             return None
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else free[:0]
         start = int(runs[0]) if len(runs) else 0
         cells = free[start : start + count]
-        self._holders[cells] = 1
+        self.holders[cells] = 1
         if count:
             self._touched = max(self._touched, int(cells[-1]) + 1)
         return cells
 
     def hold(self, cells: np.ndarray) -> None:
         """Adds one holder to each of `cells`; a cell may occur several times."""
-        np.add.at(self._holders, cells, 1)
+        np.add.at(self.holders, cells, 1)
 
     def release(self, cells: np.ndarray) -> None:
         """Takes one holder from each of `cells`."""
-        np.subtract.at(self._holders, cells, 1)
-
-    def holders(self, cells: np.ndarray) -> np.ndarray:
-        """The number of holders of each of `cells`."""
-        return self._holders[cells]
+        np.subtract.at(self.holders, cells, 1)
 
     def clear(self, cells: np.ndarray) -> None:
         """Fills `cells` with zeros. A masked value is multiplied by 0, which a NaN left behind would survive."""
@@ -101,7 +94,7 @@ class KVCache:
 
     def list_places(self, cells: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """`places` as an array on the host."""
-        planes = np.arange(2)[None, :, None] * self._count + cells[:, None, None]
+        planes = np.arange(2)[None, :, None] * self.count + cells[:, None, None]
         parts = planes * self._parts + np.arange(self._parts)
         return (parts * CHUNK + positions[:, None, None] % CHUNK).reshape(-1)
 
@@ -137,16 +130,17 @@ class Lease:
         return cells
 
     def hold(self, cells: np.ndarray) -> None:
-        """See `KVCache.hold`."""
-        self._cache.hold(cells)
+        """Adds one holder to each of `cells`; a cell may occur several times."""
+        np.add.at(self._cache.holders, cells, 1)
         np.add.at(self._held, cells, 1)
 
     def release(self, cells: np.ndarray, *, sound: bool = True) -> None:
-        """See `KVCache.release`. With `sound` False the cells may contain NaN, and are cleared once they are free."""
-        self._cache.release(cells)
+        """Takes one holder from each of `cells`. With `sound` False they may contain NaN, and are cleared once they are
+        free."""
+        np.subtract.at(self._cache.holders, cells, 1)
         np.subtract.at(self._held, cells, 1)
         if not sound:
-            self._cache.clear(cells[self._cache.holders(cells) == 0])
+            self._cache.clear(cells[self._cache.holders[cells] == 0])
 
     def __del__(self) -> None:
         left = np.flatnonzero(self._held)

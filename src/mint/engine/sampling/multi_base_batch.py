@@ -36,7 +36,9 @@ class MultiBaseBatch:
             NotFoundError: its base or weights are not loaded.
         """
         decoder, memory, lora = self._resolve(job)
-        sampler = self._samplers.setdefault(decoder, Sampler(decoder, memory))
+        if decoder not in self._samplers:
+            self._samplers[decoder] = Sampler(decoder, memory)
+        sampler = self._samplers[decoder]
         sampler.add(key, job, lora, listener)
         self._sampler_of[key] = sampler
 

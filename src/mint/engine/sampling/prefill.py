@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from mint.engine.lora import LoraRows, LoraWeights, rows_of
+from mint.engine.lora import LoraWeights, rows_of
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.decoder import Decoder
 from mint.engine.packing import Span, attention_blocks
@@ -34,44 +34,31 @@ class PromptPart:
 
 def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -> Tensor:
     """Hidden states [T, E] of all tokens from each part's `start` on, one part after the other."""
-    positions = [np.arange(part.start, len(part.tokens)) for part in parts]
-    before = [np.arange(part.start) for part in parts]
+    # The rows of attention: first those that are read from the cache, of all parts, then those to compute.
     known = sum(part.start for part in parts)
-    packed = decoder.packed_attention(attention_blocks(_spans(parts, known)))
-    places = [
-        cache.list_places(
-            np.concatenate([part.cells[own // CHUNK] for part, own in zip(parts, rows, strict=True)]),
-            np.concatenate(rows),
-        )
-        for rows in (positions, before)
-    ]
-    computed = np.concatenate([part.tokens[part.start :] for part in parts])
-    tokens, place, written, read = upload(decoder.device, computed, np.concatenate(positions), *places)
+    spans, counts, first, row = [], [], 0, known
+    tokens, positions, written, read = [], [], [], []
+    for part in parts:
+        before, own = np.arange(part.start), np.arange(part.start, len(part.tokens))
+        spans.append(Span(row, row + len(own), (first, first + part.start) if part.start else (0, 0)))
+        first, row = first + part.start, row + len(own)
+        counts.append(len(own))
+        tokens.append(part.tokens[part.start :])
+        positions.append(own)
+        written.append(cache.list_places(part.cells[own // CHUNK], own))
+        read.append(cache.list_places(part.cells[before // CHUNK], before))
+    packed = decoder.packed_attention(attention_blocks(spans))
+    arrays = map(np.concatenate, (tokens, positions, written, read))
+    computed, computed_positions, written_places, read_places = upload(decoder.device, *arrays)
 
     def attention(layer: int, heads: Tensor) -> Tensor:
-        cache.write(layer, heads, written)
+        cache.write(layer, heads, written_places)
         if not known:
             return packed(layer, heads)
         extended = heads.new_zeros(known + len(heads), *heads.shape[1:])
-        extended[:known, cache.query_heads :] = cache.read(layer, read)
+        extended[:known, cache.query_heads :] = cache.read(layer, read_places)
         extended[known:] = heads
         return packed(layer, extended)
 
-    return decoder.forward(tokens, place, attention, _spread(parts))
-
-
-def _spans(parts: Sequence[PromptPart], known: int) -> list[Span]:
-    """The rows of the parts: first the cached rows of all parts, then the rows to compute."""
-    spans, start, first = [], known, 0
-    for part in parts:
-        stop = start + len(part.tokens) - part.start
-        spans.append(Span(start, stop, (first, first + part.start) if part.start else (0, 0)))
-        start, first = stop, first + part.start
-    return spans
-
-
-def _spread(parts: Sequence[PromptPart]) -> list[LoraRows]:
-    """The parts' loras as runs over their tokens."""
-    ends = np.cumsum([len(part.tokens) - part.start for part in parts]).tolist()
-    runs = rows_of([part.lora for part in parts])
-    return [LoraRows(ends[run.start - 1] if run.start else 0, ends[run.stop - 1], run.weights) for run in runs]
+    loras = rows_of([part.lora for part in parts], counts)
+    return decoder.forward(computed, computed_positions, attention, loras)

@@ -47,10 +47,12 @@ class _Level:
     def nearest(self, tokens: np.ndarray) -> tuple[_Node | None, int]:
         """The node that shares the longest beginning with `tokens`, and the length of that beginning."""
         place = bisect_left(self._order, _key(tokens))
-        beside = [self.nodes[key] for key in self._order[max(0, place - 1) : place + 1]]
-        counts = [_common(node.tokens, tokens) for node in beside]
-        most = max(counts, default=0)
-        return (beside[counts.index(most)], most) if most else (None, 0)
+        best, most = None, 0
+        for key in self._order[max(0, place - 1) : place + 1]:
+            count = _common(self.nodes[key].tokens, tokens)
+            if count > most:
+                best, most = self.nodes[key], count
+        return best, most
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,10 @@ class PrefixCache:
 
     def find(self, weights: LoraWeights | None, tokens: np.ndarray) -> Match:
         """The longest cached beginning of `tokens`. The caller must hold its cells before the cache can evict them."""
-        level, cells, path = self._roots.get(weights, _Level()), [], []
+        level, cells, path = self._roots.get(weights), [], []
         partial, rest = -1, 0
+        if level is None:
+            return Match(np.zeros(0, np.int64))
         for start in range(0, len(tokens), CHUNK):
             own = tokens[start : start + CHUNK]
             node = level.nodes.get(_key(own)) if len(own) == CHUNK else None

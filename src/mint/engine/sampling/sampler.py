@@ -69,8 +69,8 @@ class _Entry:
     listener: TokenListener | None
     arrival: int
     told: np.ndarray
-    cells: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    own: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    cells: np.ndarray
+    own: np.ndarray
     done: int = 0
     beginning: bytes = b""
     hidden: list[Tensor] = field(default_factory=list)
@@ -105,6 +105,7 @@ class Sampler:
         self._sequences = Sequences()
         self._entries: dict[int, _Entry] = {}
         self._keys: dict[str, _Entry] = {}
+        self._listening: set[int] = set()
         self._waiting: deque[_Entry] = deque()
         self._prefilling: list[_Entry] = []
         self._arrivals = 0
@@ -124,7 +125,10 @@ class Sampler:
 
     def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
         """Adds a job; it joins at the next step."""
-        entry = _Entry(key, job, lora, listener, self._arrivals, np.zeros(job.num_samples, np.int64))
+        told = np.zeros(job.num_samples, np.int64)
+        entry = _Entry(key, job, lora, listener, self._arrivals, told, cells=told[:0], own=told[:0])
+        if listener is not None:
+            self._listening.add(self._arrivals)
         self._arrivals += 1
         self._keys[key] = self._entries[entry.arrival] = entry
         self._waiting.append(entry)
@@ -137,7 +141,8 @@ class Sampler:
     @torch.inference_mode()
     def step(self) -> dict[str, SampleResult]:
         """Runs prompts and decodes one token for every sequence; returns the results of the jobs that ended."""
-        self._drop_cancelled()
+        if self._cancelled:
+            self._drop_cancelled()
         try:
             self._advance()
         except (RuntimeError, MemoryError) as error:
@@ -166,7 +171,10 @@ class Sampler:
         if not self._waiting:
             return
         later: list[_Entry] = []
-        rows = len(self._order) + sum(entry.count for entry in self._prefilling)
+        rows, beginnings = len(self._order), set[tuple[LoraWeights | None, bytes]]()
+        for entry in self._prefilling:
+            rows += entry.count
+            beginnings.add((entry.lora, entry.beginning))
         while self._waiting:
             entry = self._waiting[0]
             if rows and rows + entry.count > self._row_limit:
@@ -174,9 +182,7 @@ class Sampler:
             known = self._memory.prefix_cache.find(entry.lora, entry.job.prompt[: unasked_tokens(entry.job)])
             ahead = entry.job.prompt[known.length : known.length + BLOCK]
             entry.beginning = ahead.tobytes() if len(ahead) == BLOCK else b""
-            if any(
-                entry.lora is other.lora and entry.beginning == other.beginning != b"" for other in self._prefilling
-            ):
+            if entry.beginning and (entry.lora, entry.beginning) in beginnings:
                 # A job ahead computes the same tokens in this step; in the next one they are cached.
                 later.append(self._waiting.popleft())
                 continue
@@ -187,6 +193,7 @@ class Sampler:
             if fits:
                 self._prefilling.append(entry)
                 rows += entry.count
+                beginnings.add((entry.lora, entry.beginning))
             else:
                 self._close(entry, SampleResult([], error=NO_ROOM))
         self._waiting.extendleft(reversed(later))
@@ -212,18 +219,18 @@ class Sampler:
         return True
 
     def _drop_cancelled(self) -> None:
-        cancelled, self._cancelled = self._cancelled, []
-        for entry in cancelled:
+        for entry in self._cancelled:
             if not entry.closed:
                 self._close(entry, SampleResult([], error=CANCELLED))
-        if cancelled:
-            self._tidy(now=True)
+        self._cancelled = []
+        self._tidy(now=True)
 
     def _close(self, entry: _Entry, result: SampleResult) -> None:
         """Records a job's result; its rows leave the batch at the next tidying."""
         entry.closed = True
         self._results[entry.key] = result
         del self._keys[entry.key]
+        self._listening.discard(entry.arrival)
         self._row_limit = MAX_ROWS
         self._leave(entry)
         if not entry.rows:
@@ -285,9 +292,8 @@ class Sampler:
     def _remove(self, slots: np.ndarray) -> None:
         """Frees ended sequences; their keys and values go to the prefix cache."""
         sequences = self._sequences
-        cells = [sequences.cells_of(slots[row : row + 1]) for row in range(len(slots))]
-        for slot, own, number in zip(slots.tolist(), cells, sequences.of["entry"][slots].tolist(), strict=True):
-            entry = self._entries[number]
+        for slot, number in zip(slots.tolist(), sequences.of["entry"][slots].tolist(), strict=True):
+            entry, own = self._entries[number], sequences.cells_of(slot)
             if entry.sound:
                 known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
                 self._memory.prefix_cache.insert(entry.lora, known, own)
@@ -296,18 +302,19 @@ class Sampler:
             entry.rows -= 1
             if not entry.rows and entry.closed:
                 del self._entries[number]
-            self._lease.release(np.append(own, sequences.fronts_of(np.array([slot]))), sound=entry.sound)
+            self._lease.release(np.append(own, sequences.fronts_of([slot])), sound=entry.sound)
         sequences.remove(slots)
 
     def _set_order(self, slots: np.ndarray) -> None:
         """Sorts the batch's rows by lora, so that each lora has one run, and then by length."""
         of = self._sequences.of[slots]
-        ranks: dict[int, int] = {}
-        entries = [self._entries[number] for number in of["entry"].tolist()]
-        loras = np.array([ranks.setdefault(id(entry.lora), len(ranks)) for entry in entries], np.int64)
-        order = np.lexsort((of["sample"], of["entry"], of["prompt"] + of["emitted"], loras))
+        loras: dict[LoraWeights | None, int] = {}
+        ranks = np.empty(len(slots), np.int64)
+        for row, number in enumerate(of["entry"].tolist()):
+            ranks[row] = loras.setdefault(self._entries[number].lora, len(loras))
+        order = np.lexsort((of["sample"], of["entry"], of["prompt"] + of["emitted"], ranks))
         self._order = slots[order]
-        self._loras = rows_of([entries[row].lora for row in order.tolist()])
+        self._loras = rows_of(list(loras), np.bincount(ranks).tolist())
         self._step = None
 
     # --- forward ---
@@ -423,7 +430,8 @@ class Sampler:
         for number in [] if finite.all() else np.unique(own["entry"][~finite]).tolist():
             self._entries[number].sound = False
             self._close(self._entries[number], SampleResult([], error=DIVERGED))
-        self._tell(own, tokens, logprobs)
+        if self._listening:
+            self._tell(own, tokens, logprobs)
         if ended.any():
             self._ended = True
             numbers, counts = np.unique(own["entry"][ended], return_counts=True)
@@ -443,12 +451,9 @@ class Sampler:
 
     def _tell(self, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Calls the listeners with the new tokens. A job that started again repeats no token."""
-        listening = [number for number, entry in self._entries.items() if entry.listener is not None]
-        if not listening:
-            return
-        for row in np.flatnonzero(np.isin(own["entry"], listening)).tolist():
+        for row in np.flatnonzero(np.isin(own["entry"], list(self._listening))).tolist():
             entry, sample = self._entries[int(own["entry"][row])], int(own["sample"][row])
-            if entry.listener is not None and not entry.closed and own["emitted"][row] >= entry.told[sample]:
+            if entry.listener is not None and own["emitted"][row] >= entry.told[sample]:
                 entry.told[sample] += 1
                 entry.listener(sample, int(tokens[row]), float(logprobs[row]))
 

@@ -86,12 +86,11 @@ class Sequences:
         self.cells[slots, places] = cells
         self.of["cells"][slots] = places + 1
 
-    def cells_of(self, slots: np.ndarray) -> np.ndarray:
-        """The cells of `slots` in order; a cell that several share occurs once for each."""
-        own = self.cells[slots]
-        return own[np.arange(own.shape[1]) < self.of["cells"][slots, None]]
+    def cells_of(self, slot: int) -> np.ndarray:
+        """The cells of a sequence in order."""
+        return self.cells[slot, : self.of["cells"][slot]]
 
-    def fronts_of(self, slots: np.ndarray) -> np.ndarray:
+    def fronts_of(self, slots: np.ndarray | list[int]) -> np.ndarray:
         """The cells in which `slots` read their first `BLOCK` positions; none for sequences without cells."""
         fronts = self.of["front"][slots]
         return fronts[fronts >= 0]
@@ -109,7 +108,7 @@ class Sequences:
         emitted = own["emitted"].copy()
         width = int(emitted.max()) + 1
         if width > self._tokens.shape[1]:
-            self._tokens, self._logprobs = (_wide(rows, 2 * width) for rows in (self._tokens, self._logprobs))
+            self._tokens, self._logprobs = _wide(self._tokens, 2 * width), _wide(self._logprobs, 2 * width)
         self._tokens[slots, emitted], self._logprobs[slots, emitted] = tokens, logprobs
         stopped = self._stops.stopped(slots, tokens)
         emitted += 1
@@ -143,10 +142,9 @@ class Sequences:
             size = len(self.of)
             grown = max(missing, size // 2, _FEWEST)
             self.of = np.concatenate([self.of, np.zeros(grown, _COLUMNS)])
-            self._tokens, self._logprobs, self.cells = (
-                np.concatenate([rows, np.zeros((grown, rows.shape[1]), rows.dtype)])
-                for rows in (self._tokens, self._logprobs, self.cells)
-            )
+            self._tokens = np.pad(self._tokens, ((0, grown), (0, 0)))
+            self._logprobs = np.pad(self._logprobs, ((0, grown), (0, 0)))
+            self.cells = np.pad(self.cells, ((0, grown), (0, 0)))
             self._free = [*reversed(range(size, size + grown)), *self._free]
         taken, self._free = self._free[len(self._free) - count :], self._free[: len(self._free) - count]
         return np.array(taken[::-1], np.int64)
