@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -241,6 +242,16 @@ def test_arguments_have_the_names_and_the_order_of_the_protocol_s_other_sdks() -
                 if hasattr(owner, twin):
                     given = list(inspect.signature(getattr(owner, twin)).parameters)[1:]
                     assert given[: len(names.split())] == names.split(), (owner, twin)
+
+
+def test_a_twin_that_gives_the_result_itself_says_so_at_runtime() -> None:
+    twin = mint.RestClient.list_checkpoints_async
+    assert get_type_hints(twin)["return"] is types.CheckpointsListResponse
+    assert inspect.signature(twin).return_annotation == "CheckpointsListResponse"
+    assert get_type_hints(mint.TrainingClient.save_weights_and_get_sampling_client_async)["return"] is (
+        mint.SamplingClient
+    )
+    assert get_type_hints(mint.TrainingClient.forward_async)["return"] == mint.APIFuture[types.ForwardBackwardOutput]
 
 
 def test_the_settings_are_exactly_these() -> None:

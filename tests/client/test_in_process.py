@@ -12,9 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from mint import wire
+from mint.client.connection.address import Address
+from mint.client.connection.server_connection import ServerConnection
 from mint.client.connection.transport import InProcessTransport
 from mint.client.connection.transport import Request as Asked
 from mint.client.connection.transport import Response as Answer
+from mint.types import ForwardBackwardOutput, TensorData
 
 
 async def mirror(request: Request) -> Response:
@@ -88,3 +92,24 @@ def test_an_unknown_route_is_an_answer_and_an_error_of_the_application_is_raised
     assert ask("GET", "nothing").status_code == 404
     with pytest.raises(ZeroDivisionError):
         ask("GET", "broken")
+
+
+def test_the_event_loop_goes_on_while_a_large_answer_is_decoded() -> None:
+    row = {"logprobs": TensorData([0.0] * 4, "float32")}
+    body = wire.encode_result(ForwardBackwardOutput(loss_fn_outputs=[row] * 60_000))
+
+    async def large(_request: Request) -> Response:
+        return Response(body, media_type=wire.Encoding.PROTO.value)
+
+    async def turns_of_the_loop() -> int:
+        app = Starlette(routes=[Route("/{path:path}", large)])
+        server = ServerConnection(Address(None), InProcessTransport(app, "http://mint.embedded/"))
+        answer = asyncio.create_task(server.get("result", ForwardBackwardOutput))
+        turns = 0
+        while not answer.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert len(answer.result().loss_fn_outputs) == 60_000
+        return turns
+
+    assert asyncio.run(turns_of_the_loop()) > 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
@@ -49,7 +50,9 @@ def awaited(method: Callable[Concatenate[C, P], Awaitable[T]]) -> Twin[P, T]:
                 future.cancel()
             raise
 
-    return _named(twin, method, "awaiting it gives the result itself")
+    returned = method.__annotations__["return"]  # a text, because of the import of annotations
+    inner = returned.removeprefix("APIFuture[").removesuffix("]") if returned.startswith("APIFuture[") else returned
+    return _named(twin, method, inner, "awaiting it gives the result itself")
 
 
 def submitted(method: Callable[Concatenate[C, P], T]) -> Twin[P, T]:
@@ -58,11 +61,13 @@ def submitted(method: Callable[Concatenate[C, P], T]) -> Twin[P, T]:
     async def twin(self: C, *arguments: P.args, **options: P.kwargs) -> T:
         return method(self, *arguments, **options)
 
-    return _named(twin, method, "awaiting it gives the future")
+    return _named(twin, method, method.__annotations__["return"], "awaiting it gives the future")
 
 
-def _named(twin: Any, method: Any, gives: str) -> Any:
-    update_wrapper(twin, method)  # the signature, too
+def _named(twin: Any, method: Any, returned: str, gives: str) -> Any:
+    update_wrapper(twin, method)
+    twin.__annotations__ = {**method.__annotations__, "return": returned}
+    twin.__signature__ = inspect.signature(method).replace(return_annotation=returned)
     twin.__name__ = f"{method.__name__}_async"
     twin.__qualname__ = f"{method.__qualname__}_async"
     twin.__doc__ = f"As `{method.__name__}`; {gives}."

@@ -56,7 +56,7 @@ class KeyStore(Protocol):
 
 
 @dataclass
-class _Session:
+class _BrowserSession:
     key_id: str
     used_at: float
 
@@ -72,7 +72,7 @@ class Login:
         self._admits = admits
         self._clock = clock
         self._lock = threading.Lock()
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._sessions: OrderedDict[str, _BrowserSession] = OrderedDict()
 
     def enter(self, key: str) -> str:
         """The token of a new session.
@@ -83,7 +83,7 @@ class Login:
         visitor = self._admitted(self._keys.verify(key) if key else None)
         token = secrets.token_urlsafe(32)
         with self._lock:
-            self._sessions[_digest(token)] = _Session(visitor.key_id or "", self._clock())
+            self._sessions[_digest(token)] = _BrowserSession(visitor.key_id or "", self._clock())
             while len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         return token

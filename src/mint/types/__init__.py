@@ -25,11 +25,11 @@ from mint.types.sampling import SamplerInfo as SamplerInfo
 from mint.types.sampling import SamplingParams as SamplingParams
 from mint.types.sampling import StopReason as StopReason
 from mint.types.sampling import TopkLogprobs as TopkLogprobs
-from mint.types.service import CreateSessionResponse as CreateSessionResponse
-from mint.types.service import GetServerCapabilitiesResponse as GetServerCapabilitiesResponse
-from mint.types.service import SupportedModel as SupportedModel
-from mint.types.service import TokenizerFilesResponse as TokenizerFilesResponse
-from mint.types.service import UntypedPromise as UntypedPromise
+from mint.types.server_info import CreateSessionResponse as CreateSessionResponse
+from mint.types.server_info import GetServerCapabilitiesResponse as GetServerCapabilitiesResponse
+from mint.types.server_info import SupportedModel as SupportedModel
+from mint.types.server_info import TokenizerFilesResponse as TokenizerFilesResponse
+from mint.types.server_info import UntypedPromise as UntypedPromise
 from mint.types.tensors import DType as DType
 from mint.types.tensors import TensorData as TensorData
 from mint.types.training import AdamParams as AdamParams
