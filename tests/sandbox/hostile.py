@@ -437,7 +437,7 @@ def f(x):
 """,
     "patches json": """
 import json
-json.dumps = lambda *a, **k: '["int", "0x1267"]' if False else 'true'
+json.dumps = lambda *a, **k: '[["int", "0x1267"]]' if False else '[true]'
 class Odd: pass
 def f(x):
     return Odd()
@@ -452,7 +452,7 @@ def f(x):
     "writes to the result pipe": r"""
 import os
 def f(x):
-    os.write(3, b'V ["int", "0x1267"]\n')
+    os.write(3, b'V [["int", "0x1267"]]\n')
     return None
 """,
     "forges lines with the nonce": r"""
@@ -461,14 +461,14 @@ def f(x):
     frame = sys._getframe(1)
     nonce = frame.f_locals.get('nonce') or b''
     for _ in range(50):
-        os.write(3, nonce + b' V true\n')
+        os.write(3, nonce + b' V [true]\n')
     os._exit(0)
 """,
     "answers before it is asked": r"""
 import gc, os
 for item in gc.get_objects():
     if type(item) is dict and 'nonce' in item and 'code' in item:
-        os.write(3, item['nonce'].encode() + b' L \n' + item['nonce'].encode() + b' V true\n')
+        os.write(3, item['nonce'].encode() + b' L \n' + item['nonce'].encode() + b' V [true]\n')
         os._exit(0)
 def f(x):
     return True
@@ -497,8 +497,8 @@ def f(x):
     return [4711, 4712]
 """,
     "redefines the encoder": """
-def encode(value):
-    return '["int", "0x1"]'
+def encode(value, max_depth, max_items):
+    return '[["int", "0x1"]]'
 def f(x):
     return None
 """,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mint.errors import InvalidRequestError
-from mint.sandbox import Limits, Sandbox, same_value, zygote_pool
+from mint.sandbox import Limits, Outcome, Sandbox, same_value, zygote_pool
 from mint.sandbox.syscalls import ALLOWED, ALLOWED_UNLESS_EXECUTABLE, SLEEPS, seccomp_filter
 from mint.sandbox.value_encoding import decode, encode
 from mint.sandbox.zygote_pool import ZygoteError, read_outcome
@@ -34,8 +34,9 @@ VALUES = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(VALUES)
 def test_a_plain_value_crosses_the_channel_unchanged(value: object) -> None:
-    assert same_value(decode(encode(value)), value)
-    assert repr(decode(encode(value))) == repr(value) or "{" in repr(value)
+    crossed = decode(encode(value, 20, 1000), 20, 1000)
+    assert same_value(crossed, value)
+    assert repr(crossed) == repr(value) or "{" in repr(value)
 
 
 @pytest.mark.parametrize(
@@ -91,20 +92,43 @@ def test_a_value_that_claims_to_be_equal_agrees_with_nothing() -> None:
 
 NOT_VALUES = """nan
 [
-["int"]
-["int", 5]
+true
+[]
+[nan]
+[3]
+[3.0]
+[true, true]
 ["odd", []]
-["list", 3]
-["dict", [[1]]]
-["set", [["list", []]]]
+[["int"]]
+[["int", 5]]
+[["int", " 0x5"]]
+[["int", "0x_5"]]
+[["int", "5"]]
+[["float", "1_0"]]
+[["float", "1e5e5"]]
+[["bytes", "6"]]
+[["bytes", "61 62"]]
+[["odd", "0x1"]]
+[["odd", 0]]
+[["list", 1]]
+[["list", -1]]
+[["list", true]]
+[["list", 0], null]
+[["dict", 1], true]
+[["set", 1], ["list", 0]]
+[["set", 2], true, true]
+[["dict", 2], ["int", "0x1"], null, true, null]
+[{"int": "0x1"}]
 {"a": 1}
 3"""
 
 
-@pytest.mark.parametrize("text", ["", "[" * 100_000, *NOT_VALUES.split("\n")], ids=lambda text: text[:20])
+@pytest.mark.parametrize(
+    "text", ["", "[" * 100_000, "[" + "9" * 100_000 + "]", *NOT_VALUES.split("\n")], ids=lambda text: text[:20]
+)
 def test_what_is_not_an_encoded_value_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
-        decode(text)
+    with pytest.raises(ValueError, match="not an encoded value"):
+        decode(text, 200, 1000)
 
 
 @pytest.mark.parametrize("function", ["f()", "f; import os", "class", "", "a.b"])
@@ -211,12 +235,16 @@ def test_a_lost_zygote_is_replaced(zygote: Sandbox) -> None:
     assert {outcome.status for outcome in outcomes[1:]} == {"ok"}
 
 
+def outcome_of(results: bytes, count: int = 1) -> Outcome:
+    """The outcome of a child that has written `results` and ended by itself."""
+    return read_outcome({"ended": "exit", "exit": 0}, results, b"", "n", count, Limits(), "zygote", 0.0)
+
+
 def test_a_line_without_the_nonce_voids_the_run() -> None:
-    header = {"ended": "exit", "exit": 0}
-    honest = b"n L \nn V true\n"
-    assert read_outcome(header, honest, b"", "n", 1, "zygote", 0.0).results[0].value is True
-    for forged in (b"x V true\n" + honest, honest + b"x V true\n", honest + b"n V true\n", b"\n" + honest):
-        assert read_outcome(header, forged, b"", "n", 1, "zygote", 0.0).status == "crashed"
+    honest = b"n R \nn L \nn V [true]\n"
+    assert outcome_of(honest).results[0].value is True
+    for forged in (b"x V [true]\n" + honest, honest + b"x V [true]\n", honest + b"n V [true]\n", b"\n" + honest):
+        assert outcome_of(forged).status == "crashed"
 
 
 REACHING_OUT = """

@@ -78,7 +78,8 @@ def fill(program: str, **values: object) -> str:
 def harm(outcome: Any, canary: Path, bystander: Any, server: socket.socket, new_files: set[Path]) -> list[str]:
     """Everything that a program did to the host, in words."""
     found = []
-    if "HARM" in repr(outcome.results) or SECRET in repr(outcome):
+    said = f"{[(result.value, result.error) for result in outcome.results]} {outcome}"
+    if "HARM" in said or SECRET in said:
         found.append("it says that it got through")
     if not canary.exists() or canary.read_text() != SECRET or canary.stat().st_mode & 0o777 == 0o777 or new_files:
         found.append("files were touched")

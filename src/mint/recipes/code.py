@@ -22,7 +22,7 @@ from mint.recipes.datasets.python_functions import (
     with_examples,
 )
 from mint.rl import Reward, RLAdapter, RLConfig, UnsupportedError
-from mint.sandbox import InputResult, Limits, Sandbox, same_value
+from mint.sandbox import InputResult, Limits, Sandbox, same_value, value_text
 
 DEMO = RLConfig(
     base_model="mint/tiny",
@@ -203,5 +203,5 @@ def _shown(value: Any) -> str:
 
 def _failure(function: str, case: Case, result: InputResult) -> str:
     arguments, expected = case
-    got = _shown(result.value) if result.returned else result.error
+    got = value_text(result.value, 300) if result.returned else result.error
     return f"{call_text(function, arguments)} should be {_shown(expected)}, got {got}"[:300]

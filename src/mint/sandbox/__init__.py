@@ -1,8 +1,9 @@
 """Runs code that a model wrote. `Sandbox.run` returns the values that a function returned."""
 
+from mint.sandbox.equality import same_value
 from mint.sandbox.outcome import Engine, InputResult, Limits, Outcome, Status
+from mint.sandbox.safe_text import value_text
 from mint.sandbox.sandbox import Sandbox, SandboxLevel, sandbox_level
-from mint.sandbox.value_encoding import same_value
 
 __all__ = [
     "Engine",
@@ -14,4 +15,5 @@ __all__ = [
     "Status",
     "same_value",
     "sandbox_level",
+    "value_text",
 ]

@@ -1,7 +1,8 @@
 """Runs code in Monty (`pydantic-monty`): a Python interpreter in worker processes without access to the machine.
 
 Monty supports a part of Python, so an exception may be a gap in the language; only values are final. Each result is
-returned as a string, never as an object, because a small object can expand to a huge or endless one.
+returned as a string, never as an object, because a small object can expand to a huge or endless one. The string is cut
+inside Monty; what else comes from there (an exception's text) is bounded by `Limits.memory_bytes`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from mint.sandbox.outcome import Engine, InputResult, Limits, Outcome, Status, all_failed
-from mint.sandbox.value_encoding import ENCODE_SOURCE, decode
+from mint.sandbox.outcome import Engine, InputResult, Limits, Outcome, Status, all_failed, decoded_result, status_of
+from mint.sandbox.safe_text import MAX_ERROR_CHARACTERS, error_text
+from mint.sandbox.value_encoding import ENCODE_SOURCE
 
 POLICY: Any = {"sleep": "zero", "random_start": {"seed": 0}}
 RECURSION_DEPTH = 1000
@@ -69,14 +71,15 @@ class MontyEngine:
                 for arguments in inputs:
                     result = self._call(session, function, arguments, printed, began)
                     results.append(result)
-                    if result.error is not None and stop_at_error:
+                    if result.error is not None and stop_at_error and status_of(results) == "ok":
                         break
+                status = status_of(results)
         except _LimitError as limit:
             status = limit.status
             detail = str(limit)
         except self._monty.MontySyntaxError as error:
             status = "syntax_error"
-            detail = f"SyntaxError: {error}"
+            detail = error_text(f"SyntaxError: {error}")
         except self._monty.MontyCrashedError as error:
             status = "timeout" if error.timed_out else "crashed"
             detail = "the Monty worker ended"
@@ -104,10 +107,12 @@ class MontyEngine:
     ) -> InputResult:
         if time.perf_counter() - began > self._limits.wall_s:
             raise _LimitError("timeout", "the limit of wall-clock time ended the run")
+        limits = self._limits
+        encoded = f"encode({function}(*mint_arguments), {limits.value_depth}, {limits.result_items})"
         try:
-            # An f-string gives a string, whatever names the code has rebound.
+            # An f-string gives a string, whatever names the code has rebound; one character more shows an excess.
             text = session.feed_run(
-                f'f"{{encode({function}(*mint_arguments))}}"',
+                f'f"{{{encoded}}}"[:{limits.output_bytes + 1}]',
                 inputs={"mint_arguments": tuple(arguments)},
                 print_callback=printed,
             )
@@ -116,15 +121,15 @@ class MontyEngine:
             if status != "error":
                 raise _LimitError(status, detail) from error
             return InputResult(error=detail)
-        if len(text) > self._limits.output_bytes:
+        if len(text) > limits.output_bytes:
             raise _LimitError("output", "the results exceed the output limit")
         try:
-            return InputResult(value=decode(text))
+            return decoded_result(text, limits)
         except ValueError as error:
             return InputResult(error=str(error))
 
     def _why(self, error: Exception, printed: _Printed) -> tuple[Status, str]:
-        text = str(error)[:500]
+        text = error_text(str(error)[:MAX_ERROR_CHARACTERS])
         if printed.is_full:
             return "output", "the printed text exceeds the output limit"
         if text.startswith("TimeoutError: feed time limit"):
@@ -138,21 +143,21 @@ class _Printed:
     """Collects printed text; ends the run when it exceeds the limit."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._free_bytes = limit_bytes
-        self._pieces: list[str] = []
+        self._limit_bytes = limit_bytes
+        self._collected = bytearray()
         self.is_full = False
 
     def __call__(self, stream: Literal["stdout", "stderr"], text: str) -> None:
-        """Called by Monty in the thread of the run."""
-        self._pieces.append(text[: self._free_bytes])
-        self._free_bytes -= len(text)
-        if self._free_bytes < 0:
+        """Called by Monty in the thread of the run, with at most a few kilobytes."""
+        self._collected += text.encode(errors="replace")
+        if len(self._collected) > self._limit_bytes:
+            del self._collected[self._limit_bytes :]
             self.is_full = True
             raise ValueError("output limit")
 
     @property
     def text(self) -> str:
-        return "".join(self._pieces)
+        return self._collected.decode(errors="replace")
 
 
 class _LimitError(Exception):

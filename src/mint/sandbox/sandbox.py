@@ -18,7 +18,8 @@ from typing import Any, Self
 from mint.errors import InvalidRequestError
 from mint.sandbox.monty import MontyEngine, agrees_with_python
 from mint.sandbox.outcome import Engine, Limits, Outcome, all_failed
-from mint.sandbox.value_encoding import encode
+from mint.sandbox.safe_text import value_text
+from mint.sandbox.value_encoding import ValueLimitError, encode_input
 from mint.sandbox.zygote_pool import ZygoteError, ZygotePool
 
 ALL_ENGINES: tuple[Engine, ...] = ("monty", "zygote")
@@ -69,9 +70,9 @@ class Sandbox:
 
         Raises:
             InvalidRequestError: `function` is not a name, or an input is not made of plain values (None, bool, int,
-                float, str, bytes, list, tuple, set, frozenset, dict).
+                float, str, bytes, list, tuple, set, frozenset, dict) or is nested deeper than `Limits.value_depth`.
         """
-        _check(function, inputs)
+        _check(function, inputs, self.limits)
         unsupported = all_failed("unsupported", f"no engine here: {self.level.missing}", len(inputs), None)
         if self._monty and (self._python is None or agrees_with_python(code)):
             outcome = self._monty.run(code, function, inputs, stop_at_error=self._python is not None)
@@ -126,13 +127,16 @@ def _start_python(
     return None
 
 
-def _check(function: str, inputs: Sequence[tuple[Any, ...]]) -> None:
+def _check(function: str, inputs: Sequence[tuple[Any, ...]], limits: Limits) -> None:
     if not function.isidentifier() or keyword.iskeyword(function):
         raise InvalidRequestError("is not a name", field="function", value=function, remedy="Give the bare name")
     for item in inputs:
         try:
-            encode(tuple(item))
-        except (TypeError, RecursionError) as error:
+            encode_input(tuple(item), limits.value_depth)
+        except (TypeError, ValueLimitError) as error:
             raise InvalidRequestError(
-                str(error), field="inputs", value=item, remedy="Use None, bool, int, float, str, bytes and containers"
+                str(error),
+                field="inputs",
+                value=value_text(item, 100),
+                remedy="Use None, bool, int, float, str, bytes and containers",
             ) from error

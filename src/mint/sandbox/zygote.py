@@ -6,8 +6,9 @@ expected answer.
 
 Protocol, one JSON line each way: `{"code", "function", "inputs", "nonce", "limits"}` →
 `{"ended", "exit", "results", "stdout"}`, followed by that many bytes of results and of printed text. The results are
-lines `NONCE KIND TEXT`: `L` loaded, `V` an encoded value, `E` an exception, `F` failed to load, `S` a syntax error,
-`X` the lock-down failed.
+lines `NONCE KIND TEXT`. The first is `R` (ready: written before the code runs, so the code cannot replace it) or `X`
+(the lock-down failed). Then `L` loaded, `F` failed to load, or `S` a syntax error; then, for each input, `V` an encoded
+value or `E` an exception.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, NoReturn
 
 from mint.sandbox.lockdown import Lockdown, address_space_bytes, limit_resources
 from mint.sandbox.outcome import Limits
-from mint.sandbox.value_encoding import decode, encode
+from mint.sandbox.value_encoding import decode_input, encode
 
 OFFERED = """
 _strptime abc argparse array ast base64 binascii bisect builtins calendar cmath collections collections.abc colorsys
@@ -92,7 +93,8 @@ def _collect(collected: dict[int, bytearray], limit_bytes: int, deadline_s: floa
         waiting.register(descriptor, select.POLLIN)
     is_open = len(collected)
     while is_open:
-        ready = waiting.poll(max(0.0, deadline_s - time.monotonic()) * 1000)
+        left_s = deadline_s - time.monotonic()  # asked each time, because a flood keeps the pipes ready
+        ready = waiting.poll(left_s * 1000) if left_s > 0 else []
         if not ready:
             return "wall"
         for descriptor, _ in ready:
@@ -144,14 +146,16 @@ def _run_child(
         os.write(RESULT_FD, b"%s X %s\n" % (nonce, str(error).encode()))
         os._exit(1)
     try:
-        _answer(request, nonce)
+        _answer(request, limits, nonce)
     finally:
         os._exit(0)  # without exit handlers or threads to wait for
 
 
-def _answer(request: dict[str, Any], nonce: bytes) -> None:
+def _answer(request: dict[str, Any], limits: Limits, nonce: bytes) -> None:
     write = os.write
     dumps = json.dumps
+    max_depth = limits.value_depth
+    max_items = limits.result_items
 
     def line(kind: bytes, text: str) -> bytes:
         return b"%s %s %s\n" % (nonce, kind, text.encode())
@@ -164,7 +168,8 @@ def _answer(request: dict[str, Any], nonce: bytes) -> None:
         while rest:
             rest = rest[write(RESULT_FD, rest) :]
 
-    inputs = [decode(encoded) for encoded in request["inputs"]]
+    say(b"R", "")
+    inputs = [decode_input(encoded) for encoded in request["inputs"]]
     code = request["code"]
     name = request["function"]
     random.seed(0)
@@ -187,7 +192,7 @@ def _answer(request: dict[str, Any], nonce: bytes) -> None:
     say(b"L", "")
     for arguments in inputs:
         try:
-            answer = line(b"V", encode(function(*arguments)))
+            answer = line(b"V", encode(function(*arguments), max_depth, max_items))
         except BaseException as error:  # noqa: BLE001 - the same boundary
             answer = line(b"E", dumps(_as_text(error)))
         write_all(answer)
