@@ -31,17 +31,15 @@ from mint.errors import (
     NotFoundError,
     OverloadedError,
     RequestCancelledError,
-    RequestFailedError,
     SessionEndedError,
     from_wire,
 )
 from mint.server.callers import Caller
-from mint.server.ids import RequestId, request_id, sampler_id, seed_root, session_of
+from mint.server.ids import RequestId, request_id, sampler_id, session_of
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import (
     QueuedSample,
     TrainingJob,
-    decode_request,
     is_repeat,
     read_sample_request,
     read_training_request,
@@ -49,7 +47,9 @@ from mint.server.queue.jobs import (
 from mint.server.queue.queue import RequestQueue
 from mint.server.queue.queue_position import QueuePosition, QueueSnapshot
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
-from mint.server.service.sessions import STALE_S, Sessions
+from mint.server.service.new_samplers import new_sampler
+from mint.server.service.sessions import Sessions
+from mint.server.service.takeover import adopt_sessions
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
@@ -96,9 +96,6 @@ from mint.wire.responses import (
 )
 
 log = logging.getLogger("mint.service")
-
-MAX_ATTEMPTS = 5
-"""A request in whose run the process has died this often is failed instead of being run again."""
 
 NEWEST_TRIED_SDK = (0, 38, 0)
 """The newest public SDK that this server was tried with."""
@@ -443,7 +440,8 @@ class Service:
             self._sessions.require_or_open(request.session_id, caller)
             existing = self.journal.sampler(name)
             if existing is None:
-                self.journal.add_sampler(self._new_sampler(caller, name, request))
+                row = new_sampler(name, request, self.journal, self.data_dir, self.base_models, reader=caller.owner)
+                self.journal.add_sampler(row)
             elif existing.model_path != request.model_path or request.base_model not in (None, existing.base_model):
                 raise ConflictError(
                     "was used before by another request",
@@ -452,32 +450,6 @@ class Service:
                     remedy="Count upwards by one for every new sampler",
                 )
         return CreateSamplingSessionResponse(sampling_session_id=name)
-
-    def _new_sampler(self, caller: Caller, name: str, request: CreateSamplingSessionRequest) -> SamplerRow:
-        number = request.sampling_session_seq_id
-        if request.model_path is not None:
-            found = checkpoints.find_checkpoint(self.journal, request.model_path, reader=caller.owner)
-            manifest = checkpoint_folders.read_manifest(self.data_dir / found.folder)
-            if request.base_model not in (None, manifest.base_model):
-                raise InvalidRequestError(
-                    f"does not fit the checkpoint, which was saved from {manifest.base_model}",
-                    field="base_model",
-                    value=request.base_model,
-                    remedy="Leave it out",
-                )
-            root = seed_root(manifest.lora["seed"] if manifest.seed_given else None, number)
-            path, base = request.model_path, manifest.base_model
-            return SamplerRow(name, request.session_id, base, path, found.folder, None, manifest.lora, root)
-        if request.base_model is None:
-            raise InvalidRequestError(
-                "is missing", field="model_path", value="(none)", remedy="Give model_path or base_model"
-            )
-        self.base_models.folder(request.base_model)
-        # the seed of the first model of the session that was given one
-        models = self.journal.models_of(request.session_id)
-        seeds = [row.lora["seed"] for row in models if row.seed_given is True and row.lora is not None]
-        root = seed_root(seeds[0] if seeds else None, number)
-        return SamplerRow(name, request.session_id, request.base_model, None, None, None, None, root)
 
     def sampler_info(self, caller: Caller, name: str) -> SamplerInfo:
         """What a sampler samples from."""
@@ -661,25 +633,13 @@ class Service:
     # --- housekeeping --------------------------------------------------------------------------------------------
 
     def _adopt_sessions(self) -> None:
-        """Takes over the sessions of dead processes, with the requests that they had accepted and not finished."""
-        live = self.journal.live_sessions()
-        dead = self.instance.dead_among(row.instance_id for row in live)
-        if not dead:
-            return
-        now = time.time()
-        marks = [RequestId.parse(mark) for mark in dead.values()]
-        running = [(name.owner, name.number) for name in marks if name is not None and not name.is_sample]
-        self.journal.adopt_sessions(list(dead), running=running, instance_id=self.instance.instance_id, now=now)
-        self.instance.remove(dead)
-        for session in (row for row in live if row.instance_id in dead):
+        """Serves the sessions of dead processes from now on; ends those that had been silent for too long."""
+        for session in adopt_sessions(self.journal, self.instance):
             self._sessions.resume(session.session_id, session.owner)
-            if now - session.last_seen > STALE_S:
+            if session.is_stale:
                 self._end_session(session.session_id)
-                continue
-            for model in self.journal.models_of(session.session_id):
-                for job in self.journal.jobs(model.model_id, after=model.applied_seq, status=("pending",)):
-                    self._enqueue(job, _adopted_request(job), session.owner, next_seq=model.applied_seq + 1)
-        log.info("took over the sessions of %d dead processes", len(dead))
+            for job in session.unfinished:
+                self._enqueue(job.row, job.request, session.owner, next_seq=job.next_seq)
 
     def _keep_house(self) -> None:
         self.journal.touch_sessions(self._sessions.last_seen())
@@ -697,15 +657,6 @@ def _version_warning(sdk_version: str) -> str | None:
     return (
         f"This server was tried with SDK versions up to {tried}, and you have {found[0]}: what is new there may be "
         f"refused or ignored. Everything that {tried} can do should work."
-    )
-
-
-def _adopted_request(row: JobRow) -> BaseModel | MintError:
-    """The request of a dead process, or an error if it is what keeps killing processes."""
-    if row.attempts < MAX_ATTEMPTS:
-        return decode_request(row.kind, row.payload or b"", wire.Encoding(row.encoding))
-    return RequestFailedError(
-        f"the process died {row.attempts} times while it ran this request", remedy="See the server's log"
     )
 
 

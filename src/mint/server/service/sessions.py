@@ -18,8 +18,6 @@ from mint.server.store.journal import Journal
 from mint.server.store.rows import SessionRow
 
 EXPIRY_S = 900.0
-STALE_S = 24 * 3600.0
-"""Sessions of a dead process that had been silent for this long are not taken over."""
 
 CLIENT_MADE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)
 

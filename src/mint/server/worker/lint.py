@@ -129,7 +129,7 @@ def lint(
         if shifted is None:
             temperature = loss.config["temperature"]
             found.append(_logprobs(tokens, temperature=temperature, stop_tokens=stop_tokens, fresh=fresh))
-    return [warning for warning in found if warning is not None]
+    return list(filter(None, found))
 
 
 def _flatten(data: Sequence[TrainDatum], result: PassResult, *, policy: bool) -> Tokens:

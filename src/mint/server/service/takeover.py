@@ -1,0 +1,88 @@
+"""Takes over the sessions of dead processes, with the requests that they had accepted and not finished.
+
+Writes to the journal who serves them now, and counts an attempt for each request in which a process has died. Knows no
+queue: the caller serves what it gets.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+import mint.wire as wire
+from mint.errors import MintError, RequestFailedError
+from mint.server.ids import RequestId
+from mint.server.queue.jobs import decode_request
+from mint.server.store.instances import Instance
+from mint.server.store.journal import Journal
+from mint.server.store.rows import JobRow
+
+log = logging.getLogger("mint.service")
+
+MAX_ATTEMPTS = 5
+"""A request in whose run the process has died this often is failed instead of being run again."""
+
+STALE_S = 24 * 3600.0
+"""Sessions of a dead process that had been silent for this long end instead of being served again."""
+
+
+@dataclass(frozen=True)
+class UnfinishedJob:
+    """A request of a dead process. `next_seq` is the number that its model waits for."""
+
+    row: JobRow
+    request: BaseModel | MintError
+    next_seq: int
+
+
+@dataclass(frozen=True)
+class AdoptedSession:
+    """A session that this process serves now; a stale one is to be ended."""
+
+    session_id: str
+    owner: str
+    is_stale: bool
+    unfinished: list[UnfinishedJob]
+
+
+def adopt_sessions(journal: Journal, instance: Instance) -> Iterator[AdoptedSession]:
+    """The sessions of dead processes, one after another. Call inside `Instance.sole_adopter`.
+
+    All of them are taken over in one durable commit, before the first one is returned.
+    """
+    live = journal.live_sessions()
+    dead = instance.dead_among(row.instance_id for row in live)
+    if not dead:
+        return
+    now = time.time()
+    marks = [RequestId.parse(mark) for mark in dead.values()]
+    running = [(name.owner, name.number) for name in marks if name is not None and not name.is_sample]
+    journal.adopt_sessions(list(dead), running=running, instance_id=instance.instance_id, now=now)
+    instance.remove(dead)
+    for session in live:
+        if session.instance_id in dead:
+            is_stale = now - session.last_seen > STALE_S
+            unfinished = [] if is_stale else _unfinished_jobs(journal, session.session_id)
+            yield AdoptedSession(session.session_id, session.owner, is_stale, unfinished)
+    log.info("took over the sessions of %d dead processes", len(dead))
+
+
+def _unfinished_jobs(journal: Journal, session_id: str) -> list[UnfinishedJob]:
+    return [
+        UnfinishedJob(row, _request_of(row), model.applied_seq + 1)
+        for model in journal.models_of(session_id)
+        for row in journal.jobs(model.model_id, after=model.applied_seq, status=("pending",))
+    ]
+
+
+def _request_of(row: JobRow) -> BaseModel | MintError:
+    """The request of a dead process, or an error if it is what keeps killing processes."""
+    if row.attempts < MAX_ATTEMPTS:
+        return decode_request(row.kind, row.payload or b"", wire.Encoding(row.encoding))
+    return RequestFailedError(
+        f"the process died {row.attempts} times while it ran this request", remedy="See the server's log"
+    )
