@@ -25,6 +25,7 @@ MAX_DENSE_CELLS = 1 << 26
 """Cells of a sparse matrix that is made dense; a few bytes can ask for any number of them."""
 
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+_SEQUENCES = (list, tuple, range)
 _NUMPY: dict[str, np.dtype] = {"int64": _INT64, "float32": _FLOAT32}
 _Integers = Annotated[list[int], Field(fail_fast=True)]
 _Numbers = Annotated[_Integers | Annotated[list[float], Field(fail_fast=True)], Field(union_mode="left_to_right")]
@@ -118,7 +119,7 @@ class TensorData(ArrayValue):
         """
         if isinstance(values, TensorData):
             return cls(*values._parts(values.values, dtype or values.dtype))
-        if dtype is not None and isinstance(values, list | tuple):
+        if dtype is not None and isinstance(values, _SEQUENCES):
             flat = _packed(values, _NUMPY[dtype])
             if flat is not None:
                 return cls(flat, dtype, (len(flat),))
@@ -238,15 +239,16 @@ def flat_array(values: Iterable[float] | np.ndarray, dtype: np.dtype, field: str
         InvalidRequestError: names `field`; `values` are not one-dimensional numbers, hold fractions where integers
             belong, or integers that do not fit.
     """
-    if isinstance(values, list | tuple | range):
+    if isinstance(values, np.ndarray):
+        if values.dtype == dtype and values.ndim == 1 and not values.flags.writeable:
+            return values
+    elif isinstance(values, _SEQUENCES):
         packed = _packed(values, dtype)
         if packed is not None:
             return packed
     array = np.asarray(values)
     if array.dtype != dtype or array.ndim != 1:
         _require_fit(array, values, dtype, field)
-    elif array is values and not array.flags.writeable:
-        return array
     with np.errstate(over="ignore"):
         made = array.astype(dtype)
     made.flags.writeable = False
