@@ -256,6 +256,11 @@ def _describe(lora: ExpertLora) -> _LoraStruct:
     if lora.sites is None:
         return _LoraStruct(stop=lora.stop)
     first, second = lora.sites
-    bs = (ctypes.c_void_p * 2)(*(b.data_ptr() for b in first.bs))
-    stride = (second.a.data_ptr() - first.a.data_ptr()) // first.a.element_size()
-    return _LoraStruct(lora.stop, first.a.data_ptr(), bs, stride, first.bs[0].shape[1], lora.scale)
+    return _LoraStruct(
+        stop=lora.stop,
+        a=first.a.data_ptr(),
+        bs=tuple(b.data_ptr() for b in first.bs),
+        stride=(second.a.data_ptr() - first.a.data_ptr()) // first.a.element_size(),
+        rank=first.bs[0].shape[1],
+        scale=lora.scale,
+    )

@@ -185,7 +185,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    scaling = RopeScaling(*(_positive(f"{place}.{name}", rope.get(name)) for name in names))
+    scaling = RopeScaling(**{name: _positive(f"{place}.{name}", rope.get(name)) for name in names})
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise _unsupported(f"{place}.low_freq_factor", scaling.low_freq_factor, "below high_freq_factor")
     return theta, scaling

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class MergedLinear:
     def outputs(self) -> int:
         return self.matrix.outputs
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Tensor, ...]:
         return self.lora.a, *self.lora.bs
 

@@ -305,8 +305,14 @@ def _move(
         sources = np.where(sources < 0, -1, sources * query_heads + heads).reshape(-1)
         hidden = np.arange(BLOCK) > (block.offset + own)[:, None] % BLOCK
         mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
-        arrays = (places.reshape(-1), np.maximum(sources, 0), np.flatnonzero(sources < 0), mask)
-        pieces.append(_QueryRows(*(torch.from_numpy(array).to(device) for array in arrays), keys=seen))
+        piece = _QueryRows(
+            queries=torch.from_numpy(places.reshape(-1)).to(device),
+            sources=torch.from_numpy(np.maximum(sources, 0)).to(device),
+            idle=torch.from_numpy(np.flatnonzero(sources < 0)).to(device),
+            mask=torch.from_numpy(mask).to(device),
+            keys=seen,
+        )
+        pieces.append(piece)
         used.append((sources, len(sources)))
         start = stop
     places = (keys * total + query_heads + kv).reshape(-1)
