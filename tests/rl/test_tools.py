@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from mint.rl.reward import Reward
 from mint.rl.rollout import Rollout
 from mint.rl.tasks.calculator import calculator
 from mint.rl.tasks.search import Search
-from mint.rl.tasks.tool_calls import ToolError, parse_tool_calls, tool
+from mint.rl.tasks.tool_calls import ToolError, as_text, parse_tool_calls, tool
 from mint.rl.tasks.tool_env import Costs, ToolEnv
 
 
@@ -426,3 +427,38 @@ def test_a_step_by_hand_needs_no_policy() -> None:
     result = Task().make_env("").step({"role": "assistant", "content": "done"})
     assert isinstance(result, MessageStepResult)
     assert (result.reward, result.episode_done) == (0.99, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"x": NaN}',
+        '{"x": -Infinity}',
+        '{"x": 1e999}',
+        '{"x": "\\ud800"}',
+        '{"x": ' + "9" * 5000 + "}",
+        '{"x": ' + "[" * 70 + "]" * 70 + "}",
+        '{"x": ' + "[" * 100_000,
+    ],
+    ids=lambda text: text[:20],
+)
+@pytest.mark.parametrize("as_string", [False, True], ids=["an object", "JSON in a string"])
+def test_arguments_that_cannot_be_written_again_are_a_malformed_call(arguments: str, as_string: bool) -> None:
+    written = json.dumps(arguments) if as_string else arguments
+    (call,) = parse_tool_calls(f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>')
+    assert call.error is not None
+    call.error.encode()
+
+
+def test_a_result_that_json_cannot_hold_is_shown_and_raises_nothing() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    assert as_text(10**5000) == "a int too large to show"
+    assert as_text(deep) == "a list too large to show"
+    assert as_text({(1, 2): 3}) == "{(1, 2): 3}"
+
+
+def test_a_power_beyond_every_float_is_refused_as_other_large_values_are() -> None:
+    with pytest.raises(ToolError, match="beyond 1e\\+100"):
+        calculator.call({"expression": "1e90**50"})

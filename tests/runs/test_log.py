@@ -244,3 +244,17 @@ def test_a_process_file_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     for content in ("", "{", "[]", '{"pid": 1}'):
         (tmp_path / "process.json").write_text(content)
         assert read_process(tmp_path) is None
+
+
+def test_a_row_is_written_whatever_values_a_task_puts_in_it() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    within: list[object] = []
+    within += [within, within]
+    row = {"big": 10**5000, "deep": deep, "within": within, (1, 2): {3: {4}}, "text": "\ud800", "step": 7}
+    written = json.loads(encode_line(row))
+    assert written["big"] == hex(10**5000)
+    assert written["within"] == ["…", "…"]
+    assert written["[1, 2]"] == {"3": "{4}"}
+    assert (written["text"], written["step"]) == ("?", 7)

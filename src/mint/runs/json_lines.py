@@ -8,10 +8,37 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+MAX_DEPTH = 100
+MAX_INTEGER_BITS = 10_000
+"""Python writes integers of at most 4,300 decimal digits."""
+
 
 def encode_line(row: Any) -> bytes:
-    """One row as UTF-8 with its newline. A value that JSON cannot hold becomes its `str`, half a surrogate pair `?`."""
-    return (json.dumps(row, ensure_ascii=False, default=str) + "\n").encode("utf-8", "replace")
+    """One row as UTF-8 with its newline. A value or key that JSON cannot hold becomes its `str`, half a surrogate pair
+    `?`, an integer of very many digits hexadecimal text; what is nested too deeply or in itself is left out."""
+    try:
+        text = json.dumps(row, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        text = json.dumps(_plain(row, frozenset()), ensure_ascii=False)
+    return (text + "\n").encode("utf-8", "replace")
+
+
+def _plain(value: Any, parents: frozenset[int]) -> Any:
+    inside = parents | {id(value)}
+    if isinstance(value, dict | list | tuple) and (id(value) in parents or len(parents) == MAX_DEPTH):
+        return "…"
+    if isinstance(value, dict):
+        return {str(_plain(key, inside)): _plain(part, inside) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part, inside) for part in value]
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > MAX_INTEGER_BITS:
+        return hex(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    try:
+        return str(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} too large to show"
 
 
 def decode_lines(lines: Iterable[bytes]) -> list[Any]:

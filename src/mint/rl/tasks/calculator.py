@@ -34,6 +34,8 @@ def calculator(expression: str) -> str:
         value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError) as error:
         raise ToolError("not an arithmetic expression") from error
+    except OverflowError as error:
+        raise ToolError(f"the value is beyond {MAX_MAGNITUDE:g}") from error
     except ZeroDivisionError as error:
         raise ToolError("division by zero") from error
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else str(value)

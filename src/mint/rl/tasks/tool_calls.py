@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
@@ -19,6 +20,9 @@ from mint.errors import InvalidRequestError, MintError
 CALL_OPEN = "<tool_call>"
 CALL_CLOSE = "</tool_call>"
 _CALL = re.compile(rf"{CALL_OPEN}(.*?)(?:{CALL_CLOSE}|(?={CALL_OPEN})|\Z)", re.DOTALL)
+MAX_CALL_DEPTH = 64
+MAX_COMPLAINT_CHARACTERS = 1000
+"""The most that the policy reads about bad arguments, whose names it has written itself."""
 
 
 class ToolError(MintError):
@@ -58,11 +62,10 @@ def _parse_call(text: str, *, closed: bool) -> ToolCall:
     if not closed:
         return ToolCall(error=f"the call is not closed by {CALL_CLOSE}")
     try:
-        call = json.loads(text)
-        json.dumps(call, ensure_ascii=False).encode()  # refuses lone surrogates ("\\ud800"), which cannot be encoded
+        call = _strict_json(text)
         name = call["name"]
         arguments = call.get("arguments", {})
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = _strict_json(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         return ToolCall(error=f"the call is not JSON: {error}")
     except (KeyError, TypeError, AttributeError):
@@ -70,6 +73,27 @@ def _parse_call(text: str, *, closed: bool) -> ToolCall:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall(error="`name` is not a string or `arguments` is not an object")
     return ToolCall(name, arguments)
+
+
+def _strict_json(text: str) -> Any:
+    """Raises ValueError or RecursionError for what cannot be written again: NaN and infinities, lone surrogates
+    ("\\ud800"), and values nested so deeply that a chat template or a log would fail on them."""
+    value = json.loads(text)
+    level = [value]
+    for _ in range(MAX_CALL_DEPTH):
+        level = [part for parent in level for part in _parts(parent)]
+        if not level:
+            break
+    else:
+        raise ValueError(f"nested deeper than {MAX_CALL_DEPTH} levels")
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +115,7 @@ class Tool:
             checked = self.arguments.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
             complaints = [f"{'.'.join(map(str, each['loc'])) or self.name}: {each['msg']}" for each in error.errors()]
-            raise ToolError("; ".join(complaints)) from error
+            raise ToolError("; ".join(complaints)[:MAX_COMPLAINT_CHARACTERS]) from error
         return self.function(**{name: getattr(checked, name) for name in type(checked).model_fields})
 
 
@@ -150,7 +174,9 @@ def as_text(result: Any) -> str:
     """The result of a tool as text for the policy."""
     if isinstance(result, str):
         return result
-    try:
-        return json.dumps(result, default=str, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(result)
+    for write in (partial(json.dumps, default=str, ensure_ascii=False), str):
+        try:
+            return write(result)
+        except (TypeError, ValueError, RecursionError):
+            continue  # a key that JSON lacks; a number of more than 4,300 digits, or nested too deeply
+    return f"a {type(result).__name__} too large to show"
