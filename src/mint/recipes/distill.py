@@ -8,7 +8,6 @@ token.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from pydantic import Field
 import mint
 from mint import types
 from mint.errors import InvalidRequestError
-from mint.recipes.supervised import ConfidenceInterval, SupervisedConfig, batch_places, data_digest, evaluate_once
+from mint.recipes.supervised import ConfidenceInterval, SupervisedConfig, batch_places, data_digest, run_steps
 from mint.rl.estimate import interval
 from mint.rl.run_frame import ProgressHook, open_run
 from mint.rl.seeds import mix_seed
@@ -95,9 +94,7 @@ def run_distill(
         def evaluate_now() -> Mapping[str, ConfidenceInterval]:
             return evaluate(trainer, teacher, heldout, config)
 
-        before = evaluate_once(run, "before", 0, len(heldout), evaluate_now)
-        for step in range(run.first_step, config.steps + 1):
-            began = time.monotonic()
+        def train_step(step: int) -> Mapping[str, float]:
             sampler = trainer.save_weights_and_get_sampling_client()
             batch = [prompts[place] for place in batch_places(len(prompts), config.batch_size, step, config.seed)]
             seeds = [mix_seed(config.seed, step, place) for place in range(len(batch))]
@@ -108,28 +105,19 @@ def run_distill(
             ]
             passed = trainer.forward_backward(data, "importance_sampling")
             stepped = trainer.optim_step(config.adam_params(step, config.steps))
-            run.record_step(
-                {
-                    "step": step,
-                    "train/reverse_kl": float(np.concatenate([each.reverse_kl for each in scored]).mean()),
-                    "train/loss": passed.result().metrics["loss:sum"],
-                    "optim/grad_norm": stepped.result().metrics["grad_norm"],
-                    "learning_rate": config.learning_rate_at(step, config.steps),
-                    "time/train_s": time.monotonic() - began,
-                    "time/unix_s": time.time(),
-                }
-            )
-            if run.is_save_due(step, config.steps):
-                run.save(step)
-        checkpoint = run.save(config.steps)
-        sampler_checkpoint = run.save_sampler_weights()
-        after = evaluate_once(run, "after", config.steps, len(heldout), evaluate_now)
+            return {
+                "train/reverse_kl": float(np.concatenate([each.reverse_kl for each in scored]).mean()),
+                "train/loss": passed.result().metrics["loss:sum"],
+                "optim/grad_norm": stepped.result().metrics["grad_norm"],
+            }
+
+        trained = run_steps(run, config.steps, train_step, evaluate_now, heldout=len(heldout))
         return DistillResult(
-            run_dir=run.log.folder,
-            checkpoint=checkpoint,
-            sampler_checkpoint=sampler_checkpoint,
-            before=before["reverse_kl"],
-            after=after["reverse_kl"],
+            run_dir=trained.run_dir,
+            checkpoint=trained.checkpoint,
+            sampler_checkpoint=trained.sampler_checkpoint,
+            before=trained.before["reverse_kl"],
+            after=trained.after["reverse_kl"],
         )
 
 

@@ -7,10 +7,8 @@ the start. The loss is computed here and sent by `forward_backward_custom`; the 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -19,14 +17,14 @@ import mint
 from mint import types
 from mint.recipes.supervised import (
     ConfidenceInterval,
-    HeldoutScores,
     SupervisedConfig,
+    SupervisedResult,
     batch_places,
     check_disjoint,
     completion_datum,
     data_digest,
-    evaluate_once,
     reply_ids,
+    run_steps,
     steps_per_epoch,
 )
 from mint.rl.estimate import interval
@@ -51,18 +49,9 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class DPOResult:
-    """`checkpoint` can be trained on, `sampler_checkpoint` sampled from.
-
-    Of `before` and `after`, `loss` is that of a pair (log 2 at the start), and `accuracy` is the share of pairs whose
-    chosen reply is the more likely one.
-    """
-
-    run_dir: Path
-    checkpoint: str
-    sampler_checkpoint: str
-    before: HeldoutScores
-    after: HeldoutScores
+class DPOResult(SupervisedResult):
+    """Of `before` and `after`, `loss` is that of a pair (log 2 at the start), and `accuracy` is the share of pairs
+    whose chosen reply is the more likely one."""
 
 
 def run_dpo(
@@ -100,39 +89,22 @@ def run_dpo(
         def evaluate_now() -> Mapping[str, ConfidenceInterval]:
             return evaluate(trainer, heldout_data, heldout_reference, config)
 
-        before = evaluate_once(run, "before", 0, len(heldout), evaluate_now)
-        for step in range(run.first_step, steps + 1):
-            began = time.monotonic()
+        def train_step(step: int) -> Mapping[str, float]:
             places = batch_places(len(preferences), config.batch_size, step, config.seed)
             rows = [row for place in places for row in (2 * place, 2 * place + 1)]
             loss = preference_loss([reference[row] for row in rows], config.beta)
             passed = trainer.forward_backward_custom([data[row] for row in rows], loss)
             stepped = trainer.optim_step(config.adam_params(step, steps))
             metrics = passed.result().metrics
-            run.record_step(
-                {
-                    "step": step,
-                    "train/pair_loss": metrics["pair_loss"],
-                    "train/pair_accuracy": metrics["pair_accuracy"],
-                    "train/margin": metrics["margin"],
-                    "optim/grad_norm": stepped.result().metrics["grad_norm"],
-                    "learning_rate": config.learning_rate_at(step, steps),
-                    "time/train_s": time.monotonic() - began,
-                    "time/unix_s": time.time(),
-                }
-            )
-            if run.is_save_due(step, steps):
-                run.save(step)
-        checkpoint = run.save(steps)
-        sampler_checkpoint = run.save_sampler_weights()
-        after = evaluate_once(run, "after", steps, len(heldout), evaluate_now)
-        return DPOResult(
-            run_dir=run.log.folder,
-            checkpoint=checkpoint,
-            sampler_checkpoint=sampler_checkpoint,
-            before=HeldoutScores(**before, n=len(heldout)),
-            after=HeldoutScores(**after, n=len(heldout)),
-        )
+            return {
+                "train/pair_loss": metrics["pair_loss"],
+                "train/pair_accuracy": metrics["pair_accuracy"],
+                "train/margin": metrics["margin"],
+                "optim/grad_norm": stepped.result().metrics["grad_norm"],
+            }
+
+        trained = run_steps(run, steps, train_step, evaluate_now, heldout=len(heldout))
+        return DPOResult.of(trained, len(heldout))
 
 
 def preference_loss(reference: Sequence[float], beta: float) -> Any:

@@ -6,10 +6,8 @@ Knows nothing of rewards.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -19,14 +17,14 @@ from mint import types
 from mint.recipes.supervised import (
     ConfidenceInterval,
     Demonstration,
-    HeldoutScores,
     SupervisedConfig,
+    SupervisedResult,
     batch_places,
     check_disjoint,
     completion_datum,
     data_digest,
-    evaluate_once,
     reply_ids,
+    run_steps,
     steps_per_epoch,
 )
 from mint.rl.estimate import interval
@@ -47,18 +45,9 @@ class SFTConfig(SupervisedConfig):
 
 
 @dataclass(frozen=True)
-class SFTResult:
-    """`checkpoint` can be trained on, `sampler_checkpoint` sampled from.
-
-    Of `before` and `after`, `loss` is in nats per completion token, and `accuracy` is the share of greedy replies equal
-    to the demonstration.
-    """
-
-    run_dir: Path
-    checkpoint: str
-    sampler_checkpoint: str
-    before: HeldoutScores
-    after: HeldoutScores
+class SFTResult(SupervisedResult):
+    """Of `before` and `after`, `loss` is in nats per completion token, and `accuracy` is the share of greedy replies
+    equal to the demonstration."""
 
 
 def run_sft(
@@ -91,35 +80,18 @@ def run_sft(
         def evaluate_now() -> Mapping[str, ConfidenceInterval]:
             return evaluate(trainer, tokenizer, heldout, config)
 
-        before = evaluate_once(run, "before", 0, len(heldout), evaluate_now)
-        for step in range(run.first_step, steps + 1):
-            began = time.monotonic()
+        def train_step(step: int) -> Mapping[str, float]:
             batch = [data[place] for place in batch_places(len(data), config.batch_size, step, config.seed)]
             passed = trainer.forward_backward(batch, "cross_entropy")
             stepped = trainer.optim_step(config.adam_params(step, steps))
             tokens = sum((float(datum.loss_fn_inputs["weights"].values.sum(dtype=float)) for datum in batch), start=0.0)
-            run.record_step(
-                {
-                    "step": step,
-                    "train/loss": passed.result().metrics["loss:sum"] / tokens,
-                    "optim/grad_norm": stepped.result().metrics["grad_norm"],
-                    "learning_rate": config.learning_rate_at(step, steps),
-                    "time/train_s": time.monotonic() - began,
-                    "time/unix_s": time.time(),
-                }
-            )
-            if run.is_save_due(step, steps):
-                run.save(step)
-        checkpoint = run.save(steps)
-        sampler_checkpoint = run.save_sampler_weights()
-        after = evaluate_once(run, "after", steps, len(heldout), evaluate_now)
-        return SFTResult(
-            run_dir=run.log.folder,
-            checkpoint=checkpoint,
-            sampler_checkpoint=sampler_checkpoint,
-            before=HeldoutScores(**before, n=len(heldout)),
-            after=HeldoutScores(**after, n=len(heldout)),
-        )
+            return {
+                "train/loss": passed.result().metrics["loss:sum"] / tokens,
+                "optim/grad_norm": stepped.result().metrics["grad_norm"],
+            }
+
+        trained = run_steps(run, steps, train_step, evaluate_now, heldout=len(heldout))
+        return SFTResult.of(trained, len(heldout))
 
 
 def evaluate(

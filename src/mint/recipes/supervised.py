@@ -1,4 +1,4 @@
-"""What SFT, DPO and distillation share: their settings, examples as datums, batches, and held-out evaluations.
+"""What SFT, DPO and distillation share: settings, examples as datums, batches, the loop over steps, evaluations.
 
 The run itself (folder, checkpoints, resume, progress) is `mint.rl.run_frame`. Knows no loss.
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from pydantic import Field
@@ -49,6 +51,39 @@ class HeldoutScores:
     loss: ConfidenceInterval
     accuracy: ConfidenceInterval
     n: int
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """The checkpoints of a run, and its held-out metrics by name, before and after."""
+
+    run_dir: Path
+    checkpoint: str
+    sampler_checkpoint: str
+    before: Mapping[str, ConfidenceInterval]
+    after: Mapping[str, ConfidenceInterval]
+
+
+@dataclass(frozen=True)
+class SupervisedResult:
+    """`checkpoint` can be trained on, `sampler_checkpoint` sampled from. Each recipe says what its scores measure."""
+
+    run_dir: Path
+    checkpoint: str
+    sampler_checkpoint: str
+    before: HeldoutScores
+    after: HeldoutScores
+
+    @classmethod
+    def of(cls, trained: TrainedRun, heldout: int) -> Self:
+        """The result of a run that was evaluated on `heldout` examples."""
+        return cls(
+            run_dir=trained.run_dir,
+            checkpoint=trained.checkpoint,
+            sampler_checkpoint=trained.sampler_checkpoint,
+            before=HeldoutScores(**trained.before, n=heldout),
+            after=HeldoutScores(**trained.after, n=heldout),
+        )
 
 
 def completion_datum(prompt: Sequence[int], completion: Sequence[int]) -> Datum:
@@ -100,6 +135,40 @@ def data_digest(*parts: Sequence[Any]) -> str:
     """A hash of the data, for `config.json`: a run is only resumed on the same data."""
     rows = [[example if isinstance(example, list) else asdict(example) for example in part] for part in parts]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def run_steps(
+    run: RunFrame,
+    steps: int,
+    train_step: Callable[[int], Mapping[str, float]],
+    evaluate: Callable[[], Mapping[str, ConfidenceInterval]],
+    *,
+    heldout: int,
+) -> TrainedRun:
+    """Evaluates, takes the steps that are left, saves checkpoints as the settings say, and evaluates again.
+
+    `train_step` takes the optimizer step of this number, counted from 1, and returns its metrics. `evaluate` measures
+    the present weights on the `heldout` examples.
+    """
+    before = evaluate_once(run, "before", 0, heldout, evaluate)
+    for step in range(run.first_step, steps + 1):
+        began = time.monotonic()
+        metrics = train_step(step)
+        run.record_step(
+            {
+                "step": step,
+                **metrics,
+                "learning_rate": run.config.learning_rate_at(step, steps),
+                "time/train_s": time.monotonic() - began,
+                "time/unix_s": time.time(),
+            }
+        )
+        if run.is_save_due(step, steps):
+            run.save(step)
+    checkpoint = run.save(steps)
+    sampler_checkpoint = run.save_sampler_weights()
+    after = evaluate_once(run, "after", steps, heldout, evaluate)
+    return TrainedRun(run.log.folder, checkpoint, sampler_checkpoint, before, after)
 
 
 def evaluate_once(
