@@ -8,32 +8,20 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
-from email.message import Message
 from pathlib import Path
-from typing import IO, BinaryIO, Literal
-from urllib.parse import quote
+from typing import Literal
 
 import numpy as np
 
+from mint.client.rest_client import RestClient
 from mint.config import Settings, read_settings
 from mint.engine.protocol import LORA_ALPHA
-from mint.errors import (
-    CheckpointError,
-    ConnectionLostError,
-    InvalidRequestError,
-    MintError,
-    MissingExtraError,
-    RequestFailedError,
-    from_wire,
-)
+from mint.errors import InvalidRequestError, MissingExtraError
 from mint.models import hf_format, peft_format, registry
 from mint.models.folder import ModelFolder
 
 ExportFormat = Literal["peft", "hf", "gguf-ready"]
-TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -91,16 +79,11 @@ def _from_disk(path: str, settings: Settings, data_dir: Path, folder: Path, form
 def _from_server(path: str, settings: Settings, base_url: str, folder: Path, format: ExportFormat) -> None:
     try:
         from mint.models.untrusted_files import MANIFEST_FILE, UntrustedFiles  # deferred: needs the `local` extra
-        from mint.server.store.checkpoints import CheckpointPath
     except ImportError as error:
         raise _missing(error) from error
-    parts = CheckpointPath.parse(path)
-    place = "/".join(quote(part, safe=":") for part in (parts.model_id, "checkpoints", parts.kind, parts.name))
-    scratch = folder / ".download"
-    scratch.mkdir()
-    with tempfile.TemporaryFile(dir=scratch) as archive:
-        _fetch(f"{base_url.rstrip('/')}/api/v1/training_runs/{place}/archive", settings.api_key or "", archive)
-        with UntrustedFiles(archive, scratch) as files:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, RestClient(base_url, settings.api_key) as rest:
+        archive = rest.download_checkpoint(path, Path(scratch) / "checkpoint.tar.gz").result()
+        with UntrustedFiles(archive, Path(scratch)) as files:
             config = peft_format.read_config(files.read(peft_format.CONFIG_FILE) or b"")
             about = json.loads(files.read(MANIFEST_FILE) or b"{}")
             base_model = str(about.get("base_model") or config.base_model)
@@ -110,7 +93,6 @@ def _from_server(path: str, settings: Settings, base_url: str, folder: Path, for
             else:
                 base = ModelFolder(registry.resolve(base_model, settings.model_aliases))
                 weights = peft_format.read_weights(weights_file, config, base)
-    scratch.rmdir()
     _write(folder, _CheckpointWeights(weights, config.rank, config.alpha, base_model), settings, format)
 
 
@@ -132,55 +114,6 @@ def _public_name(base_model: str, settings: Settings) -> str:
     if base_model not in registry.BUNDLED and base_model not in aliases and not Path(base_model).exists():
         return base_model
     return str(registry.resolve(base_model, aliases))
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Does not follow redirects, because the API key must not be sent to another address."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
-    ) -> None:
-        """Returns None: the caller handles the redirect."""
-
-
-def _fetch(url: str, api_key: str, target: BinaryIO) -> None:
-    """Downloads an archive through the signed URL that the server redirects to."""
-    asking = urllib.request.Request(url, headers={"X-API-Key": api_key, "Accept": "application/gzip"})
-    try:
-        urllib.request.build_opener(_NoRedirect).open(asking, timeout=TIMEOUT_S)
-    except urllib.error.HTTPError as answer:
-        location = answer.headers.get("location", "") if answer.code == 302 else ""
-        if not location.startswith(("http://", "https://")):
-            raise _refusal(url, answer.code, answer) from answer
-    except OSError as error:
-        raise _unreachable(url, error) from error
-    else:
-        raise RequestFailedError(f"{url} answered without an address of the archive", remedy="Is it a mint server?")
-    try:
-        with urllib.request.urlopen(location, timeout=TIMEOUT_S) as response:
-            shutil.copyfileobj(response, target)
-            expected = response.headers.get("content-length")
-    except urllib.error.HTTPError as answer:
-        raise _refusal(url, answer.code, answer) from answer
-    except OSError as error:
-        raise _unreachable(url, error) from error
-    if expected is not None and int(expected) != target.tell():
-        raise CheckpointError(f"the archive broke off at {target.tell()} of {expected} bytes", remedy="Try again")
-
-
-def _refusal(url: str, status: int, body: IO[bytes]) -> MintError:
-    """The error in the server's answer."""
-    try:
-        found = json.loads(body.read(65_536))
-    except ValueError:
-        found = None
-    if isinstance(found, dict) and "code" in found:
-        return from_wire(found)
-    return RequestFailedError(f"{url} answered {status}", remedy="Is it a mint server?")
-
-
-def _unreachable(url: str, error: OSError) -> ConnectionLostError:
-    return ConnectionLostError(f"{url} cannot be reached: {error}", remedy="Check MINT_BASE_URL")
 
 
 def _missing(error: ImportError) -> MissingExtraError:
