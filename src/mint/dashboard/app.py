@@ -29,6 +29,7 @@ from mint.errors import AuthenticationError, MintError, NotFoundError, RequestFa
 log = logging.getLogger("mint.dashboard")
 
 API = "/dashboard/v1"
+_RUN = "runs/{run}"
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -138,6 +139,15 @@ def _page(path: str, write: Callable[[DashboardState, Request], str], *, is_open
     return DashboardRoute("GET", path, operation, "page", is_open)
 
 
+def _download(file: str, write: Callable[[DashboardState, Request], Response]) -> DashboardRoute:
+    """A route that sends a file of a run."""
+
+    async def operation(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
+        return await anyio.to_thread.run_sync(write, dashboard, request, limiter=dashboard.threads)
+
+    return DashboardRoute("GET", f"{API}/{_RUN}/{file}", operation, "text")
+
+
 # --- other operations ----------------------------------------------------------------------------------
 
 
@@ -219,20 +229,6 @@ async def _all_events(dashboard: DashboardState, _request: Request, _visitor: Vi
     return dashboard.streams.of_all()
 
 
-async def _rollouts_file(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
-    return await anyio.to_thread.run_sync(run_downloads.rollouts_file, dashboard, request, limiter=dashboard.threads)
-
-
-async def _metrics_csv(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
-    return await anyio.to_thread.run_sync(run_downloads.metrics_csv, dashboard, request, limiter=dashboard.threads)
-
-
-async def _metrics_json(dashboard: DashboardState, request: Request, _visitor: Visitor | None) -> Response:
-    return await anyio.to_thread.run_sync(run_downloads.metrics_json, dashboard, request, limiter=dashboard.threads)
-
-
-_RUN = "runs/{run}"
-
 ROUTES: tuple[DashboardRoute, ...] = (
     _page("/", pages.runs),
     _page("/compare", pages.compare),
@@ -263,9 +259,9 @@ ROUTES: tuple[DashboardRoute, ...] = (
     _json("GET", f"{_RUN}/bisect", api.bisection),
     DashboardRoute("POST", f"{API}/{_RUN}/bisect", _bisect),
     _json("GET", "service", api.service),
-    DashboardRoute("GET", f"{API}/{_RUN}/metrics.csv", _metrics_csv, "text"),
-    DashboardRoute("GET", f"{API}/{_RUN}/metrics.json", _metrics_json, "text"),
-    DashboardRoute("GET", f"{API}/{_RUN}/rollouts.jsonl", _rollouts_file, "text"),
+    _download("metrics.csv", run_downloads.metrics_csv),
+    _download("metrics.json", run_downloads.metrics_json),
+    _download("rollouts.jsonl", run_downloads.rollouts_file),
 )
 
 
