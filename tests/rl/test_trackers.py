@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,7 +13,8 @@ from mint.errors import InvalidRequestError
 from mint.recipes.task_registry import load_task
 from mint.rl import RLConfig, RunResult, run_grpo
 from mint.rl.finding import Finding
-from mint.rl.tracking.trackers import TRACKERS, Trackers
+from mint.rl.run_config import TrackerName
+from mint.rl.tracking.trackers import Trackers
 from mint.runs.log import RunLog
 
 STEPS = 3
@@ -30,7 +31,7 @@ def tracked_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunR
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         choice = load_task("math", seed=0)
-        config = choice.config.model_copy(update={**SIZE, "run_dir": folder / "run", "trackers": TRACKERS})
+        config = choice.config.model_copy(update={**SIZE, "run_dir": folder / "run", "trackers": get_args(TrackerName)})
         yield run_grpo(choice.adapter, config), folder
 
 

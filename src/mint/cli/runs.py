@@ -22,7 +22,7 @@ from rich.text import Text
 from mint.cli.terminal import fail
 from mint.config import read_settings
 from mint.errors import InvalidRequestError, MintError, NotFoundError
-from mint.rl.tracking.terminal_text import head, one_line, paragraph, sparkline
+from mint.rl.tracking.terminal_text import evaluation_name, head, interval_text, one_line, paragraph, sparkline
 
 if TYPE_CHECKING:
     from mint.runs.reader import RunReader
@@ -122,8 +122,7 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
         if value is not None:
             table.add_row(name, Text(one_line(str(value))))
     for row in readings:
-        how = row.get("metric") or ("greedy" if row["temperature"] == 0 else f"temperature {row['temperature']:g}")
-        line = f"{row['when']} (step {row['step']}), {how}: {_interval(row)}, n = {row['n']}"
+        line = f"{row['when']} (step {row['step']}), {evaluation_name(row)}: {interval_text(row)}, n = {row['n']}"
         table.add_row("held-out", Text(line))
     for row in findings:
         line = Text.assemble(
@@ -147,7 +146,7 @@ def rl_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
 
 def rl_row(run: Mapping[str, Any]) -> tuple[str, ...]:
     """A run as a row of a table with `RL_COLUMNS`."""
-    heldout = "" if run["heldout"] is None else _interval(run["heldout"])
+    heldout = "" if run["heldout"] is None else interval_text(run["heldout"])
     findings = ", ".join(f"{count} {severity}" for severity, count in run["findings"].items() if count)
     steps = f"{run['step']} of {run['steps']}"
     at = f"{datetime.fromtimestamp(run['updated_at'], UTC):%Y-%m-%d %H:%M}"
@@ -235,7 +234,3 @@ def _print_rollout(console: Console, row: Mapping[str, Any]) -> None:
 
 def _number(value: float | None) -> str:
     return "—" if value is None else f"{value:.3f}"
-
-
-def _interval(row: Mapping[str, Any]) -> str:
-    return f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"

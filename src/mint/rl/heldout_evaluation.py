@@ -119,23 +119,21 @@ class HeldoutEvaluation:
         self.best_mean = float(state["best_mean"])
         self.best_checkpoint = state["best_checkpoint"]
 
-    def evaluate(self, when: str, step: int) -> tuple[dict[float, Estimate], list[Rollout]]:
-        """Evaluates greedily and at temperature 1: the estimates by temperature, and sampled examples.
+    def evaluate(self, when: str, step: int) -> dict[float, Estimate]:
+        """Evaluates greedily and at temperature 1; returns the estimates by temperature.
 
         With `eval_every`, the weights of the best greedy mean are saved as `best`.
         """
         if not self.items:
-            return {}, []
+            return {}
         known = {row["temperature"]: row for row in self.rows if row["when"] == when and row["step"] == step}
         if len(known) == len(EVALUATION_TEMPERATURES):
-            estimates = {temperature: Estimate.from_dict(row) for temperature, row in known.items()}
-            return estimates, [_rollout_of_row(row) for row in known[SAMPLED]["examples"]]
+            return {temperature: Estimate.from_dict(row) for temperature, row in known.items()}
         trainer = self.run.trainer
         config = self.worker.config
         sampling_client = trainer.save_weights_and_get_sampling_client(name=f"heldout-{when}-{step}")
         estimates = {}
         rows = []
-        rollouts = []
         for temperature in EVALUATION_TEMPERATURES:
             estimates[temperature], rollouts = evaluate(
                 self.worker,
@@ -161,15 +159,10 @@ class HeldoutEvaluation:
                 row["checkpoint"] = self.best_checkpoint
         self.rows += rows
         self.run.record_evaluations(rows)
-        return estimates, rollouts[:EXAMPLES]
+        return estimates
 
     def _example(self, rollout: Rollout) -> dict[str, Any]:
         return {"prompt": self.worker.tokenizer.decode(rollout.turns[0].prompt), **rollout_row(rollout)}
-
-
-def _rollout_of_row(row: Mapping[str, Any]) -> Rollout:
-    """A logged example, without its turns, which the log does not keep."""
-    return Rollout(turns=[], text=row["text"], stop_reason=row["stop_reason"], reward=row["reward"], parts=row["parts"])
 
 
 def _sampling_client(checkpoint: str, service: ServiceClient) -> SamplingClient:

@@ -165,14 +165,14 @@ class _RLRun:
         frame = self.frame
         if isinstance(self.task, MessageEnvAdapter) and (finding := check_template(self.tokenizer)) is not None:
             frame.note(finding)
-        before, before_rollouts = self.heldout.evaluate("before", 0)
+        before = self.heldout.evaluate("before", 0)
         seconds_setup = time.monotonic() - began
         last = self._run_steps(frame.first_step)
         checkpoint = self._save(last)
         if frame.stopped_by is not None and self.config.on_collapse == "rollback":
             checkpoint = self._roll_back(checkpoint)
         sampler_checkpoint = frame.save_sampler_weights()
-        after, after_rollouts = self.heldout.evaluate("after", last)
+        after = self.heldout.evaluate("after", last)
         if frame.metrics:
             self._diagnose(last, [], over=True)
         return RunResult(
@@ -188,7 +188,6 @@ class _RLRun:
             state_digest=self.state_digest,
             heldout_before=before,
             heldout_after=after,
-            heldout_rollouts={"before": before_rollouts, "after": after_rollouts},
             findings=list(frame.findings.values()),
             best_checkpoint=self.heldout.best_checkpoint,
             stopped_by=frame.stopped_by,

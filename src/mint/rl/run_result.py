@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from mint.rl.estimate import Estimate
 from mint.rl.finding import Finding
-from mint.rl.rollout import Rollout
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class RunResult:
     state_digest: str | None
     heldout_before: dict[float, Estimate]
     heldout_after: dict[float, Estimate]
-    heldout_rollouts: dict[str, list[Rollout]] = field(repr=False)
     findings: list[Finding]
     best_checkpoint: str | None = None
     stopped_by: str | None = None

@@ -14,7 +14,7 @@ from mint.rl.estimate import Estimate
 
 RegressionVerdict = Literal["found", "uncertain", "none"]
 """`found`: the intervals on both sides of the fall do not overlap. `uncertain`: the metric fell, but noise hides where.
-`none`: the last checkpoint is not worse than an earlier one by more than noise and tolerance."""
+`none`: the last checkpoint is not worse than an earlier one by more than noise."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,12 @@ def find_regression(
     checkpoints: Sequence[str],
     evaluate: Callable[[str], Estimate],
     *,
-    tolerance: float = 0.0,
     known: Mapping[str, Estimate] | None = None,
-    higher_is_better: bool = True,
 ) -> Regression:
     """Searches `checkpoints` (oldest first) for the fall before the last one, with about log2(n) + 2 evaluations.
 
     A checkpoint is good if its mean lies above the middle between the best and the last. Of several falls one is found.
-    `known` estimates are not made again; a fall of up to `tolerance` is ignored.
+    `known` estimates are not made again.
 
     Raises:
         InvalidRequestError: fewer than two checkpoints, or one twice.
@@ -66,11 +64,10 @@ def find_regression(
 
     end = estimate_at(len(checkpoints) - 1)
     estimate_at(0)  # the first is always compared, even if a later one was known before
-    sign = 1.0 if higher_is_better else -1.0
     places = [place for place, name in enumerate(checkpoints) if name in estimates]
-    good = max(places, key=lambda place: sign * estimate_at(place).mean)
+    good = max(places, key=lambda place: estimate_at(place).mean)
     best = estimate_at(good)
-    if not _is_better(best, end, sign, tolerance):
+    if not _is_better(best, end):
         return Regression(
             "none",
             None,
@@ -84,13 +81,13 @@ def find_regression(
     while bad - good > 1:
         inside = [place for place in range(good + 1, bad) if checkpoints[place] in estimates]
         place = inside[len(inside) // 2] if inside else (good + bad) // 2
-        if sign * estimate_at(place).mean > sign * middle:
+        if estimate_at(place).mean > middle:
             good = place
         else:
             bad = place
     high = estimate_at(good)
     low = estimate_at(bad)
-    sure = _is_better(high, low, sign, 0.0)
+    sure = _is_better(high, low)
     return Regression(
         "found" if sure else "uncertain",
         checkpoints[good],
@@ -102,17 +99,16 @@ def find_regression(
     )
 
 
-def _is_better(one: Estimate, other: Estimate, sign: float, tolerance: float) -> bool:
-    """Whether the intervals do not overlap and the means differ by more than `tolerance`."""
-    apart = one.low > other.high if sign > 0 else one.high < other.low
-    return apart and sign * (one.mean - other.mean) > tolerance
+def _is_better(one: Estimate, other: Estimate) -> bool:
+    """Whether the interval of `one` lies above that of `other`."""
+    return one.low > other.high
 
 
 def _no_fall(best_name: str, best: Estimate, last_name: str, last: Estimate) -> str:
     if best_name == last_name:
         return f"no regression: the last checkpoint is the best, {_words(last_name, last)}"
     return (
-        f"no regression beyond noise and tolerance: best {_words(best_name, best)}, last {_words(last_name, last)}; "
+        f"no regression beyond noise: best {_words(best_name, best)}, last {_words(last_name, last)}; "
         "evaluate more samples to see a smaller one"
     )
 

@@ -91,13 +91,11 @@ def plan(
     return Plan(len(counts), pass_rate, mean_tokens, batch_size, options)
 
 
-def plan_for_rate(
-    pass_rate: float, *, mean_tokens: float, batch_size: int, group_sizes: Sequence[int] = GROUP_SIZES
-) -> Plan:
+def plan_for_rate(pass_rate: float, *, mean_tokens: float, batch_size: int) -> Plan:
     """The prediction if every item has the same pass rate. It is the best case for this mean rate, because the
     probability is concave in p. No item is measured: `items` is 0."""
     options = []
-    for size in sorted(group_sizes):
+    for size in GROUP_SIZES:
         share = informative_probability(pass_rate, size)
         options.append(_priced(size, (share, share, share), mean_tokens=mean_tokens, batch_size=batch_size))
     return Plan(0, pass_rate, mean_tokens, batch_size, tuple(options))

@@ -16,7 +16,7 @@ from mint.rl.estimate import Estimate
 from mint.rl.finding import Finding
 from mint.rl.heldout_evaluation import GREEDY, SAMPLED
 from mint.rl.run_result import RunResult
-from mint.rl.tracking.terminal_text import COLORS, one_line, paragraph
+from mint.rl.tracking.terminal_text import COLORS, interval_text, one_line, paragraph, temperature_name
 from mint.rl.tracking.token_counts import TokenCounts, token_counts_table
 
 EXAMPLES = 3
@@ -69,7 +69,7 @@ def print_estimates(console: Console, title: str, estimates: Mapping[float, Esti
         table.add_column(heading)
     for temperature, estimate in estimates.items():
         table.add_row(
-            "greedy" if temperature == GREEDY else f"temperature {temperature:g}",
+            temperature_name(temperature),
             _cell(estimate),
             f"{estimate.success:.3f}",
             "  ".join(f"{k}: {value:.3f}" for k, value in estimate.pass_at.items()),
@@ -151,7 +151,7 @@ def _example(row: Mapping[str, Any]) -> str:
 
 
 def _cell(estimate: Estimate) -> str:
-    return f"{estimate.mean:.3f}  ({estimate.low:.3f} to {estimate.high:.3f})"
+    return interval_text(vars(estimate))
 
 
 def _agreement(max_abs_diff: float) -> str:

@@ -50,17 +50,16 @@ def roll_out_episodes(
     group_size: int,
     limits: EpisodeLimits,
     policy_step: int = 0,
-    clock: Callable[[], float] = time.monotonic,
 ) -> list[Group]:
     """`group_size` graded episodes for each request.
 
     The first turn of a group draws from the request's own seed, turn t of its episode g from `mix_seed(seed, g, t)`. A
-    group whose first turn cannot be sampled has an `error` and no rollouts. `clock` times the sampler for the trace.
+    group whose first turn cannot be sampled has an `error` and no rollouts.
 
     Raises:
         InvalidRequestError: the tokenizer has no chat template.
     """
-    batch = _Batch(sampling_client, calls, limits, clock, _Formats(tokenizer))
+    batch = _Batch(sampling_client, calls, limits, _Formats(tokenizer))
     groups = [
         [_Episode(place, index, request.params) for index in range(group_size)]
         for place, request in enumerate(requests)
@@ -214,13 +213,11 @@ class _Batch:
         sampling_client: SamplingClient,
         calls: CallPool,
         limits: EpisodeLimits,
-        clock: Callable[[], float],
         formats: _Formats,
     ) -> None:
         self._sampling_client = sampling_client
         self._calls = calls
         self._limits = limits
-        self._clock = clock
         self._formats = formats
         self.sampling_errors: dict[int, str] = {}
 
@@ -239,7 +236,7 @@ class _Batch:
 
     def sample(self, episodes: Sequence[_Episode]) -> None:
         """Samples the next message of each episode; a full context cuts an episode off, a failed request ends it."""
-        began = self._clock()
+        began = time.monotonic()
         requests: dict[tuple[Any, ...], list[_Episode]] = {}
         for episode in episodes:
             first = not episode.turns
@@ -259,7 +256,7 @@ class _Batch:
                 continue
             for episode, sequence in zip(group, sequences, strict=True):
                 with _FailsEpisode(episode):
-                    episode.add_reply(sequence, self._clock() - began, self._limits)
+                    episode.add_reply(sequence, time.monotonic() - began, self._limits)
 
     def _fail_sampling(self, episodes: Sequence[_Episode], error: MintError) -> None:
         for episode in episodes:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from mint.errors import InvalidRequestError
 
+SNIPPET_CHARACTERS = 400
+
 
 class Search:
     """Ranks local documents by Okapi BM25 (Robertson & Zaragoza 2009; k1 = 1.5, b = 0.75).
@@ -17,10 +19,10 @@ class Search:
     `tool(Search(documents).search)` is the tool.
     """
 
-    def __init__(self, documents: Path | Sequence[str], *, snippet_chars: int = 400) -> None:
+    def __init__(self, documents: Path | Sequence[str]) -> None:
         """A folder of `*.txt` and `*.md` files, or the texts themselves."""
         texts = _read_folder(documents) if isinstance(documents, Path) else list(documents)
-        self._texts = [text[:snippet_chars] for text in texts]
+        self._texts = [text[:SNIPPET_CHARACTERS] for text in texts]
         self._counts = [Counter(_words(text)) for text in texts]
         self._lengths = [counts.total() for counts in self._counts]
         self._mean_length = sum(self._lengths) / max(1, len(texts)) or 1.0

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mint.rl.tracking.terminal_text import COLORS, one_line, sample_lines, sparkline
+from mint.rl.tracking.terminal_text import COLORS, evaluation_name, interval_text, one_line, sample_lines, sparkline
 
 CURVE_WIDTH = 40
 HEADING_WIDTH = 8
@@ -97,7 +97,9 @@ class LiveProgress:
         self._doing = "done" if row["when"] == "after" else "sampling"
         self._stepping_since = time.monotonic() if row["when"] == "before" else self._stepping_since
         if self._live is None:
-            self._print(f"  held-out {row['when']:<6} step {row['step']:<4} {_how(row):<14} {_estimate(row)}")
+            self._print(
+                f"  held-out {row['when']:<6} step {row['step']:<4} {evaluation_name(row):<14} {_estimate(row)}"
+            )
 
     def _finding(self, event: str, fields: Mapping[str, Any]) -> None:
         self._findings[fields["code"]] = fields
@@ -120,10 +122,7 @@ class LiveProgress:
             for name, line in _number_lines(self._latest):
                 rows.add_row(name, line)
         for (when, step), rows_of_step in self._evaluations.items():
-            line = "   ".join(
-                f"{_how(row)} {row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
-                for _, row in sorted(rows_of_step.items())
-            )
+            line = "   ".join(f"{evaluation_name(row)} {interval_text(row)}" for _, row in sorted(rows_of_step.items()))
             rows.add_row("held-out", f"{when if when != 'during' else f'step {step}'}: {line}")
         for finding in list(self._findings.values())[-SHOWN_FINDINGS:]:
             rows.add_row("finding", _finding_line(finding))
@@ -193,14 +192,15 @@ def _number_lines(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         f"length {metrics['rollouts/mean_length']:.1f}   cut off {metrics['rollouts/truncated_share']:.0%}"
     )
     seconds = _step_s(metrics)
-    speed = metrics["rollouts/tokens"] / seconds if seconds else math.nan
-    pace = f"{seconds:.2f} s a step   {metrics['rollouts/tokens']:.0f} tokens   {speed:.0f} tokens/s"
+    tokens = metrics["rollouts/tokens"]
+    tokens_per_s = tokens / seconds if seconds else math.nan
+    speed = f"{seconds:.2f} s per step   {tokens:.0f} tokens   {tokens_per_s:.0f} tokens/s"
     if metrics["datums"] == 0:
-        return [("policy", policy), ("update", _no_step(metrics)), ("pace", pace)]
+        return [("policy", policy), ("update", _no_step(metrics)), ("speed", speed)]
     update = f"gradient {metrics['optim/grad_norm']:.3g}   entropy {metrics.get('train/entropy', math.nan):.3f}"
     if "mismatch/max_abs_logprob_diff" in metrics:
         update += f"   sampler − trainer ≤ {metrics['mismatch/max_abs_logprob_diff']:.1e}"
-    return [("policy", policy), ("update", update), ("pace", pace)]
+    return [("policy", policy), ("update", update), ("speed", speed)]
 
 
 def _plain_numbers(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -222,12 +222,6 @@ def _step_s(metrics: Mapping[str, Any]) -> float:
 def _condition(row: Mapping[str, Any]) -> float | str:
     """Distinguishes the evaluations of a step: the metric, or the sampling temperature."""
     return row.get("metric") or row["temperature"]
-
-
-def _how(row: Mapping[str, Any]) -> str:
-    if "metric" in row:
-        return row["metric"]
-    return "greedy" if row["temperature"] == 0 else f"temperature {row['temperature']:g}"
 
 
 def _estimate(row: Mapping[str, Any]) -> str:

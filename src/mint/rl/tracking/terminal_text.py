@@ -47,6 +47,21 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)
 
 
+def evaluation_name(row: Mapping[str, Any]) -> str:
+    """Names what a row of `evaluations.jsonl` measured: a metric, or the reward at a temperature."""
+    return row.get("metric") or temperature_name(row["temperature"])
+
+
+def temperature_name(temperature: float) -> str:
+    """`greedy`, or the temperature."""
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def interval_text(row: Mapping[str, Any]) -> str:
+    """A mean with its 95 % interval, from the fields `mean`, `low` and `high`."""
+    return f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+
+
 def sample_lines(rows: Sequence[Mapping[str, Any]], count: int) -> list[str]:
     """`count` rollouts of a step for the terminal: the best and the worst in turn, with reward by part."""
     graded = sorted((row for row in rows if row.get("reward") is not None), key=lambda row: row["reward"])

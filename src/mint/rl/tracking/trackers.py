@@ -14,15 +14,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, get_args
+from typing import Any, Protocol, Self
 
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.rl.finding import SEVERITIES, Finding
-from mint.rl.run_config import TrackerName
 
 log = logging.getLogger("mint.trackers")
 
-TRACKERS: tuple[str, ...] = get_args(TrackerName)
 PROJECT = "mint"
 
 Numbers = Mapping[str, float]
