@@ -378,7 +378,7 @@ def test_a_search_for_a_fall_says_its_verdict_and_what_it_has_read(tab: Tab) -> 
     page.wait_for_selector("#bisect-result table")
     state = httpx.get(f"{tab.address}{API}/runs/math/bisect").json()
     assert state["status"] == "done"
-    assert page.locator("#bisect-result tbody tr").count() == len(state["result"]["readings"])
+    assert page.locator("#bisect-result tbody tr").count() == len(state["result"]["estimates"])
     label = {"found": "found", "uncertain": "uncertain", "none": "no fall"}[state["result"]["verdict"]]
     assert page.locator("#bisect-result .tag").inner_text().endswith(label)
     assert "mint://" not in page.locator("#bisect-result").inner_text()

@@ -35,12 +35,12 @@ def evaluate(
 
     try:
         with open_task(task, parse_assignments(assignments or [])) as choice, ServiceClient() as service:
-            readings = evaluate_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
+            estimates = evaluate_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
     except MintError as error:
         fail(error)
-    print_estimates(Console(stderr=as_json), f"{checkpoint} on {task}", readings)
+    print_estimates(Console(stderr=as_json), f"{checkpoint} on {task}", estimates)
     if as_json:
-        typer.echo(json.dumps({f"{temperature:g}": reading.to_dict() for temperature, reading in readings.items()}))
+        typer.echo(json.dumps({f"{temperature:g}": estimate.to_dict() for temperature, estimate in estimates.items()}))
 
 
 def diagnose(
@@ -69,7 +69,7 @@ def bisect(
     task: Annotated[str | None, typer.Option(help="the task, if the run folder does not name it")] = None,
     as_json: Json = False,
 ) -> None:
-    """Between which two checkpoints a metric fell, by reading only as many as needed."""
+    """Between which two checkpoints a metric fell, with as few evaluations as needed."""
     from mint.client.service_client import ServiceClient  # deferred: `mint --help` answers at once
     from mint.recipes.task_registry import open_task_of_run
     from mint.rl.analysis.report import print_regression
@@ -93,7 +93,7 @@ def bisect(
 def doctor(
     task: Annotated[str, typer.Argument(help=TASK_HELP)],
     assignments: Assignments = None,
-    prompts: Annotated[int, typer.Option(min=1, help="samples of the task to look at")] = 64,
+    prompts: Annotated[int, typer.Option(min=1, help="prompts of the task to sample")] = 64,
     samples: Annotated[int, typer.Option(min=2, help="completions of each")] = 8,
     as_json: Json = False,
 ) -> None:

@@ -18,7 +18,10 @@ def dashboard(
     host: Annotated[str, typer.Option(help="another address requires API keys of the data directory")] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open", help="open it in a browser")] = False,
 ) -> None:
-    """Shows runs in a browser, live and afterwards. `mint serve` shows the runs of its own data directory itself."""
+    """Shows runs in a browser, during the run and after it.
+
+    `mint serve` shows the runs of its own data directory without this command.
+    """
     from mint.compose.dashboard_server import serve_dashboard
     from mint.config import read_settings  # deferred: `mint --help` answers at once
 

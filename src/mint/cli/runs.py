@@ -96,11 +96,11 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
 
     reader = RunReader(folder)
     summary = reader.summary()
-    readings = reader.evaluations()
+    evaluations = reader.evaluations()
     findings = reader.findings()
     saved = reader.checkpoints()
     if as_json:
-        document = {**asdict(summary), "evaluations": readings, "findings": findings, "checkpoints": saved}
+        document = {**asdict(summary), "evaluations": evaluations, "findings": findings, "checkpoints": saved}
         typer.echo(json.dumps(document))
         return
     rewards = [value for value in reader.columns(["reward/mean"])["reward/mean"] if value is not None]
@@ -121,7 +121,7 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
     for name, value in facts.items():
         if value is not None:
             table.add_row(name, Text(one_line(str(value))))
-    for row in readings:
+    for row in evaluations:
         line = f"{row['when']} (step {row['step']}), {evaluation_name(row)}: {interval_text(row)}, n = {row['n']}"
         table.add_row("held-out", Text(line))
     for row in findings:

@@ -86,7 +86,7 @@ def create(
     key_file: Annotated[Path | None, typer.Option(help="register the key in this file")] = None,
     as_json: Json = False,
 ) -> None:
-    """Makes a key and shows it, this once: only its hash is kept."""
+    """Makes a key and prints it. Only its hash is stored, so it cannot be shown again."""
     from mint.server.callers import Quotas  # deferred: loads the database
     from mint.server.store.keys import ApiKeys
 

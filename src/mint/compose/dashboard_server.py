@@ -163,7 +163,7 @@ class DashboardServer:
         )
 
     def run(self, started: Callable[[], None] = lambda: None) -> None:
-        """Answers until a signal or `stop`; calls `started` when it starts to."""
+        """Serves requests until a signal or `stop`; calls `started` once it accepts them."""
         self._http.on_started = started
         try:
             self._http.run(sockets=[self._socket])
@@ -173,7 +173,7 @@ class DashboardServer:
                 self._database.close()
 
     def stop(self) -> None:
-        """Makes `run` return, as a signal would."""
+        """Makes `run` return, as a signal does."""
         self._http.should_exit = True
 
 

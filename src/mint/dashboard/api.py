@@ -165,26 +165,27 @@ def checkpoints(dashboard: DashboardState, request: Request) -> dict[str, Any]:
     """The checkpoints, oldest first, with their held-out evaluations.
 
     The best one is the one that the run saved as its best; otherwise, of several evaluated ones, that with the highest
-    mean.
+    mean. A single evaluation has nothing to be compared with: then none is the best.
     """
     _, reader = _reader(dashboard, request)
-    readings = reader.evaluations()
+    evaluations = reader.evaluations()
     by_path: dict[str, dict[str, Any]] = {}
     for row in reader.checkpoints():
         by_path[row["checkpoint"]] = {"step": row["step"], "checkpoint": row["checkpoint"]}
     # A run saves its best weights under their own name, which only the evaluations mention.
-    for row in readings:
+    for row in evaluations:
         if row.get("checkpoint"):
             by_path[row["checkpoint"]] = {"step": row["step"], "checkpoint": row["checkpoint"]}
-    listed = sorted(by_path.values(), key=lambda kept: kept["step"])
-    for kept in listed:
-        kept["heldout"] = reading_at(readings, kept["step"])
-        kept |= _commands(reader.config, kept)
-    named = next((row["checkpoint"] for row in reversed(readings) if row.get("checkpoint")), None)
-    read = [kept for kept in listed if kept["heldout"] is not None]
-    # A single evaluation has nothing to be compared with.
-    best = by_path.get(named) or (max(read, key=lambda kept: kept["heldout"]["mean"]) if len(read) > 1 else None)
-    return {"checkpoints": [{**kept, "is_best": kept is best} for kept in listed]}
+    listed = sorted(by_path.values(), key=lambda saved: saved["step"])
+    for saved in listed:
+        saved["heldout"] = evaluation_at(evaluations, saved["step"])
+        saved |= _commands(reader.config, saved)
+    named = next((row["checkpoint"] for row in reversed(evaluations) if row.get("checkpoint")), None)
+    evaluated = [saved for saved in listed if saved["heldout"] is not None]
+    best = by_path.get(named)
+    if best is None and len(evaluated) > 1:
+        best = max(evaluated, key=lambda saved: saved["heldout"]["mean"])
+    return {"checkpoints": [{**saved, "is_best": saved is best} for saved in listed]}
 
 
 def ledger(dashboard: DashboardState, name: str) -> dict[str, float]:
@@ -338,13 +339,13 @@ def _samples_of(finding: Mapping[str, Any]) -> dict[str, Any]:
     return EVIDENCE.get(finding["code"], NO_EVIDENCE).samples(int(finding["step"]))
 
 
-def _commands(config: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+def _commands(config: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The commands that export a checkpoint and that continue from it. Quoted, because a log may come from anywhere."""
-    checkpoint = str(kept["checkpoint"])
+    checkpoint = str(saved["checkpoint"])
     path = shlex.quote(checkpoint)
     origin = shlex.quote(f"init_from={checkpoint}")
     exports = {
-        form: f"mint export {path} --format {form} --output step-{int(kept['step']):06d}-{form}" for form in EXPORTS
+        form: f"mint export {path} --format {form} --output step-{int(saved['step']):06d}-{form}" for form in EXPORTS
     }
     task = (config.get("task_spec") or {}).get("task") or "TASK"
     return {
@@ -354,8 +355,8 @@ def _commands(config: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def reading_at(readings: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
+def evaluation_at(evaluations: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
     """The evaluation of the weights of a step: at temperature 1 where there is one, else the last one."""
-    found = [row for row in readings if row["step"] == step]
+    found = [row for row in evaluations if row["step"] == step]
     sampled = [row for row in found if row.get("temperature") == SAMPLED]
     return (sampled or found or [None])[-1]

@@ -68,7 +68,7 @@ def checkpoints(dashboard: DashboardState, request: Request) -> str:
     """The checkpoints of a run, to try and to compare."""
     reader = dashboard.readers.of(request.path_params["run"])
     listed = api.checkpoints(dashboard, request)["checkpoints"]
-    readings = reader.evaluations()
+    evaluations = reader.evaluations()
     return _of_run(
         dashboard,
         request,
@@ -76,8 +76,8 @@ def checkpoints(dashboard: DashboardState, request: Request) -> str:
         config=reader.config,
         folder=reader.folder,
         checkpoints=listed,
-        readings=len(readings),
-        before=api.reading_at(readings, 0),
+        evaluations=len(evaluations),
+        before=api.evaluation_at(evaluations, 0),
         metrics=BISECT_METRICS,
         can_search=dashboard.bisections.can_search,
     )

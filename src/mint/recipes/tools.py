@@ -130,7 +130,7 @@ class SearchAdapter(MessageEnvAdapter):
         return self._facts
 
     def make_env(self, item: tuple[str, str]) -> MessageEnv:
-        """The question and the search; an answer counts only after a search has shown it."""
+        """The question with the search tool. An answer is rewarded only if a search result contains it."""
         question, answer = item
 
         def grade(text: str, results: Sequence[Message]) -> float:

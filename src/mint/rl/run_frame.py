@@ -130,7 +130,7 @@ class RunFrame:
             self.tell("evaluation", row)
 
     def note(self, finding: Finding) -> bool:
-        """Logs a finding unless it is known with at least this severity; whether it was new."""
+        """Logs a finding, unless it is known with at least this severity. Returns whether it was new."""
         known = self.findings.get(finding.code)
         if known is not None and SEVERITIES.index(known.severity) >= SEVERITIES.index(finding.severity):
             return False

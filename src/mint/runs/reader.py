@@ -169,8 +169,8 @@ class RunReader:
         return run_state(self._process, is_complete=False, updated_at=self._updated_at(), now=time.time())
 
     def _state(self, last: dict[str, Any]) -> State:
-        readings = self._log("evaluations.jsonl")
-        is_over = any(reading.get("when") == "after" for reading in readings)
+        evaluations = self._log("evaluations.jsonl")
+        is_over = any(row.get("when") == "after" for row in evaluations)
         planned = self.config.get("steps")
         is_complete = is_over or (bool(planned) and last.get("step") == planned)
         return self._state_of_process() or run_state(None, is_complete=is_complete, updated_at=0.0, now=0.0)
@@ -194,10 +194,11 @@ class RunReader:
         return tokens / seconds if seconds > 0 else None
 
     def _latest_evaluation(self) -> dict[str, Any] | None:
-        readings = [row for row in self._log("evaluations.jsonl") if _finite(row.get("mean")) is not None]
-        if not readings:
+        evaluations = [row for row in self._log("evaluations.jsonl") if _finite(row.get("mean")) is not None]
+        if not evaluations:
             return None
-        latest = [row for row in readings if (row["step"], row["when"]) == (readings[-1]["step"], readings[-1]["when"])]
+        last = evaluations[-1]
+        latest = [row for row in evaluations if row["step"] == last["step"] and row["when"] == last["when"]]
         sampled = [row for row in latest if row.get("temperature") == 1.0]
         chosen = (sampled or latest)[-1]
         return {
@@ -251,8 +252,8 @@ class RunReader:
             NotFoundError: there is no such evaluation.
         """
         with self._current():
-            readings = self._log("evaluations.jsonl")
-            if not 0 <= place < len(readings):
+            evaluations = self._log("evaluations.jsonl")
+            if not 0 <= place < len(evaluations):
                 raise NotFoundError(
                     "has no such evaluation", field="run", value=str(self.folder), remedy="List the evaluations first"
                 )

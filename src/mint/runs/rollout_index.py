@@ -113,7 +113,7 @@ def valid_entries(entries: np.ndarray, start: int, size: int) -> np.ndarray:
 
 
 class RolloutIndex:
-    """The entries of all rollouts of a run, brought up to date by `refresh`. Not for several threads at once."""
+    """The entries of all rollouts of a run, brought up to date by `refresh`. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         """Reads nothing yet."""

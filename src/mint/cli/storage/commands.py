@@ -97,7 +97,7 @@ def show_run(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """One training run and its checkpoints; or one RL run: state, curve, readings, findings, checkpoints."""
+    """One training run and its checkpoints; or one RL run: state, curve, evaluations, findings, checkpoints."""
     folder = run_folder(run_id) if data_dir is None else None
     if folder is not None:
         try:
@@ -162,7 +162,7 @@ def delete_checkpoints(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Deletes checkpoints for good; what already samples or trains goes on."""
+    """Deletes checkpoints for good. Samplers and models that have loaded them continue."""
     with _storage(data_dir) as storage:
         chosen = [storage.checkpoint(path) for path in paths]
         if not yes:
@@ -187,7 +187,7 @@ def publish_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_js
 
 @checkpoints_app.command(name="unpublish")
 def unpublish_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Lets its owner alone read it."""
+    """Makes it private: only its owner can read it."""
     with _storage(data_dir) as storage:
         storage.publish(path, public=False)
         print_checkpoint(storage.checkpoint(path), as_json)
@@ -200,7 +200,7 @@ def set_ttl(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Says how long a checkpoint is kept from now on."""
+    """Sets when a checkpoint expires, counted from now."""
     with _storage(data_dir) as storage:
         storage.set_ttl(path, _seconds(seconds))
         print_checkpoint(storage.checkpoint(path), as_json)
@@ -214,7 +214,7 @@ def copy_checkpoint(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Copies a checkpoint, one's own or a published one, into a new run of one's own."""
+    """Copies your own or a published checkpoint into a new run of yours."""
     request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=ttl)
     with _storage(data_dir) as storage:
         print_checkpoint(storage.checkpoint(storage.copy(request)), as_json)

@@ -49,9 +49,9 @@ const prompts = new Map();
 
 async function offerPrompts() {
   const run = pageData().run ?? "";
-  const readings = Number(pageData().readings);
+  const evaluations = Number(pageData().evaluations);
   const [held, drawn] = await Promise.allSettled([
-    readings ? getJson(runPath(run, `evaluations/${readings - 1}/examples`)) : { rows: [] },
+    evaluations ? getJson(runPath(run, `evaluations/${evaluations - 1}/examples`)) : { rows: [] },
     newestGroups(run),
   ]);
   if (held.status === "fulfilled") offer("held-out set", held.value.rows);

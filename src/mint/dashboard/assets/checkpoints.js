@@ -74,17 +74,17 @@ function showSearch({ status, metric, reading = [], result, error }) {
   else place.replaceChildren();
 }
 
-function resultOf({ verdict, good, bad, evaluations, explanation, readings }) {
+function resultOf({ verdict, good, bad, evaluations, explanation, estimates }) {
   const [kind, label] = VERDICTS[verdict] ?? ["", verdict];
-  const made = evaluations === 1 ? "1 new reading" : `${evaluations} new readings`;
+  const made = evaluations === 1 ? "1 new evaluation" : `${evaluations} new evaluations`;
   const between = good && bad ? `Between ${nameOf(good)} and ${nameOf(bad)}` : "";
-  const rows = Object.entries(readings ?? {}).map(([path, { mean, low, high, n }]) => {
+  const rows = Object.entries(estimates ?? {}).map(([path, { mean, low, high, n }]) => {
     const side = path === good ? "last good" : path === bad ? "first bad" : "";
     return el("tr", {}, el("th", { scope: "row" }, nameOf(path)), el("td", { class: "num" }, fixed(mean)),
       el("td", { class: "num muted" }, `[${fixed(low)}, ${fixed(high)}]`), el("td", { class: "num muted" }, n ? `n ${n}` : ""),
       el("td", {}, side));
   });
-  const head = el("tr", {}, ...["Checkpoint", "Reading", "95 %", "", ""].map((title, i) => el("th", { scope: "col", class: i === 1 || i === 2 ? "num" : "" }, title)));
+  const head = el("tr", {}, ...["Checkpoint", "Mean", "95 %", "", ""].map((title, i) => el("th", { scope: "col", class: i === 1 || i === 2 ? "num" : "" }, title)));
   return [
     el("p", {}, el("span", { class: `tag ${kind}` }, label), " ", between && el("b", {}, `${between}. `), `${withSteps(explanation)}; `,
       el("span", { class: "muted" }, `${made}.`)),

@@ -3,7 +3,7 @@
 The prompt of a later turn is the earlier prompt, the sampled ids, and the ids of the text that the template inserts
 between a reply and the next one. To find that text, a marker is rendered in place of the reply. Some templates render
 earlier turns differently later on (they strip the reasoning from old replies). Then the sampled ids cannot be kept, the
-conversation is rendered anew, and the caller is told.
+conversation is rendered anew, and the caller learns of it.
 
 Knows nothing of environments or rewards.
 """

@@ -1,7 +1,7 @@
 """A run, live in the terminal: progress, a curve of reward or loss, held-out evaluations, findings, a sample.
 
 One screen that is drawn again where there is a terminal, plain lines where there is none. Writes to stderr. Formats
-only: what the numbers mean is said elsewhere.
+only; docs/rl.md explains the numbers.
 """
 
 from __future__ import annotations
