@@ -105,16 +105,18 @@ def plan(
     gap_timeout_s: float = GAP_TIMEOUT_S,
 ) -> Plan:
     """The next thing to do."""
+    has_samples = bool(pending.samples or sampling.sequences)
+    if not pending.training:
+        return StepSamples(_joining(pending.samples, sampling)) if has_samples else Wait(None)
     for model_id, since in pending.held_up.items():
         if since + gap_timeout_s <= now:
             return _give_up(pending, model_id)
-    has_samples = bool(pending.samples or sampling.sequences)
     if pending.heads and not (has_samples and fairness.training_lead_s > SLICE_S):
         is_only = len(pending.heads) == 1
         return RunTraining(pending.heads[0] if is_only else _next_in_turn(pending.heads, fairness))
     if has_samples:
         return StepSamples(_joining(pending.samples, sampling))
-    return Wait(min(pending.held_up.values()) + gap_timeout_s if pending.held_up else None)
+    return Wait(min(pending.held_up.values()) + gap_timeout_s)
 
 
 def _next_in_turn(heads: Sequence[TrainingJob], fairness: Fairness) -> TrainingJob:

@@ -175,7 +175,6 @@ class Service:
             gap_timeout_s=gap_timeout_s,
             clock=clock,
         )
-        self._known_models: set[str] = set()  # a cache of the journal
         self._cancels: WeakValueDictionary[str, threading.Event] = WeakValueDictionary()  # alive while the sample is
         self._snapshot = QueueSnapshot(self._queue.pending(), self._worker.eta)
         self._snapshot_at = 0.0
@@ -261,7 +260,7 @@ class Service:
             if not self._sessions.end(session_id):
                 return
             models = [row.model_id for row in self.journal.models_of(session_id)]
-            self._known_models.difference_update(models)
+            self._sessions.forget_models(models)
             self._queue.drop_session(session_id, models)
             files = self.journal.end_session(session_id, time.time())
         error = SessionEndedError("has ended", field="session_id", value=session_id, remedy="Make a new ServiceClient")
@@ -291,18 +290,17 @@ class Service:
 
     def _accept(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> int:
         """Writes a request to the journal and to the queue; returns the commit that must be durable."""
-        session_id, now = session_of(row.model_id), time.time()
+        now = time.time()
         model = run = None
         if row.seq_id == 0:
+            session_id = session_of(row.model_id)
             self._sessions.require_or_open(session_id, caller)
             self._require_new_model(caller, row.model_id)
             metadata = getattr(request, "user_metadata", None)
             model = ModelRow(row.model_id, session_id)
             run = RunRow(row.model_id, session_id, caller.owner, now, now, user_metadata=metadata)
-        else:
-            self._sessions.require(session_id, caller.owner)
-            if row.model_id not in self._known_models:
-                self._require_model(row.model_id)
+        elif not self._sessions.touch_model(row.model_id, caller.owner):
+            self._require_model(caller, row.model_id)
         next_seq = self._require_room(caller, row)
         if row.kind in SAVES:
             request = self._save_error(caller) or request
@@ -336,10 +334,13 @@ class Service:
         if run is None and caller.quotas.max_models is not None:
             caller.quotas.require_model(len(self._models_of(caller)))
 
-    def _require_model(self, name: str) -> None:
+    def _require_model(self, caller: Caller, name: str) -> None:
+        """Checks that the caller has this model, and remembers it."""
+        session_id = session_of(name)
+        self._sessions.require(session_id, caller.owner)
         if self.journal.model(name) is None:
             raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
-        self._known_models.add(name)
+        self._sessions.add_model(name, session_id)
 
     def _require_room(self, caller: Caller, row: JobRow) -> int:
         """Checks that the request may wait, and that those before it can still come.
@@ -418,8 +419,8 @@ class Service:
         with self._accepting:
             if self.futures.fingerprint(promise.request_id) is not None:
                 return promise
-            self._require_model(model_id)
-            self._known_models.discard(model_id)
+            self._require_model(caller, model_id)
+            self._sessions.forget_models([model_id])
             self._queue.drop_models([model_id])
             files = self.journal.end_model(model_id, time.time())
             error = NotFoundError("was unloaded", field="model_id", value=model_id, remedy="Create another one")

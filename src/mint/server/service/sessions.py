@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from mint.errors import NotFoundError, SessionEndedError
@@ -31,6 +32,7 @@ class Sessions:
         self._lock = threading.Lock()
         self._heard_at: dict[str, float] = {}  # monotonic seconds
         self._owners: dict[str, str] = {}
+        self._session_of: dict[str, str] = {}  # of models that are in the journal: a cache
 
     def create(
         self,
@@ -71,6 +73,26 @@ class Sessions:
                 return False
             self._heard_at[session_id] = time.monotonic()
             return True
+
+    def touch_model(self, model_id: str, owner: str) -> bool:
+        """Same as `touch` for the session of a model; False, too, if `add_model` has not named the model yet."""
+        with self._lock:
+            session_id = self._session_of.get(model_id)
+            if session_id is None or self._owners.get(session_id) != owner:
+                return False
+            self._heard_at[session_id] = time.monotonic()
+            return True
+
+    def add_model(self, model_id: str, session_id: str) -> None:
+        """Notes that a session has this model."""
+        with self._lock:
+            self._session_of[model_id] = session_id
+
+    def forget_models(self, model_ids: Iterable[str]) -> None:
+        """These models are no more."""
+        with self._lock:
+            for model_id in model_ids:
+                self._session_of.pop(model_id, None)
 
     def require(self, session_id: str, owner: str) -> None:
         """Same as `touch`; reads the journal to say why there is no such session.
