@@ -161,6 +161,15 @@ def test_large_batches_are_split_and_joined_without_a_trace(
     assert training.optim_step(ADAM).result().metrics["step"] == 1.0
 
 
+def test_an_item_that_is_no_datum_is_named_and_takes_no_place(client: mint.ServiceClient) -> None:
+    training = trainer(client)
+    wrong: list[Any] = [DATA[0], {"model_input": [1, 2]}]
+    with pytest.raises(InvalidRequestError, match=r"data\[1\].*is not a Datum"):
+        training.forward_backward(wrong, "cross_entropy")
+    training.forward_backward(DATA, "cross_entropy").result()
+    assert training.optim_step(ADAM).result().metrics["step"] == 1
+
+
 def test_a_bad_chunk_fails_the_step(client: mint.ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "MAX_DATUMS", 2)
     training = trainer(client)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mint.client.metric_reduction import reduce_metrics
+from mint.errors import InvalidRequestError
 from mint.types import Datum, ForwardBackwardOutput
 
 MAX_DATUMS = 1024
@@ -16,10 +17,21 @@ MAX_NUMBERS = 1_000_000
 
 
 def split(data: Sequence[Datum]) -> list[list[Datum]]:
-    """The data in order, in chunks; one (empty) chunk for no data, so that the server refuses it."""
+    """The data in order, in chunks; one (empty) chunk for no data, so that the server refuses it.
+
+    Raises:
+        InvalidRequestError: names the first item that is not a `Datum`.
+    """
     chunks: list[list[Datum]] = [[]]
     numbers = 0
-    for datum in data:
+    for index, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            raise InvalidRequestError(
+                "is not a Datum",
+                field=f"data[{index}]",
+                value=datum,
+                remedy="Pass types.Datum(model_input=…, loss_fn_inputs=…)",
+            )
         size = datum.model_input.length
         for tensor in datum.loss_fn_inputs.values():
             size += len(tensor.values)
