@@ -68,7 +68,7 @@ class CallPool:
                 return call.result.result(timeout=self._remaining_s(call))
             except FutureTimeoutError:
                 if self._remaining_s(call) > 0:
-                    continue  # it began to run only while we waited
+                    continue  # it waited for a thread first: its own time-out counts from its start
                 call.abandoned = True
                 self._start_thread()
                 return self._timed_out()

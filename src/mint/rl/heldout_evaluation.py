@@ -37,8 +37,8 @@ def content_hash(task: Task, item: Any) -> str:
 def without_heldout(task: Task, dataset: Sequence[Any], heldout: Sequence[Any]) -> tuple[list[Any], int]:
     """The training items whose content is not in the held-out set, and how many were left out."""
     excluded = {content_hash(task, item) for item in heldout}
-    kept = [item for item in dataset if content_hash(task, item) not in excluded] if excluded else list(dataset)
-    return kept, len(dataset) - len(kept)
+    trained = [item for item in dataset if content_hash(task, item) not in excluded] if excluded else list(dataset)
+    return trained, len(dataset) - len(trained)
 
 
 def evaluate(
@@ -170,4 +170,4 @@ def _sampling_client(checkpoint: str, service: ServiceClient) -> SamplingClient:
         return service.create_sampling_client(base_model=checkpoint)
     if "/sampler_weights/" in checkpoint:
         return service.create_sampling_client(model_path=checkpoint)
-    return service.create_training_client_from_state(checkpoint).save_weights_and_get_sampling_client(name="reading")
+    return service.create_training_client_from_state(checkpoint).save_weights_and_get_sampling_client(name="evaluation")

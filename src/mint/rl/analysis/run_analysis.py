@@ -21,7 +21,7 @@ from mint.runs.reader import RunReader, read_config
 BISECT_METRICS = ("heldout", "heldout_sampled", "success")
 """The metrics of `mint bisect --metric`: mean reward greedy and at temperature 1, and the greedy success rate."""
 
-KEPT_STEPS = 10
+CACHED_STEPS = 10
 """Steps whose rollouts are cached; no rule of the diagnosis looks back further."""
 
 EvaluateCheckpoint = Callable[[str], Mapping[float, Estimate]]
@@ -32,7 +32,7 @@ class _RolloutsByStep(Mapping[int, list[Row]]):
     """The rollouts of each step of a run, read on demand, with a cache of the last steps."""
 
     def __init__(self, reader: RunReader) -> None:
-        self._read = lru_cache(KEPT_STEPS)(lambda step: reader.rows(step, light=True))
+        self._read = lru_cache(CACHED_STEPS)(lambda step: reader.rows(step, light=True))
         self._steps = reader.steps()
 
     def __getitem__(self, step: int) -> list[Row]:
@@ -105,8 +105,8 @@ def run_token_counts(folder: Path) -> tuple[TokenCounts, dict[int, TokenCounts]]
     reader = RunReader(folder)
     items: dict[int, TokenCounts] = {}
     for step in reader.steps():
-        for item, ledger in token_counts_by_item(reader.rows(step, light=True)).items():
-            items[item] = items.get(item, TokenCounts()) + ledger
+        for item, counts in token_counts_by_item(reader.rows(step, light=True)).items():
+            items[item] = items.get(item, TokenCounts()) + counts
     by_tokens = sorted(items.items(), key=lambda entry: -entry[1].generated)
     return token_counts_of_steps(reader.metrics()), dict(by_tokens)
 

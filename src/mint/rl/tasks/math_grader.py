@@ -220,11 +220,13 @@ class _GraderProcess:
             _pipe(self._process.stdin).flush()
         except OSError:
             return None
+        # The process ends itself after `timeout_s` by a timer of the kernel. The extra time lets that end arrive here.
         line = self._line(timeout_s + 0.2)
         if line in (b"1\n", b"0\n"):
             return Comparison(line == b"1\n", "math-verify")
         if line == b"!\n":
             return Comparison(False, "error")
+        # No answer: the timer ended the process, or it died of something else, which takes less than the time-out.
         return Comparison(False, "timeout") if time.monotonic() - began >= 0.9 * timeout_s else None
 
     def end(self) -> None:

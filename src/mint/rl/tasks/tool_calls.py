@@ -165,8 +165,8 @@ def _schema(name: str, description: str, model: type[BaseModel]) -> dict[str, An
         key: {word: value for word, value in each.items() if word != "title"}
         for key, each in full.get("properties", {}).items()
     }
-    kept = {key: full[key] for key in ("required", "$defs") if key in full}
-    parameters = {"type": "object", "properties": properties, **kept}
+    optional = {key: full[key] for key in ("required", "$defs") if key in full}
+    parameters = {"type": "object", "properties": properties, **optional}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
