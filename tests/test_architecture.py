@@ -23,7 +23,7 @@ HOMES: dict[str, frozenset[str]] = {
     "uvicorn": frozenset({"compose/http_server.py"}),
     "structlog": frozenset({"server/ops/logs.py"}),
     "prometheus_client": frozenset({"server/ops/metrics.py"}),
-    "sqlite3": frozenset({"server/store"}),
+    "sqlite3": frozenset({"server/store", "chaos/power_loss.py"}),
     "google": frozenset({"wire"}),
     "zstandard": frozenset({"server/http/bodies.py"}),
     "python_multipart": frozenset({"server/http/file_routes.py"}),

@@ -5,106 +5,19 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import shutil
-import sqlite3
 import threading
-from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from service_harness import GOOD_PASS, STEP, Harness, Op, open_service, script, send_op
 from waiting import wait_until
 
+from mint.chaos.power_loss import Disk, path_of
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import JournalError
 from mint.server.store.durability import Durability
-from mint.server.store.journal import JOURNAL_FILE, Journal
+from mint.server.store.journal import Journal
 from mint.server.worker import snapshots
-
-
-class Disk:
-    """What of a data directory would be there after a loss of power: the worst case, nothing is written by luck.
-
-    It sees every `os.fsync` of this process. The journal is there as it was when the last fsync of its log began; a
-    file is there if it was fsynced, and then its name by an fsync of its folder.
-    """
-
-    def __init__(self, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._data_dir = data_dir
-        self._journal = data_dir.with_name("journal")
-        self._contents: set[tuple[int, int]] = set()
-        self._names: dict[Path, tuple[int, int]] = {}
-        self.syncs = self.journal_syncs = 0
-        self._lock, self._copies, self._kept = threading.Lock(), 0, 0
-        self._fsync = os.fsync
-        monkeypatch.setattr(os, "fsync", self._sync)
-
-    def _sync(self, handle: int) -> None:
-        path = path_of(handle)
-        if not path.is_relative_to(self._data_dir):
-            self._fsync(handle)
-        elif path.name.endswith("-wal"):
-            before = self._copy()  # what is written while a sync is under way may be lost
-            self._fsync(handle)
-            self._keep(*before)
-        elif path.is_dir():
-            found = {entry: _identity(entry.stat()) for entry in path.iterdir() if not entry.name.endswith(".tmp")}
-            self._fsync(handle)
-            for entry, identity in found.items():
-                if entry.is_dir() or identity in self._contents:
-                    self._names[entry] = identity
-        else:
-            self._fsync(handle)
-            self._contents.add(_identity(os.fstat(handle)))
-        with self._lock:
-            self.syncs += 1
-
-    def _copy(self) -> tuple[int, bytes]:
-        """The journal as it is, and its number among the copies."""
-        with (
-            self._lock,
-            closing(sqlite3.connect(self._data_dir / JOURNAL_FILE)) as now,
-            closing(sqlite3.connect(":memory:")) as copy,
-        ):
-            now.backup(copy)
-            self._copies += 1
-            return self._copies, copy.serialize()
-
-    def _keep(self, number: int, journal: bytes) -> None:
-        with self._lock:
-            if number > self._kept:  # another sync, that ended before this one, may have kept more
-                fresh = self._journal.with_suffix(".new")
-                fresh.write_bytes(journal)
-                fresh.replace(self._journal)  # before it is counted: what this sync lets go of goes after that
-                self._kept = number
-            self.journal_syncs += 1
-
-    def after_power_loss(self, folder: Path) -> Path:
-        """A copy of the directory as it would be found at one moment: made again if a sync has come in between."""
-        syncs = -1
-        while syncs != self.syncs:
-            shutil.rmtree(folder, ignore_errors=True)
-            syncs = self.syncs
-            folder.mkdir()
-            shutil.copy(self._journal, folder / JOURNAL_FILE)
-            for path, identity in sorted(self._names.items()):
-                copy = folder / path.relative_to(self._data_dir)
-                with suppress(FileNotFoundError):  # its folder has no durable name, or nobody names the file any more
-                    if path.is_dir():
-                        copy.mkdir()
-                    elif _identity(path.stat()) == identity:
-                        shutil.copy(path, copy)
-        return folder
-
-
-def path_of(handle: int) -> Path:
-    """The file that is open under a handle."""
-    return Path(f"/proc/self/fd/{handle}").readlink()
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    """What stays the same when a file is renamed, and not when it is written to."""
-    return status.st_ino, status.st_mtime_ns
 
 
 @pytest.fixture(params=[0, 10_000], ids=["small states", "large states"])
@@ -112,7 +25,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if request.param:
         monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 100)
         monkeypatch.setattr(snapshots, "SNAPSHOT_INTERVAL_S", 0.0)
-    disk = Disk(tmp_path / "data", monkeypatch)
+    disk = Disk(tmp_path / "data", lambda fsync: monkeypatch.setattr(os, "fsync", fsync))
     service = open_service(tmp_path / "data", engine=FakeEngine(state_bytes=request.param))
     request.addfinalizer(service.stop)
     return Harness(service), disk

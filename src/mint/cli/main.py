@@ -6,6 +6,7 @@ import typer
 
 from mint.cli import analysis, dashboard, export, runs, serve, train
 from mint.cli.bench import bench
+from mint.cli.chaos import chaos
 from mint.cli.storage import commands as storage
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command()(analysis.bisect)
 app.command()(analysis.doctor)
 app.command()(analysis.plan)
 app.command()(bench)
+app.command()(chaos)
 
 
 @app.callback()

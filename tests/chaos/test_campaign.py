@@ -1,0 +1,75 @@
+"""The campaign passes over a sound service, and finds bugs that are planted into it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mint.chaos.faults import read_case
+from mint.chaos.trial import Outcome, differences
+
+COMMAND = """
+import sys
+from mint.chaos import supervised_process
+from mint.cli.main import app
+supervised_process.PRELOADED += sys.argv.pop(1).split()
+app()
+"""
+"""`mint`, with modules that plant a bug into all processes that it starts."""
+
+
+def run_chaos(*arguments: str, planted: str = "") -> tuple[int, dict[str, Any]]:
+    """The exit code and the report of `mint chaos`."""
+    command = [sys.executable, "-c", COMMAND, planted, "chaos", "--json", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert ended.stdout, ended.stderr
+    return ended.returncode, json.loads(ended.stdout)
+
+
+@pytest.mark.timeout(300)
+def test_a_few_kills_and_a_power_loss_change_no_bit() -> None:
+    code, report = run_chaos("--quick")
+    assert (code, report["violations"]) == (0, [])
+    assert report["kills"] >= 6 and report["not_reached"] == []
+    assert all(part["violated"] == 0 for part in report["parts"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills_change_no_bit() -> None:
+    code, report = run_chaos("--kills", "100", "--faults", "none")
+    assert (code, report["violations"], report["points_never_reached"]) == (0, [], [])
+    assert report["kills"] >= 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("planted", "case"),
+    [
+        ("planted_no_sync", "http power-loss:after_accept_before_reply/optim_step#3"),
+        ("planted_no_replay", "http kill:after_commit/forward_backward#3"),
+        ("planted_no_deduplication", "http kill:after_accept_before_reply/optim_step#2"),
+    ],
+)
+def test_a_planted_bug_is_found(planted: str, case: str) -> None:
+    code, report = run_chaos("--case", case, planted=planted)
+    assert code == 1
+    assert [violated["case"] for violated in report["violations"]] == [case]
+
+
+def outcome(**values: Any) -> Outcome:
+    return Outcome(read_case("http"), {"sft": values}, jobs={"sft": len(values)})
+
+
+def test_a_value_that_is_lost_or_differs_in_one_bit_is_a_violation() -> None:
+    clean = outcome(loss=0.1, digest="a")
+    assert differences(clean, outcome(loss=0.1, digest="a")) == []
+    assert differences(clean, outcome(loss=0.1 + 2e-17, digest="a")) == []  # the same double
+    assert len(differences(clean, outcome(loss=0.10000000000000002, digest="a"))) == 1
+    assert len(differences(clean, outcome(digest="a"))) == 2  # the value, and the count of jobs
