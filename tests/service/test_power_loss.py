@@ -16,7 +16,7 @@ from mint.chaos.power_loss import Disk, path_of
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import JournalError
 from mint.server.store.durability import Durability
-from mint.server.store.journal import Journal
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.worker import snapshots
 
 
@@ -178,3 +178,19 @@ def test_a_result_whose_file_was_not_written_is_an_error(tmp_path: Path) -> None
         durability.call_when_durable(0, file, heard.append)
     durability.close()
     assert [error is not None and "no space left" in str(error) for error in heard] == [True, True]
+
+
+def test_a_model_and_a_sampler_that_were_announced_are_there_at_once_after_a_power_loss(
+    opened: tuple[Harness, Disk], tmp_path: Path
+) -> None:
+    harness, disk = opened
+    model_id = harness.create_model()
+    found = disk.after_power_loss(tmp_path / "found")
+    sampler = harness.run("save_weights_for_sampler", model_id, 1, {"sampling_session_seq_id": 0})
+    for number, folder in enumerate((found, disk.after_power_loss(tmp_path / "found-later"))):
+        journal = Journal(folder / JOURNAL_FILE)
+        model = journal.model(model_id)
+        assert model is not None and model.base_model is not None
+        if number:
+            assert journal.sampler(sampler["sampling_session_id"]) is not None
+        journal.close()

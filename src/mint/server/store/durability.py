@@ -9,7 +9,8 @@ How it is kept:
    because the kernel has the data, but not a loss of power.
 2. The acknowledgement waits in `wait_durable`. Requests that arrive together share one fsync.
 3. The worker commits the result, also without an fsync, and hands it to `call_when_durable` with the commit that
-   accepted the request, and with the file that the result names, if there is one.
+   accepted the request, and with the file that the result names, if there is one. The result of a new model or sampler
+   waits for its own commit: the client uses such a row at once, without a place in the order of requests.
 
 Why nothing that was sent is lost:
 

@@ -21,7 +21,7 @@ from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import TrainingJob
 from mint.server.queue.queue import RequestQueue
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, NO_LOAD, GiveUp, RunTraining, StepSamples, plan
-from mint.server.store.journal import Journal
+from mint.server.store.journal import Finish, Journal
 from mint.server.store.obsolete_files import discard_files
 from mint.server.worker.samplers import Samplers
 from mint.server.worker.sampling_batch import SamplingBatch
@@ -189,9 +189,18 @@ class Worker:
             result = FutureResult(finish.result, failed=finish.status == "failed")
             self._futures.finish({name: result if error is None else FutureResult.of_error(error)})
 
-        self._journal.durability.call_when_durable(job.commit, outcome.written, resolve)
+        self._journal.durability.call_when_durable(self._told_after(job, finish), outcome.written, resolve)
         if obsolete:
             discard_files(self._journal, self._data_dir, obsolete)
+
+    def _told_after(self, job: TrainingJob, finish: Finish) -> int:
+        """The commit that must be durable before a result is sent: as a rule the one that accepted the request.
+
+        The rows of a new model and of a new sampler are read as soon as the client knows them: they may not be gone
+        until the request has run again. So it is the commit of the result there.
+        """
+        is_read_at_once = finish.model is not None or finish.sampler is not None
+        return self._journal.durability.newest_commit if is_read_at_once else job.commit
 
     def _sample(self, joining: tuple[str, ...]) -> None:
         """Admits requests, decodes one token for each sequence, and resolves the futures of those that finished."""
