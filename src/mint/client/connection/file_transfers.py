@@ -16,7 +16,7 @@ from urllib.parse import urljoin
 from mint.client.connection.server_connection import ServerConnection
 from mint.client.connection.server_errors import error_of, is_error
 from mint.client.connection.transport import Request, Response
-from mint.errors import InvalidRequestError
+from mint.errors import ConnectionLostError, InvalidRequestError
 from mint.types.records import CheckpointArchiveUrlResponse
 
 NOT_BUILT_YET = frozenset({409, 425, 503})
@@ -67,6 +67,8 @@ async def download(server: ServerConnection, url: str, output: Path) -> Path:
                 staging.replace(output)
             finally:
                 staging.unlink(missing_ok=True)
+    except ConnectionLostError:  # an OSError, too, but not of this file
+        raise
     except OSError as error:
         raise InvalidRequestError(
             f"cannot be written: {error.strerror}", field="output", value=str(output), remedy="Name another file"
@@ -106,6 +108,8 @@ async def upload(server: ServerConnection, path: str, file: Path, fields: Mappin
         with file.open("rb") as content:
             pieces = _pieces(head, content, tail)
             response = await server.send(Request("POST", path, headers, pieces, TRANSFER_TIMEOUT_S))
+    except ConnectionLostError:  # an OSError, too, but not of this file
+        raise
     except OSError as error:
         raise InvalidRequestError(
             f"cannot be read: {error.strerror}", field="path", value=str(file), remedy="Name a .tar.gz"
