@@ -115,17 +115,13 @@ def padded_length(length: int) -> int:
 
 
 def _block(prefix: int, length: int, spans: list[Span]) -> AttentionBlock:
-    queries = np.empty((len(spans), length), np.int64)
-    keys = np.empty((len(spans), prefix + length), np.int64)
-    real = np.zeros(queries.shape, bool)
-    for index, span in enumerate(spans):
-        # Padded with a row of the same span: a row of another could be NaN, and 0 · NaN is NaN.
-        queries[index], keys[index] = span.start, span.start
-        own = np.arange(span.start, span.stop)
-        queries[index, : len(own)] = own
-        keys[index, :prefix] = np.arange(*span.prefix)
-        keys[index, prefix : prefix + len(own)] = own
-        real[index, : len(own)] = True
+    bounds = np.array([(span.start, span.stop, span.prefix[0]) for span in spans])
+    starts, stops, prefixes = bounds[:, :1], bounds[:, 1:2], bounds[:, 2:]
+    queries = starts + np.arange(length)
+    real = queries < stops
+    # Padded with a row of the same span: a row of another could be NaN, and 0 · NaN is NaN.
+    queries = np.where(real, queries, starts)
+    keys = np.concatenate([prefixes + np.arange(prefix), queries], axis=1)
     return AttentionBlock(queries, keys, prefix, queries[real], np.flatnonzero(real))
 
 

@@ -37,7 +37,7 @@ def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -
     # The rows of attention: first those that are read from the cache, of all parts, then those to compute.
     known = sum(part.start for part in parts)
     spans, counts, first, row = [], [], 0, known
-    tokens, positions, written, read = [], [], [], []
+    tokens, positions, positions_before, cells, cells_before = [], [], [], [], []
     for part in parts:
         before, own = np.arange(part.start), np.arange(part.start, len(part.tokens))
         spans.append(Span(row, row + len(own), (first, first + part.start) if part.start else (0, 0)))
@@ -45,20 +45,26 @@ def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -
         counts.append(len(own))
         tokens.append(part.tokens[part.start :])
         positions.append(own)
-        written.append(cache.list_places(part.cells[own // CHUNK], own))
-        read.append(cache.list_places(part.cells[before // CHUNK], before))
+        positions_before.append(before)
+        cells.append(part.cells[own // CHUNK])
+        cells_before.append(part.cells[before // CHUNK])
     packed = decoder.packed_attention(attention_blocks(spans))
-    arrays = map(np.concatenate, (tokens, positions, written, read))
-    computed, computed_positions, written_places, read_places = upload(decoder.device, *arrays)
+    computed, places, written, read = upload(
+        decoder.device,
+        np.concatenate(tokens),
+        np.concatenate(positions),
+        cache.list_places(np.concatenate(cells), np.concatenate(positions)),
+        cache.list_places(np.concatenate(cells_before), np.concatenate(positions_before)),
+    )
 
     def attention(layer: int, heads: Tensor) -> Tensor:
-        cache.write(layer, heads, written_places)
+        cache.write(layer, heads, written)
         if not known:
             return packed(layer, heads)
         extended = heads.new_zeros(known + len(heads), *heads.shape[1:])
-        extended[:known, cache.query_heads :] = cache.read(layer, read_places)
+        extended[:known, cache.query_heads :] = cache.read(layer, read)
         extended[known:] = heads
         return packed(layer, extended)
 
     loras = rows_of([part.lora for part in parts], counts)
-    return decoder.forward(computed, computed_positions, attention, loras)
+    return decoder.forward(computed, places, attention, loras)

@@ -142,12 +142,16 @@ class Sequences:
             size = len(self.of)
             grown = max(missing, size // 2, _FEWEST)
             self.of = np.concatenate([self.of, np.zeros(grown, _COLUMNS)])
-            self._tokens = np.pad(self._tokens, ((0, grown), (0, 0)))
-            self._logprobs = np.pad(self._logprobs, ((0, grown), (0, 0)))
-            self.cells = np.pad(self.cells, ((0, grown), (0, 0)))
+            self._tokens, self._logprobs = _tall(self._tokens, grown), _tall(self._logprobs, grown)
+            self.cells = _tall(self.cells, grown)
             self._free = [*reversed(range(size, size + grown)), *self._free]
         taken, self._free = self._free[len(self._free) - count :], self._free[: len(self._free) - count]
         return np.array(taken[::-1], np.int64)
+
+
+def _tall(rows: np.ndarray, count: int) -> np.ndarray:
+    """`count` rows more, which are zero."""
+    return np.concatenate([rows, np.zeros((count, rows.shape[1]), rows.dtype)])
 
 
 def _wide(rows: np.ndarray, width: int) -> np.ndarray:
