@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 from mint.compose.dashboard_server import key_or_session, over_service, screen_of
@@ -33,6 +35,7 @@ from mint.server.ops.metrics import Metrics
 from mint.server.ops.preflight import Access, CheckResult
 from mint.server.ops.readiness import Readiness
 from mint.server.service.service import Service
+from mint.server.store.instances import ServerLock
 from mint.server.store.keys import ApiKeys, count_keys
 
 log = logging.getLogger("mint.serving")
@@ -84,12 +87,12 @@ class Server:
         )
         if not access.is_local and not access.asks_keys:
             log.warning("--insecure: EVERYBODY who reaches %s can use this server and read all its data", settings.host)
-        self._socket = preflight.open_socket(settings.host, settings.port)
-        try:
+        with ExitStack() as opened:
+            _make_folder(folder)
+            self._lock = opened.enter_context(closing(ServerLock(folder)))
+            self._socket = opened.enter_context(preflight.open_socket(settings.host, settings.port))
             self.service = _open_service(settings, metrics := Metrics(), engine)
-        except BaseException:
-            self._socket.close()
-            raise
+            opened.pop_all()  # all is open: `run` closes it
         self.keys = ApiKeys(self.service.journal.database)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
         self._dashboard = over_service(
@@ -114,6 +117,7 @@ class Server:
         finally:
             self._threads.shutdown(wait=False)  # the responses have been sent, or cut off
             _stop(self.service, self._settings.stop_within_s * (1 - DRAIN_SHARE))
+            self._lock.close()
 
     def stop(self) -> None:
         """Makes `run` return, as a signal would."""
@@ -124,17 +128,19 @@ class Server:
         self._dashboard.close()
 
 
-def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | None) -> Service:
-    folder = settings.folder
-    base = read_settings()
-    offered = settings.offered
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequestError(f"cannot be made: {error}", field="--data-dir", value=folder) from error
+
+
+def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | None) -> Service:
+    base = read_settings()
+    offered = settings.offered
     service = Service(
         metrics.metered(engine or torch_engine(base)),
-        folder,
+        settings.folder,
         aliases={**base.model_aliases, **{name: target for name, target in offered.items() if target != name}},
         offered=offered or available(base.model_aliases),
         is_server=True,

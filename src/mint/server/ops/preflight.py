@@ -15,6 +15,7 @@ from mint.errors import InvalidRequestError, MintError
 from mint.models import registry
 from mint.server.http.auth import is_loopback
 from mint.server.store.database import check_file
+from mint.server.store.instances import require_no_server
 from mint.server.store.journal import JOURNAL_FILE
 from mint.server.store.keys import KeyCount, count_keys
 from mint.server.store.schema import SCHEMA_VERSION
@@ -132,6 +133,7 @@ def _data_dir(folder: Path) -> str:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise InvalidRequestError("cannot be written", field="--data-dir", value=existing, remedy="Choose another one")
+    require_no_server(folder)
     return f"{folder} can be written" if existing == folder else f"{folder} will be made"
 
 

@@ -1,20 +1,161 @@
-"""The processes that use a data directory: one locked file for each, so that dead ones can be recognised.
+"""The processes that use a data directory, and the one server that may serve it: locked files, so that the kernel tells
+who still lives.
 
-A process holds an exclusive `flock` on its own file as long as it lives. The kernel releases the lock however the
-process ends. Knows instance ids only; nothing of sessions or models.
+A process holds an exclusive `flock` on its own file as long as it lives; a server holds one more, on `serve.lock`. The
+kernel releases a lock however its process ends, and knows it in every container that mounts the same folder. Embedded
+processes and one server may use a data directory together: each has sessions of its own, all share the checkpoints.
+Knows instance ids only; nothing of sessions or models.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import socket
+import time
 import uuid
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+
+from mint.errors import InvalidRequestError
 
 SERVER = "server-"
 """How the ids of instances begin that serve a socket."""
+
+SERVER_LOCK_FILE = "serve.lock"
+PATIENCE_S = 0.5
+"""How long a server tries to get its lock: `require_no_server` takes it for an instant."""
+
+_lock_files: set[int] = set()
+"""The lock files of this process. A child that was forked from it shares them, and must not keep them locked."""
+
+
+def _close_inherited() -> None:
+    for file in _lock_files:
+        os.close(file)
+    _lock_files.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+class ServerLock:
+    """The right to serve a data directory: one process has it, until `close` or until it dies."""
+
+    def __init__(self, data_dir: Path) -> None:
+        """Takes the right, and writes into the file who has it.
+
+        Raises:
+            InvalidRequestError: another server has it, or the file system has no working locks.
+        """
+        with _file_errors(data_dir):
+            self._file = os.open(data_dir / SERVER_LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o600)
+        _lock_files.add(self._file)
+        try:
+            give_up_at = time.monotonic() + PATIENCE_S
+            while not _lock(self._file, data_dir):
+                if time.monotonic() > give_up_at:
+                    raise _is_served(data_dir, self._file)
+                time.sleep(PATIENCE_S / 10)
+            _require_exclusion(data_dir)
+            started_at = datetime.now(UTC).isoformat(timespec="seconds")
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "started_at": started_at}
+            with _file_errors(data_dir):
+                os.ftruncate(self._file, 0)
+                os.pwrite(self._file, json.dumps(holder).encode(), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the right back. The file stays: removing it could give two servers two files to lock."""
+        _release(self._file)
+
+
+def require_no_server(data_dir: Path) -> None:
+    """Checks that a server could serve a data directory now. Creates nothing.
+
+    Raises:
+        InvalidRequestError: a server does already, or the file system has no working locks.
+    """
+    if not (data_dir / SERVER_LOCK_FILE).is_file():
+        return
+    with _file_errors(data_dir):
+        file = os.open(data_dir / SERVER_LOCK_FILE, os.O_RDWR)
+    try:
+        if not _lock(file, data_dir):
+            raise _is_served(data_dir, file)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _file_errors(data_dir: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = "Choose another one, or free disk space"
+        raise InvalidRequestError(
+            f"cannot be used: {error}", field="--data-dir", value=data_dir, remedy=remedy
+        ) from error
+
+
+def _is_served(data_dir: Path, file: int) -> InvalidRequestError:
+    try:
+        holder = json.loads(os.pread(file, 4096, 0))
+        who = f"process {holder['pid']} on host {holder['host']}, since {holder['started_at']}"
+    except (ValueError, KeyError, TypeError):
+        who = "a process that has just started"
+    return InvalidRequestError(
+        f"is served already, by {who}",
+        field="--data-dir",
+        value=data_dir,
+        remedy="Stop that server, or give this one another data directory",
+    )
+
+
+def _lock(file: int, data_dir: Path) -> bool:
+    """Locks an open file; False if another one has locked it.
+
+    Raises:
+        InvalidRequestError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise _no_locks(data_dir, error.strerror or str(error)) from error
+    return True
+
+
+def _require_exclusion(data_dir: Path) -> None:
+    """Checks that the file system refuses a lock that is held: some grant every lock."""
+    second = os.open(data_dir / SERVER_LOCK_FILE, os.O_RDWR)
+    try:
+        if _lock(second, data_dir):
+            raise _no_locks(data_dir, "it grants one lock twice")
+    finally:
+        os.close(second)
+
+
+def _no_locks(data_dir: Path, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"is on a file system without working file locks: {why}",
+        field="--data-dir",
+        value=data_dir,
+        remedy="Use a folder on a local disk, or mount the network file system with locks",
+    )
+
+
+def _release(file: int) -> None:
+    """Closes a locked file; in a forked child it is closed already."""
+    if file in _lock_files:
+        _lock_files.discard(file)
+        os.close(file)
 
 
 class Instance:
@@ -27,6 +168,7 @@ class Instance:
         self._role = SERVER if is_server else ""
         self.instance_id = f"{self._role}{uuid.uuid4().hex}"
         self._file = os.open(self._path(self.instance_id), os.O_CREAT | os.O_RDWR, 0o600)
+        _lock_files.add(self._file)
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def mark(self, request: str) -> None:
@@ -37,7 +179,7 @@ class Instance:
     def close(self) -> None:
         """Removes the file and releases the lock."""
         self._path(self.instance_id).unlink(missing_ok=True)
-        os.close(self._file)
+        _release(self._file)
 
     @contextmanager
     def sole_adopter(self) -> Generator[None]:
