@@ -121,6 +121,27 @@ def test_nothing_is_shared_between_weights_and_dropped_weights_take_theirs_along
     assert _prefilled(published, [own])[0] == 70
 
 
+def test_nothing_is_shared_between_scopes_neither_in_one_step_nor_later(published: TorchEngine) -> None:
+    prompt = _tokens(100)
+    count, results = _prefilled(published, [job(prompt, weights_id="w", cache_scope=name) for name in ("ann", "bob")])
+    assert count == 200
+    assert _prefilled(published, [job(prompt, weights_id="w", cache_scope="eve")])[0] == 100
+    assert _prefilled(published, [job(prompt, weights_id="w", cache_scope="ann")])[0] == 1
+    assert _bits(results[0]) == _bits(results[1])
+    for scope in ("ann", "bob"):  # nor where only the base model is asked
+        assert _prefilled(published, [job(prompt, cache_scope=scope)])[0] == 100
+
+
+def test_a_scope_with_few_prompts_keeps_them_however_much_another_caches(fresh: Fresh) -> None:
+    engine = fresh(prefix_cache_bytes=6 * CELL_BYTES)
+    own = job([*_tokens(64), 5], weights_id="w", max_tokens=0, cache_scope="ann")
+    engine.sample([own])
+    for seed in range(1, 9):
+        engine.sample([job([*_tokens(64, seed=seed), 5], weights_id="w", max_tokens=0, cache_scope="bob")])
+    assert engine.kv_cells()["kept"] == 6
+    assert _prefilled(engine, [own])[0] == 1
+
+
 def test_weights_that_are_dropped_during_a_job_leave_nothing_in_the_cache(published: TorchEngine) -> None:
     batch = published.open_batch()
     batch.add("own", job(_tokens(70), weights_id="w", num_samples=2))

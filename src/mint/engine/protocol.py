@@ -135,7 +135,10 @@ class SampleJob:
     About the prompt: `prompt_logprobs` asks for those of its own tokens, `topk_prompt_logprobs` for so many best tokens
     at each place, both for its last `prompt_logprobs_last_n` tokens (None: all but the first). `target_prompt_logprobs`
     are pairs (place >= 1, token); each gets its logprob. `prompt_alt_tokens_k` asks for so many draws at every place
-    after the first, with replacement, at `temperature` without top-k and top-p."""
+    after the first, with replacement, at `temperature` without top-k and top-p.
+
+    What is cached of prompts is reused only among jobs of one `cache_scope`, an opaque name: neither the time of a job
+    nor the engine's counts tell it of the prompts of other scopes."""
 
     base: str
     weights_id: str | None
@@ -154,6 +157,7 @@ class SampleJob:
     prompt_logprobs_last_n: int | None = None
     target_prompt_logprobs: np.ndarray | None = None  # int64 [Q, 2]
     prompt_alt_tokens_k: int = 0
+    cache_scope: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """The prefix cache: keys and values that stay in the KV cache after their job, for prompts that begin alike.
 
-There is one tree for each set of weights. A node stands for the tokens of one cell (the last of a branch may be short),
-its children for the cells that follow. The least recently used nodes are evicted first. Knows nothing of jobs.
+There is one tree for each set of weights and each scope, so that no job learns of the prompts of another scope. A node
+stands for the tokens of one cell (the last of a branch may be short), its children for the cells that follow. Evicted
+are the least recently used nodes of the scope that has the most. Knows nothing of jobs, nor what a scope is.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from mint.engine.sampling.kv_cache import KVCache
 class _Node:
     tokens: np.ndarray
     cell: int
+    scope: str
     siblings: _Level
     children: _Level = field(default_factory=lambda: _Level())
 
@@ -33,8 +35,8 @@ class _Level:
         self.nodes: dict[bytes, _Node] = {}
         self._order: list[bytes] = []
 
-    def add(self, tokens: np.ndarray, cell: int) -> _Node:
-        node = _Node(tokens.copy(), cell, self)
+    def add(self, tokens: np.ndarray, cell: int, scope: str) -> _Node:
+        node = _Node(tokens.copy(), cell, scope, self)
         self.nodes[_key(tokens)] = node
         insort(self._order, _key(tokens))
         return node
@@ -76,26 +78,31 @@ class PrefixCache:
         """At most `limit_bytes` of `cache`; at first only the base model itself (weights None) is open."""
         self._cache = cache
         self._limit = limit_bytes // cache.cell_bytes
-        self._roots: dict[LoraWeights | None, _Level] = {None: _Level()}
-        # By last use, oldest first. A path is touched from its leaf up, so the oldest node is always a leaf.
-        self._used: OrderedDict[_Node, None] = OrderedDict()
+        self._roots: dict[LoraWeights | None, defaultdict[str, _Level]] = {None: defaultdict(_Level)}
+        # The nodes of each scope by last use, oldest first. A path is touched from its leaf up, so the oldest node of
+        # a scope is always a leaf.
+        self._used: dict[str, OrderedDict[_Node, None]] = {}
 
     def __len__(self) -> int:
         """Cells that it holds. May be called from any thread: the list is copied at once."""
-        return len({node.cell for node in list(self._used)})
+        return len({node.cell for used in list(self._used.values()) for node in list(used)})
 
     def open(self, weights: LoraWeights) -> None:
         """From now on, what is computed with these weights may be cached."""
-        self._roots.setdefault(weights, _Level())
+        self._roots.setdefault(weights, defaultdict(_Level))
 
     def close(self, weights: LoraWeights) -> None:
         """Drops all that is cached for these weights, and caches nothing more."""
-        for node in list(_below(self._roots.pop(weights, _Level()))):
-            self._drop(node)
+        for level in self._roots.pop(weights, {}).values():
+            for node in list(_below(level)):
+                self._drop(node)
 
-    def find(self, weights: LoraWeights | None, tokens: np.ndarray) -> Match:
-        """The longest cached beginning of `tokens`. The caller must hold its cells before the cache can evict them."""
-        level, cells, path = self._roots.get(weights), [], []
+    def find(self, weights: LoraWeights | None, scope: str, tokens: np.ndarray) -> Match:
+        """The longest beginning of `tokens` that jobs of this scope have cached.
+
+        The caller must hold its cells before the cache can evict them.
+        """
+        level, cells, path = self._roots.get(weights, {}).get(scope), [], []
         partial, rest = -1, 0
         if level is None:
             return Match(np.zeros(0, np.int64))
@@ -114,42 +121,48 @@ class PrefixCache:
         self._touch(path)
         return Match(np.array(cells, np.int64), partial, rest)
 
-    def insert(self, weights: LoraWeights | None, tokens: np.ndarray, cells: np.ndarray) -> None:
-        """Caches the cells of `tokens`, in order; the last one may be short."""
+    def insert(self, weights: LoraWeights | None, scope: str, tokens: np.ndarray, cells: np.ndarray) -> None:
+        """Caches the cells of `tokens` for jobs of this scope, in order; the last cell may be short."""
         if weights not in self._roots or not self._limit:
             return
-        level, path = self._roots[weights], []
+        level, path = self._roots[weights][scope], []
+        used = self._used.setdefault(scope, OrderedDict())
         for start, cell in zip(range(0, len(tokens), CHUNK), cells.tolist(), strict=False):
             own = tokens[start : start + CHUNK]
             node = level.nodes.get(_key(own))
             if node is None:
-                node = level.add(own, cell)
+                node = level.add(own, cell, scope)
                 self._cache.hold(np.array([cell]))
-                self._used[node] = None
+                used[node] = None
             path.append(node)
             level = node.children
         self._touch(path)
-        self.shrink(len(self._used) - self._limit)
+        self.shrink(self._count - self._limit)
 
     def shrink(self, count: int) -> None:
-        """Evicts the `count` oldest nodes."""
-        for _ in range(min(count, len(self._used))):
-            self._drop(next(iter(self._used)))
+        """Evicts `count` nodes, each time the oldest of the scope that has the most."""
+        for _ in range(min(count, self._count)):
+            largest = max(self._used.values(), key=len)
+            self._drop(next(iter(largest)))
 
     def make_room(self, count: int) -> bool:
         """Evicts the oldest nodes until `count` cells are free; False where that is impossible."""
         while self._cache.free < count:
-            if not self._used:
+            if not self._count:
                 return False
-            self.shrink(1 + len(self._used) // 8)
+            self.shrink(1 + self._count // 8)
         return True
+
+    @property
+    def _count(self) -> int:
+        return sum(map(len, self._used.values()))
 
     def _touch(self, path: list[_Node]) -> None:
         for node in reversed(path):
-            self._used.move_to_end(node)
+            self._used[node.scope].move_to_end(node)
 
     def _drop(self, node: _Node) -> None:
-        del self._used[node]
+        del self._used[node.scope][node]
         node.siblings.remove(node)
         self._cache.release(np.array([node.cell]))
 

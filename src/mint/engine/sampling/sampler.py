@@ -87,6 +87,11 @@ class _Entry:
         return np.append(self.cells, self.own[:1]) if len(self.job.prompt) % CHUNK else self.cells
 
     @property
+    def scope(self) -> str:
+        """The scope of the prefix cache that the job reads and fills."""
+        return self.job.cache_scope
+
+    @property
     def count(self) -> int:
         """S, or 0 where the job only asks about its prompt."""
         return self.job.num_samples if self.job.max_tokens else 0
@@ -171,18 +176,19 @@ class Sampler:
         if not self._waiting:
             return
         later: list[_Entry] = []
-        rows, beginnings = len(self._order), set[tuple[LoraWeights | None, bytes]]()
+        rows, beginnings = len(self._order), set[tuple[LoraWeights | None, str, bytes]]()
         for entry in self._prefilling:
             rows += entry.count
-            beginnings.add((entry.lora, entry.beginning))
+            beginnings.add((entry.lora, entry.scope, entry.beginning))
         while self._waiting:
             entry = self._waiting[0]
             if rows and rows + entry.count > self._row_limit:
                 break
-            known = self._memory.prefix_cache.find(entry.lora, entry.job.prompt[: unasked_tokens(entry.job)])
+            reusable = entry.job.prompt[: unasked_tokens(entry.job)]
+            known = self._memory.prefix_cache.find(entry.lora, entry.scope, reusable)
             ahead = entry.job.prompt[known.length : known.length + BLOCK]
             entry.beginning = ahead.tobytes() if len(ahead) == BLOCK else b""
-            if entry.beginning and (entry.lora, entry.beginning) in beginnings:
+            if entry.beginning and (entry.lora, entry.scope, entry.beginning) in beginnings:
                 # A job ahead computes the same tokens in this step; in the next one they are cached.
                 later.append(self._waiting.popleft())
                 continue
@@ -193,7 +199,7 @@ class Sampler:
             if fits:
                 self._prefilling.append(entry)
                 rows += entry.count
-                beginnings.add((entry.lora, entry.beginning))
+                beginnings.add((entry.lora, entry.scope, entry.beginning))
             else:
                 self._close(entry, SampleResult([], error=NO_ROOM))
         self._waiting.extendleft(reversed(later))
@@ -296,7 +302,7 @@ class Sampler:
             entry, own = self._entries[number], sequences.cells_of(slot)
             if entry.sound:
                 known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
-                self._memory.prefix_cache.insert(entry.lora, known, own)
+                self._memory.prefix_cache.insert(entry.lora, entry.scope, known, own)
             if not entry.closed:
                 entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
             entry.rows -= 1
@@ -358,7 +364,7 @@ class Sampler:
             if not entry.sound:
                 self._close(entry, SampleResult([], error=DIVERGED))
                 continue
-            self._memory.prefix_cache.insert(entry.lora, entry.job.prompt, entry.prompt_cells)
+            self._memory.prefix_cache.insert(entry.lora, entry.scope, entry.job.prompt, entry.prompt_cells)
             if asks(entry.job):
                 unknown = [part for part in entry.hidden if len(part)]
                 front = hidden.new_zeros(len(entry.job.prompt) - sum(map(len, unknown)), hidden.shape[1])

@@ -18,8 +18,10 @@ from mint.types import PromptAltTokens, SampledSequence, SampleResponse, Samplin
 from mint.wire.requests import SampleRequest
 
 
-def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: Path) -> SampleJob:
+def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: Path, *, owner: str) -> SampleJob:
     """The request with all that it left open filled in; `folder` is the base model's.
+
+    Prompts are cached for each `owner` alone: nobody learns from the time of a request what others have asked.
 
     Raises:
         InvalidRequestError: it does not fit the base model.
@@ -46,6 +48,7 @@ def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: 
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         target_prompt_logprobs=None if targets is None else validation.target_pairs(targets, len(prompt), base),
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        cache_scope=owner,
     )
 
 
