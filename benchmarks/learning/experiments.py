@@ -202,7 +202,7 @@ def compare(name: str, seeds: int, steps: int) -> None:
         started = time.perf_counter()
         runs = [Learner(service, arm, seed).run(steps) for seed in range(seeds)]
         right = sum(round(run.heldout * HELDOUT) for run in runs)
-        mean, low, high = interval([1.0] * right + [0.0] * (seeds * HELDOUT - right))
+        mean, low, high = interval([1.0] * right + [0.0] * (seeds * HELDOUT - right), proportion=True)
         cells = [
             arm.name,
             f"{np.mean([run.rewards for run in runs]):.3f}",

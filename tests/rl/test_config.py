@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -32,6 +35,54 @@ def test_an_unknown_setting_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(InvalidRequestError, match=r"RLConfig\.group_szie") as refused:
         RLConfig(group_szie=8)
     assert refused.value.remedy == "Did you mean group_size?"
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"rank": "8"}, r"RLConfig\.rank = 8: .*not str\. Give an integer, at least 1, at most 256"),
+        ({"rank": True}, r"RLConfig\.rank = True: .*not bool\. Give an integer"),
+        ({"rank": 257}, r"RLConfig\.rank = 257: .*Give an integer, at least 1, at most 256"),
+        ({"learning_rate": True}, r"RLConfig\.learning_rate = True: .*Give a number, at least 0"),
+        ({"train_mlp": "no"}, r"RLConfig\.train_mlp = no: .*Give True or False"),
+        ({"base_model": 7}, r"RLConfig\.base_model = 7: .*Give a text"),
+        ({"betas": ("0.9", 0.99)}, r"RLConfig\.betas\[0\] = 0\.9: .*whose values are a number"),
+        ({"temperature_end": 0}, r"RLConfig\.temperature_end = 0: .*Give a number, above 0, or None"),
+        ({"lr_schedule": "step"}, r"RLConfig\.lr_schedule = step: .*'cosine'\. Choose one of these"),
+        ({"groups_per_batch": 0}, r"RLConfig\.groups_per_batch = 0: .*Give an integer, at least 1"),
+    ],
+)
+def test_a_wrong_type_or_range_is_refused_with_what_is_allowed(fields: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(InvalidRequestError, match=refusal):
+        RLConfig(**fields)
+    with pytest.raises(InvalidRequestError, match=refusal):
+        RLConfig().model_copy(update=fields)
+
+
+def test_an_integer_may_stand_for_a_float_a_list_for_a_tuple_and_a_text_for_a_path() -> None:
+    config = RLConfig(learning_rate=1, betas=[0, 0.9], trackers=["wandb"], run_dir="runs/x", stop=("a",))  # ty: ignore[invalid-argument-type]
+    assert (config.learning_rate, config.betas, config.trackers) == (1.0, (0.0, 0.9), ("wandb",))
+    assert (config.run_dir, config.stop) == (Path("runs/x"), ["a"])
+
+
+def test_a_copy_with_changes_is_checked_and_keeps_the_rest() -> None:
+    config = RLConfig(steps=7, betas=(0.8, 0.9))
+    assert config.model_copy(update={"steps": 3}) == RLConfig(steps=3, betas=(0.8, 0.9))
+    assert config.model_copy(update={"groups_per_batch": 3}) == RLConfig(steps=7, betas=(0.8, 0.9), batch_size=3)
+    assert config.model_copy() == config
+    with pytest.raises(InvalidRequestError, match=r"RLConfig\.stepz = 1: .*Did you mean steps\?"):
+        config.model_copy(update={"stepz": 1})
+    with pytest.raises(InvalidRequestError, match=r"curriculum_low = 0\.9"):
+        config.model_copy(update={"curriculum_low": 0.9})
+
+
+def test_words_of_a_command_line_are_converted_to_the_types_of_their_fields() -> None:
+    words = {"rank": "8", "train_mlp": "no", "betas": ["0.8", 0.9], "trackers": "wandb,trackio", "steps": 1e2}
+    config = RLConfig.from_words(words)
+    assert (config.rank, config.train_mlp, config.betas, config.steps) == (8, False, (0.8, 0.9), 100)
+    assert config.trackers == ("wandb", "trackio")
+    with pytest.raises(InvalidRequestError, match=r"RLConfig\.rank = many: .*Give an integer, at least 1, at most 256"):
+        RLConfig.from_words({"rank": "many"})
 
 
 def test_mixed_seeds_differ_and_fit_63_bits() -> None:

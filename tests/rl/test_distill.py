@@ -68,6 +68,9 @@ def test_a_teacher_with_another_tokenizer_is_refused(
             return {"a": 0}
 
     class ForeignTeacher:
+        def get_model_path(self) -> None:
+            return None
+
         def get_tokenizer(self) -> Foreign:
             return Foreign()
 

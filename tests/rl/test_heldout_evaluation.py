@@ -35,6 +35,18 @@ def test_fractional_rewards_get_the_normal_interval() -> None:
     assert interval(rewards.tolist()) == pytest.approx((rewards.mean(), rewards.mean() - half, rewards.mean() + half))
 
 
+def test_only_a_proportion_gets_wilson_s_interval() -> None:
+    assert interval([0.0] * 16) == (0.0, 0.0, 0.0)
+    assert interval([0.0] * 16, proportion=True) == (0.0, *wilson(0, 16))
+
+    class Costs(Sums):
+        reward_range = (-1.0, 1.0)
+
+    groups = [Group(item, place, [1], [rollout(0.0)]) for place, item in enumerate("abcd")]
+    assert estimate(Sums(), groups, completions=1, temperature=0.0).high == wilson(0, 4)[1]
+    assert estimate(Costs(), groups, completions=1, temperature=0.0).high == 0.0
+
+
 @pytest.mark.parametrize("n", [1, 4, 7])
 def test_pass_at_k_is_the_share_of_all_subsets_with_a_success(n: int) -> None:
     for successes, k in itertools.product(range(n + 1), range(1, n + 1)):

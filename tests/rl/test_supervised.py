@@ -6,18 +6,23 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import mint
+from mint.cli.recipe_runs import print_report, teacher_sampler
 from mint.errors import InvalidRequestError
 from mint.recipes.datasets.arithmetic import Problem, draw_problems
 from mint.recipes.distill import DistillConfig, DistillResult, run_distill
 from mint.recipes.dpo import DPOConfig, DPOResult, Preference, run_dpo
+from mint.recipes.math import MathAdapter
 from mint.recipes.sft import SFTConfig, SFTResult, run_sft
 from mint.recipes.supervised import Demonstration, SupervisedConfig, completion_datum
+from mint.rl import RLConfig, run_grpo
 from mint.runs.log import RunLog
 from mint.runs.reader import RunReader
 from mint.types import AdamParams
@@ -37,6 +42,7 @@ Result = SFTResult | DPOResult | DistillResult
         (DPOConfig, {"rank": "x"}, r"DPOConfig\.rank = x"),
         (DPOConfig, {"beta": 0.0}, r"DPOConfig\.beta = 0"),
         (DistillConfig, {"group_size": 0}, r"DistillConfig\.group_size = 0"),
+        (SFTConfig, {"epochs": "3"}, r"SFTConfig\.epochs = 3: .*not str\. Give an integer, at least 1"),
         (DistillConfig, {"temperature": float("nan")}, r"DistillConfig\.temperature = nan"),
     ],
 )
@@ -149,3 +155,59 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
         run_sft([Demonstration([5, 6], " 7")], [], config, service_client=service)
         with pytest.raises(InvalidRequestError, match="another data"):
             run_sft([Demonstration([5, 6], " 8")], [], config, service_client=service, resume=True)
+
+
+def test_a_resume_without_a_folder_is_refused_and_not_a_new_run(tmp_path: Path) -> None:
+    with mint.ServiceClient(data_dir=tmp_path / "service") as service:
+        with pytest.raises(InvalidRequestError, match=r"SFTConfig\.run_dir = None: .*--run-dir"):
+            run_sft([Demonstration([5, 6], " 7")], [], SFTConfig(), service_client=service, resume=True)
+        grpo = RLConfig(base_model="mint/tiny", steps=0)
+        with pytest.raises(InvalidRequestError, match=r"RLConfig\.run_dir = None: .*--run-dir"):
+            run_grpo(MathAdapter(), grpo, service_client=service, resume=True)
+
+
+def test_a_run_is_not_resumed_with_another_teacher(tmp_path: Path) -> None:
+    config = DistillConfig(run_dir=tmp_path / "run", steps=1, group_size=1, max_tokens=2)
+    with mint.ServiceClient(data_dir=tmp_path / "service") as service:
+        trainer = service.create_lora_training_client(base_model="mint/tiny", rank=4)
+        one, other = (
+            service.create_sampling_client(trainer.save_weights_for_sampler(name=name).result().path)
+            for name in ("one", "other")
+        )
+        run_distill([[5, 6]], [], one, config, service_client=service)
+        again = service.create_sampling_client(one.get_model_path())
+        run_distill([[5, 6]], [], again, config, service_client=service, resume=True)
+        for teacher in (other, service.create_sampling_client(base_model="mint/tiny")):
+            with pytest.raises(InvalidRequestError, match="another teacher"):
+                run_distill([[5, 6]], [], teacher, config, service_client=service, resume=True)
+
+
+@pytest.mark.parametrize("teacher", ["foo", "mint://nowhere/sampler_weights/x"])
+def test_a_teacher_that_does_not_exist_is_refused_as_the_teacher(teacher: str, tmp_path: Path) -> None:
+    with (
+        mint.ServiceClient(data_dir=tmp_path / "service") as service,
+        pytest.raises(mint.MintError, match=f"^teacher = {teacher}"),
+    ):
+        teacher_sampler(service, teacher)
+
+
+def test_data_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
+    sft, dpo, distill = (kind(run_dir=tmp_path) for kind in (SFTConfig, DPOConfig, DistillConfig))
+    teacher: Any = None
+    wrong: Any = "text"
+    with pytest.raises(InvalidRequestError, match=r"training set = text: is not a list.*Demonstration\(prompt"):
+        run_sft(wrong, [], sft)
+    with pytest.raises(InvalidRequestError, match=r"held-out set\[0\] = text: is not a Preference, but a str"):
+        run_dpo([Preference([5], "a", "b")], [wrong], dpo)
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\] = text: is not a list, but a str.*token ids"):
+        run_distill([[5], wrong], [], teacher, distill)
+
+
+def test_without_held_out_items_there_are_no_scores(tmp_path: Path) -> None:
+    with mint.ServiceClient(data_dir=tmp_path / "service") as service:
+        config = SFTConfig(run_dir=tmp_path / "run", epochs=1)
+        result = run_sft([Demonstration([5, 6], " 7")], [], config, service_client=service)
+    assert (result.before, result.after) == (None, None)
+    shown = Console(record=True, width=200)
+    print_report(shown, asdict(result))
+    assert shown.export_text().count("nothing is held out") == 2

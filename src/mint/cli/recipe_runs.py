@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 import mint
-from mint.errors import InvalidRequestError
+from mint.errors import InvalidRequestError, NotFoundError
 from mint.recipes.distill import DistillConfig, run_distill
 from mint.recipes.dpo import DPOConfig, Preference, run_dpo
 from mint.recipes.question_task import Question, encode_prompt, is_heldout
@@ -74,7 +74,7 @@ def run_demo(
     choice = load_task(task, seed=seed)
     steps = choice.config.steps if steps is None else steps
     settings: dict[str, Any] = {"seed": seed, "run_dir": run_dir, "steps": steps, "trackers": trackers}
-    config = RLConfig(**{**choice.config.model_dump(), **settings})
+    config = choice.config.model_copy(update=settings)
     title = f"mint demo {task}: {config.base_model}, LoRA rank {config.rank}, seed {seed}"
     result = run_with_progress(choice.adapter, config, resume=resume, console=console, title=title)
     return result, rl_report(task, config, result)
@@ -166,7 +166,7 @@ def train_dpo(words: dict[str, Any], *, resume: bool, console: Console) -> dict[
     """Direct preference optimisation on a file of pairs."""
     path = Path(str(take(words, "data", "Add data=…: `mint train dpo` needs it")))
     style = words.pop("prompt_style", "chat")
-    config = DPOConfig(**words)
+    config = DPOConfig.from_words(words)
     rows = read_pairs(path)
     with mint.ServiceClient() as service:
         tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
@@ -188,8 +188,7 @@ def train_distill(words: dict[str, Any], *, resume: bool, console: Console) -> d
     teacher = str(take(words, "teacher", "Add teacher=…: `mint train distill` needs it"))
     config, options = split_words(DistillConfig, words)
     with single_turn_task("distill", options, config) as adapter, mint.ServiceClient() as service:
-        path, base = (teacher, None) if "://" in teacher else (None, teacher)
-        sampler = service.create_sampling_client(model_path=path, base_model=base)
+        sampler = teacher_sampler(service, teacher)
         tokenizer = sampler.get_tokenizer()
         trained, heldout = (
             [list(adapter.make_prompt(item, tokenizer)) for item in items] for items in split_items(adapter)
@@ -202,14 +201,32 @@ def train_distill(words: dict[str, Any], *, resume: bool, console: Console) -> d
     return asdict(result)
 
 
+def teacher_sampler(service: mint.ServiceClient, teacher: str) -> mint.SamplingClient:
+    """A sampler of the teacher, a checkpoint or the name of a base model.
+
+    Raises:
+        InvalidRequestError, NotFoundError: there is none; names the word `teacher`.
+    """
+    path, base = (teacher, None) if "://" in teacher else (None, teacher)
+    try:
+        sampler = service.create_sampling_client(model_path=path, base_model=base)
+        sampler.get_base_model()  # the sampler is made by now, or refused
+    except (InvalidRequestError, NotFoundError) as error:
+        error.field = "teacher"
+        raise
+    return sampler
+
+
 def print_report(console: Console, report: Mapping[str, Any], indent: str = "") -> None:
-    """One line per value; a triple is a mean with its 95 % interval."""
+    """One line per value; a triple is a mean with its 95 % interval, and None is one of no held-out items."""
     for name, value in report.items():
         if isinstance(value, Mapping):
             console.print(f"{indent}{name}")
             print_report(console, value, f"{indent}  ")
             continue
-        if isinstance(value, tuple) and len(value) == 3:
+        if value is None:
+            value = "nothing is held out"
+        elif isinstance(value, tuple) and len(value) == 3:
             value = "{:.3f}  (95 %: {:.3f} to {:.3f})".format(*value)
         console.print(f"{indent}{name:<18} {value}", soft_wrap=True, highlight=False)
 
@@ -231,7 +248,7 @@ def take(words: dict[str, Any], key: str, remedy: str) -> Any:
 def split_words(config: type[Config], words: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
     """The settings among the words, and the options of the task."""
     settings = {key: value for key, value in words.items() if key in config.model_fields}
-    return config(**settings), {key: value for key, value in words.items() if key not in config.model_fields}
+    return config.from_words(settings), {key: value for key, value in words.items() if key not in config.model_fields}
 
 
 @contextmanager

@@ -124,6 +124,11 @@ class SamplingClient(ClientFuture):
         """Same as `get_base_model`."""
         return self._known_info(await wait_async(self._session.run(self._get_info()), None)).base_model
 
+    def get_model_path(self) -> str | None:
+        """The checkpoint that it samples from; None for a base model, and for weights that were not saved by name."""
+        path = self._known_info(wait(self._session.run(self._get_info()), None)).model_path
+        return None if path is None else str(path)
+
     def get_tokenizer(self) -> Any:
         """The base model's Hugging Face tokenizer."""
         info = self._known_info(wait(self._session.run(self._get_info()), None))

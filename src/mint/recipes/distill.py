@@ -18,7 +18,14 @@ from pydantic import Field
 import mint
 from mint import types
 from mint.errors import InvalidRequestError
-from mint.recipes.supervised import ConfidenceInterval, SupervisedConfig, batch_places, data_digest, run_steps
+from mint.recipes.supervised import (
+    ConfidenceInterval,
+    SupervisedConfig,
+    batch_places,
+    check_items,
+    data_digest,
+    run_steps,
+)
 from mint.rl.estimate import interval
 from mint.rl.run_frame import ProgressHook, open_run
 from mint.rl.seeds import mix_seed
@@ -41,13 +48,13 @@ class DistillConfig(SupervisedConfig):
 @dataclass(frozen=True)
 class DistillResult:
     """`checkpoint` can be trained on, `sampler_checkpoint` sampled from. `before` and `after` are the reverse KL per
-    token on held-out prompts; the interval is over prompts."""
+    token on held-out prompts, None if there are none; the interval is over prompts."""
 
     run_dir: Path
     checkpoint: str
     sampler_checkpoint: str
-    before: ConfidenceInterval
-    after: ConfidenceInterval
+    before: ConfidenceInterval | None
+    after: ConfidenceInterval | None
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,21 @@ def run_distill(
 ) -> DistillResult:
     """Moves the student towards `teacher` on its own completions of `prompts` (token ids).
 
-    `resume` continues the run in `config.run_dir` from its last checkpoint, to the same bits as without a break.
+    `resume` continues the run in `config.run_dir` from its last checkpoint, to the same bits as without a break. The
+    teacher must be the same checkpoint or base model; a teacher that was not saved by name counts as its base model.
 
     Raises:
         InvalidRequestError: there are no prompts, the teacher has another tokenizer, or `run_dir` holds another run.
     """
+    for name, items in (("prompts", prompts), ("heldout", heldout)):
+        check_items(items, list, field=name, remedy="Give each prompt as a list of token ids")
     if not prompts:
         raise InvalidRequestError("is empty", field="prompts", value=[], remedy="Give at least one")
-    described = {"task": "distill", "data": data_digest(prompts, heldout)}
+    described = {
+        "task": "distill",
+        "data": data_digest(prompts, heldout),
+        "teacher": teacher.get_model_path() or teacher.get_base_model(),
+    }
     with open_run(
         config, service_client, name="distill", described=described, resume=resume, on_progress=on_progress
     ) as run:
@@ -116,8 +130,8 @@ def run_distill(
             run_dir=trained.run_dir,
             checkpoint=trained.checkpoint,
             sampler_checkpoint=trained.sampler_checkpoint,
-            before=trained.before["reverse_kl"],
-            after=trained.after["reverse_kl"],
+            before=trained.before.get("reverse_kl"),
+            after=trained.after.get("reverse_kl"),
         )
 
 

@@ -68,10 +68,10 @@ def run_dpo(
     `resume` continues the run in `config.run_dir` from its last checkpoint, to the same bits as without a break.
 
     Raises:
-        InvalidRequestError: there is nothing to train on, a prompt is both trained on and held out, or `run_dir` holds
-            another run.
+        InvalidRequestError: there is nothing to train on, an item is not a `Preference`, a prompt is both trained on
+            and held out, or `run_dir` holds another run.
     """
-    check_disjoint(preferences, heldout)
+    check_disjoint(preferences, heldout, Preference)
     steps = config.epochs * steps_per_epoch(len(preferences), config.batch_size)
     described = {"task": "dpo", "steps": steps, "data": data_digest(preferences, heldout)}
     with open_run(
@@ -157,4 +157,4 @@ def evaluate(
     margins = [config.beta * (chosen - rejected) for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)]
     losses = [max(-margin, 0.0) + math.log1p(math.exp(-abs(margin))) for margin in margins]
     right = [float(chosen > rejected) for chosen, rejected in zip(policy[::2], policy[1::2], strict=True)]
-    return {"loss": interval(losses), "accuracy": interval(right)}
+    return {"loss": interval(losses), "accuracy": interval(right, proportion=True)}

@@ -64,10 +64,10 @@ def run_sft(
     `resume` continues the run in `config.run_dir` from its last checkpoint, to the same bits as without a break.
 
     Raises:
-        InvalidRequestError: there is nothing to train on, a prompt is both trained on and held out, or `run_dir` holds
-            another run.
+        InvalidRequestError: there is nothing to train on, an item is not a `Demonstration`, a prompt is both trained on
+            and held out, or `run_dir` holds another run.
     """
-    check_disjoint(demonstrations, heldout)
+    check_disjoint(demonstrations, heldout, Demonstration)
     steps = config.epochs * steps_per_epoch(len(demonstrations), config.batch_size)
     described = {"task": "sft", "steps": steps, "data": data_digest(demonstrations, heldout)}
     with open_run(
@@ -98,8 +98,6 @@ def evaluate(
     trainer: mint.TrainingClient, tokenizer: Any, heldout: Sequence[Demonstration], config: SFTConfig
 ) -> dict[str, ConfidenceInterval]:
     """Loss and greedy accuracy on the held-out demonstrations."""
-    if not heldout:
-        return {"loss": (0.0, 0.0, 0.0), "accuracy": (0.0, 0.0, 1.0)}
     replies = [reply_ids(each.completion, tokenizer) for each in heldout]
     data = [completion_datum(each.prompt, reply) for each, reply in zip(heldout, replies, strict=True)]
     outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
@@ -112,4 +110,4 @@ def evaluate(
     right = [
         float(sample.result().sequences[0].tokens == reply) for sample, reply in zip(samples, replies, strict=True)
     ]
-    return {"loss": interval(losses), "accuracy": interval(right)}
+    return {"loss": interval(losses), "accuracy": interval(right, proportion=True)}

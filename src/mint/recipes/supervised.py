@@ -66,13 +66,14 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class SupervisedResult:
-    """`checkpoint` can be trained on, `sampler_checkpoint` sampled from. Each recipe says what its scores measure."""
+    """`checkpoint` can be trained on, `sampler_checkpoint` sampled from. Each recipe says what its scores measure;
+    `before` and `after` are None if nothing is held out."""
 
     run_dir: Path
     checkpoint: str
     sampler_checkpoint: str
-    before: HeldoutScores
-    after: HeldoutScores
+    before: HeldoutScores | None
+    after: HeldoutScores | None
 
     @classmethod
     def of(cls, trained: TrainedRun, heldout: int) -> Self:
@@ -81,8 +82,8 @@ class SupervisedResult:
             run_dir=trained.run_dir,
             checkpoint=trained.checkpoint,
             sampler_checkpoint=trained.sampler_checkpoint,
-            before=HeldoutScores(**trained.before, n=heldout),
-            after=HeldoutScores(**trained.after, n=heldout),
+            before=HeldoutScores(**trained.before, n=heldout) if heldout else None,
+            after=HeldoutScores(**trained.after, n=heldout) if heldout else None,
         )
 
 
@@ -112,12 +113,34 @@ def batch_places(size: int, batch_size: int, step: int, seed: int) -> list[int]:
     return order[place * batch_size : (place + 1) * batch_size].tolist()
 
 
-def check_disjoint(trained: Sequence[Any], heldout: Sequence[Any]) -> None:
-    """Refuses an empty training set, and one that shares a prompt with the held-out set.
+def check_items(items: Any, kind: type, *, field: str, remedy: str) -> None:
+    """Refuses what is not a list (or another sequence) of `kind`.
 
     Raises:
-        InvalidRequestError: either is the case.
+        InvalidRequestError: names the first item of another type.
     """
+    if isinstance(items, str) or not isinstance(items, Sequence):
+        raise InvalidRequestError(
+            f"is not a list, but a {type(items).__name__}", field=field, value=items, remedy=remedy
+        )
+    for place, item in enumerate(items):
+        if not isinstance(item, kind):
+            raise InvalidRequestError(
+                f"is not a {kind.__name__}, but a {type(item).__name__}",
+                field=f"{field}[{place}]",
+                value=item,
+                remedy=remedy,
+            )
+
+
+def check_disjoint(trained: Sequence[Any], heldout: Sequence[Any], kind: type) -> None:
+    """Refuses an empty training set, one that shares a prompt with the held-out set, and items of another type.
+
+    Raises:
+        InvalidRequestError: one of these is the case.
+    """
+    for name, items in (("training set", trained), ("held-out set", heldout)):
+        check_items(items, kind, field=name, remedy=f"Give a list of {kind.__name__}(prompt, …)")
     if not trained:
         raise InvalidRequestError("is empty", field="training set", value=[], remedy="Give at least one example")
     heldout_prompts = {tuple(example.prompt) for example in heldout}
@@ -174,7 +197,12 @@ def run_steps(
 def evaluate_once(
     run: RunFrame, when: str, step: int, count: int, evaluate: Callable[[], Mapping[str, ConfidenceInterval]]
 ) -> dict[str, ConfidenceInterval]:
-    """Evaluates on `count` held-out examples and logs a row per metric; a resumed run takes these from its log."""
+    """Evaluates on `count` held-out examples and logs a row per metric; a resumed run takes these from its log.
+
+    Nothing if `count` is 0.
+    """
+    if not count:
+        return {}
     logged = [row for row in run.log.read("evaluations.jsonl") if (row["when"], row["step"]) == (when, step)]
     if logged:
         return {row["metric"]: (row["mean"], row["low"], row["high"]) for row in logged}
@@ -183,6 +211,5 @@ def evaluate_once(
         {"step": step, "when": when, "metric": name, "mean": mean, "low": low, "high": high, "n": count}
         for name, (mean, low, high) in scores.items()
     ]
-    if count:
-        run.record_evaluations(rows)
+    run.record_evaluations(rows)
     return scores

@@ -18,7 +18,7 @@ CollapseName = Literal["warn", "stop", "rollback"]
 
 
 class RLConfig(RunConfig):
-    """One RL run. Frozen; a changed copy is `config.model_copy(update={...})`.
+    """One RL run. Frozen; a changed copy is `config.model_copy(update={...})`, which is checked as well.
 
     Raises:
         InvalidRequestError: a field is unknown, of the wrong type or out of range.
@@ -58,8 +58,8 @@ class RLConfig(RunConfig):
     # Sampling.
     temperature_end: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The temperature changes linearly from `temperature` to this; None keeps it."""
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: list[str] | None = Field(None, strict=False)
+    stop_token_ids: list[int] | None = Field(None, strict=False)
     """In addition to the model's own end token."""
     dynamic_sampling: bool = False
     """Replaces groups with equal rewards by groups of other prompts (DAPO, arXiv 2503.14476)."""

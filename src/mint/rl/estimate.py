@@ -57,20 +57,29 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def interval(means_N: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, low and high of one value per item: Wilson's interval for values of 0 and 1, the normal one otherwise.
+def interval(means_N: Sequence[float], *, proportion: bool = False) -> tuple[float, float, float]:
+    """Mean, low and high of one value per item, by the normal approximation.
 
-    With several completions per item, give their mean: completions of one item are not independent, and the error is
-    that between items (clustered errors, arXiv 2411.00640).
+    Args:
+        means_N: With several completions per item, give their mean: completions of one item are not independent, and
+            the error is that between items (clustered errors, arXiv 2411.00640).
+        proportion: Each value counts successes, so that it lies in [0, 1]. If all are 0 or 1, the interval is Wilson's,
+            which is right also when all are equal.
     """
     values = np.asarray(means_N, dtype=np.float64)
     n = len(values)
     mean = float(values.mean()) if n else 0.0
-    if bool(np.isin(values, (0.0, 1.0)).all()):
+    if proportion and bool(np.isin(values, (0.0, 1.0)).all()):
         low, high = wilson(float(values.sum()), n)
         return mean, min(low, mean), max(high, mean)  # all right is 1 up to rounding
     half = Z95 * float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
     return mean, mean - half, mean + half
+
+
+def reward_interval(task: Task, means_N: Sequence[float]) -> tuple[float, float, float]:
+    """`interval` of one mean reward per item. Rewards of 0 and 1 are a proportion, unless the task declares another
+    range."""
+    return interval(means_N, proportion=task.reward_range in (None, (0.0, 1.0)))
 
 
 def pass_at_k(successes: int, n: int, k: int) -> float:
@@ -83,7 +92,7 @@ def estimate(task: Task, groups: Sequence[Group], *, completions: int, temperatu
     rewards_NK = [_padded([rollout.reward or 0.0 for rollout in group.rollouts], completions) for group in groups]
     graded = [rollout for group in groups for rollout in group.rollouts if rollout.reward is not None]
     solved_N = [sum(map(task.is_success, rewards)) for rewards in rewards_NK]
-    mean, low, high = interval([float(np.mean(rewards)) for rewards in rewards_NK])
+    mean, low, high = reward_interval(task, [float(np.mean(rewards)) for rewards in rewards_NK])
     if task.reward_range is not None:  # the normal interval does not know that a reward is bounded
         low, high = max(low, min(mean, task.reward_range[0])), min(high, max(mean, task.reward_range[1]))
     names = sorted({name for rollout in graded for name in rollout.parts})

@@ -6,21 +6,35 @@ Knows nothing of rewards, demonstrations or preferences: `RLConfig` and the conf
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from mint.errors import InvalidRequestError
 from mint.types import AdamParams, invalid_request
+from mint.types.allowed_values import allowed_values
 
 ScheduleName = Literal["constant", "linear", "cosine"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class RunConfig(BaseModel):
-    """One training run. Frozen; every field is checked when it is constructed.
+    """One training run. Frozen; every field is checked when it is constructed or copied with changes.
+
+    Nothing is converted: `epochs="3"` is refused. An integer may stand for a float, a list for a tuple, and a text for
+    a path. `from_words` takes texts.
 
     A subclass adds its own fields and may declare a field again to give it another default.
 
@@ -28,7 +42,7 @@ class RunConfig(BaseModel):
         InvalidRequestError: a field is unknown, of the wrong type or out of range.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, strict=True)
 
     # The weights.
     base_model: str = "Qwen/Qwen3-0.6B"
@@ -47,7 +61,7 @@ class RunConfig(BaseModel):
     lr_schedule: ScheduleName = "constant"
     """`linear` and `cosine` fall from `learning_rate` towards 0 after the last step."""
     lr_warmup_steps: int = Field(0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
@@ -55,7 +69,7 @@ class RunConfig(BaseModel):
 
     # The run.
     seed: int = Field(0, ge=0)
-    run_dir: Path | None = None
+    run_dir: Path | None = Field(None, strict=False)
     """None makes a new folder under `MINT_HOME/runs`."""
     save_every: int = Field(10, ge=1)
     """Steps between resumable checkpoints; the last step is always saved."""
@@ -66,19 +80,62 @@ class RunConfig(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            refusal = invalid_request(error, type(self).__name__)
-            first = error.errors()[0]
-            if first["type"] == "extra_forbidden":
-                similar = get_close_matches(str(first["loc"][-1]), type(self).model_fields, n=1)
-                refusal.remedy = f"Did you mean {similar[0]}?" if similar else refusal.remedy
-            raise refusal from error
+            raise self._refusal(error) from error
+
+    @classmethod
+    def from_words(cls, words: Mapping[str, Any]) -> Self:
+        """The settings on a command line or in a JSON file, where `"3"` is 3, `"no"` is False and a list is a tuple.
+
+        Raises:
+            InvalidRequestError: as the constructor.
+        """
+        return cls(**{name: cls._converted(name, value) for name, value in words.items()})
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """The same settings with some replaced. All are checked, as in the constructor."""
+        changes = update or {}
+        kept = {name: value for name, value in super().model_copy(deep=deep) if self._names(name).isdisjoint(changes)}
+        return type(self)(**kept, **changes)
+
+    @classmethod
+    def _names(cls, field: str) -> set[str]:
+        """The names under which a value of the field may be given."""
+        alias = cls.model_fields[field].validation_alias
+        return {field, *map(str, alias.choices)} if isinstance(alias, AliasChoices) else {field}
+
+    @classmethod
+    def _converted(cls, name: str, value: Any) -> Any:
+        """A word as the type of its field; the constructor refuses what cannot be converted."""
+        try:
+            kind: Any = cls.model_fields[name].annotation
+            return TypeAdapter(kind).validate_python(value)
+        except (KeyError, ValidationError):
+            return value
+
+    @classmethod
+    def _refusal(cls, error: ValidationError) -> InvalidRequestError:
+        """The first complaint of pydantic as our error, with a remedy."""
+        refusal = invalid_request(error, cls.__name__)
+        first = error.errors()[0]
+        given = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"].endswith("_type"):
+            refusal.message += f", not {type(first['input']).__name__}"
+        similar = get_close_matches(given, cls.model_fields, n=1)
+        if first["type"] == "extra_forbidden":
+            refusal.remedy = f"Did you mean {similar[0]}?" if similar else refusal.remedy
+        elif first["type"] == "literal_error":
+            refusal.remedy = "Choose one of these"
+        elif refusal.remedy is None:
+            fields = [field for name, field in cls.model_fields.items() if given in cls._names(name)]
+            refusal.remedy = f"Give {allowed_values(fields[0])}" if fields else None
+        return refusal
 
     @field_validator("trackers", mode="before")
     @classmethod
     def _split_tracker_names(cls, given: Any) -> Any:
         if isinstance(given, str):
             return tuple(name.strip() for name in given.split(",") if name.strip())
-        return given or ()
+        return tuple(given) if isinstance(given, list) else given or ()
 
     @model_validator(mode="after")
     def _check_betas(self) -> Self:

@@ -51,11 +51,19 @@ def open_run(
         service_client: None opens one as the environment says (embedded by default) and closes it with the run.
         name: Begins the folder's name where `config.run_dir` is None.
         described: What `config.json` says besides the settings. A run is only resumed with the same content.
-        resume: Go on from the folder's last checkpoint. A folder without a run is started.
+        resume: Go on from the last checkpoint in `config.run_dir`. A folder without a run is started.
 
     Raises:
-        InvalidRequestError: the folder holds a run and `resume` is False, or the run there has other settings.
+        InvalidRequestError: the folder holds a run and `resume` is False, the run there has other settings, or
+            `resume` is True and `config.run_dir` is None.
     """
+    if resume and config.run_dir is None:
+        raise InvalidRequestError(
+            "is needed to resume a run",
+            field=f"{type(config).__name__}.run_dir",
+            value="None",
+            remedy="Name the folder of the run (--run-dir on the command line), or leave out resume",
+        )
     if config.init_optimizer and config.init_from is None:
         raise InvalidRequestError(
             "needs init_from",

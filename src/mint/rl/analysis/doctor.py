@@ -22,7 +22,7 @@ from mint.rl.analysis.planner import GROUP_SIZES, plan
 from mint.rl.analysis.task_verdict import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, TaskEvidence, TaskVerdict, decide
 from mint.rl.call_pool import CallPool
 from mint.rl.config import RLConfig
-from mint.rl.estimate import interval
+from mint.rl.estimate import interval, reward_interval
 from mint.rl.rollout import Group, GroupRequest, Rollout
 from mint.rl.rollouts.grading import grade_one_by_one
 from mint.rl.rollouts.rollout_worker import RolloutWorker
@@ -164,8 +164,8 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
     return TaskEvidence(
         prompts=len(groups),
         samples=samples,
-        success=interval(rates),
-        mean=interval([float(np.mean(group.rewards)) for group in graded]),
+        success=interval(rates, proportion=True),
+        mean=reward_interval(prober.task, [float(np.mean(group.rewards)) for group in graded]),
         lowest=min(rewards, default=0.0),
         highest=max(rewards, default=0.0),
         floor=prober.task.reward_range[0] if prober.task.reward_range else 0.0,
