@@ -166,13 +166,14 @@ def _own_key(*, from_stdin: bool, file: Path | None) -> str | None:
 
 def _database(data_dir: Path | None, *, make: bool = False) -> Any:
     from mint.config import read_settings  # deferred: loads the database
+    from mint.server.private_files import open_data_dir
     from mint.server.store.database import Database
     from mint.server.store.journal import JOURNAL_FILE
 
     folder = (data_dir or read_settings().home).expanduser().resolve()
     if make:
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            open_data_dir(folder)
         except OSError as error:
             raise InvalidRequestError(f"cannot be made: {error}", field="--data-dir", value=folder) from error
     elif not (folder / JOURNAL_FILE).is_file():

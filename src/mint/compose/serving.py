@@ -34,6 +34,7 @@ from mint.server.ops.logs import configure_logs, log_access
 from mint.server.ops.metrics import Metrics
 from mint.server.ops.preflight import Access, CheckResult
 from mint.server.ops.readiness import Readiness
+from mint.server.private_files import open_data_dir
 from mint.server.service.service import Service
 from mint.server.store.instances import ServerLock
 from mint.server.store.keys import ApiKeys, count_keys
@@ -130,7 +131,7 @@ class Server:
 
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        open_data_dir(folder)
     except OSError as error:
         raise InvalidRequestError(f"cannot be made: {error}", field="--data-dir", value=folder) from error
 

@@ -62,7 +62,7 @@ def _decoded(line: bytes) -> list[Any]:
 
 def append_lines(path: Path, lines: Iterable[bytes]) -> int:
     """Appends encoded lines in one write; returns the offset of the first of them."""
-    with path.open("ab") as file:
+    with open(path, "ab", opener=_open_private) as file:
         start = file.tell()
         file.write(b"".join(lines))
     return start
@@ -118,8 +118,13 @@ class Tail:
 def replace_file(path: Path, content: bytes) -> None:
     """Replaces a file atomically: readers see the old or the new content, also after a power failure."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    with open(temporary, "wb", opener=_open_private) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Opens a file; one that it makes can be read by its owner alone: runs hold prompts and completions."""
+    return os.open(path, flags, 0o600)

@@ -55,9 +55,9 @@ class RunLog:
     """Appends to one run folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder if it is missing."""
+        """Makes the folder if it is missing, for its owner alone."""
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def start(self, config: Mapping[str, Any], *, resume: bool) -> ResumePoint | None:
         """Writes the config of a new run and returns None; or drops what a run logged after its last checkpoint, and

@@ -36,6 +36,7 @@ from mint.errors import (
 )
 from mint.server.callers import Caller
 from mint.server.ids import RequestId, request_id, sampler_id, session_of
+from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import (
     QueuedSample,
@@ -148,7 +149,7 @@ class Service:
         back after its death. By `clock`, in seconds, the engine's time is shared.
         """
         try:
-            data_dir.mkdir(parents=True, exist_ok=True)
+            open_data_dir(data_dir)
             self.instance = Instance(data_dir, is_server=is_server)
         except OSError as error:
             raise JournalError(f"{data_dir} cannot be used: {error}", remedy="Set MINT_HOME to a folder") from error

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mint.errors import InvalidRequestError, JournalError
+from mint.server.private_files import open_private
 from mint.server.store.durability import Durability
 from mint.server.store.schema import MIGRATIONS, SCHEMA_VERSION, TABLES, statements
 
@@ -71,6 +72,7 @@ class Database:
         Raises:
             JournalError: it cannot be opened, or a newer mint wrote it.
         """
+        open_private(path)
         self.durability = Durability(path.with_name(f"{path.name}-wal"))
         self._lock = threading.RLock()
         with _journal_errors():
@@ -253,6 +255,7 @@ def _decoders(kind: type[Any]) -> Mapping[str, Callable[[Any], Any]]:
 
 def _copy(source: Path, target: Path) -> None:
     """Copies the database as it was last committed: the file beside it is about to change."""
+    open_private(target)
     with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as copy:
         old.backup(copy)
 

@@ -164,7 +164,6 @@ class Instance:
     def __init__(self, data_dir: Path, *, is_server: bool = False) -> None:
         """Takes a new id and locks its file."""
         self._folder = data_dir / "instances"
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._role = SERVER if is_server else ""
         self.instance_id = f"{self._role}{uuid.uuid4().hex}"
         self._file = os.open(self._path(self.instance_id), os.O_CREAT | os.O_RDWR, 0o600)
