@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
-from mint.engine.losses import loss_and_slope, measure
+from mint.engine.losses import FORMULAS, loss_and_slope, measure
 from mint.engine.protocol import LOSSES, LossSpec, TrainDatum, resolve_loss
 from mint.errors import InvalidRequestError
+from mint.types import LossName
 
 REFERENCE: dict[str, Callable[[float, float, float, float, float, float], float]] = {
     "cross_entropy": lambda p, q, a, low, high, beta: -p,
@@ -180,6 +184,21 @@ def test_the_effective_sample_size_is_the_share_of_tokens_that_count() -> None:
     p = np.log(np.linspace(1, 2, 101))
     metrics = measure(spec, [_example(p, np.zeros(101), np.ones(101), np.ones(101))], [p], [np.ones(101)])
     assert metrics["ratio_p99:max"] == pytest.approx(1.99)
+
+
+def test_every_list_of_losses_names_the_same_losses() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    [table] = re.findall(r"^\| `loss_fn` \| minimises .*?\n\n", (docs / "sdk.md").read_text(), re.MULTILINE | re.DOTALL)
+    [setting] = re.findall(r"^\| `loss_fn` \| str \|.*$", (docs / "rl.md").read_text(), re.MULTILINE)
+    lists = {
+        "FORMULAS in engine/losses.py": set(FORMULAS),
+        "LossName in types/training.py": set(get_args(LossName)),
+        "the table of losses in docs/sdk.md": set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) - {"loss_fn"},
+        "REFERENCE in tests/engine/test_losses.py": REFERENCE.keys() | {"gspo"},  # gspo has a test of its own
+        "the row loss_fn in docs/rl.md": set(re.findall(r'`"?(\w+)"?`', setting)) - {"loss_fn"},
+    }
+    differences = {place: sorted(names ^ LOSSES.keys()) for place, names in lists.items() if names != LOSSES.keys()}
+    assert differences == {}, "compared with LOSSES in engine/protocol.py"
 
 
 @pytest.mark.parametrize("name", list(LOSSES))

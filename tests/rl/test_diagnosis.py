@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import pkgutil
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mint.rl.analysis.diagnosis import CODES, diagnose
+import mint.rl.analysis
+from mint.rl.analysis.diagnosis import CODES, RULES, diagnose
 from mint.rl.analysis.policy_rules import first_order_gain
 from mint.rl.analysis.run_record import RunRecord
 from mint.rl.finding import Finding
@@ -372,14 +376,31 @@ def test_each_code_comes_at_most_once_and_all_are_declared_with_their_worst_seve
     assert all(rank[finding.severity] <= rank[CODES[finding.code]] for finding in found)
 
 
+def test_every_rule_fires() -> None:
+    modules = [
+        importlib.import_module(f"mint.rl.analysis.{found.name}")
+        for found in pkgutil.iter_modules(mint.rl.analysis.__path__)
+        if found.name.endswith("_rules")
+    ]
+    rules = {
+        function
+        for module in modules
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if not name.startswith("_") and function.__annotations__.get("return") == "Finding | None"
+    }
+    assert rules - set(RULES) == set(), "these are not in RULES (rl/analysis/diagnosis.py)"
+    assert len(RULES) == len(set(RULES)) == len(rules)
+
+
 def test_every_code_is_in_the_source_and_in_the_document() -> None:
     root = Path(__file__).parents[2]
     sources = [*(root / "src/mint/rl/analysis").glob("*_rules.py"), root / "src/mint/rl/training/datum_check.py"]
     text = "".join(path.read_text() for path in sources)
     raised = set(re.findall(r'(?:Finding|_grading)\(\s*(?:view,\s*)?"([a-z_]+)"', text)) | {"suspected_reward_hacking"}
-    assert raised == CODES.keys()
+    assert raised - CODES.keys() == set(), "these are not in CODES (rl/analysis/diagnosis.py)"
+    assert CODES.keys() - raised == set(), "no rule raises these"
     documented = re.findall(r"^\| `([a-z_]+)` \|", (root / "docs/diagnosis.md").read_text(), re.MULTILINE)
-    assert set(CODES) <= set(documented)
+    assert CODES.keys() - set(documented) == set(), "these have no row in docs/diagnosis.md"
     assert len(documented) == len(set(documented))
 
 

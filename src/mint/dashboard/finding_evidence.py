@@ -44,93 +44,117 @@ _SIGNAL = ("groups/used", "groups/all_good", "groups/all_bad")
 _MISMATCH = ("mismatch/max_abs_logprob_diff", "mismatch/mean_abs_logprob_diff")
 _UPDATE = ("optim/update_norm", "learning_rate", "reward/mean")
 
-EVIDENCE: Mapping[str, FindingEvidence] = {
-    "no_learning_signal_all_wrong": FindingEvidence(
-        "no group has unequal rewards, because everything is wrong: nothing is trained",
-        _SIGNAL,
-        _flags("no_signal", sort="reward"),
-    ),
-    "no_learning_signal_all_right": FindingEvidence(
-        "no group has unequal rewards, because everything is right: nothing is trained",
-        _SIGNAL,
-        _flags("no_signal", sort="-reward"),
-    ),
-    "constant_reward": FindingEvidence(
-        "the grader gives every completion the same reward", ("reward/std", "reward/mean"), _ALL
-    ),
-    "saturation": FindingEvidence("the task is nearly solved", ("success/rate", "groups/used"), _BEST),
-    "reward_collapse": FindingEvidence(
-        "the reward was high and has fallen", ("reward/mean", "success/rate", "rollouts/entropy_estimate"), _WORST, 1
-    ),
-    "reward_spike": FindingEvidence(
-        "the reward jumps faster than a policy learns", ("reward/mean", "reward/max", "rollouts/mean_length"), _BEST, 1
-    ),
-    "suspected_reward_hacking": FindingEvidence(
-        "the reward rises, but not because the task is solved",
-        ("reward/mean", "rollouts/duplicate_share", "rollouts/mean_length"),
-        _BEST,
-        3,
-    ),
-    "entropy_collapse": FindingEvidence(
-        "the policy has become certain, but not right",
-        ("rollouts/entropy_estimate", "train/entropy", "rollouts/duplicate_share"),
-        _flags("duplicate"),
-    ),
-    "length_runaway": FindingEvidence(
-        "completions become longer, and the reward does not rise",
-        ("rollouts/mean_length", "rollouts/truncated_share", "reward/mean"),
-        _LONGEST,
-    ),
-    "truncation": FindingEvidence(
-        "completions are cut off at a limit", ("rollouts/truncated_share", "rollouts/mean_length"), _flags("truncated")
-    ),
-    "learning_rate_too_high": FindingEvidence(
-        "the reward collapsed after steps that were too large", _UPDATE, _WORST, 1
-    ),
-    "learning_rate_too_low": FindingEvidence(
-        "there is a signal, but the steps are too small to matter", _UPDATE, _TRAINED
-    ),
-    "off_policy_drift": FindingEvidence(
-        "the policy in training differs from the one that sampled",
-        ("train/kl_k2", "train/ess", "train/ratio_p99", "staleness/mean"),
-        _TRAINED,
-    ),
-    "sampler_trainer_mismatch": FindingEvidence(
-        "with the same weights, sampler and trainer compute different logprobs", _MISMATCH, _TRAINED, 1
-    ),
-    "masked_loss": FindingEvidence(
-        "weights or advantages on prompt tokens, or none on a completion",
-        ("train/tokens", "ledger/trained"),
-        _TRAINED,
-        1,
-    ),
-    "nonfinite_or_skipped_steps": FindingEvidence(
-        "a loss or gradient was not finite, and the step was skipped",
-        ("optim/skipped_nonfinite", "optim/grad_norm", "train/loss"),
-        _TRAINED,
-        1,
-    ),
-    "server_warnings": FindingEvidence(
-        "the server found something unusual in a batch", ("train/lint_warnings",), _TRAINED, 1
-    ),
-    "grader_failures": FindingEvidence(
-        "the grader raised an error, or returned no number", ("rollouts/ungraded", "groups/failed"), _flags("error")
-    ),
-    "grader_timeouts": FindingEvidence(
-        "the grader did not answer in time", ("rollouts/timeouts", "time/rollouts_s"), _flags("timed_out")
-    ),
-    "unsupported_rewards": FindingEvidence(
-        "the grader declared that it cannot judge these completions", ("rollouts/unsupported",), _flags("unsupported")
-    ),
-    "judge_unreliable": FindingEvidence(
-        "a pairwise judge prefers a position, or its comparisons fail", ("reward/std", "rollouts/ungraded"), _ALL, 1
-    ),
-    "reward_out_of_range": FindingEvidence(
-        "a reward was outside the declared range, and was refused",
-        ("rollouts/ungraded", "reward/max", "reward/min"),
-        _flags("error"),
-    ),
-    "no_heldout": FindingEvidence("there is no held-out evaluation", ("reward/mean", "success/rate"), steps=0),
+CHECKED: Mapping[str, Mapping[str, FindingEvidence]] = {
+    "Signal": {
+        "no_learning_signal_all_wrong": FindingEvidence(
+            "no group has unequal rewards, because everything is wrong: nothing is trained",
+            _SIGNAL,
+            _flags("no_signal", sort="reward"),
+        ),
+        "no_learning_signal_all_right": FindingEvidence(
+            "no group has unequal rewards, because everything is right: nothing is trained",
+            _SIGNAL,
+            _flags("no_signal", sort="-reward"),
+        ),
+        "constant_reward": FindingEvidence(
+            "the grader gives every completion the same reward", ("reward/std", "reward/mean"), _ALL
+        ),
+        "saturation": FindingEvidence("the task is nearly solved", ("success/rate", "groups/used"), _BEST),
+    },
+    "Reward": {
+        "reward_collapse": FindingEvidence(
+            "the reward was high and has fallen",
+            ("reward/mean", "success/rate", "rollouts/entropy_estimate"),
+            _WORST,
+            1,
+        ),
+        "reward_spike": FindingEvidence(
+            "the reward jumps faster than a policy learns",
+            ("reward/mean", "reward/max", "rollouts/mean_length"),
+            _BEST,
+            1,
+        ),
+        "suspected_reward_hacking": FindingEvidence(
+            "the reward rises, but not because the task is solved",
+            ("reward/mean", "rollouts/duplicate_share", "rollouts/mean_length"),
+            _BEST,
+            3,
+        ),
+    },
+    "Policy": {
+        "entropy_collapse": FindingEvidence(
+            "the policy has become certain, but not right",
+            ("rollouts/entropy_estimate", "train/entropy", "rollouts/duplicate_share"),
+            _flags("duplicate"),
+        ),
+        "length_runaway": FindingEvidence(
+            "completions become longer, and the reward does not rise",
+            ("rollouts/mean_length", "rollouts/truncated_share", "reward/mean"),
+            _LONGEST,
+        ),
+        "truncation": FindingEvidence(
+            "completions are cut off at a limit",
+            ("rollouts/truncated_share", "rollouts/mean_length"),
+            _flags("truncated"),
+        ),
+    },
+    "Update": {
+        "learning_rate_too_high": FindingEvidence(
+            "the reward collapsed after steps that were too large", _UPDATE, _WORST, 1
+        ),
+        "learning_rate_too_low": FindingEvidence(
+            "there is a signal, but the steps are too small to matter", _UPDATE, _TRAINED
+        ),
+        "off_policy_drift": FindingEvidence(
+            "the policy in training differs from the one that sampled",
+            ("train/kl_k2", "train/ess", "train/ratio_p99", "staleness/mean"),
+            _TRAINED,
+        ),
+        "sampler_trainer_mismatch": FindingEvidence(
+            "with the same weights, sampler and trainer compute different logprobs", _MISMATCH, _TRAINED, 1
+        ),
+        "masked_loss": FindingEvidence(
+            "weights or advantages on prompt tokens, or none on a completion",
+            ("train/tokens", "ledger/trained"),
+            _TRAINED,
+            1,
+        ),
+        "nonfinite_or_skipped_steps": FindingEvidence(
+            "a loss or gradient was not finite, and the step was skipped",
+            ("optim/skipped_nonfinite", "optim/grad_norm", "train/loss"),
+            _TRAINED,
+            1,
+        ),
+        "server_warnings": FindingEvidence(
+            "the server found something unusual in a batch", ("train/lint_warnings",), _TRAINED, 1
+        ),
+    },
+    "Grader": {
+        "grader_failures": FindingEvidence(
+            "the grader raised an error, or returned no number", ("rollouts/ungraded", "groups/failed"), _flags("error")
+        ),
+        "grader_timeouts": FindingEvidence(
+            "the grader did not answer in time", ("rollouts/timeouts", "time/rollouts_s"), _flags("timed_out")
+        ),
+        "unsupported_rewards": FindingEvidence(
+            "the grader declared that it cannot judge these completions",
+            ("rollouts/unsupported",),
+            _flags("unsupported"),
+        ),
+        "judge_unreliable": FindingEvidence(
+            "a pairwise judge prefers a position, or its comparisons fail", ("reward/std", "rollouts/ungraded"), _ALL, 1
+        ),
+        "reward_out_of_range": FindingEvidence(
+            "a reward was outside the declared range, and was refused",
+            ("rollouts/ungraded", "reward/max", "reward/min"),
+            _flags("error"),
+        ),
+        "no_heldout": FindingEvidence("there is no held-out evaluation", ("reward/mean", "success/rate"), steps=0),
+    },
+}
+"""Topic → code → evidence: the findings that are looked for at every step, in the order of docs/diagnosis.md."""
+
+BESIDE_THE_STEPS: Mapping[str, FindingEvidence] = {
     "heldout_overlap": FindingEvidence(
         "some training samples were also in the held-out set, and were left out",
         ("reward/mean", "success/rate"),
@@ -143,34 +167,16 @@ EVIDENCE: Mapping[str, FindingEvidence] = {
     ),
     "tracker_failed": FindingEvidence("a tracker raised an error, and gets nothing more", steps=0),
 }
-"""Finding code → evidence, in the order of docs/diagnosis.md."""
+"""The findings that are noted once, by what prepares and records a run."""
+
+EVIDENCE: Mapping[str, FindingEvidence] = {
+    **{code: evidence for topic in CHECKED.values() for code, evidence in topic.items()},
+    **BESIDE_THE_STEPS,
+}
+"""Finding code → evidence."""
 
 NO_EVIDENCE = FindingEvidence(steps=1)
 """For a code that is not in this table."""
-
-CHECKED: Mapping[str, tuple[str, ...]] = {
-    "Signal": ("no_learning_signal_all_wrong", "no_learning_signal_all_right", "constant_reward", "saturation"),
-    "Reward": ("reward_collapse", "reward_spike", "suspected_reward_hacking"),
-    "Policy": ("entropy_collapse", "length_runaway", "truncation"),
-    "Update": (
-        "learning_rate_too_high",
-        "learning_rate_too_low",
-        "off_policy_drift",
-        "sampler_trainer_mismatch",
-        "masked_loss",
-        "nonfinite_or_skipped_steps",
-        "server_warnings",
-    ),
-    "Grader": (
-        "grader_failures",
-        "grader_timeouts",
-        "unsupported_rewards",
-        "judge_unreliable",
-        "reward_out_of_range",
-        "no_heldout",
-    ),
-}
-"""The findings that are looked for at every step, by topic."""
 
 
 def evidence_of(finding: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,12 +18,6 @@ import numpy as np
 
 from mint.engine.protocol import LOSSES, LossSpec, TrainDatum
 
-_OF_SEQUENCES = frozenset({"gspo"})
-"""Losses whose ratio is one number per datum."""
-
-_ONE_SIDED = frozenset({"ppo", "gspo"})
-"""Losses in which a bound matters only on the side to which the advantage pushes."""
-
 
 @dataclass(frozen=True)
 class TokenInputs:
@@ -92,14 +86,28 @@ def _dro(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
     return loss, -(t.advantages - t.beta * t.log_ratio)
 
 
-_FUNCTIONS: Mapping[str, LossFunction] = {
-    "cross_entropy": _cross_entropy,
-    "importance_sampling": _importance_sampling,
-    "ppo": _ppo,
-    "cispo": _cispo,
-    "dro": _dro,
-    "gspo": _ppo,
+@dataclass(frozen=True)
+class Formula:
+    """The mathematics of a loss.
+
+    `of_sequence`: its ratio is one number per datum. `one_sided`: a bound matters only on the side to which the
+    advantage pushes.
+    """
+
+    function: LossFunction
+    of_sequence: bool = False
+    one_sided: bool = False
+
+
+FORMULAS: Mapping[str, Formula] = {
+    "cross_entropy": Formula(_cross_entropy),
+    "importance_sampling": Formula(_importance_sampling),
+    "ppo": Formula(_ppo, one_sided=True),
+    "cispo": Formula(_cispo),
+    "dro": Formula(_dro),
+    "gspo": Formula(_ppo, of_sequence=True, one_sided=True),
 }
+"""Every loss of `protocol.LOSSES`."""
 
 
 def loss_and_slope(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -110,9 +118,9 @@ def loss_and_slope(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray) -> t
     weights = datum.weights[trained].astype(np.float64)
     # A ratio beyond float64 is infinite; the optimizer refuses the step then, and says so.
     with np.errstate(over="ignore", invalid="ignore"):
-        values = _FUNCTIONS[spec.name](_select(spec, datum, logprobs, trained))
+        values = FORMULAS[spec.name].function(_select(spec, datum, logprobs, trained))
         loss[trained], slope[trained] = weights * values[0], weights * values[1]
-        if spec.name in _OF_SEQUENCES and trained.any() and "sequence_ratio_mask" not in datum.inputs:
+        if FORMULAS[spec.name].of_sequence and trained.any() and "sequence_ratio_mask" not in datum.inputs:
             slope[trained] = slope[trained].mean()  # every token moves log s, and with it every term, by 1/n
     return loss, slope
 
@@ -160,7 +168,7 @@ def _measure_clipping(spec: LossSpec, selected: list[TokenInputs]) -> dict[str, 
     below = np.concatenate([tokens.ratio < tokens.low for tokens in selected])
     above = np.concatenate([tokens.ratio > tokens.high for tokens in selected])
     clipped = below | above
-    if spec.name in _ONE_SIDED:
+    if FORMULAS[spec.name].one_sided:
         advantages = np.concatenate([tokens.advantages for tokens in selected])
         clipped = (below & (advantages < 0)) | (above & (advantages > 0))
     share = {"tokens_clipped:mean": float(clipped.mean())}
@@ -211,7 +219,7 @@ def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np
         low=spec.config.get("clip_low_threshold", 0.0) if low is None else _cut(low, trained),
         high=spec.config.get("clip_high_threshold", cap) if high is None else _cut(high, trained),
         beta=spec.config.get("beta", 0.0),
-        of_sequence=spec.name in _OF_SEQUENCES,
+        of_sequence=FORMULAS[spec.name].of_sequence,
         in_ratio=np.ones(own.shape, bool) if mask is None else mask[trained] != 0,
     )
 
