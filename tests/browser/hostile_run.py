@@ -43,11 +43,11 @@ def write_hostile_run(real: Path, folder: Path) -> Path:
     log.append_all("tokens.jsonl", pieces)
     log.append_rollouts(step, rows)
     log.append("metrics.jsonl", {**metrics, "step": float(step)})
-    reading = _last(folder, "evaluations.jsonl")
+    evaluation = _last(folder, "evaluations.jsonl")
     examples = [
-        {**example, "prompt": MARKUP + DIRECTIONS, "text": TERMINAL} for example in reading.get("examples", [])[:2]
+        {**example, "prompt": MARKUP + DIRECTIONS, "text": TERMINAL} for example in evaluation.get("examples", [])[:2]
     ]
-    log.append("evaluations.jsonl", {**reading, "step": step, "when": "during", "set": MARKUP, "examples": examples})
+    log.append("evaluations.jsonl", {**evaluation, "step": step, "when": "during", "set": MARKUP, "examples": examples})
     severe = {"code": "collapse", "severity": "error", "step": step, "evidence": MARKUP, "remedy": MARKUP}
     log.append("findings.jsonl", {**severe, "numbers": {}})
     log.append("checkpoints.jsonl", {"step": step, "checkpoint": f"mint://{MARKUP}/weights/x"})

@@ -26,16 +26,16 @@ WATCH_GROWTH = """selector => {
 }"""
 
 
-def test_every_checkpoint_stands_there_with_its_reading_and_commands(tab: Tab, home: Path) -> None:
+def test_every_checkpoint_stands_there_with_its_evaluation_and_commands(tab: Tab, home: Path) -> None:
     folder = home / "runs" / "tools"
-    readings = {row["step"]: row for row in lines(folder, "evaluations.jsonl") if row["temperature"] == 1.0}
+    evaluations = {row["step"]: row for row in lines(folder, "evaluations.jsonl") if row["temperature"] == 1.0}
     page = tab.open(path_of("tools", "/checkpoints"))
     for kept in lines(folder, "checkpoints.jsonl"):
         row = page.locator(f"#kept tr[data-path='{kept['checkpoint']}']")
         assert row.locator("th").inner_text().split()[0] == str(kept["step"])
-        reading = readings[kept["step"]]
-        assert float(row.locator("[data-cell=mean]").inner_text()) == pytest.approx(reading["mean"], abs=6e-4)
-        assert f"n {reading['n']}" in row.inner_text()
+        evaluation = evaluations[kept["step"]]
+        assert float(row.locator("[data-cell=mean]").inner_text()) == pytest.approx(evaluation["mean"], abs=6e-4)
+        assert f"n {evaluation['n']}" in row.inner_text()
         row.locator("summary").click()
         assert f"mint export {kept['checkpoint']}" in row.inner_text()
     best = lines(folder, "evaluations.jsonl")[-1]["checkpoint"]

@@ -34,7 +34,7 @@ CHARTS = {
 """What the folder calls the numbers of each chart; written down apart from the scripts that draw them."""
 
 
-def sampled_readings(folder: Path, temperature: float = 1.0) -> list[dict[str, Any]]:
+def sampled_evaluations(folder: Path, temperature: float = 1.0) -> list[dict[str, Any]]:
     return [row for row in lines(folder, "evaluations.jsonl") if row["temperature"] == temperature]
 
 
@@ -50,13 +50,13 @@ def interval(row: dict[str, Any]) -> str:
 def headline(folder: Path) -> dict[str, str]:
     """What must stand in the row of a run, and in its headline."""
     metrics = lines(folder, "metrics.jsonl")
-    reading, rewards = sampled_readings(folder)[-1], [row["reward/mean"] for row in metrics]
+    evaluation, rewards = sampled_evaluations(folder)[-1], [row["reward/mean"] for row in metrics]
     return {
         "step": f"{len(metrics)} / {len(metrics)}",
         "reward": fixed(rewards[-1]),
         "best": fixed(max(rewards)),
-        "heldout": fixed(reading["mean"]),
-        "interval": interval(reading),
+        "heldout": fixed(evaluation["mean"]),
+        "interval": interval(evaluation),
         "success": f"{fixed(100 * metrics[-1]['success/rate'], 1)} %",
         "state": "finished",
     }
@@ -108,11 +108,11 @@ def test_the_headline_of_a_run_has_the_numbers_of_its_folder(tab: Tab, home: Pat
     page = tab.open(path_of(run))
     wanted = headline(folder)
     assert cells(page, ".headline", wanted) == wanted
-    readings = sampled_readings(folder)
-    gain = readings[-1]["mean"] - readings[0]["mean"]
+    evaluations = sampled_evaluations(folder)
+    gain = evaluations[-1]["mean"] - evaluations[0]["mean"]
     shown = page.locator(".headline [data-cell=gain]").inner_text()
     sign = "+" if gain >= 0 else "−"
-    assert shown == f"from {fixed(readings[0]['mean'])} ({sign}{fixed(abs(gain))})"
+    assert shown == f"from {fixed(evaluations[0]['mean'])} ({sign}{fixed(abs(gain))})"
     found = lines(folder, "findings.jsonl")
     assert texts(page, "#findings .tag") == [finding["code"] for finding in found]
     assert all(finding["evidence"] in page.locator("#findings").inner_text() for finding in found)
@@ -138,15 +138,15 @@ def test_every_chart_shows_the_numbers_of_every_step(tab: Tab, home: Path, run: 
     assert seen > 20 * len(steps)
 
 
-def test_the_chart_of_readings_shows_each_with_its_interval(tab: Tab, home: Path) -> None:
+def test_the_chart_of_evaluations_shows_each_with_its_interval(tab: Tab, home: Path) -> None:
     page = tab.open(path_of("tools"))
     shown = chart_table(page, "heldout")
     for temperature, label in ((1.0, "temperature 1"), (0.0, "greedy")):
-        readings = sampled_readings(home / "runs" / "tools", temperature)
-        assert [reading["step"] for reading in readings] == [0, 3, 6] == sorted(shown)
-        for reading in readings:
-            values = [float(part) for part in re.findall(r"[\d.]+", shown[reading["step"]][label])]
-            assert values == pytest.approx([reading["mean"], reading["low"], reading["high"]], abs=1e-4)
+        evaluations = sampled_evaluations(home / "runs" / "tools", temperature)
+        assert [evaluation["step"] for evaluation in evaluations] == [0, 3, 6] == sorted(shown)
+        for evaluation in evaluations:
+            values = [float(part) for part in re.findall(r"[\d.]+", shown[evaluation["step"]][label])]
+            assert values == pytest.approx([evaluation["mean"], evaluation["low"], evaluation["high"]], abs=1e-4)
 
 
 def test_the_crosshair_says_the_numbers_of_its_step_and_leads_to_its_rollouts(tab: Tab, home: Path) -> None:
@@ -158,7 +158,7 @@ def test_the_crosshair_says_the_numbers_of_its_step_and_leads_to_its_rollouts(ta
     for row in steps:
         page.keyboard.press("ArrowRight")
         if row["step"] == 1 and "step 0" in plot.get_attribute("aria-label"):
-            page.keyboard.press("ArrowRight")  # the readings before training have a place, too
+            page.keyboard.press("ArrowRight")  # the evaluations before training have a place, too
         said = plot.get_attribute("aria-label")
         assert f"step {row['step']:.0f}:" in said
         values = dict(zip(["success rate", "reward"], texts(page, "[data-chart=reward] .key b"), strict=True))

@@ -80,7 +80,7 @@ def rollout(step: int, place: int) -> dict[str, Any]:
     }
 
 
-def reading(step: int, mean: float, *, temperature: float = 1.0, checkpoint: str | None = None) -> dict[str, Any]:
+def evaluation(step: int, mean: float, *, temperature: float = 1.0, checkpoint: str | None = None) -> dict[str, Any]:
     return {
         "step": step,
         "when": "during",

@@ -18,7 +18,7 @@ from mint.dashboard.event_streams import EventCursor
 from mint.dashboard.run_folders import RunFolders
 from mint.dashboard.run_readers import RunReaders
 from mint.runs.reader import RunReader
-from tests.dashboard.dashboard_harness import API, add_step, append, finding, metrics, reading, showing, write_run
+from tests.dashboard.dashboard_harness import API, add_step, append, evaluation, finding, metrics, showing, write_run
 from tests.server.server_harness import running
 
 RUN = "math-1"
@@ -105,7 +105,7 @@ def test_a_step_arrives_as_it_is_written(run: Path) -> None:
             add_step(run, step)
             assert live.until("step")["metrics"] == metrics(step)
             assert live.until("summary")["step"] == step
-        append(run, "evaluations.jsonl", reading(5, 0.5))
+        append(run, "evaluations.jsonl", evaluation(5, 0.5))
         found = live.until("evaluation")
         assert found["mean"] == 0.5 and "examples" not in found
         append(run, "findings.jsonl", finding())
@@ -113,7 +113,7 @@ def test_a_step_arrives_as_it_is_written(run: Path) -> None:
 
 
 def test_who_comes_back_gets_what_came_meanwhile_and_nothing_twice(run: Path) -> None:
-    append(run, "evaluations.jsonl", reading(1, 0.1), reading(2, 0.2))
+    append(run, "evaluations.jsonl", evaluation(1, 0.1), evaluation(2, 0.2))
     append(run, "findings.jsonl", finding())
     with showing(run.parent.parent) as (_, client):
         with stream(client, f"runs/{RUN}/events?since=1-1-1") as live:
@@ -224,5 +224,5 @@ def test_open_streams_do_not_hold_up_the_end_of_a_server(run: Path) -> None:
 
 
 def test_the_end_of_a_log_is_a_place_in_it(run: Path) -> None:
-    append(run, "evaluations.jsonl", reading(1, 0.1))
+    append(run, "evaluations.jsonl", evaluation(1, 0.1))
     assert str(event_streams.cursor_of(RunReader(run))) == "3-1-0"

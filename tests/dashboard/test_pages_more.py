@@ -30,7 +30,7 @@ from mint.runs.rollout_query import SORTS, RolloutQuery
 from mint.server.http.access_log import AccessRecord
 from mint.server.ops.metrics import Metrics
 from tests.browser.browser_harness import CHROMIUM, Tab, lines, started
-from tests.dashboard.dashboard_harness import API, add_step, append, finding, reading, showing, write_run
+from tests.dashboard.dashboard_harness import API, add_step, append, evaluation, finding, showing, write_run
 from tests.dashboard.test_pages_run import Page, page
 
 STEPS = 4
@@ -55,7 +55,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     )
     append(faulty, "checkpoints.jsonl", *({"step": step, "checkpoint": f"mint://m/weights/{step}"} for step in (1, 2)))
     append(faulty, "checkpoints.jsonl", {"step": 4, "checkpoint": SHELL})
-    append(faulty, "evaluations.jsonl", reading(2, 0.5), reading(4, 0.75))
+    append(faulty, "evaluations.jsonl", evaluation(2, 0.5), evaluation(4, 0.75))
     write_run(home / "runs" / "healthy", 1)
     write_run(home / "runs" / "begun", 0, planned=3)
     with showing(home) as (_, client):
@@ -160,7 +160,7 @@ def test_nobody_waits_for_the_diagnosis_of_a_long_log(tmp_path: Path, monkeypatc
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def test_checkpoints_are_listed_with_their_reading_and_the_best_one(client: httpx.Client) -> None:
+def test_checkpoints_are_listed_with_their_evaluation_and_the_best_one(client: httpx.Client) -> None:
     found = page(client, "/runs/faulty/checkpoints")
     rows = {attributes["data-step"]: text for attributes, text in found.find("tr") if "data-step" in attributes}
     assert "not evaluated" in rows["1"]
@@ -179,10 +179,10 @@ def test_commands_to_copy_cannot_run_what_a_log_has_put_into_a_name(client: http
     assert train[-1] == f"init_from={SHELL}"
 
 
-def test_a_single_reading_makes_no_checkpoint_the_best(tmp_path: Path) -> None:
+def test_a_single_evaluation_makes_no_checkpoint_the_best(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "one", 2)
     append(run, "checkpoints.jsonl", *({"step": step, "checkpoint": f"mint://m/weights/{step}"} for step in (1, 2)))
-    append(run, "evaluations.jsonl", reading(2, 0.1))
+    append(run, "evaluations.jsonl", evaluation(2, 0.1))
     with showing(tmp_path) as (_, client):
         found = client.get(f"{API}/runs/one/checkpoints").json()["checkpoints"]
     assert [one["is_best"] for one in found] == [False, False]

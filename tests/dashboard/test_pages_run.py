@@ -16,7 +16,7 @@ import pytest
 
 import mint.dashboard
 from mint.dashboard import pages
-from tests.dashboard.dashboard_harness import API, append, finding, reading, showing, write_run
+from tests.dashboard.dashboard_harness import API, append, evaluation, finding, showing, write_run
 
 ASSETS = Path(mint.dashboard.__file__).parent / "assets"
 OWN_SCRIPTS = sorted(path for path in ASSETS.glob("*.js") if path.name != "uplot.js")
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     home = tmp_path_factory.mktemp("home")
     first = write_run(home / "runs" / "first", STEPS, planned=10)
-    append(first, "evaluations.jsonl", {**reading(0, 0.25), "when": "before"}, reading(STEPS, 0.75))
+    append(first, "evaluations.jsonl", {**evaluation(0, 0.25), "when": "before"}, evaluation(STEPS, 0.75))
     append(first, "findings.jsonl", finding(), {**finding("collapse", 4), "severity": "error", "evidence": MARKUP})
     write_run(home / "runs" / "second & <b>", 2, task=MARKUP)
     with showing(home) as (_, client):
@@ -118,7 +118,7 @@ def test_findings_stand_under_the_headline_and_lead_to_the_diagnosis(client: htt
     assert anchors == ["/runs/first/diagnosis#truncation", "/runs/first/diagnosis#collapse"]
 
 
-def test_a_run_without_readings_and_findings_has_dashes(client: httpx.Client) -> None:
+def test_a_run_without_evaluations_and_findings_has_dashes(client: httpx.Client) -> None:
     shown = page(client, "/runs/second & <b>")
     assert (shown.cells()["heldout"], shown.cells()["interval"], shown.cells()["gain"]) == ("–", "", "")
     assert shown.find("ul", id="findings")[0][1] == ""

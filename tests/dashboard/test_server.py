@@ -36,8 +36,8 @@ from tests.dashboard.dashboard_harness import (
     SAMPLES,
     add_step,
     append,
+    evaluation,
     finding,
-    reading,
     rollout,
     showing,
     write_run,
@@ -51,7 +51,12 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     home = tmp_path_factory.mktemp("home")
     run = write_run(home / "runs" / RUN, 4)
     append(
-        run, "evaluations.jsonl", reading(0, 0.2), reading(2, 0.6, temperature=0.0), reading(2, 0.5), reading(4, 0.4)
+        run,
+        "evaluations.jsonl",
+        evaluation(0, 0.2),
+        evaluation(2, 0.6, temperature=0.0),
+        evaluation(2, 0.5),
+        evaluation(4, 0.4),
     )
     append(run, "checkpoints.jsonl", *({"step": step, "checkpoint": f"mint://m/weights/{step}"} for step in (2, 4)))
     append(run, "findings.jsonl", finding())
@@ -120,13 +125,13 @@ def test_one_prompt_is_followed_through_training(client: httpx.Client) -> None:
     assert [(visit["step"], visit["rows"]) for visit in visits] == [(1, [3, 4, 5]), (3, [3, 4, 5])]
 
 
-def test_checkpoints_have_the_reading_of_their_step_and_the_best_is_marked(client: httpx.Client) -> None:
+def test_checkpoints_have_the_evaluation_of_their_step_and_the_best_is_marked(client: httpx.Client) -> None:
     found = get(client, f"runs/{RUN}/checkpoints")["checkpoints"]
     assert [(one["step"], one["heldout"]["mean"], one["is_best"]) for one in found] == [(2, 0.5, True), (4, 0.4, False)]
     assert found[0]["export"].startswith("mint export mint://m/weights/2 ")
 
 
-def test_a_reading_shows_what_was_read(client: httpx.Client) -> None:
+def test_an_evaluation_shows_what_was_read(client: httpx.Client) -> None:
     assert get(client, f"runs/{RUN}/evaluations/1/examples")["rows"][0]["text"] == "2"
 
 
@@ -328,18 +333,18 @@ def await_search(client: httpx.Client, run: str) -> dict:
     return get(client, f"runs/{run}/bisect")
 
 
-def test_the_fall_of_a_metric_is_found_from_readings_that_the_run_has(tmp_path: Path) -> None:
+def test_the_fall_of_a_metric_is_found_from_evaluations_that_the_run_has(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "fallen", 3)
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**config, "task_spec": {"task": "math", "seed": 0, "options": {}}}))
     means = {1: 0.8, 2: 0.8, 3: 0.2}
-    rows = [reading(step, mean, temperature=degree) for step, mean in means.items() for degree in (0.0, 1.0)]
+    rows = [evaluation(step, mean, temperature=degree) for step, mean in means.items() for degree in (0.0, 1.0)]
     append(run, "evaluations.jsonl", *rows)
     append(run, "checkpoints.jsonl", *({"step": step, "checkpoint": f"mint://m/weights/{step}"} for step in means))
     with showing(tmp_path) as (_, client):
         assert client.post(f"{API}/runs/fallen/bisect", json={"metric": "heldout"}).status_code == 202
         state = await_search(client, "fallen")
-    assert state["status"] == "done" and state["reading"] == [], state
+    assert state["status"] == "done" and state["evaluated"] == [], state
     found = state["result"]
     assert (found["verdict"], found["good"], found["bad"]) == ("found", "mint://m/weights/2", "mint://m/weights/3")
 
@@ -358,7 +363,7 @@ def test_a_click_neither_runs_a_folders_own_code_nor_leaves_the_sandbox(tmp_path
     assert state["status"] == "failed" and "code of its own" in state["error"]["error"]
 
 
-def test_searches_go_one_by_one_and_say_what_they_read(tmp_path: Path) -> None:
+def test_searches_go_one_by_one_and_name_what_they_evaluate(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a", 1)
     go_on = threading.Event()
 
@@ -372,7 +377,7 @@ def test_searches_go_one_by_one_and_say_what_they_read(tmp_path: Path) -> None:
     assert searches.begin("a", "success", None)["status"] == "running"
     with pytest.raises(OverloadedError, match="another search is running"):
         searches.begin("a", "heldout", None)
-    wait_until(lambda: searches.state("a")["reading"])
+    wait_until(lambda: searches.state("a")["evaluated"])
     go_on.set()
     wait_until(lambda: searches.state("a")["status"] != "running")
     state = searches.state("a")

@@ -14,30 +14,30 @@ from mint.rl.estimate import Estimate
 NAMES = [f"step-{step:03d}" for step in range(64)]
 
 
-def reading(mean: float, half: float = 0.05) -> Estimate:
+def evaluation(mean: float, half: float = 0.05) -> Estimate:
     return Estimate(mean=mean, low=mean - half, high=mean + half, n=512, temperature=0.0)
 
 
 def reader(value: Callable[[int], float], read: list[str], half: float = 0.05) -> Callable[[str], Estimate]:
     def look(name: str) -> Estimate:
         read.append(name)
-        return reading(value(NAMES.index(name)), half)
+        return evaluation(value(NAMES.index(name)), half)
 
     return look
 
 
 @pytest.mark.parametrize("fault", [1, 2, 17, 31, 32, 62, 63])
-def test_an_injected_fall_is_found_in_about_log2_readings(fault: int) -> None:
+def test_an_injected_fall_is_found_in_about_log2_evaluations(fault: int) -> None:
     read: list[str] = []
     found = find_regression(NAMES, reader(lambda step: 0.8 if step < fault else 0.3, read))
     assert (found.verdict, found.good, found.bad) == ("found", NAMES[fault - 1], NAMES[fault])
     assert found.evaluations == len(read) == len(set(read)) <= math.ceil(math.log2(64)) + 2
 
 
-def test_a_fall_after_a_rise_is_found_from_a_reading_that_the_log_has() -> None:
+def test_a_fall_after_a_rise_is_found_from_an_evaluation_that_the_log_has() -> None:
     read: list[str] = []
     value = reader(lambda step: 0.3 + 0.01 * step if step <= 40 else 0.2, read)
-    known = {NAMES[32]: reading(0.62), "another-run": reading(1.0)}
+    known = {NAMES[32]: evaluation(0.62), "another-run": evaluation(1.0)}
     found = find_regression(NAMES, value, known=known)
     assert (found.good, found.bad) == (NAMES[40], NAMES[41])
     assert NAMES[32] not in read
@@ -66,4 +66,4 @@ def test_a_slow_decline_is_said_to_be_uncertain_in_place() -> None:
 @pytest.mark.parametrize("checkpoints", [[], ["one"], ["one", "one"]])
 def test_there_must_be_something_to_search(checkpoints: list[str]) -> None:
     with pytest.raises(InvalidRequestError, match="checkpoints"):
-        find_regression(checkpoints, lambda name: reading(0.5))
+        find_regression(checkpoints, lambda name: evaluation(0.5))

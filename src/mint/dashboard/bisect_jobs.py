@@ -30,7 +30,7 @@ Search = Callable[[Path, str, Visitor | None, Callable[[str], None]], Regression
 class _State:
     metric: str
     status: str = "running"
-    reading: list[str] = field(default_factory=list)
+    evaluated: list[str] = field(default_factory=list)
     result: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
 
@@ -78,15 +78,15 @@ class BisectJobs:
         return self.state(run)
 
     def state(self, run: str) -> dict[str, Any]:
-        """`status` is none, running, done or failed. `reading` lists the checkpoints evaluated so far; the last one is
+        """`status` is none, running, done or failed. `evaluated` lists the checkpoints so far; the last one is
         in progress. `result` is what was found."""
         with self._lock:
             state = self._states.get(run)
-            return {"status": "none"} if state is None else {**asdict(state), "reading": list(state.reading)}
+            return {"status": "none"} if state is None else {**asdict(state), "evaluated": list(state.evaluated)}
 
     def _run(self, search: Search, folder: Path, state: _State, visitor: Visitor | None) -> None:
         try:
-            regression = search(folder, state.metric, visitor, state.reading.append)
+            regression = search(folder, state.metric, visitor, state.evaluated.append)
             state.result = asdict(regression)
             state.status = "done"
         except MintError as error:

@@ -11,8 +11,8 @@ export function withEdges(lines) {
 }
 
 /** Held-out evaluations as a line; of two at one step, the later one. */
-export function placed(run, readings, axis) {
-  const byStep = new Map(readings.map((reading) => [reading.step, reading]));
+export function placed(run, evaluations, axis) {
+  const byStep = new Map(evaluations.map((evaluation) => [evaluation.step, evaluation]));
   const sorted = [...byStep.values()].sort((a, b) => a.step - b.step);
   return {
     x: sorted.map(({ step }) => run.placeOf(step, axis)),

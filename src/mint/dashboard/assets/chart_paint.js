@@ -45,7 +45,7 @@ export function axesOf(colors, { isTime, unit, usesRight }) {
   ];
 }
 
-/** The interval of each reading; of very many, the band beside the line is enough. @param {any} plot @param {Line[]} lines @param {Colors} colors */
+/** The interval of each evaluation; of very many, the band beside the line is enough. @param {any} plot @param {Line[]} lines @param {Colors} colors */
 export function drawWhiskers(plot, lines, colors) {
   const { ctx, bbox } = plot;
   const cap = 3.5 * devicePixelRatio;

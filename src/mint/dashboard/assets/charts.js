@@ -202,8 +202,8 @@ class Chart {
   #available() {
     const { runs } = this.board;
     return this.spec.series(runs).filter((series) => runs.some((run) => {
-      const { values, readings } = series.read(run);
-      return readings?.length || values?.some((value) => value !== null);
+      const { values, evaluations } = series.read(run);
+      return evaluations?.length || values?.some((value) => value !== null);
     }));
   }
 
@@ -217,8 +217,8 @@ class Chart {
       const none = [];
       const color = (isComparing ? i : available.findIndex(({ key }) => key === series.key)) % COLORS;
       const dash = isComparing ? DASHES[i % COLORS] : [];
-      const { values, readings } = series.read(run);
-      if (readings?.length) return [{ run, series, color, dash, ...placed(run, readings, axis) }];
+      const { values, evaluations } = series.read(run);
+      if (evaluations?.length) return [{ run, series, color, dash, ...placed(run, evaluations, axis) }];
       return !values?.some((value) => value !== null) ? none : [{ run, series, color, dash, x: run.places(axis), y: values }];
     })));
   }

@@ -59,13 +59,13 @@ async function search(event) {
   }
 }
 
-function showSearch({ status, metric, reading = [], result, error }) {
+function showSearch({ status, metric, evaluated = [], result, error }) {
   const isRunning = status === "running";
   find("#bisect-go").disabled = isRunning;
   if (metric) find("#bisect-form").elements.metric.value = metric;
-  const last = reading.at(-1);
+  const last = evaluated.at(-1);
   find("#bisect-state").textContent = !isRunning ? "" : last
-    ? `reading the held-out set under ${nameOf(last)} (reading ${reading.length}) …`
+    ? `evaluating the held-out set under ${nameOf(last)} (evaluation ${evaluated.length}) …`
     : "loading the model …";
   const place = find("#bisect-result");
   if (status === "failed") {

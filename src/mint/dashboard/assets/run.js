@@ -96,8 +96,8 @@ function listenTo(run) {
       run.append(metrics);
       grown(run);
     },
-    evaluation: (reading) => {
-      run.evaluations.push(reading);
+    evaluation: (evaluation) => {
+      run.evaluations.push(evaluation);
       grown(run);
     },
     finding: (finding) => {

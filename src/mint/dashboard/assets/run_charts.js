@@ -2,7 +2,7 @@
 
 /**
  * @typedef {import("./run_data.js").RunData} RunData
- * @typedef {{values?: (number | null)[], readings?: import("./run_data.js").Reading[]}} Read one value per step, or
+ * @typedef {{values?: (number | null)[], evaluations?: import("./run_data.js").Evaluation[]}} Read one value per step, or
  *   evaluations with intervals at some steps
  * @typedef {{key: string, label: string, side?: "right", read: (run: RunData) => Read}} Series
  * @typedef {"share" | "seconds" | "count" | "number"} Unit
@@ -25,7 +25,7 @@ const share = (name, label, of) => ({
 const heldout = (field, value, label) => ({
   key: `heldout:${value}`,
   label,
-  read: (run) => ({ readings: run.evaluations.filter((reading) => reading[field] === value) }),
+  read: (run) => ({ evaluations: run.evaluations.filter((evaluation) => evaluation[field] === value) }),
 });
 
 /** @type {Series} */
@@ -50,7 +50,7 @@ const below = (prefix, end = "") => (/** @type {RunData[]} */ runs) => {
 
 /** The values that a field has in any evaluation. @param {RunData[]} runs @param {"temperature" | "metric"} field */
 const valuesOf = (runs, field) =>
-  [...new Set(runs.flatMap((run) => run.evaluations.map((reading) => reading[field])))].filter((value) => value !== undefined);
+  [...new Set(runs.flatMap((run) => run.evaluations.map((evaluation) => evaluation[field])))].filter((value) => value !== undefined);
 
 /** Held-out rewards of RL runs. */
 const temperatures = (/** @type {RunData[]} */ runs) =>

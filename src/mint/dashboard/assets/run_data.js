@@ -3,7 +3,7 @@
 
 /**
  * @typedef {{step: number, when: string, temperature?: number, metric?: string, mean: number, low: number, high: number, n: number,
- *   success?: number}} Reading
+ *   success?: number}} Evaluation
  * @typedef {{code: string, severity: string, step: number, evidence: string, remedy: string}} Finding
  * @typedef {"step" | "time"} Axis
  */
@@ -13,7 +13,7 @@ const UNIX_S = "time/unix_s";
 export class RunData {
   /**
    * @param {string} name
-   * @param {{columns: Record<string, (number | null)[]>, evaluations: Reading[], findings: Finding[], summary: any,
+   * @param {{columns: Record<string, (number | null)[]>, evaluations: Evaluation[], findings: Finding[], summary: any,
    *   cursor?: string}} answer of `runs/{run}/columns`
    */
   constructor(name, { columns, evaluations, findings, summary, cursor = "" }) {
