@@ -17,7 +17,7 @@ import pytest
 import mint.rl.analysis
 from mint.rl.analysis.diagnosis import CODES, RULES, diagnose
 from mint.rl.analysis.policy_rules import first_order_gain
-from mint.rl.analysis.run_record import RunRecord
+from mint.rl.analysis.run_record import RunRecord, StepView
 from mint.rl.finding import Finding
 from mint.rl.training.datum_check import check_datums
 from mint.rl.training.datums import policy_datum
@@ -252,7 +252,7 @@ def test_steps_that_cannot_matter_are_blamed_on_the_learning_rate() -> None:
     tiny = {"optim/update_norm": 3e-4}
     finding = find(run(lambda step: 0.5, change=lambda step, numbers: tiny), "learning_rate_too_low")
     assert finding.step == 8
-    assert finding.numbers["run_promise"] < 0.1
+    assert finding.numbers["first_order_gain_of_the_run"] < 0.1
 
 
 def test_the_first_order_gain_of_a_step_bounds_what_a_step_on_a_known_policy_gives() -> None:
@@ -433,3 +433,8 @@ def test_weights_or_advantages_on_the_prompt_are_an_error_that_names_the_datum(c
     (finding,) = check_datums([datum(), datum(**columns)], [4, 4])
     assert (finding.code, finding.severity) == ("masked_loss", "error")
     assert "datum 1" in finding.evidence
+
+
+def test_the_range_of_rewards_is_known_before_any_step_was_logged() -> None:
+    view = StepView(config={}, metrics=[], evaluations=[], rows_by_step={}, warnings=[])
+    assert (view.reward_floor, view.reward_ceiling) == (0.0, 1.0)

@@ -85,19 +85,19 @@ CODES: Mapping[str, Severity] = {
 }
 """Every code with its worst severity."""
 
-_FALLS = frozenset({"reward_collapse", "entropy_collapse", "no_learning_signal_all_wrong", "truncation"})
-_SILENCE = frozenset({"no_learning_signal_all_wrong", "constant_reward"})
+_COLLAPSE_SYMPTOMS = frozenset({"reward_collapse", "entropy_collapse", "no_learning_signal_all_wrong", "truncation"})
+_NO_SIGNAL_SYMPTOMS = frozenset({"no_learning_signal_all_wrong", "constant_reward"})
 
 EXPLAINS: Mapping[str, frozenset[str]] = {
-    "masked_loss": _FALLS,
-    "nonfinite_or_skipped_steps": _FALLS,
-    "sampler_trainer_mismatch": _FALLS | {"learning_rate_too_high", "suspected_reward_hacking"},
-    "reward_out_of_range": _SILENCE | {"reward_collapse", "grader_failures"},
-    "grader_failures": _SILENCE | {"reward_collapse"},
-    "grader_timeouts": _SILENCE | {"reward_collapse"},
-    "unsupported_rewards": _SILENCE,
+    "masked_loss": _COLLAPSE_SYMPTOMS,
+    "nonfinite_or_skipped_steps": _COLLAPSE_SYMPTOMS,
+    "sampler_trainer_mismatch": _COLLAPSE_SYMPTOMS | {"learning_rate_too_high", "suspected_reward_hacking"},
+    "reward_out_of_range": _NO_SIGNAL_SYMPTOMS | {"reward_collapse", "grader_failures"},
+    "grader_failures": _NO_SIGNAL_SYMPTOMS | {"reward_collapse"},
+    "grader_timeouts": _NO_SIGNAL_SYMPTOMS | {"reward_collapse"},
+    "unsupported_rewards": _NO_SIGNAL_SYMPTOMS,
     "truncation": frozenset({"no_learning_signal_all_wrong", "entropy_collapse"}),
-    "learning_rate_too_high": _FALLS,
+    "learning_rate_too_high": _COLLAPSE_SYMPTOMS,
     "reward_collapse": frozenset({"no_learning_signal_all_wrong", "entropy_collapse", "truncation"}),
     "entropy_collapse": frozenset({"no_learning_signal_all_wrong"}),
     "suspected_reward_hacking": frozenset({"reward_collapse", "entropy_collapse"}),

@@ -12,7 +12,7 @@ from typing import Any
 
 from mint.rl.analysis.run_record import StepView
 from mint.rl.analysis.signal_rules import CHANGE_WINDOW, reward_collapse
-from mint.rl.analysis.step_statistics import StepMetrics, get, graded, informative_share, mean, reward_window, total
+from mint.rl.analysis.step_statistics import StepMetrics, graded, informative_share, mean, metric, reward_window, total
 from mint.rl.estimate import wilson
 from mint.rl.finding import Finding
 
@@ -98,8 +98,8 @@ def length_runaway(view: StepView) -> Finding | None:
     last = view.last(CHANGE_WINDOW)
     before = mean(first, "rollouts/mean_length")
     now = mean(last, "rollouts/mean_length")
-    longest = max(get(step, "rollouts/mean_length") for step in first)
-    steady = all(get(step, "rollouts/mean_length") > longest for step in last)
+    longest = max(metric(step, "rollouts/mean_length") for step in first)
+    steady = all(metric(step, "rollouts/mean_length") > longest for step in last)
     if not steady or now < LENGTH_TIMES * before or now < before + LENGTH_TOKENS:
         return None
     if reward_window(last).above(reward_window(first)) >= ROSE_Z:
@@ -120,7 +120,7 @@ def truncation(view: StepView) -> Finding | None:
     """Completions end at a limit."""
     last = view.last(CHANGE_WINDOW)
     count = total(last, "rollouts/count")
-    cut = sum(get(step, "rollouts/truncated_share") * get(step, "rollouts/count") for step in last)
+    cut = sum(metric(step, "rollouts/truncated_share") * metric(step, "rollouts/count") for step in last)
     if wilson(cut, count)[0] <= TRUNCATED_SHARE:
         return None
     share = cut / count
@@ -128,7 +128,7 @@ def truncation(view: StepView) -> Finding | None:
         len(last) == CHANGE_WINDOW
         and share >= ALL_TRUNCATED
         and informative_share(last) <= HARDLY_SUCCESSFUL
-        and max(get(step, "success/rate") for step in view.metrics) <= HARDLY_SUCCESSFUL
+        and max(metric(step, "success/rate") for step in view.metrics) <= HARDLY_SUCCESSFUL
     )
     return Finding(
         "truncation",
@@ -145,9 +145,9 @@ def truncation(view: StepView) -> Finding | None:
 def off_policy_drift(view: StepView) -> Finding | None:
     """The trained policy has moved away from the one that sampled."""
     now = view.now
-    kl = get(now, "train/kl_k2")
-    ess = get(now, "train/ess", 1.0)
-    clipped = get(now, "train/clip_low_fraction") + get(now, "train/clip_high_fraction")
+    kl = metric(now, "train/kl_k2")
+    ess = metric(now, "train/ess", 1.0)
+    clipped = metric(now, "train/clip_low_fraction") + metric(now, "train/clip_high_fraction")
     reasons = [
         f"KL (k2) is {kl:.3g} nats per token" if kl > KL_DRIFT else "",
         f"the effective sample size is {ess:.0%}" if ess < ESS_SHARE else "",
@@ -155,13 +155,13 @@ def off_policy_drift(view: StepView) -> Finding | None:
     ]
     if not any(reasons) or _mismatched(now):
         return None
-    staleness = get(now, "staleness/mean")
+    staleness = metric(now, "staleness/mean")
     return Finding(
         "off_policy_drift",
         "warning",
         view.step,
         "; ".join(filter(None, reasons))
-        + f" (largest ratio {get(now, 'train/ratio_max', 1.0):.3g}, weights {staleness:.1f} steps old on average)",
+        + f" (largest ratio {metric(now, 'train/ratio_max', 1.0):.3g}, weights {staleness:.1f} steps old on average)",
         "Lower max_staleness, optim_steps_per_batch or learning_rate; or use loss_fn='ppo' or 'cispo', or "
         "loss_fn_config={'tis_cap': 2}",
         {"kl_k2": kl, "ess": ess, "clipped": clipped, "staleness": staleness},
@@ -172,13 +172,13 @@ def sampler_trainer_mismatch(view: StepView) -> Finding | None:
     """With the same weights, the trainer computes other logprobs than the sampler."""
     if not _mismatched(view.now):
         return None
-    difference = get(view.now, "mismatch/mean_abs_logprob_diff")
+    difference = metric(view.now, "mismatch/mean_abs_logprob_diff")
     return Finding(
         "sampler_trainer_mismatch",
         "error",
         view.step,
         f"mean |Δ logprob| of sampler and trainer is {difference:.3g} with the same weights (largest "
-        f"{get(view.now, 'mismatch/max_abs_logprob_diff'):.3g}); it should be 0, in bf16 at most {MISMATCH_LOGPROB}",
+        f"{metric(view.now, 'mismatch/max_abs_logprob_diff'):.3g}); it should be 0, in bf16 at most {MISMATCH_LOGPROB}",
         "Are the logprobs at temperature 1, not at the sampling temperature? Of these weights, not of older ones? Of "
         "the same tokens? If the difference cannot be removed, loss_fn_config={'tis_cap': 2} limits its effect",
         {"mean_abs_logprob_diff": difference},
@@ -186,12 +186,12 @@ def sampler_trainer_mismatch(view: StepView) -> Finding | None:
 
 
 def _mismatched(now: StepMetrics) -> bool:
-    return get(now, "mismatch/mean_abs_logprob_diff") > MISMATCH_LOGPROB
+    return metric(now, "mismatch/mean_abs_logprob_diff") > MISMATCH_LOGPROB
 
 
 def nonfinite_or_skipped_steps(view: StepView) -> Finding | None:
     """A loss or gradient was not finite, and the optimizer step was skipped."""
-    skipped = get(view.now, "optim/skipped_nonfinite")
+    skipped = metric(view.now, "optim/skipped_nonfinite")
     broken = sorted(
         name
         for name, value in view.now.items()
@@ -216,18 +216,18 @@ def first_order_gain(metrics: StepMetrics, config: Mapping[str, Any]) -> float |
     ∇E[R] · Δθ ≤ |∇E[R]| · |Δθ| (Cauchy and Schwarz), with the gradient of the summed loss divided by the rollouts as
     the estimate of ∇E[R]. Its noise makes the bound larger. None for a step that trained nothing.
     """
-    spread = get(metrics, "reward/std")
+    spread = metric(metrics, "reward/std")
     rollouts = graded([metrics])
-    product = get(metrics, "optim/grad_norm") * get(metrics, "optim/update_norm")
-    if not (get(metrics, "datums") > 0 and spread > 0 and rollouts > 0 and math.isfinite(product)):
+    product = metric(metrics, "optim/grad_norm") * metric(metrics, "optim/update_norm")
+    if not (metric(metrics, "datums") > 0 and spread > 0 and rollouts > 0 and math.isfinite(product)):
         return None
     scale = spread if str(config.get("advantage")).startswith("std") else 1.0
-    length = get(metrics, "rollouts/mean_length", 1.0)
+    length = metric(metrics, "rollouts/mean_length", 1.0)
     divisors = {"constant": rollouts * float(config.get("max_tokens", 1)), "token": rollouts * length}
     divisors["sequence"] = divisors["token"]
     scale *= divisors.get(str(config.get("loss_normalization")), 1.0)
     # Each of several steps per batch sees a share of the rollouts, and moves by one update.
-    steps = max(1.0, get(metrics, "optim/steps", 1.0))
+    steps = max(1.0, metric(metrics, "optim/steps", 1.0))
     return product * scale * steps**2 / rollouts / spread
 
 
@@ -241,11 +241,11 @@ def learning_rate_too_high(view: StepView) -> Finding | None:
     if collapse is None or "z" not in collapse.numbers:
         return None
     best_step = collapse.numbers["best_step"]
-    gains = _gains([step for step in view.metrics if get(step, "step") >= best_step], view.config)
+    gains = _gains([step for step in view.metrics if metric(step, "step") >= best_step], view.config)
     if not gains or statistics.median(gains) < TOO_LARGE_STEP:
         return None
     gain = statistics.median(gains)
-    rate = get(view.now, "learning_rate")
+    rate = metric(view.now, "learning_rate")
     return Finding(
         "learning_rate_too_high",
         "error",
@@ -254,7 +254,7 @@ def learning_rate_too_high(view: StepView) -> Finding | None:
         f"(a sound step has about 1 or less; learning_rate {rate:.3g})",
         f"Divide learning_rate by {max(3, round(gain)):d}, or set grad_clip_norm and lr_warmup_steps; go back to a "
         "checkpoint before the fall",
-        {**collapse.numbers, "step_promise": gain, "learning_rate": rate},
+        {**collapse.numbers, "first_order_gain_of_a_step": gain, "learning_rate": rate},
     )
 
 
@@ -265,7 +265,7 @@ def learning_rate_too_low(view: StepView) -> Finding | None:
     gains: list[float] = []
     so_far = 0.0
     for step in view.metrics:
-        gain = first_order_gain(step, config) if get(step, "step") > warmup else None
+        gain = first_order_gain(step, config) if metric(step, "step") > warmup else None
         if gain is None:
             continue
         gains.append(gain)
@@ -279,7 +279,7 @@ def learning_rate_too_low(view: StepView) -> Finding | None:
     whole = so_far + left * statistics.fmean(gains[-SETTLED_STEPS:])
     if whole >= TOO_SMALL_RUN:
         return None
-    rate = get(view.now, "learning_rate")
+    rate = metric(view.now, "learning_rate")
     return Finding(
         "learning_rate_too_low",
         "error",
@@ -288,5 +288,5 @@ def learning_rate_too_low(view: StepView) -> Finding | None:
         f"reward by at most {whole:.2g} standard deviations (learning_rate {rate:.3g})",
         f"Multiply learning_rate by {10 ** max(1, round(math.log10(1.0 / max(whole, 1e-9)))):g} or so, or train more "
         "steps",
-        {"run_promise": whole, "learning_rate": rate, "steps_with_signal": float(len(gains))},
+        {"first_order_gain_of_the_run": whole, "learning_rate": rate, "steps_with_signal": float(len(gains))},
     )

@@ -15,7 +15,7 @@ import numpy as np
 from mint.rl.analysis.policy_rules import ROSE_Z
 from mint.rl.analysis.run_record import Row, StepView
 from mint.rl.analysis.signal_rules import CHANGE_WINDOW, heldout_falls
-from mint.rl.analysis.step_statistics import get, mean, reward_window, total
+from mint.rl.analysis.step_statistics import mean, metric, reward_window, total
 from mint.rl.estimate import wilson
 from mint.rl.finding import Finding, Severity
 
@@ -184,7 +184,7 @@ def _parts_fall(view: StepView) -> Finding | None:
 def grader_failures(view: StepView) -> Finding | None:
     """The grader raised, or returned no finite number."""
     kinds = ("ungraded", "unsupported", "timeouts")
-    of_now = {kind: get(view.now, f"rollouts/{kind}") for kind in kinds}
+    of_now = {kind: metric(view.now, f"rollouts/{kind}") for kind in kinds}
     if not of_now["ungraded"]:
         return None
     out_of_range = sum(_out_of_range(row) for row in view.rows(1))
@@ -205,7 +205,7 @@ def grader_failures(view: StepView) -> Finding | None:
 
 def grader_timeouts(view: StepView) -> Finding | None:
     """The grader did not answer in time."""
-    if not get(view.now, "rollouts/timeouts"):
+    if not metric(view.now, "rollouts/timeouts"):
         return None
     failed = total(view.last(FAILED_STEPS), "rollouts/timeouts")
     limit = view.config.get("grader_timeout_s", 30.0)
@@ -220,7 +220,7 @@ def grader_timeouts(view: StepView) -> Finding | None:
 
 def unsupported_rewards(view: StepView) -> Finding | None:
     """The grader cannot judge on this machine."""
-    if not get(view.now, "rollouts/unsupported"):
+    if not metric(view.now, "rollouts/unsupported"):
         return None
     reasons = Counter(row["error"] for row in view.rows(FAILED_STEPS) if row.get("unsupported"))
     first = f": {reasons.most_common(1)[0][0]}" if reasons else ""
@@ -256,7 +256,7 @@ def judge_unreliable(view: StepView) -> Finding | None:
 
 def reward_out_of_range(view: StepView) -> Finding | None:
     """A reward was outside the range that its task declares."""
-    wrong = [row for row in view.rows(1) if _out_of_range(row)] if get(view.now, "rollouts/ungraded") else []
+    wrong = [row for row in view.rows(1) if _out_of_range(row)] if metric(view.now, "rollouts/ungraded") else []
     if not wrong:
         return None
     return Finding(

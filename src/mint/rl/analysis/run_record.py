@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from mint.rl.analysis.step_statistics import StepMetrics, get, graded
+from mint.rl.analysis.step_statistics import StepMetrics, graded, metric
 
 Row = Mapping[str, Any]
 
@@ -48,7 +48,7 @@ class RunRecord:
             metrics,
             [row for row in self.evaluations if int(row["step"]) <= step],
             self.rows_by_step,
-            [words for at, words in self.warnings if at == step],
+            [message for at, message in self.warnings if at == step],
         )
 
 
@@ -84,7 +84,9 @@ class StepView:
     def reward_floor(self) -> float:
         """The lowest possible reward: as declared, else 0 or the lowest seen."""
         declared = self.config.get("reward_range")
-        return float(declared[0]) if declared else min(0.0, *(get(step, "reward/min") for step in self.metrics))
+        if declared:
+            return float(declared[0])
+        return min([0.0, *(metric(step, "reward/min") for step in self.metrics)])
 
     @cached_property
     def reward_ceiling(self) -> float:
@@ -92,13 +94,13 @@ class StepView:
         declared = self.config.get("reward_range")
         if declared:
             return float(declared[1])
-        seen = (get(step, "reward/max") for step in self.metrics)
-        return max(float(self.config.get("success_reward", 1.0)), *seen)
+        seen = (metric(step, "reward/max") for step in self.metrics)
+        return max([float(self.config.get("success_reward", 1.0)), *seen])
 
     @cached_property
     def only_compares(self) -> bool:
         """Whether rewards differ within groups while their mean is constant, as with a pairwise judge. Then the mean
         reward does not say how good the policy is."""
-        means = [get(step, "reward/mean") for step in self.metrics if graded([step]) > 0]
-        varied = any(get(step, "reward/std") > 0 for step in self.metrics)
+        means = [metric(step, "reward/mean") for step in self.metrics if graded([step]) > 0]
+        varied = any(metric(step, "reward/std") > 0 for step in self.metrics)
         return varied and max(means) - min(means) <= STILL_SHARE * (self.reward_ceiling - self.reward_floor)

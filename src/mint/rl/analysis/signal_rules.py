@@ -14,11 +14,11 @@ from mint.rl.analysis.run_record import Row, StepView
 from mint.rl.analysis.step_statistics import (
     StepMetrics,
     best_window,
-    get,
     graded,
     graded_groups,
     informative_share,
     mean,
+    metric,
     reward_window,
     total,
 )
@@ -140,7 +140,7 @@ def _constant_reward(
 ) -> Finding | None:
     """Every reward since the first step is the same, and above the lowest one."""
     rewarded = [step for step in view.metrics if graded([step]) > 0]
-    values = {get(step, end) for step in rewarded for end in ("reward/min", "reward/max")}
+    values = {metric(step, end) for step in rewarded for end in ("reward/min", "reward/max")}
     if len(values) != 1:
         return None
     (value,) = values
@@ -190,7 +190,7 @@ def saturation(view: StepView) -> Finding | None:
 def reward_collapse(view: StepView) -> Finding | None:
     """The training reward has fallen by much, or the held-out reward by more than its intervals."""
     now = reward_window(view.last(CHANGE_WINDOW))
-    highest = max(get(step, "reward/mean") for step in view.metrics)
+    highest = max(metric(step, "reward/mean") for step in view.metrics)
     floor = view.reward_floor
     least = COLLAPSE_SHARE_CURRICULUM if view.config.get("curriculum") else COLLAPSE_SHARE
     if highest - now.mean < least * (highest - floor) or highest <= floor:
@@ -251,7 +251,7 @@ def reward_spike(view: StepView) -> Finding | None:
     jump = now.mean - before.mean
     if z < SPIKE_Z or jump < SPIKE_SHARE * (view.reward_ceiling - view.reward_floor):
         return None
-    means = [get(step, "reward/mean") for step in view.metrics]
+    means = [metric(step, "reward/mean") for step in view.metrics]
     changes = [abs(one - other) for one, other in pairwise(means[:-1])]
     if jump < SPIKE_TIMES * statistics.median(changes):
         return None

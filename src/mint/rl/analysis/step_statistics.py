@@ -52,19 +52,19 @@ class RewardWindow:
         return math.copysign(math.inf, difference) if difference else 0.0
 
 
-def get(metrics: StepMetrics, name: str, default: float = 0.0) -> float:
+def metric(metrics: StepMetrics, name: str, default: float = 0.0) -> float:
     """A metric of a step, or `default` if the step lacks it."""
     return float(metrics.get(name, default))
 
 
 def mean(steps: Sequence[StepMetrics], name: str) -> float:
     """The mean of a metric over steps; a step that lacks it counts as 0."""
-    return sum(get(step, name) for step in steps) / max(1, len(steps))
+    return sum(metric(step, name) for step in steps) / max(1, len(steps))
 
 
 def total(steps: Sequence[StepMetrics], name: str) -> float:
     """The sum of a metric over steps."""
-    return sum(get(step, name) for step in steps)
+    return sum(metric(step, name) for step in steps)
 
 
 def graded_groups(steps: Sequence[StepMetrics]) -> float:
@@ -95,10 +95,10 @@ def reward_window(steps: Sequence[StepMetrics], name: str = "reward/mean") -> Re
     for step in known:
         rollouts = graded([step])
         per_group = rollouts / max(1.0, graded_groups([step]))
-        varied = get(step, "reward/std") > 0  # a step of equal rewards says nothing about correlation
+        varied = metric(step, "reward/std") > 0  # a step of equal rewards says nothing about correlation
         correlation = max(LEAST_CORRELATION, 1.0 - informative_share([step])) if varied else UNKNOWN_CORRELATION
         count += rollouts / (1.0 + max(0.0, per_group - 1.0) * correlation)
-    variance = sum(get(step, "reward/std") ** 2 for step in known) / len(known)
+    variance = sum(metric(step, "reward/std") ** 2 for step in known) / len(known)
     return RewardWindow(mean(known, name), variance, count)
 
 
