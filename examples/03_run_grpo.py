@@ -19,11 +19,11 @@ class Subtraction(RLAdapter):
         self.heldout, self.training = pairs[:128], pairs[128:]
 
     def build_dataset(self):
-        """The training samples: any objects that the other methods understand."""
+        """The training items: any objects that the other methods understand."""
         return self.training
 
     def build_heldout(self):
-        """Samples that are evaluated before and after the run, and never trained on."""
+        """Items that are evaluated before and after the run, and never trained on."""
         return self.heldout
 
     def make_prompt(self, item, tokenizer):

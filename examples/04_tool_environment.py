@@ -61,11 +61,11 @@ class Additions(MessageEnvAdapter):
         self.heldout, self.training = pairs[:64], pairs[64:]
 
     def build_dataset(self):
-        """The training samples."""
+        """The training items."""
         return self.training
 
     def build_heldout(self):
-        """Samples that are never trained on."""
+        """Items that are never trained on."""
         return self.heldout
 
     def make_env(self, item):

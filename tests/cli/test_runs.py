@@ -112,7 +112,7 @@ def test_run_folders_are_listed_beside_training_runs(home: Path, log: RunLog) ->
     (run,) = json.loads(answer.stdout)["rl_runs"]
     assert (run["name"], run["state"], run["task"]) == ("looked-at", "finished", "math")
     people = mint("runs", "list").stdout
-    assert "looked-at" in people and "3 of 3" in people and "RL runs on this machine: 1" in people
+    assert "looked-at" in people and "3 of 3" in people and "runs on this machine: 1" in people
 
 
 @pytest.mark.parametrize("metrics", [[], ["--metric", "train/entropy", "--metric", "optim/grad_norm"]])

@@ -1,4 +1,4 @@
-"""The `key=value` words of a command line."""
+"""The `key=value` arguments of a command line."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Assignments = Annotated[list[str] | None, typer.Argument(help="key=value: settin
 SHORT_NAMES = {"lr": "learning_rate", "groups_per_batch": "batch_size", "model": "base_model"}
 
 
-def parse_assignments(words: Sequence[str]) -> dict[str, Any]:
+def parse_assignments(arguments: Sequence[str]) -> dict[str, Any]:
     """`["steps=5", "task=math"]` as a dict. A value is JSON if it parses as JSON, and text otherwise; short names are
     written out.
 
     Raises:
-        InvalidRequestError: a word is not of the form key=value.
+        InvalidRequestError: an argument is not of the form key=value.
     """
     found: dict[str, Any] = {}
-    for word in words:
-        key, separator, text = word.partition("=")
+    for argument in arguments:
+        key, separator, text = argument.partition("=")
         if not separator or not key:
             raise InvalidRequestError(
-                "is not of the form key=value", field="argument", value=word, remedy="Write for example steps=20"
+                "is not of the form key=value", field="argument", value=argument, remedy="Write for example steps=20"
             )
         name = SHORT_NAMES.get(key, key)
         try:

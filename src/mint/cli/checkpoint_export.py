@@ -37,7 +37,7 @@ class _CheckpointWeights:
 def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir: Path | None = None) -> None:
     """Writes the checkpoint at `path` to the new folder `output`.
 
-    `peft` writes an adapter, `hf` a merged model, `gguf-ready` a merged model for llama.cpp's converter. `data_dir`
+    `peft` writes the lora alone, `hf` a merged model, `gguf-ready` a merged model for llama.cpp's converter. `data_dir`
     None is the server at `MINT_BASE_URL` if that is set, else `MINT_HOME`. All formats except `peft` need the base
     model on this machine. The folder appears complete or not at all.
 

@@ -20,11 +20,11 @@ class ExportFormat(StrEnum):
     GGUF_READY = "gguf-ready"
 
 
-FORMAT_HELP = "peft: a LoRA adapter; hf: a merged model; gguf-ready: one for llama.cpp's converter"
+FORMAT_HELP = "peft: the lora alone, for PEFT and vLLM; hf: a merged model; gguf-ready: one for llama.cpp's converter"
 
 
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="mint://MODEL/weights/NAME or …/sampler_weights/NAME")],
+    checkpoint: Annotated[str, typer.Argument(help="mint://MODEL_ID/weights/NAME or …/sampler_weights/NAME")],
     output: Annotated[Path, typer.Option(help="the folder to write; must not exist")],
     format: Annotated[ExportFormat, typer.Option(help=FORMAT_HELP)] = ExportFormat.PEFT,
     data_dir: Annotated[

@@ -1,11 +1,11 @@
-"""Runs the recipes for `mint train` and `mint demo`: from words to a config and data, with live progress and a report.
+"""Runs the recipes for `mint train` and `mint demo`: makes config and data from `key=value` arguments, shows progress.
 
 rl       task=NAME            any task of `mint.recipes.task_registry`
-sft      task=NAME            a task that knows a good completion of its samples (`RLAdapter.demonstrate`)
+sft      task=NAME            a task that knows a good completion of its items (`RLAdapter.demonstrate`)
 dpo      data=PATH            JSON lines with prompt, chosen, rejected
 distill  task=NAME teacher=…  the task's prompts; the teacher is a checkpoint or the name of a base model
 
-Words that name a field of the recipe's config are settings, which the config checks; the others are options of the
+Arguments that name a field of the recipe's config are settings, which the config checks; the others are options of the
 task.
 """
 
@@ -42,7 +42,7 @@ Config = TypeVar("Config", bound=SupervisedConfig)
 
 
 def train_recipe(
-    recipe: str, words: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console
+    recipe: str, arguments: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console
 ) -> dict[str, Any]:
     """Runs `recipe`, prints a report on `console` and returns it.
 
@@ -50,9 +50,9 @@ def train_recipe(
         InvalidRequestError: unknown task, setting or option, or data that cannot be read.
     """
     if recipe == "rl":
-        return train_rl(words, run_dir=run_dir, resume=resume, console=console)
+        return train_rl(arguments, run_dir=run_dir, resume=resume, console=console)
     runs = {"sft": train_sft, "dpo": train_dpo, "distill": train_distill}
-    report = {"recipe": recipe, **runs[recipe]({**words, "run_dir": run_dir}, resume=resume, console=console)}
+    report = {"recipe": recipe, **runs[recipe]({**arguments, "run_dir": run_dir}, resume=resume, console=console)}
     print_report(console, report)
     return report
 
@@ -80,10 +80,10 @@ def run_demo(
     return result, rl_report(task, config, result)
 
 
-def train_rl(words: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console) -> dict[str, Any]:
-    """RL on the task and with the settings that the words name."""
-    task = str(take(words, "task", "Add for example task=math or task=file:prompts.jsonl"))
-    with open_task(task, words) as choice:
+def train_rl(arguments: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console) -> dict[str, Any]:
+    """RL on the task and with the settings that the arguments name."""
+    task = str(take(arguments, "task", "Add for example task=math or task=file:prompts.jsonl"))
+    with open_task(task, arguments) as choice:
         config = choice.config.model_copy(update={"run_dir": run_dir})
         title = f"{task}: {config.base_model}"
         result = run_with_progress(choice.adapter, config, resume=resume, console=console, title=title)
@@ -136,9 +136,9 @@ def rl_report(task: str, config: RLConfig, result: RunResult) -> dict[str, Any]:
 # --- SFT, DPO, distillation --------------------------------------------------------------------------------------
 
 
-def train_sft(words: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
+def train_sft(arguments: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
     """Supervised fine-tuning on a task's demonstrations."""
-    config, options = split_words(SFTConfig, words)
+    config, options = split_arguments(SFTConfig, arguments)
     with single_turn_task("sft", options, config) as adapter, mint.ServiceClient() as service:
         tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
         trained, heldout = (
@@ -162,11 +162,11 @@ def train_sft(words: dict[str, Any], *, resume: bool, console: Console) -> dict[
     return asdict(result)
 
 
-def train_dpo(words: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
+def train_dpo(arguments: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
     """Direct preference optimisation on a file of pairs."""
-    path = Path(str(take(words, "data", "Add data=…: `mint train dpo` needs it")))
-    style = words.pop("prompt_style", "chat")
-    config = DPOConfig.from_words(words)
+    path = Path(str(take(arguments, "data", "Add data=…: `mint train dpo` needs it")))
+    style = arguments.pop("prompt_style", "chat")
+    config = DPOConfig.from_words(arguments)
     rows = read_pairs(path)
     with mint.ServiceClient() as service:
         tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
@@ -183,10 +183,10 @@ def train_dpo(words: dict[str, Any], *, resume: bool, console: Console) -> dict[
     return asdict(result)
 
 
-def train_distill(words: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
+def train_distill(arguments: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
     """On-policy distillation on a task's prompts."""
-    teacher = str(take(words, "teacher", "Add teacher=…: `mint train distill` needs it"))
-    config, options = split_words(DistillConfig, words)
+    teacher = str(take(arguments, "teacher", "Add teacher=…: `mint train distill` needs it"))
+    config, options = split_arguments(DistillConfig, arguments)
     with single_turn_task("distill", options, config) as adapter, mint.ServiceClient() as service:
         sampler = teacher_sampler(service, teacher)
         tokenizer = sampler.get_tokenizer()
@@ -231,24 +231,26 @@ def print_report(console: Console, report: Mapping[str, Any], indent: str = "") 
         console.print(f"{indent}{name:<18} {value}", soft_wrap=True, highlight=False)
 
 
-# --- words and data ----------------------------------------------------------------------------------------------
+# --- arguments and data ----------------------------------------------------------------------------------------------
 
 
-def take(words: dict[str, Any], key: str, remedy: str) -> Any:
+def take(arguments: dict[str, Any], key: str, remedy: str) -> Any:
     """Removes a word that must be there.
 
     Raises:
         InvalidRequestError: it is missing.
     """
-    if key not in words:
+    if key not in arguments:
         raise InvalidRequestError("is missing", field=key, value="(missing)", remedy=remedy)
-    return words.pop(key)
+    return arguments.pop(key)
 
 
-def split_words(config: type[Config], words: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """The settings among the words, and the options of the task."""
-    settings = {key: value for key, value in words.items() if key in config.model_fields}
-    return config.from_words(settings), {key: value for key, value in words.items() if key not in config.model_fields}
+def split_arguments(config: type[Config], arguments: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """The settings among the arguments, and the options of the task."""
+    settings = {key: value for key, value in arguments.items() if key in config.model_fields}
+    return config.from_words(settings), {
+        key: value for key, value in arguments.items() if key not in config.model_fields
+    }
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`mint rollouts`, `mint plot`, and the run folders in `mint runs list` and `show`: RL runs in a terminal.
+"""`mint rollouts`, `mint plot`, and the run folders in `mint runs list` and `show`, in a terminal.
 
 Reads run folders only; needs no server and no engine. Control characters in a model's text are shown, not sent to the
 terminal.
@@ -31,7 +31,7 @@ SHOWN_CHARACTERS = 2_000
 CURVE_WIDTH = 48
 ROLLOUTS = 4
 
-RL_COLUMNS = ("RL run", "state", "task", "steps", "reward", "held-out (95 %)", "findings", "last written (UTC)")
+RUN_COLUMNS = ("run", "state", "task", "steps", "reward", "held-out (95 %)", "findings", "last written (UTC)")
 
 Run = Annotated[str, typer.Argument(help="a run folder, or its name below MINT_HOME/runs")]
 Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
@@ -134,7 +134,7 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
     Console(highlight=False).print(table)
 
 
-def rl_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
+def newest_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
     """The newest runs of a data directory (None: `MINT_HOME`), one dict each."""
     from mint.dashboard.run_folders import RunFolders  # deferred: `mint --help` answers at once
     from mint.runs.reader import RunReader
@@ -144,8 +144,8 @@ def rl_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
     return [asdict(summary) for summary in newest[:limit]]
 
 
-def rl_row(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """A run as a row of a table with `RL_COLUMNS`."""
+def run_row(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """A run as a row of a table with `RUN_COLUMNS`."""
     heldout = "" if run["heldout"] is None else interval_text(run["heldout"])
     findings = ", ".join(f"{count} {severity}" for severity, count in run["findings"].items() if count)
     steps = f"{run['step']} of {run['steps']}"

@@ -29,10 +29,14 @@ def serve(
     host: Annotated[str | None, typer.Option(help="the address to listen on; 127.0.0.1 if not given")] = None,
     port: Annotated[int | None, typer.Option(help="8500 if not given; 0 takes a free one")] = None,
     data_dir: DataDir = None,
-    model: Annotated[list[str] | None, typer.Option(help="NAME[=PATH] on offer; may be repeated")] = None,
-    api_keys: Annotated[bool | None, typer.Option("--api-keys/--no-api-keys", help="if any was made")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="a base model to serve, NAME[=PATH]; may be repeated")] = None,
+    api_keys: Annotated[
+        bool | None, typer.Option("--api-keys/--no-api-keys", help="whether callers need a key; yes once one was made")
+    ] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="listen beyond this machine without keys")] = None,
-    operator: Annotated[list[str] | None, typer.Option(help="an owner whose keys open the dashboard; repeat")] = None,
+    operator: Annotated[
+        list[str] | None, typer.Option(help="an owner whose keys open the dashboard; may be repeated")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file; flags and environment come first")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,

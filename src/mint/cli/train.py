@@ -86,10 +86,10 @@ def train(
     from mint.cli.recipe_runs import train_recipe  # deferred: `mint --help` answers at once
 
     try:
-        words = parse_assignments(assignments or [])
+        arguments = parse_assignments(assignments or [])
         if unsafe_sandbox:
-            words["unsafe_sandbox"] = True
-        report = train_recipe(recipe.value, words, run_dir=run_dir, resume=resume, console=Console(stderr=True))
+            arguments["unsafe_sandbox"] = True
+        report = train_recipe(recipe.value, arguments, run_dir=run_dir, resume=resume, console=Console(stderr=True))
     except MintError as error:
         fail(error)
     if as_json:

@@ -1,7 +1,4 @@
-"""A base model with a lora merged into it, as a Hugging Face folder that needs neither mint nor PEFT.
-
-Knows file layouts and the arithmetic of merging; knows nothing of engines or checkpoints' places.
-"""
+"""A base model with a lora merged into it, as a Hugging Face folder that needs neither mint nor PEFT."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A lora as a PEFT adapter folder, which PEFT, transformers and vLLM load unchanged; and back.
+"""A lora in PEFT's file format, which PEFT, transformers and vLLM load unchanged; and back.
 
-Arrays are named as mint names them everywhere: `{module}.lora_A.weight` [r, inputs], `{module}.lora_B.weight`
-[outputs, r]. This is the one place that knows PEFT's own names. Knows nothing of engines or checkpoints' places.
+Arrays are named as mint names them everywhere: `{module}.lora_A.weight` [r, inputs], `{module}.lora_B.weight` [outputs,
+r]. This is the one place that knows PEFT's own names.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _CHANGES_FUNCTION = {
     "velora_config": "VeLoRA has further factors",
     "megatron_config": "Megatron's layers are split",
 }
-"""PEFT's settings that make an adapter compute something else than base + scale · B @ A → what they mean."""
+"""PEFT's settings that make a lora compute something else than base + scale · B @ A → what they mean."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def read_config(text: bytes) -> AdapterConfig:
     """Reads adapter_config.json.
 
     Raises:
-        InvalidRequestError: it is no such file, or the adapter is not a plain lora.
+        InvalidRequestError: it is no such file, or its settings are not those of a plain lora.
     """
     try:
         config = json.loads(text)
@@ -157,7 +157,9 @@ def read_config(text: bytes) -> AdapterConfig:
         raise _refused(CONFIG_FILE, "does not describe a PEFT lora (peft_type LORA)", "Send the file that PEFT wrote")
     for key, meaning in _CHANGES_FUNCTION.items():
         if config.get(key):
-            raise _refused(key, f"is not supported: {meaning}", "Merge the adapter, or train a plain lora", config[key])
+            raise _refused(
+                key, f"is not supported: {meaning}", "Merge it into the base, or train a plain lora", config[key]
+            )
     if config.get("bias", "none") != "none":
         raise _refused("bias", "is not supported: biases were trained", "Train with bias='none'", config["bias"])
     start = config.get("init_lora_weights", True)
@@ -194,7 +196,7 @@ def read_weights(file: BinaryIO, config: AdapterConfig, base: ModelFolder) -> di
     Reads no tensor before every name and shape was found to fit the base model.
 
     Raises:
-        InvalidRequestError: the file is damaged, holds something else, or is an adapter of another model.
+        InvalidRequestError: the file is damaged, holds something else, or is a lora of another model.
     """
     layers = base_layers(base)
     stored = UntrustedTensors(file, WEIGHTS_FILE, expected=2 * len(layers))
@@ -261,7 +263,7 @@ def _check_shape(name: str, entry: UntrustedTensor, layers: Mapping[str, Layer],
     wanted = (rank, layer.inputs) if half == "A.weight" else (layer.outputs, rank)
     if entry.shape != wanted:
         problem = f"has {name} of shape {list(entry.shape)}; with r = {rank} and this base model it is {list(wanted)}"
-        raise _refused(WEIGHTS_FILE, problem, "Name the base model that the adapter was trained on")
+        raise _refused(WEIGHTS_FILE, problem, "Name the base model that the lora was trained on")
 
 
 def _require_frozen(
@@ -279,12 +281,12 @@ def _require_frozen(
         ):
             return
     problem = f"holds {entry.name!a}, which is not the base model's own {module}"
-    raise _refused(WEIGHTS_FILE, problem, "Save the adapter with save_embedding_layers=False")
+    raise _refused(WEIGHTS_FILE, problem, "Save the lora with save_embedding_layers=False")
 
 
 def _other_half(name: str) -> str:
     return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
 
 
-def _refused(field: str, problem: str, remedy: str, value: object = "the adapter") -> InvalidRequestError:
+def _refused(field: str, problem: str, remedy: str, value: object = "the lora") -> InvalidRequestError:
     return InvalidRequestError(problem, field=field, value=value, remedy=remedy)

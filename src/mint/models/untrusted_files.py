@@ -1,8 +1,7 @@
-"""The files of an adapter from outside: a folder or a tar archive, read without being unpacked to named files.
+"""The files of a lora from outside: a folder or a tar archive, read without being unpacked to named files.
 
 Gives copies of a few files known by name, in temporary files without a name. Whatever else an archive can hold is
-refused or, where it is known to be harmless, skipped. Knows the limits of archives; knows nothing of what the files
-mean.
+refused or, where it is known to be harmless, skipped.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ SKIPPED = frozenset(
         "trainer_state.json",
     }
 )
-"""Files that training tools put beside an adapter; not read."""
+"""Files that training tools put beside a lora; not read."""
 
 _BLOCK = tarfile.BLOCKSIZE
 _CHUNK = 1024 * 1024
@@ -76,7 +75,7 @@ class UntrustedFiles:
         temporary files in the folder `scratch`.
 
         Raises:
-            InvalidRequestError: `source` is none of these, or holds what an adapter's archive never holds.
+            InvalidRequestError: `source` is none of these, or holds what the archive of a lora never holds.
         """
         self._open = ExitStack()
         self.files: dict[str, BinaryIO] = {}
@@ -124,7 +123,7 @@ class UntrustedFiles:
         scratch.mkdir(parents=True, exist_ok=True)
         for name, size, content in _members(archive):
             if size > WANTED.get(name, FREE_EXPANSION_BYTES):
-                raise _refused(f"holds {name} of {size} bytes, more than mint takes", "Send the adapter alone")
+                raise _refused(f"holds {name} of {size} bytes, more than mint takes", "Send the lora alone")
             if name not in WANTED:
                 continue
             copy = self._open.enter_context(tempfile.TemporaryFile(dir=scratch))  # noqa: SIM115 - closed by the stack
@@ -171,7 +170,7 @@ def _members(archive: BinaryIO) -> Iterator[tuple[str, int, Iterator[bytes]]]:
         yield name, header.size, content
         for _rest in content:
             pass
-    raise _refused(f"holds more than {MAX_MEMBERS} entries", "Send the adapter alone")
+    raise _refused(f"holds more than {MAX_MEMBERS} entries", "Send the lora alone")
 
 
 class _Bounded:
@@ -204,7 +203,7 @@ class _Bounded:
     def content(self, size: int, most: int) -> Iterator[bytes]:
         """Yields an entry's content, then skips the padding after it."""
         if size > most:
-            raise _refused(f"holds an entry of {size} bytes, more than {most}", "Send the adapter alone")
+            raise _refused(f"holds an entry of {size} bytes, more than {most}", "Send the lora alone")
         if size > self._left:
             raise self._expands()
         return self._chunks(size)

@@ -1,6 +1,6 @@
 """Reads a safetensors file from an untrusted source: checks every number of its header before it uses any.
 
-Reads one tensor at a time, as float32. Knows the format and its limits; knows no lora and no model.
+Reads one tensor at a time, as float32.
 """
 
 from __future__ import annotations

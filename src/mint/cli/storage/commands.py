@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from mint.cli.runs import RL_COLUMNS, rl_row, rl_runs, run_folder, show_run_folder
+from mint.cli.runs import RUN_COLUMNS, newest_runs, run_folder, run_row, show_run_folder
 from mint.cli.storage.tables import (
     checkpoint_json,
     metadata_text,
@@ -40,7 +40,7 @@ from mint.types.records import (
 if TYPE_CHECKING:
     from mint.cli.storage.storage import Storage
 
-runs_app = typer.Typer(no_args_is_help=True, help="Training runs: what was trained, from what, and its checkpoints.")
+runs_app = typer.Typer(no_args_is_help=True, help="Models that a service trains, and the run folders of this machine.")
 checkpoints_app = typer.Typer(no_args_is_help=True, help="Saved weights: list, publish, keep, copy, move, delete.")
 sessions_app = typer.Typer(no_args_is_help=True, help="Sessions, living and ended.")
 models_app = typer.Typer(no_args_is_help=True, help="Base models that can be used by name.")
@@ -50,7 +50,7 @@ Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON docume
 Limit = Annotated[int, typer.Option(min=1, max=1000, help="how many at most")]
 Offset = Annotated[int, typer.Option(min=0, help="how many to leave out first")]
 Accessible = Annotated[bool, typer.Option("--accessible", help="also what others have published")]
-CheckpointArgument = Annotated[str, typer.Argument(help="mint://RUN/weights/NAME, or its ckpt_… id")]
+CheckpointArgument = Annotated[str, typer.Argument(help="mint://MODEL_ID/weights/NAME, or its ckpt_… id")]
 Ttl = Annotated[int | None, typer.Option(help="seconds until it is deleted; for good if not given")]
 
 
@@ -62,7 +62,7 @@ def list_runs(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Training runs, newest first; and the RL runs whose folders are on this machine."""
+    """The models of the service, newest first; and the runs whose folders are on this machine."""
     with _storage(data_dir) as storage:
         page = storage.runs(PageQuery(limit=limit, offset=offset, access_scope=_scope(accessible)))
         if as_json:
@@ -70,7 +70,7 @@ def list_runs(
                 "training_runs": [run_json(run) for run in page.training_runs],
                 "cursor": record_json(page.cursor),
             }
-            print_json({**document, "rl_runs": rl_runs(data_dir, limit)})
+            print_json({**document, "rl_runs": newest_runs(data_dir, limit)})
             return
         rows = [
             (
@@ -84,20 +84,20 @@ def list_runs(
             )
             for run in page.training_runs
         ]
-        columns = ("run", "base model", "rank", "owner", "last request (UTC)", "last checkpoint", "")
-        print_table(columns, rows, f"{len(rows)} of {page.cursor.total_count} runs")
-        found = rl_runs(data_dir, limit)
+        columns = ("model", "base model", "rank", "owner", "last request (UTC)", "last checkpoint", "")
+        print_table(columns, rows, f"{len(rows)} of {page.cursor.total_count} models")
+        found = newest_runs(data_dir, limit)
         if found:
-            print_table(RL_COLUMNS, [rl_row(run) for run in found], f"RL runs on this machine: {len(found)}")
+            print_table(RUN_COLUMNS, [run_row(run) for run in found], f"runs on this machine: {len(found)}")
 
 
 @runs_app.command(name="show")
 def show_run(
-    run_id: Annotated[str, typer.Argument(help="as `mint runs list` shows it; or the folder or name of an RL run")],
+    run_id: Annotated[str, typer.Argument(help="a model's id, or the folder or name of a run")],
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """One training run and its checkpoints; or one RL run: state, curve, evaluations, findings, checkpoints."""
+    """A model and its checkpoints; or a run: its state, curve, evaluations, findings and checkpoints."""
     folder = run_folder(run_id) if data_dir is None else None
     if folder is not None:
         try:
@@ -113,7 +113,7 @@ def show_run(
             return
         print_facts(
             {
-                "run": run.training_run_id,
+                "model": run.training_run_id,
                 "base model": run.base_model,
                 "rank": run.lora_rank,
                 "owner": run.model_owner,
@@ -127,7 +127,7 @@ def show_run(
 
 @checkpoints_app.command(name="list")
 def list_checkpoints(
-    run_id: Annotated[str | None, typer.Argument(help="those of this run; of all runs if not given")] = None,
+    run_id: Annotated[str | None, typer.Argument(help="those of this model; of all models if not given")] = None,
     limit: Limit = 100,
     offset: Offset = 0,
     accessible: Accessible = False,
@@ -157,7 +157,7 @@ def show_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json:
 
 @checkpoints_app.command(name="delete")
 def delete_checkpoints(
-    paths: Annotated[list[str], typer.Argument(help="mint://RUN/weights/NAME or ckpt_… ids")],
+    paths: Annotated[list[str], typer.Argument(help="mint://MODEL_ID/weights/NAME or ckpt_… ids")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
     data_dir: DataDir = None,
     as_json: Json = False,
@@ -244,7 +244,7 @@ def upload_checkpoint(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Makes a checkpoint of an adapter that was trained elsewhere."""
+    """Makes a checkpoint of a lora that was trained elsewhere."""
     with _storage(data_dir) as storage:
         print_checkpoint(storage.checkpoint(storage.upload(file, base_model, name)), as_json)
 
@@ -295,7 +295,7 @@ def show_session(
                 "session": session_id,
                 "name": session.display_name,
                 "metadata": metadata_text(session.user_metadata),
-                "runs": "\n".join(session.training_run_ids) or "none",
+                "models": "\n".join(session.training_run_ids) or "none",
                 "samplers": "\n".join(session.sampler_ids) or "none",
             }
         )

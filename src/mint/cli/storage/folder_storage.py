@@ -1,6 +1,6 @@
 """What a data directory stores, read and changed as its operator, without an engine, a session or a server.
 
-Needs the `local` extra. Knows the catalogs and the formats of files; knows nothing of how answers are shown.
+Needs the `local` extra.
 """
 
 from __future__ import annotations

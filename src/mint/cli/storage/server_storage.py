@@ -71,7 +71,7 @@ class ServerStorage:
         if not file.is_dir():
             return self._rest.upload_checkpoint(file, base_model=base_model, name=name).result().path
         with tempfile.TemporaryDirectory() as scratch:
-            packed = Path(scratch) / "adapter.tar"
+            packed = Path(scratch) / "lora.tar"
             with tarfile.open(packed, "w") as archive:
                 for part in sorted(path for path in file.iterdir() if path.name in _UPLOADED):
                     archive.add(part, part.name)

@@ -1,7 +1,7 @@
 """Runs, checkpoints, sessions and models that are stored, on a server or in a folder: the same questions for both.
 
 A folder is read as its operator, who sees what everyone owns. Reading it starts no engine and takes over no session, so
-a server may run on it at the same time. Knows nothing of how answers are shown.
+a server may run on it at the same time.
 """
 
 from __future__ import annotations
