@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
-from mint.client.connection.address import Address
+from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.file_transfers import download
 from mint.client.connection.http_transport import HttpTransport
 from mint.client.connection.server_connection import ServerConnection
@@ -27,7 +27,7 @@ def test_a_download_from_a_server_that_is_gone_says_so_and_leaves_nothing(tmp_pa
     url = f"http://127.0.0.1:{free_port()}"
 
     async def ask() -> None:
-        server = ServerConnection(Address(url, None, {}), HttpTransport(url))
+        server = ServerConnection(Endpoint(url, None, {}), HttpTransport(url))
         try:
             await download(server, f"{url}/file", tmp_path / "state.tar.gz")
         finally:

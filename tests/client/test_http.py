@@ -27,8 +27,8 @@ from waiting import HANG_S, wait_until
 
 import mint
 import mint.client.connection.server_connection as server_connection
-from mint.client.connection.address import Address
 from mint.client.connection.backoff import LONGEST_PAUSE_S, Backoff
+from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.wait_log import WaitLog
 from mint.compose.embedded import EmbeddedService, open_embedded
 from mint.engine.fake_engine import FakeEngine
@@ -297,7 +297,7 @@ def test_every_request_says_who_sends_it(door: FrontDoor, url: str) -> None:
     for route, headers in door.seen:
         assert headers["user-agent"] == f"mint/{mint.__version__}" == "mint/" + headers["x-sdk-version"], route
         assert headers["x-api-key"] == "tml-secret" and headers["cf-access-client-id"] == "me", route
-    assert "tml-secret" not in repr(Address(url, "tml-secret", overrides))
+    assert "tml-secret" not in repr(Endpoint(url, "tml-secret", overrides))
 
 
 def test_settings_that_mint_does_not_know_are_named_and_change_nothing(url: str) -> None:

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from mint import wire
-from mint.client.connection.address import Address
+from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.server_connection import ServerConnection
 from mint.client.connection.transport import InProcessTransport
 from mint.client.connection.transport import Request as Asked
@@ -103,7 +103,7 @@ def test_the_event_loop_goes_on_while_a_large_answer_is_decoded() -> None:
 
     async def turns_of_the_loop() -> int:
         app = Starlette(routes=[Route("/{path:path}", large)])
-        server = ServerConnection(Address(None), InProcessTransport(app, "http://mint.embedded/"))
+        server = ServerConnection(Endpoint(None), InProcessTransport(app, "http://mint.embedded/"))
         answer = asyncio.create_task(server.get("result", ForwardBackwardOutput))
         turns = 0
         while not answer.done():

@@ -1,4 +1,4 @@
-"""The `…_async` twin of a method, made from the method: name, signature, docstring and types. Knows no client."""
+"""The `…_async` twin of a method, made from the method: name, signature, docstring and types."""
 
 from __future__ import annotations
 

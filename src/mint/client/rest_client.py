@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 import mint.wire as wire
 from mint.client.async_twins import awaited
 from mint.client.connection import file_transfers
-from mint.client.connection.address import Address
+from mint.client.connection.endpoint import Endpoint
 from mint.client.futures import APIFuture
 from mint.client.session import EmbeddedServer, Session
 from mint.config import read_settings
@@ -56,7 +56,7 @@ class RestClient:
         self._shares_session = session is not None
         url = base_url or settings.base_url
         self._session = session or Session(
-            Address(url, api_key or settings.api_key), open_embedded=_open_embedded, joined=""
+            Endpoint(url, api_key or settings.api_key), open_embedded=_open_embedded, joined=""
         )
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mint.client.async_twins import awaited
-from mint.client.connection.address import Address
+from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.server_connection import EncodedRequest
 from mint.client.futures import APIFuture, ClientFuture, wait, wait_async
 from mint.client.session import Session
@@ -161,9 +161,9 @@ class SamplingClient(ClientFuture):
         return _joined_sampler({**fields, "api_key": api_key or read_settings().api_key})
 
     def __reduce__(self) -> tuple[Callable[..., SamplingClient], tuple[dict[str, Any]]]:
-        address = self._session.address
+        endpoint = self._session.endpoint
         return _joined_sampler, (
-            {**self._identity(), "api_key": address.api_key, "headers": dict(address.extra_headers)},
+            {**self._identity(), "api_key": endpoint.api_key, "headers": dict(endpoint.extra_headers)},
         )
 
     def _identity(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class SamplingClient(ClientFuture):
             )
         self.result()
         return {
-            "base_url": self._session.address.base_url,
+            "base_url": self._session.endpoint.base_url,
             "session_id": self._session.open(),
             "sampler_id": self.sampling_session_id,
             "record_stability_info": self._record_stability_info,
@@ -206,12 +206,12 @@ _joined_lock = threading.Lock()
 
 def _joined_sampler(identity: Mapping[str, Any]) -> SamplingClient:
     """A client of a sampler in the session of another process; the clients of one session share a connection."""
-    address = Address(identity["base_url"], identity.get("api_key"), identity.get("headers") or {})
+    endpoint = Endpoint(identity["base_url"], identity.get("api_key"), identity.get("headers") or {})
     session_id = identity["session_id"]
-    key = (address.url, address.api_key or "", session_id)
+    key = (endpoint.url, endpoint.api_key or "", session_id)
     with _joined_lock:
         if key not in _joined:
-            _joined[key] = Session(address, joined=session_id)
+            _joined[key] = Session(endpoint, joined=session_id)
         session = _joined[key]
     session.open()
     made: concurrent.futures.Future[Any] = concurrent.futures.Future()

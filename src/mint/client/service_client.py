@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mint.client.async_twins import awaited
-from mint.client.connection.address import Address
+from mint.client.connection.endpoint import Endpoint
 from mint.client.futures import ClientFuture, wait, wait_async
 from mint.client.rest_client import RestClient
 from mint.client.sampling_client import SamplingClient
@@ -92,7 +92,7 @@ class ServiceClient:
         )
         headers = dict(default_headers_overrides or {})
         self._session = Session(
-            Address(None if open_embedded is not None else url, api_key or settings.api_key, headers),
+            Endpoint(None if open_embedded is not None else url, api_key or settings.api_key, headers),
             request=request,
             open_embedded=open_embedded or (lambda: _open_embedded(folder)),
         )

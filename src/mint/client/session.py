@@ -1,4 +1,4 @@
-"""One session with a server, on one event-loop thread of its own: opening, heartbeats, closing. Knows no request."""
+"""One session with a server, on one event-loop thread of its own: opening, heartbeats, closing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal, Protocol, TypeVar
 
 import mint.wire as wire
-from mint.client.connection.address import Address
+from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.server_connection import GONE, ServerConnection
 from mint.client.connection.transport import InProcessTransport, Transport
 from mint.client.connection.wait_log import log
@@ -51,7 +51,7 @@ class Session:
 
     def __init__(
         self,
-        address: Address,
+        endpoint: Endpoint,
         *,
         request: CreateSessionRequest | None = None,
         open_embedded: Callable[[], EmbeddedServer] | None = None,
@@ -61,7 +61,7 @@ class Session:
 
         `open_embedded` opens the service in this process, for an address without a URL.
         """
-        self.address = address
+        self.endpoint = endpoint
         self._request = request or CreateSessionRequest()
         self._open_embedded = open_embedded
         self._joined = joined
@@ -76,7 +76,7 @@ class Session:
     @property
     def is_embedded(self) -> bool:
         """Whether the service runs in this process."""
-        return self.address.base_url is None
+        return self.endpoint.base_url is None
 
     # --- opening -------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Session:
         _open_sessions.add(self)
 
     async def _connect(self) -> None:
-        self.server = ServerConnection(self.address, self._transport())
+        self.server = ServerConnection(self.endpoint, self._transport())
         if self._joined is not None:
             self._session_id = self._joined
             return
@@ -130,12 +130,12 @@ class Session:
 
     def _transport(self) -> Transport:
         if self._embedded is not None:
-            return InProcessTransport(self._embedded.app, self.address.url)
+            return InProcessTransport(self._embedded.app, self.endpoint.url)
         from mint.client.connection.http_transport import (
             HttpTransport,  # deferred: httpx, which embedded use does not need
         )
 
-        return HttpTransport(self.address.url)
+        return HttpTransport(self.endpoint.url)
 
     async def _send_heartbeats(self, session_id: str) -> None:
         while True:

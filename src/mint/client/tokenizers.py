@@ -32,7 +32,7 @@ def tokenizer_of(session: Session, tokenizer_id: str, base_model: str) -> Any:
     """
     if session.is_embedded:
         return load_tokenizer(tokenizer_id, base_model)
-    key = (session.address.url, base_model)
+    key = (session.endpoint.url, base_model)
     if key not in _folders:
         try:
             answer = wait(

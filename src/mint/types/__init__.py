@@ -45,8 +45,8 @@ from mint.types.training import SaveWeightsExternalResponse as SaveWeightsExtern
 from mint.types.training import SaveWeightsForSamplerResponse as SaveWeightsForSamplerResponse
 from mint.types.training import SaveWeightsResponse as SaveWeightsResponse
 from mint.types.training import WeightsInfoResponse as WeightsInfoResponse
-from mint.types.values import StrictValue as StrictValue
-from mint.types.values import invalid_request as invalid_request
+from mint.types.validation_errors import invalid_request as invalid_request
+from mint.types.value_classes import StrictValue as StrictValue
 
 # Names of other SDKs of this protocol.
 LossFnType = LossName

@@ -1,4 +1,4 @@
-"""How a checkpoint's path is written. Knows no checkpoint."""
+"""How a checkpoint's path is written."""
 
 from __future__ import annotations
 

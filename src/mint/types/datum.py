@@ -11,7 +11,7 @@ from typing import Any
 from mint.errors import InvalidRequestError
 from mint.types.model_input import ModelInput
 from mint.types.tensors import DType, TensorData
-from mint.types.values import ArrayValue, StrictValue
+from mint.types.value_classes import ArrayValue, StrictValue
 
 INT_INPUTS = frozenset({"target_tokens"})
 """Keys of `Datum.loss_fn_inputs` that hold token ids; all others are float32."""

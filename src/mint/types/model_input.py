@@ -1,7 +1,4 @@
-"""What a model reads: chunks of token ids, in order; and the chunks of other protocols' types that no model here reads.
-
-Knows no loss, no encoding and no model.
-"""
+"""What a model reads: chunks of token ids, in order. Chunks of other types, as images, are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pydantic import Field, field_validator
 
 from mint.errors import InvalidRequestError
 from mint.types.tensors import TensorData, flat_array
-from mint.types.values import ArrayValue, StrictValue
+from mint.types.value_classes import ArrayValue, StrictValue
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 

@@ -1,7 +1,7 @@
 """What is kept, as management sees it: training runs, checkpoints, sessions; and the questions about them.
 
-The names are those of the public protocol's types; `mint.types` has them too. Knows nothing of storage, of routes, or
-of whose anything is. Times are aware datetimes, RFC 3339 on the wire.
+The names are those of the public protocol's types; `mint.types` has them too. Times are aware datetimes, RFC 3339 on
+the wire.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_serializ
 
 from mint.errors import InvalidRequestError
 from mint.types.checkpoint_uri import CheckpointUri
-from mint.types.values import Result, StrictValue
+from mint.types.value_classes import Result, StrictValue
 
 CheckpointType = Literal["training", "sampler", "external"]
 AccessScope = Literal["owned", "accessible"]
@@ -57,7 +57,7 @@ class ParsedCheckpointTinkerPath(Result):
 
     @classmethod
     def from_tinker_path(cls, tinker_path: str) -> Self:
-        """From `mint://RUN/KIND/NAME`, or its alias `tinker://…`.
+        """From `mint://MODEL_ID/KIND/NAME`, or its alias `tinker://…`.
 
         Raises:
             InvalidRequestError: the text is no such path.

@@ -13,7 +13,7 @@ import numpy as np
 
 from mint.types.checkpoint_uri import CheckpointUri
 from mint.types.tensors import TensorData, flat_array
-from mint.types.values import ArrayValue, Params, Result
+from mint.types.value_classes import ArrayValue, Params, Result
 
 StopReason = Literal["stop", "length"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mint.types.values import Result
+from mint.types.value_classes import Result
 
 
 class UntypedPromise(Result):

@@ -1,7 +1,7 @@
 """`TensorData`: numbers on their way to or from the service, dense or sparse, in numpy arrays.
 
-Type and layout are checked here; the service checks whether the values make sense. Knows no datums and no encoding, and
-torch only where a user's own tensor comes in or goes out.
+Type and layout are checked here; the service checks whether the values make sense. Torch is imported only
+where a user's own tensor comes in or goes out.
 
 Letters: R rows · C columns of a sparse matrix · S its listed cells.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from mint.errors import InvalidRequestError
-from mint.types.values import ArrayValue, StrictValue
+from mint.types.value_classes import ArrayValue, StrictValue
 
 DType = Literal["int64", "float32"]
 

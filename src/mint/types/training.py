@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from mint.errors import InvalidRequestError
 from mint.types.checkpoint_uri import CheckpointUri
 from mint.types.tensors import TensorData
-from mint.types.values import Params, Result
+from mint.types.value_classes import Params, Result
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 

@@ -1,7 +1,7 @@
 """Bytes ⇄ messages, in the encoding that headers have negotiated: JSON or protobuf.
 
 Infinities and NaN are written to JSON as `Infinity` and `NaN`, which both sides read. A protobuf message never starts
-with `{`. Knows no HTTP and no routes.
+with `{`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from mint.errors import InvalidRequestError, MintError
 from mint.types import ForwardBackwardOutput, SampleResponse, invalid_request
-from mint.types.values import ArrayValue
+from mint.types.value_classes import ArrayValue
 from mint.wire import protobuf as proto_codec
 from mint.wire.protobuf_fields import read_place
 from mint.wire.requests import ForwardBackwardRequest

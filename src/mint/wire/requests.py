@@ -2,7 +2,7 @@
 
 Defaults are the protocol's own (Tinker's), because old SDKs leave out a field that has its default; the mint SDK sends
 every setting. Unknown fields of newer SDKs are ignored and named in the log. Known fields that cannot be honoured are
-refused, unless they have no effect. Knows no encoding and no route.
+refused, unless they have no effect.
 """
 
 from __future__ import annotations

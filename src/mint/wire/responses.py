@@ -1,4 +1,4 @@
-"""The responses that only clients read; those that users see are in `mint.types`. Knows no route."""
+"""The responses that only clients read; those that users see are in `mint.types`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to a server over sockets, with httpx. Knows no retries."""
+"""Requests to a server over sockets, with httpx. Retries are `server_connection`'s."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Requests to one server: encoded, sent again while it cannot be reached, and long-polled for their results.
 
-A request may be sent twice: it carries its place in the order, so the server recognises a copy. Knows no model, no
-sampler and no thread.
+A request may be sent twice: it carries its place in the order, so the server recognises a copy.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 import mint.wire as wire
-from mint.client.connection.address import Address
 from mint.client.connection.backoff import Backoff
+from mint.client.connection.endpoint import Endpoint
 from mint.client.connection.server_errors import LONGEST_ERROR_BYTES, LostError, error_of, is_error, is_not_yet, json_of
 from mint.client.connection.transport import TIMEOUT_S, Request, Response, Transport, TransportError
 from mint.client.connection.wait_log import WaitLog, log
@@ -57,10 +56,10 @@ class EncodedRequest:
 class ServerConnection:
     """One transport, and what was learned about the server at its other end."""
 
-    def __init__(self, address: Address, transport: Transport) -> None:
+    def __init__(self, endpoint: Endpoint, transport: Transport) -> None:
         self.is_closing = False
         """Set when the session ends: then the server is not told which results are no longer wanted."""
-        self._headers = address.headers
+        self._headers = endpoint.headers
         self._transport = transport
         self._reads_proto = True
         self._wait_log = WaitLog()

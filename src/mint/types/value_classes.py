@@ -1,7 +1,7 @@
 """The base classes of all values: pydantic models, and plain classes that hold arrays.
 
 A value with numbers is a plain class over numpy arrays (`ArrayValue`): pydantic would check and copy each number again
-at every step. Its numbers are lists only in JSON, whose form is a pydantic model. Knows no particular value.
+at every step. Its numbers are lists only in JSON, whose form is a pydantic model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
-from mint.errors import InvalidRequestError
+from mint.types.validation_errors import invalid_request
 
 
 class StrictValue(BaseModel):
@@ -120,25 +120,6 @@ class ArrayValue:
             ),
             serialization=core_schema.plain_serializer_function_ser_schema(cls._as_form, return_schema=form),
         )
-
-
-def invalid_request(error: ValidationError, where: str) -> InvalidRequestError:
-    """The first complaint of a pydantic error as a `MintError` that names field, value and remedy."""
-    first = error.errors()[0]
-    path = where + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    inner = first.get("ctx", {}).get("error")
-    if isinstance(inner, InvalidRequestError):
-        if first["loc"] or not inner.field:  # a check of the whole message has named its field already
-            inner.field = f"{path}.{_without_class(inner.field)}" if inner.field else path
-        return inner
-    value = "(missing)" if first["type"] == "missing" else first.get("input")
-    remedy = "Remove it or correct its spelling" if first["type"] == "extra_forbidden" else None
-    return InvalidRequestError(first["msg"], field=path, value=value, remedy=remedy)
-
-
-def _without_class(field: str) -> str:
-    """`betas` of `AdamParams.betas`: the place of the value stands before it instead."""
-    return field.partition(".")[2] if field[:1].isupper() and "." in field else field
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ from mint.version import VERSION
 
 
 @dataclass(frozen=True)
-class Address:
+class Endpoint:
     """A server, the key for it, and further headers; `base_url` None means the service in this process."""
 
     base_url: str | None
