@@ -1,6 +1,6 @@
 """The faults themselves, done to this process: it is killed, its disk fills up, its clock jumps, its memory runs out.
 
-Knows no fault point; those that come from outside (SIGSTOP, SIGTERM, a locked database) are the supervisor's.
+Faults that come from outside the process (SIGSTOP, SIGTERM, a locked database) are struck by `trial`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The named places of the service at which a fault can strike, and where in the code they are.
 
 The service knows nothing of them. `injection` wraps the functions that are named here, in a process that `mint chaos`
-has started, so they cost nothing in any other process. Knows no fault.
+has started, so they cost nothing in any other process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Faults and cases as text: one line says what breaks, where and when, so that a case can be run again alone.
 
 A case is a scenario and what strikes in each life of its victim: `http kill:before_exec/optim_step#2 kill:@0.5`. Faults
-of one life are joined by `+`. After the last one named, the victim lives undisturbed. Knows no process.
+of one life are joined by `+`. After the last one named, the victim lives undisturbed.
 """
 
 from __future__ import annotations

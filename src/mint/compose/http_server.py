@@ -1,7 +1,4 @@
-"""uvicorn as mint's servers use it: graceful shutdown, limits on the headers of requests, enough connections.
-
-Knows no route and no service.
-"""
+"""uvicorn as mint's servers use it: graceful shutdown, limits on the headers of requests, enough connections."""
 
 from __future__ import annotations
 

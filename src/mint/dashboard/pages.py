@@ -1,7 +1,7 @@
 """The HTML pages, rendered from templates. A page holds its frame and the data that its script starts from.
 
 Every template gets `page` (its name), `run` (a run's name, or None), `asks_keys` and `version`. Pages of one run also
-get `summary`, and the list gets `summaries`; both are as in the JSON API. Knows no file of a run.
+get `summary`, and the list gets `summaries`; both are as in the JSON API.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Readers of runs by name: the latest `MAX_READERS` stay open, and the summary of every run is cached.
 
-Reads files, so call it in a thread. Knows no requests.
+Reads files, so call it in a thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the routes of the dashboard share: readers of runs, access, caches, jobs and live streams.
-
-Knows no route and no request.
-"""
+"""What the routes of the dashboard share: readers of runs, access, caches, jobs and live streams."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tasks of questions with reference answers: encoding prompts for any model, and the held-out split.
 
-Shared by all `task_sources`. Knows no grader and no file format.
+Shared by all `task_sources`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Supervised fine-tuning: cross-entropy on demonstrations, for a model that hardly ever succeeds.
 
 Only completions are trained on; prompts have weight 0. `RLConfig(init_from=…)` continues from the checkpoint with RL.
-Knows nothing of rewards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What SFT, DPO and distillation share: settings, examples as datums, batches, the loop over steps, evaluations.
 
-The run itself (folder, checkpoints, resume, progress) is `mint.rl.run_frame`. Knows no loss.
+The run itself (folder, checkpoints, resume, progress) is `mint.rl.run_frame`.
 
 Letters: P prompt tokens · T completion tokens.
 """

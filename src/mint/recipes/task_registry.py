@@ -6,7 +6,7 @@
     verifiers:NAME                        a single-turn taskset of the verifiers package
     module:Class · path/to/file.py:Class  an adapter of your own
 
-A task is imported only when it is asked for. Knows nothing of what a task contains.
+A task is imported only when it is asked for.
 """
 
 from __future__ import annotations

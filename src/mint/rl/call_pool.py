@@ -1,7 +1,7 @@
 """Runs the user's functions, sync or async, with a time-out for each; one that fails or hangs does not stop the others.
 
-Knows nothing of policies, tokens or rewards. Threads are daemons, so a function that never returns cannot keep the
-process alive; its thread is abandoned and replaced.
+Threads are daemons, so a function that never returns cannot keep the process alive; its thread is abandoned and
+replaced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The metrics of a run's steps as columns of numbers, 8 bytes per value. Knows no metric by name."""
+"""The metrics of a run's steps as columns of numbers, 8 bytes per value."""
 
 from __future__ import annotations
 

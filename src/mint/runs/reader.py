@@ -1,7 +1,7 @@
 """Reads a run folder, also while it is being written: metrics, queries over rollouts, and the state of the run.
 
 Reads only what is new since the last call. Keeps the metrics as columns, 56 bytes per rollout, and the text of each
-token id; never the rollouts themselves. Knows no page and no terminal, and writes nothing.
+token id; never the rollouts themselves. Writes nothing: a run may be writing the same files.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `rollouts.index` holds one `ENTRY` per rollout, appended step by step by `RunLog` after the rows themselves. A reader
 keeps these entries in memory and nothing else of a rollout. Rows that the index does not cover (a kill came between the
-two writes, or an older version of mint wrote the run) are scanned. Knows nothing of prompts and texts.
+two writes, or an older version of mint wrote the run) are scanned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Locks the calling process down for good: resource limits, its own user, Landlock, and the seccomp filter.
 
 Linux only, through ctypes, without libseccomp or a Landlock library. A failing step raises OSError; a process that is
-not fully locked down must then end itself. Does not know what runs in it.
+not fully locked down must then end itself.
 Landlock: linux/landlock.h, ABI 1 (Linux 5.13) and later; seccomp restricts what an older ABI cannot.
 """
 

@@ -1,8 +1,8 @@
 """The seccomp filter of the sandbox: the system calls that a locked child may make, as a classic BPF program.
 
 An allow-list: any other call fails with EPERM, which Python raises as `OSError`. No allowed call opens, stats or lists
-a file, creates a socket, a process or a thread, or touches another process. Knows nothing of Python. Instruction
-encoding and `seccomp_data` layout: linux/filter.h, linux/seccomp.h.
+a file, creates a socket, a process or a thread, or touches another process. Instruction encoding and
+`seccomp_data` layout: linux/filter.h, linux/seccomp.h.
 """
 
 from __future__ import annotations

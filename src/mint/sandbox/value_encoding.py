@@ -5,8 +5,8 @@ A value is a flat JSON list of tokens; a container stands before its items and s
 memory are linear in the text, and their limits do not depend on the caller's stack.
 
 `encode` runs on both sides: here, in the zygote's child, and, from its source text, inside Monty. It therefore uses
-only Python that Monty supports, and needs nothing from outside its own body. Knows no expected answer; the code under
-test never sees one.
+only Python that Monty supports, and needs nothing from outside its own body. The code under test never sees an
+expected answer.
 """
 
 from __future__ import annotations

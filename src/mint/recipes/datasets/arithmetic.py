@@ -1,7 +1,6 @@
 """Arithmetic problems, their held-out split, and how to draw a representative set.
 
 The pre-training corpus of the bundled model and the RL recipe share this file, so that both hold out the same problems.
-Knows nothing of sampling, grading or training.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Questions for a calculator: expressions and one-sentence word problems, and their held-out split.
 
 The pre-training corpus of the bundled model and the tools recipe share this file, so that both hold out the same
-operands. Knows nothing of sampling, grading or training.
+operands.
 """
 
 from __future__ import annotations

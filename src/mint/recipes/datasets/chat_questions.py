@@ -1,7 +1,7 @@
 """Questions about things, their held-out split, and the rubric for a good reply.
 
 The pre-training corpus of the bundled model and the chat recipe share this file, so that both hold out the same
-questions. Knows nothing of sampling or training.
+questions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One-line Python functions to write, their held-out split, and inputs that tell right from wrong bodies.
 
 The pre-training corpus of the bundled model and the code recipe share this file, so that "held out" means the same
-requests to both. It does not know how a reply is sampled, run or learned from.
+requests to both.
 """
 
 import hashlib

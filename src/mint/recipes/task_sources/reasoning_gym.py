@@ -1,7 +1,7 @@
 """Tasks of `reasoning-gym` (arXiv 2505.24760): 100+ generators of questions, each with its own verifier.
 
 Held-out questions differ from the training ones twice: by the seed that draws them, and by a hash of their text, which
-does not depend on a seed. Knows no single generator.
+does not depend on a seed.
 """
 
 from __future__ import annotations

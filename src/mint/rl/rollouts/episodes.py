@@ -2,7 +2,7 @@
 
 The first turn of a group is one request, so that its prompt is computed once. Later turns are one request per episode
 that is not finished, all in flight at once. An environment that raises or hangs ends its own episode and no other.
-Sampled ids are never tokenized again (`chat_format`). Knows nothing of training.
+Sampled ids are never tokenized again (`chat_format`).
 """
 
 from __future__ import annotations

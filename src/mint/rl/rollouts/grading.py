@@ -1,7 +1,7 @@
 """Grades completions: calls the task's grader and checks that the reward is finite and within its declared range.
 
-A grader that fails, hangs, leaves its range or cannot judge costs its own completions and no others; the reason is
-kept with them. Knows nothing of policies or tokens.
+A grader that fails, hangs, leaves its range or cannot judge costs its own completions and no others; the reason is kept
+with them.
 """
 
 from __future__ import annotations

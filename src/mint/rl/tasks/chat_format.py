@@ -4,8 +4,6 @@ The prompt of a later turn is the earlier prompt, the sampled ids, and the ids o
 between a reply and the next one. To find that text, a marker is rendered in place of the reply. Some templates render
 earlier turns differently later on (they strip the reasoning from old replies). Then the sampled ids cannot be kept, the
 conversation is rendered anew, and the caller learns of it.
-
-Knows nothing of environments or rewards.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Plain numbers, quantities with units and words are compared here, exactly and without delay. math-verify compares
 everything else (LaTeX, algebra, sets, intervals) in worker processes, which are killed and replaced after a time-out:
-sympy may compute for ever. Knows nothing of prompts or policies.
+sympy may compute for ever.
 
 Equal: `1/2`, `0.5`, `3/6`, `\\frac12`, `50%` · `1,000` and `1000` · `2 km` and `2000 m` · `2 km` if the answer is `2`
 (the question names the unit) · `50%` if the answer is `50` · `x = 3` if it is `3`. Not equal: `5 km` and `5 m` ·

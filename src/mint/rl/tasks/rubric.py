@@ -1,7 +1,6 @@
 """A rubric: named, weighted functions whose contributions add up to one reward.
 
-Each function takes `(response, item)` and returns how far its part holds, from 0 to 1. Knows nothing of penalties,
-judges or policies.
+Each function takes `(response, item)` and returns how far its part holds, from 0 to 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tools: Python functions that the policy may call, and the text of a call.
-
-Knows nothing of tokens, episodes or rewards.
-"""
+"""Tools: Python functions that the policy may call, and the text of a call."""
 
 from __future__ import annotations
 

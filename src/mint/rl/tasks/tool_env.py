@@ -1,7 +1,4 @@
-"""An environment with tools: it answers the policy's tool calls, grades its final text, and subtracts costs.
-
-Knows nothing of tokens or training.
-"""
+"""An environment with tools: it answers the policy's tool calls, grades its final text, and subtracts costs."""
 
 from __future__ import annotations
 

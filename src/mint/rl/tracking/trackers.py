@@ -1,7 +1,7 @@
 """Mirrors of a run in TensorBoard, Weights & Biases and trackio. The run folder has everything: a tracker that fails is
 dropped with a finding, and the run continues.
 
-Imports each of the three packages only when it is used. Does not know what the numbers mean.
+Imports each of the three packages only when it is used.
 """
 
 from __future__ import annotations
