@@ -69,6 +69,7 @@ class CallPool:
             except FutureTimeoutError:
                 if self._remaining_s(call) > 0:
                     continue  # it waited for a thread first: its own time-out counts from its start
+                # A call that ends at this very moment may not see this: then one thread too many is idle.
                 call.abandoned = True
                 self._start_thread()
                 return self._timed_out()
@@ -91,7 +92,7 @@ class CallPool:
             value = function()
             if inspect.isawaitable(value):
                 value = asyncio.run(_within(value, self._timeout_s))
-        except TimeoutError:
+        except TimeoutError:  # of `_within`, or of the user's own client
             return self._timed_out()
         except Exception as error:  # noqa: BLE001 - the boundary to the user's code: its errors are this call's result
             return CallResult(error=error, seconds=self._clock() - began)

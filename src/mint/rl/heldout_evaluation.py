@@ -26,7 +26,10 @@ from mint.rl.tracking.step_log import rollout_row
 EVALUATION_TEMPERATURES = (0.0, 1.0)
 GREEDY, SAMPLED = EVALUATION_TEMPERATURES
 EXAMPLES = 16
+"""Completions that the log keeps of each evaluation."""
+
 EVALUATION_STREAM = 0x45564C
+"""Stands where training has the step, so that evaluations have seeds of their own: "EVL" in ASCII."""
 
 
 def content_hash(task: Task, item: Any) -> str:

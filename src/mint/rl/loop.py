@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,12 +29,13 @@ from mint.rl.rollout import RolloutBatch
 from mint.rl.rollouts.batch_collector import BatchCollector
 from mint.rl.rollouts.item_order import ItemOrder
 from mint.rl.rollouts.rollout_worker import RolloutWorker
-from mint.rl.run_frame import ProgressHook, open_run
+from mint.rl.run_frame import ProgressHook, RunFrame, open_run
 from mint.rl.run_result import RunResult
 from mint.rl.tasks.chat_format import check_template
 from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate
 from mint.rl.training.kl_reference import KLReference
 from mint.rl.training.policy_update import PolicyTrainer, PolicyUpdate
+from mint.runs.log import ResumePoint
 from mint.runs.reader import RunReader
 from mint.runs.tokens import TokenPieces
 
@@ -70,9 +72,47 @@ def run_grpo(
     config = config or RLConfig.from_env()
     _check(config)
     try:
-        return _RLRun(task, config).run(service_client, resume=resume, on_progress=on_progress)
+        return _run_task(task, config, service_client, resume=resume, on_progress=on_progress)
     finally:
         task.close()
+
+
+def _run_task(
+    task: RLAdapter | MessageEnvAdapter,
+    config: RLConfig,
+    service_client: ServiceClient | None,
+    *,
+    resume: bool,
+    on_progress: ProgressHook | None,
+) -> RunResult:
+    began = time.monotonic()
+    name = task_name(task)
+    all_heldout = list(task.build_heldout())
+    heldout = all_heldout[: config.heldout_size]
+    dataset, left_out = without_heldout(task, task.build_dataset(), all_heldout)
+    if not dataset:
+        what = f"has only its {left_out} held-out items" if left_out else "is empty"
+        raise InvalidRequestError(
+            what, field=f"{name}.build_dataset()", value=[], remedy="Return at least one more item"
+        )
+    described = {
+        "task": name,
+        "task_spec": task.spec,
+        "reward_range": task.reward_range,
+        "success_reward": task.success_reward,
+        "has_heldout": bool(heldout),
+    }
+    folder_name = name.removesuffix("Adapter").lower()
+    with (
+        closing(CallPool(timeout_s=config.grader_timeout_s)) as calls,
+        open_run(
+            config, service_client, name=folder_name, described=described, resume=resume, on_progress=on_progress
+        ) as frame,
+    ):
+        run = _RLRun(task, config, frame, calls, dataset=dataset, heldout=heldout)
+        if left_out:
+            frame.note(_heldout_overlap(left_out, len(all_heldout)))
+        return run.train(began)
 
 
 def _check(config: RLConfig) -> None:
@@ -99,61 +139,37 @@ class _Totals:
 class _RLRun:
     """One RL run in progress."""
 
-    def __init__(self, task: RLAdapter | MessageEnvAdapter, config: RLConfig) -> None:
+    def __init__(
+        self,
+        task: RLAdapter | MessageEnvAdapter,
+        config: RLConfig,
+        frame: RunFrame,
+        calls: CallPool,
+        *,
+        dataset: Sequence[Any],
+        heldout: Sequence[Any],
+    ) -> None:
+        """Makes the parts of the run, and restores their state in a resumed run."""
         self.task = task
         self.config = config
-        self.name = task_name(task)
-        self.calls = CallPool(timeout_s=config.grader_timeout_s)
+        self.frame = frame
         self.totals = _Totals()
         self.recent: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=DIAGNOSED_STEPS)
         self.warnings: list[tuple[int, str]] = []
         self.state_digest: str | None = None
-
-    def run(self, service_client: ServiceClient | None, *, resume: bool, on_progress: ProgressHook | None) -> RunResult:
-        began = time.monotonic()
-        all_heldout = list(self.task.build_heldout())
-        heldout = all_heldout[: self.config.heldout_size]
-        dataset, left_out = without_heldout(self.task, self.task.build_dataset(), all_heldout)
-        if not dataset:
-            what = f"has only its {left_out} held-out items" if left_out else "is empty"
-            raise InvalidRequestError(
-                what, field=f"{self.name}.build_dataset()", value=[], remedy="Return at least one more item"
-            )
-        described = {
-            "task": self.name,
-            "task_spec": self.task.spec,
-            "reward_range": self.task.reward_range,
-            "success_reward": self.task.success_reward,
-            "has_heldout": bool(heldout),
-        }
-        name = self.name.removesuffix("Adapter").lower()
-        try:
-            with open_run(
-                self.config, service_client, name=name, described=described, resume=resume, on_progress=on_progress
-            ) as self.frame:
-                self._prepare(dataset, heldout)
-                if left_out:
-                    self.frame.note(_heldout_overlap(left_out, len(all_heldout)))
-                return self._train(began)
-        finally:
-            self.calls.close()
-
-    def _prepare(self, dataset: Sequence[Any], heldout: Sequence[Any]) -> None:
-        """Makes the parts of the run, and restores their state in a resumed run."""
-        config = self.config
-        log = self.frame.log
-        self.trainer = self.frame.trainer
-        self.tokenizer = self.trainer.get_tokenizer()
+        self.tokenizer = frame.trainer.get_tokenizer()
         self.order = ItemOrder(len(dataset), config)
-        worker = RolloutWorker(self.task, config=config, tokenizer=self.tokenizer, calls=self.calls)
+        worker = RolloutWorker(task, config=config, tokenizer=self.tokenizer, calls=calls)
         self.collector = BatchCollector(worker, dataset, self.order, config)
-        reference = KLReference(self.frame.service, config) if config.kl_penalty_coef else None
-        self.policy_trainer = PolicyTrainer(self.trainer, reference, config)
-        self.heldout = HeldoutEvaluation(self.frame, worker, heldout)
-        self.pieces = TokenPieces(self.tokenizer, (row["id"] for row in log.read("tokens.jsonl")))
-        point = self.frame.point
-        if point is None:
-            return
+        reference = KLReference(frame.service, config) if config.kl_penalty_coef else None
+        self.policy_trainer = PolicyTrainer(frame.trainer, reference, config)
+        self.heldout = HeldoutEvaluation(frame, worker, heldout)
+        self.pieces = TokenPieces(self.tokenizer, (row["id"] for row in frame.log.read("tokens.jsonl")))
+        if frame.point is not None:
+            self._restore(frame.point)
+
+    def _restore(self, point: ResumePoint) -> None:
+        log = self.frame.log
         self.totals = _Totals(**point.totals)
         self.warnings = [(row["step"], row["warning"]) for row in log.read("warnings.jsonl")]
         self.order.restore(point.state["items"])
@@ -161,7 +177,7 @@ class _RLRun:
         reader = RunReader(log.folder)
         self.recent.extend((step, reader.rows(step)) for step in reader.steps()[-DIAGNOSED_STEPS:])
 
-    def _train(self, began: float) -> RunResult:
+    def train(self, began: float) -> RunResult:
         frame = self.frame
         if isinstance(self.task, MessageEnvAdapter) and (finding := check_template(self.tokenizer)) is not None:
             frame.note(finding)
@@ -202,7 +218,7 @@ class _RLRun:
         seen = self.frame.findings[self.frame.stopped_by or ""].step
         earlier = [row["checkpoint"] for row in self.frame.log.read("checkpoints.jsonl") if row["step"] < seen]
         target = self.heldout.best_checkpoint or (earlier[-1] if earlier else last_checkpoint)
-        self.trainer.load_state_with_optimizer(target).result()
+        self.frame.trainer.load_state_with_optimizer(target).result()
         return target
 
     def _run_steps(self, first: int) -> int:
@@ -210,12 +226,13 @@ class _RLRun:
         config = self.config
         batches: deque[RolloutBatch | Future[RolloutBatch]] = deque()
         requested = first - 1
+        # One thread: batches are collected in the order of their steps, because each takes items from `order`.
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mint-rollouts") as background:
             for step in range(first, config.steps + 1):
                 began = time.monotonic()
                 last_requested = min(config.steps, step + config.max_staleness)
                 if requested < last_requested:
-                    sampler = self.trainer.save_weights_and_get_sampling_client(name=f"rl-step-{step - 1}")
+                    sampler = self.frame.trainer.save_weights_and_get_sampling_client(name=f"rl-step-{step - 1}")
                     for upcoming in range(requested + 1, last_requested + 1):
                         collect = partial(self.collector.collect, upcoming, sampler, int(self.totals.optim_steps))
                         batches.append(background.submit(collect) if config.max_staleness else collect())

@@ -78,8 +78,8 @@ def open_run(
         with recorded_process(log.folder) as end:
             run = RunFrame(config, service, log, content, point, on_progress)
             with Trackers(config.trackers, log.folder, content, run.note) as trackers:
-                run.hooks.insert(0, trackers)
-                run.trainer = make_trainer(service, config, point)
+                run.hooks.insert(0, trackers)  # before the user's hook, which may raise
+                run.trainer = make_trainer(service, config, point)  # after the trackers: one may not be installed
                 yield run
             if run.stopped_by is not None:
                 end.outcome = "stopped"

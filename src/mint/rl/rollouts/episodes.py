@@ -120,6 +120,7 @@ class _Episode:
         for message in messages:
             shown = {key: value for key, value in message.items() if key != NOT_RENDERED}
             row = {"turn": len(self.turns), "ms": round(seconds * 1000, 3), **shown, **message.get(NOT_RENDERED, {})}
+            # As JSON now: an environment may change its objects later, and the log takes JSON only.
             self.trace.append(json.loads(json.dumps(row, default=str)))
 
     def add_reply(self, sequence: SampledSequence, seconds: float, limits: EpisodeLimits) -> None:
@@ -239,7 +240,7 @@ class _Batch:
         began = time.monotonic()
         requests: dict[tuple[Any, ...], list[_Episode]] = {}
         for episode in episodes:
-            first = not episode.turns
+            first = not episode.turns  # environments of one group may begin with different prompts
             requests.setdefault((episode.group, tuple(episode.prompt) if first else episode.index), []).append(episode)
         sent = [
             (

@@ -33,6 +33,7 @@ class ItemOrder:
         first, self.drawn = self.drawn, self.drawn + count
         if self.config.curriculum:
             return self.curriculum.choose(step, count)
+        # An order depends on seed and epoch alone, so `drawn` is all that a resumed run needs.
         places = range(first, first + count)
         orders = {
             epoch: np.random.default_rng([self.config.seed, epoch]).permutation(self.size)

@@ -18,6 +18,7 @@ from mint.rl.config import AdvantageName, RLConfig
 from mint.rl.rollout import Group, Rollout
 
 STD_EPS = 1e-4
+"""As in TRL."""
 
 
 @dataclass(frozen=True)

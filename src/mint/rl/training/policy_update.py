@@ -87,6 +87,7 @@ class PolicyTrainer:
         if on_policy:
             first_datums, first_output = outputs[0]
             metrics |= logprob_mismatch(first_datums, first_output)
+        # By identity: a `Datum` holds arrays and has no hash.
         results = {
             id(datum): result
             for minibatch, output in outputs
@@ -119,7 +120,10 @@ class PolicyTrainer:
         return [one.advantage - penalty_T for one, penalty_T in zip(used, penalties, strict=True)], metrics
 
     def _minibatches(self, used: Sequence[RolloutAdvantage], datums_of: Sequence[list[Datum]]) -> list[list[Datum]]:
-        """The datums of each optimizer step: whole groups, dealt in turn."""
+        """The datums of each optimizer step: whole groups, dealt in turn.
+
+        A group is not divided, because centred advantages have the mean 0 over the whole group only.
+        """
         count = self.config.optim_steps_per_batch
         order = {id(group): place for place, group in enumerate({id(one.group): one.group for one in used}.values())}
         minibatches: list[list[Datum]] = [[] for _ in range(count)]
@@ -130,7 +134,7 @@ class PolicyTrainer:
     def _run_passes(
         self, step: int, minibatches: Sequence[list[Datum]]
     ) -> tuple[list[tuple[list[Datum], ForwardBackwardOutput]], list[OptimStepResponse]]:
-        """Sends all passes and optimizer steps before it waits for the first."""
+        """Sends all passes and optimizer steps before it waits for the first, so that the server never waits for us."""
         config = self.config
         sent = [
             (
