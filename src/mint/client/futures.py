@@ -88,6 +88,7 @@ async def wait_async(future: concurrent.futures.Future[T], timeout: float | None
     if future.done() and not future.cancelled():
         return future.result()
     try:
+        # Without the shield, a waiter that is cancelled or times out would cancel the future of all waiters.
         return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout)
     except TimeoutError as error:
         raise _timed_out(future, timeout, error) from None

@@ -26,6 +26,8 @@ R = TypeVar("R")
 Outcome = Literal["success", "errored", "interrupted"]
 
 CONNECT_PATIENCE_S = 15.0
+"""Much shorter than for other requests: a wrong address should be reported soon."""
+
 HEARTBEAT_S = 10.0
 CLOSE_S = 3.0
 
@@ -105,7 +107,10 @@ class Session:
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="mint-client", daemon=True)
         thread.start()
-        self._loop, self._thread, self._embedded, self._pid = loop, thread, embedded, os.getpid()
+        self._thread = thread
+        self._embedded = embedded
+        self._pid = os.getpid()
+        self._loop = loop  # set last, because `open_async` reads it without the lock
         try:
             asyncio.run_coroutine_threadsafe(self._connect(), loop).result()
         except BaseException:
@@ -153,10 +158,11 @@ class Session:
         Cancelling the future stops the work only with `may_cancel`: a request that has taken its place in the order of
         a model must be sent, or those after it would wait for it.
         """
+        # Under the lock: after `close` has let go of it, the loop may stop, and work given to it would never end.
         with self._lock:
             if not self._closed and self._loop is not None and self._pid == os.getpid():
                 return asyncio.run_coroutine_threadsafe(self._until_closed(work, may_cancel), self._loop)
-        work.close()
+        work.close()  # Python warns of a coroutine that is neither awaited nor closed
         self._require_own_process()
         failed: concurrent.futures.Future[R] = concurrent.futures.Future()
         failed.set_exception(_ended(self._session_id))
@@ -195,6 +201,7 @@ class Session:
             if self._closed:
                 return
             self._closed = True
+            # After a fork, the loop's thread is in the parent only, whose session must go on.
             if self._loop is None or self._pid != os.getpid():
                 return
         _open_sessions.discard(self)
@@ -226,7 +233,7 @@ class Session:
     def _stop(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSE_S)
+            self._thread.join(CLOSE_S)  # bounded: a coroutine that blocks must not keep the program from ending
             if not self._thread.is_alive():
                 self._loop.close()
             self._loop = None

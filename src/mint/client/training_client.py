@@ -100,7 +100,9 @@ class TrainingClient(ClientFuture):
             )
         data = list(data)
         parts = chunks.split(data)
-        forward, backward = self._take_numbers(len(parts)), self._take_numbers(len(parts))
+        # Both passes take their numbers now: calls made while `fn` runs come after the gradient.
+        forward = self._take_numbers(len(parts))
+        backward = self._take_numbers(len(parts))
         return APIFuture(self._session.run(self._custom(data, parts, fn, forward, backward)))
 
     forward_backward_custom_async = submitted(forward_backward_custom)
@@ -307,7 +309,7 @@ class TrainingClient(ClientFuture):
             first = await self._submit_passes(self._encode_passes(unweighted, numbers=forward, forward_only=True))
             rows = [output["logprobs"] for output in first.loss_fn_outputs]
             loss, metrics, weights = await asyncio.to_thread(gradient, fn, data, rows)
-        except BaseException:
+        except BaseException:  # a cancelled call, too: the server waits for the numbers that it has taken
             await self._fail_numbers(backward)
             raise
         left = iter(weights)

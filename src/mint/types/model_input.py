@@ -12,7 +12,8 @@ from mint.errors import InvalidRequestError
 from mint.types.tensors import TensorData, flat_array
 from mint.types.value_classes import ArrayValue, StrictValue
 
-_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_INT32 = np.dtype(np.int32)
+_INT64 = np.dtype(np.int64)
 
 
 class EncodedTextChunkJson(StrictValue):

@@ -17,7 +17,8 @@ from mint.types.value_classes import ArrayValue, Params, Result
 
 StopReason = Literal["stop", "length"]
 
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_INT32 = np.dtype(np.int32)
+_FLOAT32 = np.dtype(np.float32)
 _EMPTY_CELL = (0, -99999.0)
 
 

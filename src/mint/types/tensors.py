@@ -24,7 +24,8 @@ DType = Literal["int64", "float32"]
 MAX_DENSE_CELLS = 1 << 26
 """Cells of a sparse matrix that is made dense; a few bytes can ask for any number of them."""
 
-_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+_INT64 = np.dtype(np.int64)
+_FLOAT32 = np.dtype(np.float32)
 _SEQUENCES = (list, tuple, range)
 _NUMPY: dict[str, np.dtype] = {"int64": _INT64, "float32": _FLOAT32}
 _Integers = Annotated[list[int], Field(fail_fast=True)]

@@ -40,11 +40,14 @@ T = TypeVar("T", bound=Message)
 log = logging.getLogger("mint.wire")
 
 API_PREFIX = "/api/v1"
-PREFER, WAIT, APPLIED = "prefer", "wait", "preference-applied"
+PREFER = "prefer"
+WAIT = "wait"
+APPLIED = "preference-applied"
 """Headers of RFC 7240: a client that prefers to wait gets the result instead of a promise, if it comes soon enough. A
 header of the answer says so."""
 
-MAX_NAMED, MAX_NAME_CHARS = 20, 100
+MAX_NAMED = 20
+MAX_NAME_CHARS = 100
 _READ_BY_VALIDATORS = frozenset({"betas"})
 """Names that messages accept besides their fields."""
 _SETTINGS = frozenset({"adam_params.", "lora_config.", "sampling_params."})

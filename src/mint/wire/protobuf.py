@@ -152,13 +152,15 @@ def write_output(output: ForwardBackwardOutput) -> bytes:
         record = message.loss_fn_outputs.add(type_tag=output.loss_fn_output_type, num_datums=len(rows))
         for name, dtype, trailing_shape in kind:
             code, written = _WRITTEN[dtype]
-            parts, offsets = [], [0]
+            parts = []
+            offsets = [0]
             for row in rows:
                 part = row[name].values.astype(written, copy=False).tobytes()
                 parts.append(part)
                 offsets.append(offsets[-1] + len(part))
             field = record.fields[name]
-            field.dtype, field.data = code, b"".join(parts)
+            field.dtype = code
+            field.data = b"".join(parts)
             field.offsets = np.array(offsets, "<i8").tobytes()
             field.trailing_shape.extend(trailing_shape)
     return _serialise(message)
@@ -221,7 +223,7 @@ def read_sample(body: bytes) -> SampleResponse:
         InvalidRequestError: as the module says.
     """
     message = _parse(pb.SampleResponse(), body, repeated=1)
-    prompt_logprobs, topk, target, alternatives = None, None, None, None
+    prompt_logprobs = topk = target = alternatives = None
     if message.HasField("prompt_logprobs"):
         prompt_logprobs = _numbers(message.prompt_logprobs, pb.DTYPE_FLOAT32, "prompt_logprobs")
     if message.HasField("topk_prompt_logprobs"):
@@ -280,7 +282,8 @@ def _read_sequence(sequence: pb.SampledSequence, where: str) -> SampledSequence:
 def _read_topk(message: pb.TopkLogprobs, where: str) -> TopkLogprobs:
     ids = _numbers(message.token_ids, pb.DTYPE_INT32, f"{where}.token_ids")
     logprobs = _numbers(message.logprobs, pb.DTYPE_FLOAT32, f"{where}.logprobs")
-    length, k = message.length, message.k
+    length = message.length
+    k = message.k
     if not len(ids) == len(logprobs) == length * k or (k == 0 and length > 0):
         shown = f"{len(ids)} ids and {len(logprobs)} logprobs"
         _refuse(where, shown, f"do not fill {length} rows of {k}", "Pass length * k of both")
@@ -289,7 +292,8 @@ def _read_topk(message: pb.TopkLogprobs, where: str) -> TopkLogprobs:
 
 def _write_topk(table: TopkLogprobs) -> pb.TopkLogprobs:
     length, k = table.token_ids.shape
-    ids, logprobs = table.token_ids.astype("<i4", copy=False), table.logprobs.astype("<f4", copy=False)
+    ids = table.token_ids.astype("<i4", copy=False)
+    logprobs = table.logprobs.astype("<f4", copy=False)
     return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=length)
 
 

@@ -54,7 +54,8 @@ def read_place(body: bytes) -> tuple[str, int] | None:
 
 def fields(body: bytes | memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Number and value of each field, up to the first that is cut or of an unknown wire type."""
-    view, at = memoryview(body), 0
+    view = memoryview(body)
+    at = 0
     while at < len(view):
         key, at = _varint(view, at)
         value: int | memoryview

@@ -33,7 +33,8 @@ class WireRequest(StrictValue):
         for key in _DEFAULTS.keys() & cls.model_fields.keys():
             part = given.get(key, {})
             if isinstance(part, dict):
-                defaults, known = dict(_DEFAULTS[key]), _without_nulls(part)
+                defaults = dict(_DEFAULTS[key])
+                known = _without_nulls(part)
                 if "betas" in known:  # stands for both
                     defaults.pop("beta1", None)
                     defaults.pop("beta2", None)

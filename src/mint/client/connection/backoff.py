@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 5.0
 LONGEST_RETRY_AFTER_S = 60.0
+"""A proxy's longer `retry-after` does not stop a run for hours."""
 
 
 class Backoff:

@@ -63,7 +63,7 @@ async def download(server: ServerConnection, url: str, output: Path) -> Path:
             staging = Path(part.name)
             try:
                 await _receive(server, url, part)
-                staging.chmod(0o644)
+                staging.chmod(0o644)  # temporary files are made for their owner only
                 staging.replace(output)
             finally:
                 staging.unlink(missing_ok=True)
@@ -77,6 +77,7 @@ async def download(server: ServerConnection, url: str, output: Path) -> Path:
 
 
 async def _receive(server: ServerConnection, url: str, part: IO[bytes]) -> None:
+    # `identity`: a server that calls the .gz itself an encoding would have it unpacked on the way.
     headers = {"accept-encoding": "identity", "user-agent": server.headers["user-agent"]}
     response = await server.send(Request("GET", url, headers, timeout_s=TRANSFER_TIMEOUT_S, sink=part.write))
     if response.status_code != 200:
@@ -94,6 +95,7 @@ async def upload(server: ServerConnection, path: str, file: Path, fields: Mappin
     """
     boundary = secrets.token_hex(16)
     head = b"".join(_part(boundary, f'name="{name}"', value.encode()) for name, value in fields.items())
+    # The file's bytes follow the head of its part, and the line end that closes the part is in `tail`.
     head += _part(boundary, f'name="file"; filename="{_quoted(file.name)}"', b"", "application/gzip").removesuffix(
         b"\r\n"
     )

@@ -16,6 +16,8 @@ class HttpTransport:
     def __init__(self, base_url: str) -> None:
         """`base_url` ends with a slash. The proxies of the environment are for other machines only."""
         self._base_url = base_url
+        # Each awaited result is a long poll that holds a connection. With httpx's limit of 100, a hundred of them would
+        # keep the next request from being sent.
         self._client = httpx.AsyncClient(
             base_url=base_url,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=100),
@@ -44,6 +46,7 @@ class HttpTransport:
                 f"{self._base_url} cannot be reached: {type(error).__name__}: {error}",
                 remedy="Is the server running? Check MINT_BASE_URL",
             )
+            # Without a connection nothing was sent. Any other error may have come after the server had read it all.
             lost.may_have_arrived = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             raise lost from error
         return Response(found.status_code, found.headers, content, str(built.url))

@@ -32,7 +32,8 @@ RETRIEVE_PATIENCE_S = 3600.0
 NOTIFY_TIMEOUT_S = 10.0
 SHORTEST_POLL_S = 0.3
 TRANSIENT = frozenset({408, 429, 502, 503, 504})
-GONE, UNSUPPORTED_MEDIA_TYPE = 410, 415
+GONE = 410
+UNSUPPORTED_MEDIA_TYPE = 415
 PROTO_OR_JSON = f"{wire.Encoding.PROTO.value}, {wire.Encoding.JSON.value}"
 ACCEPTED: Mapping[type[wire.Message], str] = {
     ForwardBackwardOutput: PROTO_OR_JSON,
@@ -208,7 +209,8 @@ class ServerConnection:
             retry_after = None
             content = b""
             if encoded is not None:
-                headers["content-type"], content = encoded.encoding.value, encoded.body
+                headers["content-type"] = encoded.encoding.value
+                content = encoded.body
             try:
                 response = await self._transport.send(Request(method, path, headers, content, timeout_s))
             except TransportError as error:

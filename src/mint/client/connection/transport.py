@@ -126,6 +126,7 @@ class _RequestResponseCycle:
 
     async def receive(self) -> Message:
         if self._is_sent:
+            # ASGI: after the body, an application waits here for the client to go away.
             await self._is_complete.wait()
             return {"type": "http.disconnect"}
         piece = self._content if self._pieces is None else await anext(self._pieces, b"")
@@ -138,6 +139,7 @@ class _RequestResponseCycle:
             for name, value in message["headers"]:
                 self.headers[name.decode().lower()] = value.decode()
         elif message["type"] == "http.response.body":
+            # The body of an error is kept even with a sink: it says what was wrong.
             keep = self.body.append if self._sink is None or self.status_code != 200 else self._sink
             keep(message.get("body", b""))
             if not message.get("more_body", False):
