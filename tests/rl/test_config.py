@@ -78,11 +78,11 @@ def test_a_copy_with_changes_is_checked_and_keeps_the_rest() -> None:
 
 def test_words_of_a_command_line_are_converted_to_the_types_of_their_fields() -> None:
     words = {"rank": "8", "train_mlp": "no", "betas": ["0.8", 0.9], "trackers": "wandb,trackio", "steps": 1e2}
-    config = RLConfig.from_words(words)
+    config = RLConfig.from_texts(words)
     assert (config.rank, config.train_mlp, config.betas, config.steps) == (8, False, (0.8, 0.9), 100)
     assert config.trackers == ("wandb", "trackio")
     with pytest.raises(InvalidRequestError, match=r"RLConfig\.rank = many: .*Give an integer, at least 1, at most 256"):
-        RLConfig.from_words({"rank": "many"})
+        RLConfig.from_texts({"rank": "many"})
 
 
 def test_mixed_seeds_differ_and_fit_63_bits() -> None:

@@ -166,7 +166,7 @@ def train_dpo(arguments: dict[str, Any], *, resume: bool, console: Console) -> d
     """Direct preference optimisation on a file of pairs."""
     path = Path(str(take(arguments, "data", "Add data=…: `mint train dpo` needs it")))
     style = arguments.pop("prompt_style", "chat")
-    config = DPOConfig.from_words(arguments)
+    config = DPOConfig.from_texts(arguments)
     rows = read_pairs(path)
     with mint.ServiceClient() as service:
         tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
@@ -248,9 +248,8 @@ def take(arguments: dict[str, Any], key: str, remedy: str) -> Any:
 def split_arguments(config: type[Config], arguments: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
     """The settings among the arguments, and the options of the task."""
     settings = {key: value for key, value in arguments.items() if key in config.model_fields}
-    return config.from_words(settings), {
-        key: value for key, value in arguments.items() if key not in config.model_fields
-    }
+    options = {key: value for key, value in arguments.items() if key not in config.model_fields}
+    return config.from_texts(settings), options
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def open_task(name: str, words: Mapping[str, Any]) -> Generator[TaskChoice]:
     options = {key: value for key, value in words.items() if key not in RLConfig.model_fields}
     with suggestion_of_settings(options, RLConfig.model_fields):
         choice = load_task(name, seed=int(settings.get("seed", 0)), **options)
-    config = RLConfig.from_words({**choice.config.model_dump(), **settings})
+    config = RLConfig.from_texts({**choice.config.model_dump(), **settings})
     try:
         yield TaskChoice(choice.adapter, config)
     finally:

@@ -34,7 +34,7 @@ class RunConfig(BaseModel):
     """One training run. Frozen; every field is checked when it is constructed or copied with changes.
 
     Nothing is converted: `epochs="3"` is refused. An integer may stand for a float, a list for a tuple, and a text for
-    a path. `from_words` takes texts.
+    a path. `from_texts` takes texts.
 
     A subclass adds its own fields and may declare a field again to give it another default.
 
@@ -83,19 +83,21 @@ class RunConfig(BaseModel):
             raise self._refusal(error) from error
 
     @classmethod
-    def from_words(cls, words: Mapping[str, Any]) -> Self:
+    def from_texts(cls, fields: Mapping[str, Any]) -> Self:
         """The settings on a command line or in a JSON file, where `"3"` is 3, `"no"` is False and a list is a tuple.
 
         Raises:
             InvalidRequestError: as the constructor.
         """
-        return cls(**{name: cls._converted(name, value) for name, value in words.items()})
+        return cls(**{name: cls._converted(name, value) for name, value in fields.items()})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """The same settings with some replaced. All are checked, as in the constructor."""
         changes = update or {}
-        kept = {name: value for name, value in super().model_copy(deep=deep) if self._names(name).isdisjoint(changes)}
-        return type(self)(**kept, **changes)
+        unchanged = {
+            name: value for name, value in super().model_copy(deep=deep) if self._names(name).isdisjoint(changes)
+        }
+        return type(self)(**unchanged, **changes)
 
     @classmethod
     def _names(cls, field: str) -> set[str]:
@@ -105,7 +107,7 @@ class RunConfig(BaseModel):
 
     @classmethod
     def _converted(cls, name: str, value: Any) -> Any:
-        """A word as the type of its field; the constructor refuses what cannot be converted."""
+        """A text as the type of its field; the constructor refuses what cannot be converted."""
         try:
             kind: Any = cls.model_fields[name].annotation
             return TypeAdapter(kind).validate_python(value)
