@@ -11,6 +11,7 @@
     │   ├── SessionEndedError           the session has ended                                               user   404
     │   ├── ConflictError               the name or sequence number is taken by another request             user   400
     │   ├── AuthenticationError         no API key, or an invalid one                                       user   401
+    │   │   ├── OperatorOnlyError       the key is valid, but not one of the server's operators             user   403
     │   │   └── ForeignPageError        a web page of another origin called a server without keys           user   403
     │   ├── OverloadedError             a queue is full; try again later                                    server 429
     │   ├── RequestFailedError          an accepted request failed                                          server 500
@@ -150,6 +151,12 @@ class AuthenticationError(APIStatusError):
 
     category = "user"
     status = 401
+
+
+class OperatorOnlyError(AuthenticationError):
+    """The key is valid, but its owner is no operator of the server."""
+
+    status = 403
 
 
 class ForeignPageError(AuthenticationError):

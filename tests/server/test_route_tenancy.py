@@ -96,7 +96,7 @@ RULES: dict[Row, Open | Anyone | Owned] = {
     ("GET", "/openapi.json"): Open(),
     ("GET", "/docs"): Open(),
     ("GET", f"{API}/downloads/{{run_id}}/{{kind}}/{{name}}/{{file}}"): Open(status=401),  # its address is the key
-    ("GET", "/metrics"): Anyone(),
+    ("GET", "/metrics"): Anyone(status=(403,)),  # for operators: ann and bob are two owners, and none is named
     ("POST", f"{API}/client/config"): Anyone(lambda o: {}),
     ("POST", f"{API}/client/dynamic_config"): Anyone(lambda o: {}),
     ("POST", f"{API}/telemetry"): Anyone(lambda o: {"events": [], "session_id": o.session_id}),
@@ -299,6 +299,15 @@ def test_others_attempts_change_nothing(world: World, belongings: Objects) -> No
     world.ann.done("optim_step", {"model_id": belongings.model_id, "seq_id": 9, "adam_params": {}})
 
 
-def test_metrics_name_nobody(world: World, belongings: Objects) -> None:
-    text = world.bob.send("GET", "/metrics").text
-    assert not any(name in text for name in ("ann", "bob", *belongings.marks))
+def test_metrics_are_for_operators_and_name_nobody(tmp_path: Path) -> None:
+    keys = {owner: make_key(tmp_path, owner) for owner in ("ann", "bob", "scraper")}
+    with running(tmp_path, operators=("scraper",)) as server:
+        person = Person(server, keys["ann"])
+        session_id = person.session()
+        for other in ("ann", "bob"):
+            refused = Person(server, keys[other]).send("GET", "/metrics")
+            assert refused.status_code == 403 and "--operator" in refused.json()["remedy"]
+            assert "mint_" not in refused.text
+        text = Person(server).send("GET", "/metrics", None, authorization=f"Bearer {keys['scraper']}").text
+    assert "mint_requests_total" in text
+    assert not any(name in text for name in ("ann", "bob", session_id))

@@ -35,7 +35,7 @@ def serve(
     ] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="listen beyond this machine without keys")] = None,
     operator: Annotated[
-        list[str] | None, typer.Option(help="an owner whose keys open the dashboard; may be repeated")
+        list[str] | None, typer.Option(help="an owner whose keys open dashboard and metrics; may be repeated")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file; flags and environment come first")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json")] = None,

@@ -92,7 +92,7 @@ def key_or_session(keys: ApiKeys, dashboard: DashboardState) -> auth.Authenticat
 
 
 def is_operator(owner: str, keys: ApiKeys, operators: Collection[str]) -> bool:
-    """Whether an owner may see the runs of the data directory."""
+    """Whether an owner may see the runs of the data directory, and the metrics."""
     return owner in operators if operators else keys.active_owners() == {owner}
 
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from mint.compose.dashboard_server import key_or_session, over_service, screen_of
+from mint.compose.dashboard_server import is_operator, key_or_session, over_service, screen_of
 from mint.compose.embedded import torch_engine
 from mint.compose.http_server import HttpServer, http_config, url_of
 from mint.config import ServeSettings, read_settings
@@ -167,6 +167,7 @@ def _app(
         service,
         ROUTES,
         authenticate=key_or_session(keys, dashboard) if access.asks_keys else None,
+        is_operator=lambda caller: is_operator(caller.owner, keys, settings.operators),
         screen=screen_of(access),
         pages=routes(dashboard),
         bodies=Bodies(limits),

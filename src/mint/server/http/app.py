@@ -32,7 +32,7 @@ from mint.errors import (
 )
 from mint.server.callers import LOCAL
 from mint.server.http.access_log import RECORD_KEY, AccessLog, AccessObserver
-from mint.server.http.auth import Authenticate, Screen
+from mint.server.http.auth import Admit, Authenticate, Screen, require_operator
 from mint.server.http.bodies import Bodies
 from mint.server.http.route_table import Call, RouteRow, RunBlocking, respond_json
 from mint.server.service.service import Service
@@ -64,6 +64,7 @@ def create_app(
     routes: tuple[RouteRow, ...],
     *,
     authenticate: Authenticate | None = None,
+    is_operator: Admit = lambda _caller: False,
     screen: Screen | None = None,
     bodies: Bodies | None = None,
     observers: Sequence[AccessObserver] = (),
@@ -74,16 +75,16 @@ def create_app(
 ) -> Starlette:
     """The application over a service that the caller starts and stops.
 
-    `authenticate` None asks for no key. `screen` sees every request before its sender is known. `pages` are further
-    routes, which check themselves who may call them. What takes time (decoding a body, the journal, the disk) runs on
-    the threads of `executor`, so that the event loop goes on answering; None runs it on the event loop, which suits an
-    application with one client in its own process.
+    `authenticate` None asks for no key, and then everybody is an operator. `screen` sees every request before its
+    sender is known. `pages` are further routes, which check themselves who may call them. What takes time (decoding a
+    body, the journal, the disk) runs on the threads of `executor`, so that the event loop goes on answering; None runs
+    it on the event loop, which suits an application with one client in its own process.
     """
     bodies = bodies or Bodies()
     run_blocking = _on_threads(executor) if executor is not None else _at_once
 
     def route(row: RouteRow) -> Route:
-        endpoint = _endpoint(service, row, authenticate, screen, bodies, run_blocking)
+        endpoint = _endpoint(service, row, authenticate, is_operator, screen, bodies, run_blocking)
         return Route(row.path, endpoint, methods=[row.method])
 
     app = Starlette(
@@ -117,6 +118,7 @@ def _endpoint(
     service: Service,
     row: RouteRow,
     authenticate: Authenticate | None,
+    is_operator: Admit,
     screen: Screen | None,
     bodies: Bodies,
     run_blocking: RunBlocking,
@@ -134,6 +136,8 @@ def _endpoint(
                 screen(request)
             if authenticate is not None and not row.is_open:
                 caller = await run_blocking(authenticate, request)
+                if row.for_operators:
+                    await run_blocking(require_operator, caller, is_operator)
             if not row.is_open:  # open rows read no body: a sender without a key gets no memory
                 record.owner = caller.owner
                 body = None if row.streams_body else await bodies.read(request, caller.owner)

@@ -14,12 +14,15 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from mint.errors import AuthenticationError, ForeignPageError
+from mint.errors import AuthenticationError, ForeignPageError, OperatorOnlyError
 from mint.server.callers import Caller
 from mint.server.store.keys import ApiKeys
 
 Authenticate = Callable[[Request], Caller]
 """Says who sends a request, or raises `AuthenticationError`."""
+
+Admit = Callable[[Caller], bool]
+"""Whether a caller is an operator of the server. May read the database."""
 
 Screen = Callable[[Request], None]
 """Refuses a request, whoever sends it, by raising a `MintError`."""
@@ -44,6 +47,21 @@ def by_key(keys: ApiKeys) -> Authenticate:
         return caller
 
     return authenticate
+
+
+def require_operator(caller: Caller, is_operator: Admit) -> None:
+    """Checks that a caller is an operator.
+
+    Raises:
+        OperatorOnlyError: it is not.
+    """
+    if not is_operator(caller):
+        raise OperatorOnlyError(
+            "is no operator of this server",
+            field="owner",
+            value=caller.owner,
+            remedy=f"The operator can start it with: mint serve --operator {caller.owner}",
+        )
 
 
 def key_of(request: Request) -> str:

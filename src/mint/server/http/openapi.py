@@ -124,7 +124,9 @@ def _operation(
     row: RouteRow, references: dict[tuple[type[BaseModel], str], dict[str, Any]], *, asks_keys: bool
 ) -> dict[str, Any]:
     keys: list[dict[str, list[str]]] = [{"key": []}, {"bearer": []}]
-    answers = {**_ERRORS} if not row.is_open else {code: text for code, text in _ERRORS.items() if code != "401"}
+    answers = {code: text for code, text in _ERRORS.items() if not (row.is_open and code == "401")}
+    if row.for_operators:
+        answers["403"] = "A valid key, but not an operator's."
     error = {"$ref": "#/components/schemas/Error"} if row.refusal is None else references[row.refusal, "serialization"]
     refused = {
         code: {"description": text, "content": {wire.MEDIA_TYPE: {"schema": error}}} for code, text in answers.items()

@@ -37,7 +37,10 @@ async def readyz(call: Call) -> Response:
 
 
 def metrics(call: Call) -> Response:
-    """Metrics for Prometheus: requests, times, queues, the engine's work. No owners, no keys, no texts."""
+    """Metrics for Prometheus: requests, times, queues, the engine's work. No owners, no keys, no texts.
+
+    They are sums over all owners, and so tell one owner what the others do: a server with keys shows them to operators.
+    """
     exposition = call.request.app.state.metrics
     if exposition is None:
         raise NotFoundError("no numbers are kept in this process", remedy="Use mint serve")
@@ -56,16 +59,16 @@ def docs(call: Call) -> Response:
     return Response(page, media_type="text/html; charset=utf-8", headers=openapi.PAGE_HEADERS)
 
 
-def _get(path: str, operation: Operation, response: type[BaseModel] | None = None, *, is_open: bool) -> RouteRow:
-    return RouteRow("GET", path, operation, response=response, is_open=is_open)
+def _open(path: str, operation: Operation, response: type[BaseModel] | None = None) -> RouteRow:
+    return RouteRow("GET", path, operation, response=response, is_open=True)
 
 
 ROUTES: tuple[RouteRow, ...] = (
-    _get("/healthz", healthz, Health, is_open=True),
-    _get("/health", healthz, Health, is_open=True),
-    _get(f"{wire.API_PREFIX}/healthz", healthz, Health, is_open=True),
-    _get("/readyz", readyz, Health, is_open=True),
-    _get("/metrics", metrics, is_open=False),
-    _get("/openapi.json", describe, is_open=True),
-    _get("/docs", docs, is_open=True),
+    _open("/healthz", healthz, Health),
+    _open("/health", healthz, Health),
+    _open(f"{wire.API_PREFIX}/healthz", healthz, Health),
+    _open("/readyz", readyz, Health),
+    RouteRow("GET", "/metrics", metrics, for_operators=True),
+    _open("/openapi.json", describe),
+    _open("/docs", docs),
 )

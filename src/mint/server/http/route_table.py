@@ -47,9 +47,9 @@ Operation = Callable[[Call], Response] | Callable[[Call], Awaitable[Response]]
 class RouteRow:
     """One route. `request` and `response` describe the bodies; the operation's docstring says what it is for.
 
-    `is_open` rows answer without a key. `streams_body` rows read the body themselves, and get it empty. `refuse` is
-    for rows whose protocol writes errors in a shape of its own, which `refusal` describes. A row that `streams` may
-    answer with server-sent events instead of one message.
+    `is_open` rows answer without a key, `for_operators` rows only with an operator's. `streams_body` rows read the body
+    themselves, and get it empty. `refuse` is for rows whose protocol writes errors in a shape of its own, which
+    `refusal` describes. A row that `streams` may answer with server-sent events instead of one message.
     """
 
     method: str
@@ -58,6 +58,7 @@ class RouteRow:
     request: type[BaseModel] | None = None
     response: type[BaseModel] | None = None
     is_open: bool = False
+    for_operators: bool = False
     streams_body: bool = False
     refuse: Callable[[MintError], Response] | None = None
     refusal: type[BaseModel] | None = None
