@@ -16,8 +16,7 @@ LAZY = {("mint.client.service_client", "mint.compose.embedded"), ("mint.client.r
 
 
 HOMES: dict[str, frozenset[str]] = {
-    "torch": frozenset({"engine", "cluster"}),
-    "ray": frozenset({"cluster"}),
+    "torch": frozenset({"engine"}),
     "httpx": frozenset({"client/connection/http_transport.py", "rl/tasks/openai_judge.py"}),
     "starlette": frozenset({"server/http", "server/openai", "dashboard", "compose/dashboard_server.py"}),
     "uvicorn": frozenset({"compose/http_server.py"}),
@@ -42,6 +41,13 @@ HOMES: dict[str, frozenset[str]] = {
 }
 TORCH_VALUES = {("types/tensors.py", "torch"), ("client/custom_loss.py", "torch")}
 """Where a user's own torch tensors are made or read, imported inside the function."""
+
+TWINS = {
+    "RLAdapter": "mint.rl_core has the names of MinT's documents, over those of mint.rl",
+    "RLConfig": "as RLAdapter",
+    "Reward": "as RLAdapter",
+}
+"""Classes of one name in two modules: one idea on two sides, and why it has two."""
 
 MAX_MODULES_IN_A_ROOM = 15
 MAX_MODULES_AT_THE_TOP = 11
@@ -75,6 +81,10 @@ def imported_modules(relative: str) -> frozenset[str]:
             assert node.level == 0, "imports are absolute"
             module = node.module or ""
             found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            found |= {
+                name.value for name in node.args if isinstance(name, ast.Constant) and isinstance(name.value, str)
+            }
     return frozenset(found)
 
 
@@ -175,6 +185,28 @@ def test_each_heavy_dependency_has_one_home() -> None:
     assert strangers == []
 
 
+def test_every_home_of_a_dependency_is_there_and_uses_it() -> None:
+    unused = [
+        f"{home} does not import {dependency}"
+        for dependency, homes in HOMES.items()
+        for home in homes
+        if not any(
+            dependency in {name.split(".")[0] for name in imported_modules(relative)}
+            for relative in sources()
+            if holds(frozenset({home}), relative)
+        )
+    ]
+    assert unused == []
+
+
+def test_every_path_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    named = {path for path in re.findall(r"`([\w./*]+)`", text) if "/" in path and path.endswith((".py", ".md"))}
+    assert len(named) > 20
+    missing = sorted(path for path in named if not any(list(base.glob(path)) for base in (ROOT, SOURCE)))
+    assert missing == []
+
+
 def test_only_config_reads_the_environment() -> None:
     readers = [
         relative
@@ -209,3 +241,13 @@ def test_rooms_are_at_most_two_folders_deep_and_hold_few_modules() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     assert [relative for relative, tree in sources().items() if not ast.get_docstring(tree)] == []
+
+
+def test_no_two_public_classes_have_one_name_unless_they_are_one_idea() -> None:
+    homes: dict[str, set[str]] = {}
+    for relative, tree in sources().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(relative)
+    assert {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1 and name not in TWINS} == {}
+    assert [name for name in TWINS if len(homes.get(name, ())) < 2] == [], "these have no twin any more"

@@ -90,3 +90,11 @@ def test_a_sample_is_decoded_beside_the_event_loop(tmp_path: Path, monkeypatch: 
         finally:
             held.go_on.set()
             sender.join()
+
+
+@pytest.mark.parametrize("route", ["retrieve_future", "retrieve_futures", "client/config"])
+def test_a_poll_with_a_large_body_is_refused_undecoded(route: str, tmp_path: Path) -> None:
+    body = b'{"padding": "' + 64 * 1024 * b"x" + b'"}'
+    with running(tmp_path) as server:
+        refused = Person(server, make_key(tmp_path, "ada")).send("POST", f"{API}/{route}", body)
+    assert refused.status_code == 413 and "at most 65536 bytes" in refused.text

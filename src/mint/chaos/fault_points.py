@@ -33,7 +33,7 @@ class FaultPoint:
 
 
 @dataclass(frozen=True)
-class Operation:
+class FollowedCall:
     """A function within which a thread is at one kind of operation."""
 
     target: str
@@ -124,12 +124,12 @@ FAULT_POINTS = (
 )
 
 OPERATIONS = (
-    Operation(f"{_SERVICE}.submit", lambda _service, _caller, kind, *_: kind),
-    Operation(f"{_WORKER}.trainer:Trainer.run", lambda _trainer, job: job.kind),
-    Operation(f"{_WORKER}.worker:Worker._commit", lambda _worker, job, _outcome: job.kind),
-    Operation(f"{_WORKER}.recovery:Recovery._replay", lambda _recovery, job: job.kind),
-    Operation("mint.server.http.file_routes:import_checkpoint", lambda *_: "upload"),
-    Operation("mint.server.http.file_routes:open_file", lambda *_: "download"),
+    FollowedCall(f"{_SERVICE}.submit", lambda _service, _caller, kind, *_: kind),
+    FollowedCall(f"{_WORKER}.trainer:Trainer.run", lambda _trainer, job: job.kind),
+    FollowedCall(f"{_WORKER}.worker:Worker._commit", lambda _worker, job, _outcome: job.kind),
+    FollowedCall(f"{_WORKER}.recovery:Recovery._replay", lambda _recovery, job: job.kind),
+    FollowedCall("mint.server.http.file_routes:import_checkpoint", lambda *_: "upload"),
+    FollowedCall("mint.server.http.file_routes:open_file", lambda *_: "download"),
 )
 """The outermost functions of the kinds of operation."""
 

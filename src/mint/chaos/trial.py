@@ -51,7 +51,7 @@ Hits = list[tuple[str, str]]
 
 
 @dataclass
-class Outcome:
+class TrialOutcome:
     """What became of a case. `recoveries_s`: from each death to the next new result of the victim's clients."""
 
     case: Case
@@ -67,7 +67,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_case(case: Case, folder: Path, *, clean: Outcome | None = None) -> Outcome:
+def run_case(case: Case, folder: Path, *, clean: TrialOutcome | None = None) -> TrialOutcome:
     """Runs a case in an empty folder; compares its values and its journal with those of the `clean` outcome."""
     trial = _Trial(case, folder)
     began = time.monotonic()
@@ -82,7 +82,7 @@ def run_case(case: Case, folder: Path, *, clean: Outcome | None = None) -> Outco
     return outcome
 
 
-def differences(clean: Outcome, found: Outcome) -> list[str]:
+def differences(clean: TrialOutcome, found: TrialOutcome) -> list[str]:
     """In what two outcomes differ, in words."""
     wrong = []
     for tenant, values in clean.values.items():
@@ -104,7 +104,7 @@ class _Trial:
     """One case under way."""
 
     def __init__(self, case: Case, folder: Path) -> None:
-        self.outcome = Outcome(case)
+        self.outcome = TrialOutcome(case)
         self._folder = folder
         self._data_dir = folder / "data"
         self._is_http = case.scenario == "http"

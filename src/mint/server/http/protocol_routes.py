@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 import mint.wire as wire
-from mint.errors import InvalidRequestError, MintError, NotFoundError, SessionEndedError
+from mint.errors import BodyTooLargeError, InvalidRequestError, MintError, NotFoundError, SessionEndedError
 from mint.server.http.route_table import Call, Operation, RouteRow, respond, respond_json
 from mint.server.ids import RequestId
 from mint.server.queue.futures import FutureResult
@@ -44,6 +44,9 @@ log = logging.getLogger("mint.app")
 
 HIDES_REDIRECTS = re.compile(r"0\.2[23]\.")
 MAX_TELEMETRY_BYTES = 1024 * 1024
+MAX_POLL_BYTES = 64 * 1024
+"""The largest body that the event loop decodes itself. Polls have under 1 KiB, and a thread would cost them more."""
+
 CUSTOM_LOSS = "Use forward_backward_custom, which computes the loss on the client and sends its gradient as weights"
 KEYS = "Keys are made and revoked by the operator: mint keys create, mint keys revoke"
 
@@ -55,8 +58,20 @@ async def client_config(call: Call) -> Response:
     """The client's feature flags: all keep the client's own default, except for one transport in some SDKs, which
     follows redirects although the SDK wants to see them (the address of an archive). Chunks of one call may arrive at
     the same time, because the server puts them in order."""
-    version = wire.decode(messages.ClientConfigRequest, call.body or b"{}").sdk_version
+    version = wire.decode(messages.ClientConfigRequest, _small_body(call) or b"{}").sdk_version
     return respond(ClientConfigResponse(use_pyqwest_transport=False if HIDES_REDIRECTS.match(version) else None))
+
+
+def _small_body(call: Call) -> bytes:
+    """The body of a request that is decoded on the event loop.
+
+    Raises:
+        BodyTooLargeError: decoding it would keep all other requests waiting.
+    """
+    if len(call.body) > MAX_POLL_BYTES:
+        remedy = f"Send at most {MAX_POLL_BYTES} bytes"
+        raise BodyTooLargeError("is too large", field="body", value=f"{len(call.body)} bytes", remedy=remedy)
+    return call.body
 
 
 async def telemetry(call: Call) -> Response:
@@ -153,7 +168,7 @@ def sampler_info(call: Call) -> Response:
 async def retrieve_future(call: Call) -> Response:
     """Long poll: the result; the error (200 too: it is final); 408 for "ask again"; 410 for a lost sample."""
     # `allow_metadata_only` may be ignored: clients take the result itself where they asked for its size
-    request_id = wire.decode(RetrieveFutureRequest, call.body).request_id
+    request_id = wire.decode(RetrieveFutureRequest, _small_body(call)).request_id
     name = RequestId.parse(request_id)
     is_sample = name is not None and name.is_sample
     try:
@@ -173,7 +188,7 @@ async def retrieve_future(call: Call) -> Response:
 
 async def retrieve_futures(call: Call) -> Response:
     """Long poll for whichever of a sampler's results comes next; each is then fetched with `retrieve_future`."""
-    return respond(await call.service.retrieve_many(call.caller, call.body))
+    return respond(await call.service.retrieve_many(call.caller, _small_body(call)))
 
 
 def cancel_future(call: Call) -> Response:
