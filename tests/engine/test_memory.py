@@ -20,8 +20,9 @@ from mint.engine.memory_budget import MIN_ROWS, bytes_per_row, is_out_of_memory,
 from mint.engine.model.blocks import Mlp
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
+from mint.engine.protocol import MicroBatching, PassResult, TrainDatum
 from mint.engine.torch_engine import TorchEngine
-from mint.errors import RequestFailedError
+from mint.errors import OutOfMemoryError, RequestFailedError
 
 QWEN3_06B = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
@@ -84,16 +85,17 @@ def test_the_rows_of_a_micro_batch_follow_from_the_shape_alone() -> None:
     assert rows_at_once(small, CpuOperations(torch.float32)) == CpuOperations.max_rows
 
 
-class _FailsOnce:
-    """Stands in a block's backward: raises the `fail`-th time, by then part of the gradient has been added."""
+class _Fails:
+    """Stands in a block's backward: raises the `fail`-th to the `last`-th time; part of the gradient may be added."""
 
-    def __init__(self, error: BaseException, *, fail: int, forever: bool = False) -> None:
-        self.error, self.fail, self.forever, self.calls = error, fail, forever, 0
+    def __init__(self, error: BaseException, *, fail: int, last: int | None = None, forever: bool = False) -> None:
+        self.error, self.fail, self.calls = error, fail, 0
+        self.last = 1 << 30 if forever else last or fail
         self.real = Mlp.backward
 
     def __call__(self, *arguments: Any) -> Any:
         self.calls += 1
-        if self.calls == self.fail or (self.forever and self.calls > self.fail):
+        if self.fail <= self.calls <= self.last:
             raise self.error
         return self.real(*arguments)
 
@@ -107,10 +109,52 @@ def test_a_pass_for_which_memory_does_not_suffice_runs_again_and_adds_once(
     whole = _gradient(engine)
     engine.clear_gradient("m")
     engine.forward_backward("m", data[0], CROSS_ENTROPY)
-    monkeypatch.setattr(Mlp, "backward", staticmethod(_FailsOnce(_allocator_error(), fail=2)))
+    monkeypatch.setattr(Mlp, "backward", staticmethod(_Fails(_allocator_error(), fail=2)))
     result = engine.forward_backward("m", data[1], CROSS_ENTROPY)
     assert result.metrics == {**expected.metrics, "memory_retries:sum": 1.0}
     assert _gradient(engine) == whole
+
+
+def _passes(
+    engine: TorchEngine, data: list[TrainDatum], micro_batching: MicroBatching | None = None
+) -> tuple[PassResult, tuple[list[bytes], bytes]]:
+    """The result of a pass, and the bits of it: all logprobs and the gradient."""
+    engine.clear_gradient("m")
+    result = engine.forward_backward("m", data, CROSS_ENTROPY, micro_batching=micro_batching)
+    return result, ([row.tobytes() for row in result.logprobs], _gradient(engine))
+
+
+def test_a_pass_that_was_split_for_lack_of_memory_is_repeated_bit_for_bit(
+    tied: tuple[Path, Qwen3ForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = random_data(3, count=8, shared=10)
+    engine = _engine(tied[0])
+    whole, whole_bits = _passes(engine, data)
+    split = []
+    for fail in (1, 2):  # in the first or the second layer: where memory ran out decides nothing more
+        with monkeypatch.context() as patch:
+            patch.setattr(Mlp, "backward", staticmethod(_Fails(_allocator_error(), fail=fail, last=fail + 1)))
+            split.append(_passes(engine, data))
+    (first, first_bits), (_, second_bits) = split
+    assert first_bits == second_bits != whole_bits
+    assert first.micro_batching is not None and whole.micro_batching is not None
+    assert first.micro_batching.rows < whole.micro_batching.rows
+    repeated, bits = _passes(_engine(tied[0]), data, first.micro_batching)
+    assert bits == first_bits and repeated.micro_batching == first.micro_batching
+    assert _passes(engine, data, whole.micro_batching)[1] == whole_bits
+
+
+def test_a_repeated_pass_is_never_split_further(
+    tied: tuple[Path, Qwen3ForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _engine(tied[0])
+    data = random_data(3, count=8, shared=10)
+    used = engine.forward_backward("m", data, CROSS_ENTROPY).micro_batching
+    before = _gradient(engine)
+    monkeypatch.setattr(Mlp, "backward", staticmethod(_Fails(_allocator_error(), fail=1, forever=True)))
+    with pytest.raises(OutOfMemoryError, match="as it was run before"):
+        engine.forward_backward("m", data, CROSS_ENTROPY, micro_batching=used)
+    assert _gradient(engine) == before
 
 
 def test_memory_that_never_suffices_is_an_error_that_names_the_way_out_and_adds_nothing(
@@ -119,7 +163,7 @@ def test_memory_that_never_suffices_is_an_error_that_names_the_way_out_and_adds_
     engine = _engine(tied[0])
     engine.forward_backward("m", random_data(3), CROSS_ENTROPY)
     before = _gradient(engine)
-    failing = _FailsOnce(_allocator_error(), fail=1, forever=True)
+    failing = _Fails(_allocator_error(), fail=1, forever=True)
     monkeypatch.setattr(Mlp, "backward", staticmethod(failing))
     with pytest.raises(RequestFailedError, match="Shorten the sequences"):
         engine.forward_backward("m", random_data(4, count=16), CROSS_ENTROPY)
@@ -133,7 +177,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(
     for error in (_allocator_error(), MemoryError(), torch.OutOfMemoryError()):
         assert is_out_of_memory(error)
     engine = _engine(tied[0])
-    monkeypatch.setattr(Mlp, "backward", staticmethod(_FailsOnce(RuntimeError("a bug"), fail=1)))
+    monkeypatch.setattr(Mlp, "backward", staticmethod(_Fails(RuntimeError("a bug"), fail=1)))
     with pytest.raises(RuntimeError, match="a bug"):
         engine.forward_backward("m", random_data(3), CROSS_ENTROPY)
 

@@ -19,9 +19,9 @@ from mint.types import ForwardBackwardOutput
 from mint.wire.codec import Encoding
 from mint.wire.requests import ForwardBackwardRequest
 
-SCHEMA_2_COLUMNS = {
+LATER_COLUMNS = {
     "sessions": ["owner", "details", "created_at"],
-    "jobs": ["encoding"],
+    "jobs": ["encoding", "micro_batching"],
     "checkpoints": ["owner", "public", "expires_at", "size_bytes", "user_metadata"],
 }
 
@@ -127,7 +127,7 @@ def test_a_result_of_other_bits_is_noticed_in_either_encoding(tmp_path: Path) ->
 def make_schema_1(folder: Path) -> None:
     """Takes a data directory back to the first schema, as its version of mint had left it."""
     results_as_json(folder)
-    dropped = [f"ALTER TABLE {table} DROP COLUMN {name}" for table, names in SCHEMA_2_COLUMNS.items() for name in names]
+    dropped = [f"ALTER TABLE {table} DROP COLUMN {name}" for table, names in LATER_COLUMNS.items() for name in names]
     change(
         folder,
         "DROP INDEX ix_sessions_owner",

@@ -14,7 +14,7 @@ from service_harness import BASE, GOOD_PASS, STEP, Harness, datum, failure, open
 from waiting import wait_until
 
 from mint.engine.fake_engine import FakeEngine
-from mint.engine.protocol import AdamSpec, LossSpec, PassResult, TrainDatum
+from mint.engine.protocol import AdamSpec, LossSpec, MicroBatching, PassResult, TrainDatum
 from mint.errors import CheckpointError, JournalError, NotFoundError, RecoveryDivergedError, RequestFailedError
 from mint.server.store.journal import JOURNAL_FILE, Finish, Journal
 from mint.server.worker import snapshots
@@ -261,7 +261,14 @@ def test_an_engine_that_breaks_in_a_step_leaves_the_state_before_it(tmp_path: Pa
 class Deadly(FakeEngine):
     """An engine that kills its process."""
 
-    def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence[TrainDatum],
+        loss: LossSpec,
+        *,
+        micro_batching: MicroBatching | None = None,
+    ) -> PassResult:
         os.kill(os.getpid(), signal.SIGKILL)
         return super().forward_backward(model_id, data, loss)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,16 @@ from service_harness import GOOD_PASS, STEP, Harness, datum, make_sampler, open_
 from waiting import wait_until
 
 from mint.engine.fake_engine import FakeBatch, FakeEngine
-from mint.engine.protocol import AdamSpec, LossSpec, PassResult, SampleJob, SampleResult, TokenListener, TrainDatum
+from mint.engine.protocol import (
+    AdamSpec,
+    LossSpec,
+    MicroBatching,
+    PassResult,
+    SampleJob,
+    SampleResult,
+    TokenListener,
+    TrainDatum,
+)
 from mint.engine.torch_engine import TorchEngine
 from mint.server.callers import LOCAL, Caller
 from mint.server.queue.queue import RequestQueue
@@ -59,7 +68,14 @@ class Traced(FakeEngine):
     def open_batch(self) -> FakeBatch:
         return TracedBatch(self)
 
-    def forward_backward(self, model_id: str, data: list[TrainDatum], loss: LossSpec) -> PassResult:
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence[TrainDatum],
+        loss: LossSpec,
+        *,
+        micro_batching: MicroBatching | None = None,
+    ) -> PassResult:
         self.take("pass", model_id, self.pass_s.get(model_id, PASS_S))
         return super().forward_backward(model_id, data, loss)
 

@@ -6,12 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_harness import Harness, datum, open_service, pass_body
+from service_harness import Harness, datum, failure, open_service, pass_body
 
+from mint.engine.model.blocks import Mlp
 from mint.engine.torch_engine import TorchEngine
+from mint.errors import OutOfMemoryError
 from mint.server.worker import snapshots
 
 STEP: dict[str, Any] = {"adam_params": {"learning_rate": 0.003, "weight_decay": 0.01, "grad_clip_norm": 1.0}}
+
+
+class NoMemory:
+    """Stands in a block's backward: the first `times` calls find no memory."""
+
+    def __init__(self, times: int) -> None:
+        self.times, self.real = times, Mlp.backward
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.times -= 1
+        if self.times >= 0:
+            raise MemoryError
+        return self.real(*arguments)
 
 
 def torch_service(data_dir: Path) -> Any:
@@ -48,6 +63,50 @@ def test_a_restart_in_the_middle_changes_no_bit(
     harness = Harness(torch_service(tmp_path / "cut"), harness.session_id)
     seen += train(harness, model_id, range(2, 4))
     assert seen == uninterrupted
+    harness.service.stop()
+
+
+def test_a_pass_that_was_split_for_lack_of_memory_is_replayed_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 0)
+    harness = Harness(torch_service(tmp_path))
+    model_id = harness.create_model()
+    train(harness, model_id, range(2))
+    data = [datum(*range(20 + row, 60 + row)) for row in range(6)]
+    with monkeypatch.context() as shortage:
+        shortage.setattr(Mlp, "backward", staticmethod(NoMemory(times=2)))
+        output = harness.run("forward_backward", model_id, 7, pass_body(*data))
+    assert output["metrics"]["memory_retries:sum"] == 2  # computed again, then cut in half
+    harness.service.stop()
+    harness = Harness(torch_service(tmp_path), harness.session_id)
+    digest = harness.run("optim_step", model_id, 8, STEP)["state_digest"]
+    harness.service.stop()
+
+    other = Harness(torch_service(tmp_path / "other"))
+    name = other.create_model()
+    train(other, name, range(2))
+    with monkeypatch.context() as shortage:
+        shortage.setattr(Mlp, "backward", staticmethod(NoMemory(times=2)))
+        other.run("forward_backward", name, 7, pass_body(*data))
+    assert other.run("optim_step", name, 8, STEP)["state_digest"] == digest
+    other.service.stop()
+
+
+def test_a_shortage_of_memory_during_a_replay_does_not_give_the_model_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 0)
+    harness = Harness(torch_service(tmp_path))
+    model_id = harness.create_model()
+    (*_, (_, digest)) = train(harness, model_id, range(2))
+    harness.service.stop()
+    harness = Harness(torch_service(tmp_path), harness.session_id)
+    with monkeypatch.context() as shortage:
+        shortage.setattr(Mlp, "backward", staticmethod(NoMemory(times=1000)))
+        assert isinstance(failure(lambda: harness.restore(model_id)), OutOfMemoryError)
+    harness.restore(model_id)
+    assert harness.digest(model_id) == digest
     harness.service.stop()
 
 

@@ -25,6 +25,7 @@ from mint.engine.protocol import (
     BaseInfo,
     LoraSpec,
     LossSpec,
+    MicroBatching,
     ModelState,
     PassResult,
     Sample,
@@ -99,8 +100,15 @@ class FakeEngine:
         tokens = float(sum(datum.trained.sum() for datum in data))
         return PassResult(logprobs, {"loss:sum": total, "tokens:sum": tokens})
 
-    def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
-        """Runs `forward`, and chains the whole request onto the gradient."""
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence[TrainDatum],
+        loss: LossSpec,
+        *,
+        micro_batching: MicroBatching | None = None,
+    ) -> PassResult:
+        """Runs `forward`, and chains the whole request onto the gradient; there are no micro-batches here."""
         result = self.forward(model_id, data, loss)
         model = self._model(model_id)
         parts: list[bytes | str] = [model.gradient, loss.name, repr(sorted(loss.config.items()))]

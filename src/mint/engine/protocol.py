@@ -74,16 +74,30 @@ class LossSpec:
 
 
 @dataclass(frozen=True)
+class MicroBatching:
+    """How a pass was fitted into memory.
+
+    A micro-batch had about `rows` rows, which decides the bits of the result. `recompute`: whether activations were
+    computed again in the backward instead of kept (None: only of sequences longer than `rows`), which changes no bit.
+    """
+
+    rows: int
+    recompute: bool | None
+
+
+@dataclass(frozen=True)
 class PassResult:
     """For each datum in order the logprobs of its targets, float32 of their shape; and metrics named `name:reduction`.
 
     `entropies` [N] per datum are those of the distributions the targets were predicted from; empty where the engine
-    has no distributions.
+    has no distributions. `micro_batching` is what another pass needs to give the same bits, also when memory was short
+    in this one; None where the engine cuts no micro-batches.
     """
 
     logprobs: list[np.ndarray]
     metrics: dict[str, float]
     entropies: list[np.ndarray] = field(default_factory=list)
+    micro_batching: MicroBatching | None = None
 
 
 @dataclass(frozen=True)
@@ -269,8 +283,19 @@ class Engine(Protocol):
         """Logprobs and loss, no gradient; the model does not change."""
         ...
 
-    def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
-        """Runs `forward`, and adds the gradient of the summed loss to the accumulated one."""
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence[TrainDatum],
+        loss: LossSpec,
+        *,
+        micro_batching: MicroBatching | None = None,
+    ) -> PassResult:
+        """Runs `forward`, and adds the gradient of the summed loss to the accumulated one.
+
+        `micro_batching` of an earlier result makes this pass compute the same bits as that one. Raises
+        `OutOfMemoryError`, with the gradient unchanged, where memory does not suffice for it.
+        """
         ...
 
     def clear_gradient(self, model_id: str) -> None:

@@ -30,6 +30,7 @@ from mint.engine.protocol import (
     BaseInfo,
     LoraSpec,
     LossSpec,
+    MicroBatching,
     ModelState,
     PassResult,
     SampleJob,
@@ -173,10 +174,21 @@ class TorchEngine:
         """Logprobs and loss; the model does not change."""
         return self._pass(self._model(model_id), data, loss, gradient=False)
 
-    def forward_backward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
-        """Runs `forward`, and adds the gradient of the summed loss to the accumulated one."""
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence[TrainDatum],
+        loss: LossSpec,
+        *,
+        micro_batching: MicroBatching | None = None,
+    ) -> PassResult:
+        """Runs `forward`, and adds the gradient of the summed loss to the accumulated one.
+
+        Raises:
+            OutOfMemoryError: memory does not suffice for one sequence, or for the given `micro_batching`.
+        """
         model = self._model(model_id)
-        result = self._pass(model, data, loss, gradient=True)
+        result = self._pass(model, data, loss, gradient=True, repeated=micro_batching)
         model.tokens += int(result.metrics["tokens:sum"])
         return result
 
@@ -277,7 +289,15 @@ class TorchEngine:
         """Samples all jobs together; the result of each is a function of that job alone."""
         return sample_together(self.open_batch(), jobs)
 
-    def _pass(self, model: _TrainedModel, data: Sequence[TrainDatum], loss: LossSpec, *, gradient: bool) -> PassResult:
+    def _pass(
+        self,
+        model: _TrainedModel,
+        data: Sequence[TrainDatum],
+        loss: LossSpec,
+        *,
+        gradient: bool,
+        repeated: MicroBatching | None = None,
+    ) -> PassResult:
         base = self._base(model.base)
         return run_pass(
             base.decoder,
@@ -285,8 +305,8 @@ class TorchEngine:
             data,
             loss,
             gradient=model.gradient if gradient else None,
-            rows=base.rows,
-            recompute=self._recompute,
+            micro_batching=repeated or MicroBatching(base.rows, self._recompute),
+            may_shrink=repeated is None,
         )
 
     def _base(self, name: str) -> _Base:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,22 +19,14 @@ from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.model.autograd import backward
 from mint.engine.model.decoder import Decoder
 from mint.engine.packing import MicroBatch, pack
-from mint.engine.protocol import LossSpec, PassResult, TrainDatum
+from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum
 from mint.engine.target_logprobs import TargetLogprobs
 from mint.engine.upload import upload
-from mint.errors import RequestFailedError
+from mint.errors import OutOfMemoryError
 
 log = logging.getLogger(__name__)
 
 _MISSING = np.empty(0, np.float32)
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """Micro-batches of `rows` rows; `recompute` None: in those that are larger."""
-
-    rows: int
-    recompute: bool | None
 
 
 class _Results:
@@ -53,21 +45,21 @@ def run_pass(
     loss: LossSpec,
     *,
     gradient: Tensor | None,
-    rows: int,
-    recompute: bool | None = None,
+    micro_batching: MicroBatching,
+    may_shrink: bool = True,
 ) -> PassResult:
     """Logprobs and metrics of `data`; the gradient of the summed loss is added to `gradient`, the lora's own, if given.
 
-    A micro-batch has about `rows` rows. `recompute` trades time for memory and changes no bit: a layer's activations
-    are computed again in the backward. None does so for sequences that are too long otherwise. A pass for which memory
-    does not suffice is run again, with `recompute`, then in ever smaller micro-batches, and counts that as
-    `memory_retries:sum`.
+    A pass for which memory does not suffice is run again: with `recompute`, which changes no bit, then, if it
+    `may_shrink`, in micro-batches of half as many rows, and so on. The sizes to try are a function of the request
+    alone; which of them fits is part of the result. The runs that failed are counted as `memory_retries:sum`.
 
     Raises:
-        RequestFailedError: memory does not suffice for one sequence alone; nothing is added to `gradient`.
+        OutOfMemoryError: memory does not suffice for one sequence alone, or without shrinking; nothing is added to
+            `gradient`.
     """
     before = None if gradient is None else gradient.clone()
-    attempt = _Attempt(rows, recompute)
+    attempt = micro_batching
     retries = 0
     while (result := _try(decoder, lora, data, loss, attempt, with_gradient=gradient is not None)) is None:
         # Not in the except clause: its error would keep the activations alive.
@@ -76,8 +68,15 @@ def run_pass(
         decoder.operations.release_memory()
         retries += 1
         smaller = _smaller(attempt, data, with_gradient=gradient is not None)
+        if smaller is not None and smaller.rows != attempt.rows and not may_shrink:
+            raise OutOfMemoryError(
+                "memory does not suffice to run a training pass again as it was run before",
+                field="rows of a micro-batch",
+                value=attempt.rows,
+                remedy="Give the server as much memory as it had then",
+            )
         if smaller is None:
-            raise RequestFailedError(
+            raise OutOfMemoryError(
                 "memory does not suffice for a training pass over one sequence",
                 field="tokens of the longest sequence",
                 value=max(len(datum.tokens) for datum in data),
@@ -87,17 +86,17 @@ def run_pass(
         attempt = smaller
     if retries:
         result.metrics["memory_retries:sum"] = float(retries)
-    return result
+    return replace(result, micro_batching=attempt)
 
 
-def _smaller(attempt: _Attempt, data: Sequence[TrainDatum], *, with_gradient: bool) -> _Attempt | None:
-    """An attempt that needs less memory; None if there is none."""
+def _smaller(attempt: MicroBatching, data: Sequence[TrainDatum], *, with_gradient: bool) -> MicroBatching | None:
+    """One that needs less memory; None if there is none."""
     if with_gradient and attempt.recompute is not True:
-        return _Attempt(attempt.rows, recompute=True)
+        return MicroBatching(attempt.rows, recompute=True)
     lengths = [len(datum.tokens) for datum in data]
     if len(data) == 1 or attempt.rows < max(lengths):  # the longest was alone
         return None
-    return _Attempt(min(attempt.rows, sum(lengths)) // 2, attempt.recompute)
+    return MicroBatching(min(attempt.rows, sum(lengths)) // 2, attempt.recompute)
 
 
 def _try(
@@ -105,7 +104,7 @@ def _try(
     lora: LoraWeights,
     data: Sequence[TrainDatum],
     loss: LossSpec,
-    attempt: _Attempt,
+    attempt: MicroBatching,
     *,
     with_gradient: bool,
 ) -> PassResult | None:

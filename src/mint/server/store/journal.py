@@ -35,6 +35,7 @@ class Finish:
     status: str
     result: bytes
     digest: str | None = None
+    micro_batching: dict[str, Any] | None = None
     model: Mapping[str, Any] | None = None  # columns of the model's row to set
     snapshot: SnapshotRow | None = None
     checkpoint: CheckpointRow | None = None
@@ -50,7 +51,7 @@ _TOUCH_RUN = "UPDATE runs SET last_request_at = :now WHERE run_id = :model_id"
 _ADD_JOB = insert(JobRow, "jobs", on_conflict="IGNORE")
 _READ_JOB = "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id = :seq_id"
 _FINISH_JOB = """
-    UPDATE jobs SET status = :status, result = :result, digest = :digest
+    UPDATE jobs SET status = :status, result = :result, digest = :digest, micro_batching = :micro_batching
     WHERE model_id = :model_id AND seq_id = :seq_id AND status = 'pending'
 """
 _ADVANCE_MODEL = "UPDATE models SET applied_seq = :seq_id WHERE model_id = :model_id"
@@ -227,7 +228,12 @@ class Journal:
         place = {"model_id": finish.model_id, "seq_id": finish.seq_id}
         with self.database.transaction(durable=drops_state or finish.checkpoint is not None) as transaction:
             ended = transaction.execute(
-                _FINISH_JOB, **place, status=finish.status, result=finish.result, digest=finish.digest
+                _FINISH_JOB,
+                **place,
+                status=finish.status,
+                result=finish.result,
+                digest=finish.digest,
+                micro_batching=finish.micro_batching,
             )
             if not ended.rowcount:
                 return False

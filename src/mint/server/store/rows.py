@@ -53,7 +53,10 @@ class RunRow:
 
 @dataclass(frozen=True)
 class JobRow:
-    """One request; `status` is pending, done or failed, `result` the body of its answer, `payload` None once pruned."""
+    """One request; `status` is pending, done or failed, `result` the body of its answer, `payload` None once pruned.
+
+    `micro_batching` is how the engine fitted a pass into memory, so that a replay computes the same bits.
+    """
 
     model_id: str
     seq_id: int
@@ -65,6 +68,7 @@ class JobRow:
     digest: str | None = None
     attempts: int = 0
     encoding: str = "application/json"
+    micro_batching: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ are seconds since the epoch. To add a column: add it here, raise `SCHEMA_VERSION
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Stored in the file as `PRAGMA user_version`; 0 is an empty file."""
 
 TABLES = """
@@ -46,6 +46,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     digest VARCHAR,
     attempts INTEGER NOT NULL,
     encoding VARCHAR DEFAULT 'application/json' NOT NULL,
+    micro_batching JSON,
     PRIMARY KEY (model_id, seq_id)
 );
 
@@ -144,7 +145,8 @@ INSERT OR IGNORE INTO runs
     SELECT c.model_id, substr(c.model_id, 1, instr(c.model_id || ':', ':') - 1), 'local', NULL, NULL, NULL,
         min(c.created_at), max(c.created_at), max(c.created_at)
     FROM checkpoints c GROUP BY c.model_id;
-"""
+""",
+    3: "ALTER TABLE jobs ADD COLUMN micro_batching JSON",
 }
 """Schema version → the statements that lead to it from the version before. New, empty tables come from `TABLES`."""
 

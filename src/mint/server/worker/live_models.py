@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mint.engine.protocol import LOSSES, BaseInfo, Engine, LoraSpec, LossSpec, ModelState, PassResult
+from mint.engine.protocol import LOSSES, BaseInfo, Engine, LoraSpec, LossSpec, MicroBatching, ModelState, PassResult
 from mint.errors import InvalidRequestError, StepRefusedError
 from mint.server.store.checkpoint_folders import Manifest
 from mint.server.worker import validation
@@ -72,23 +72,31 @@ class LiveModels:
         self.engine.drop_model(model_id)
         self._models.pop(model_id, None)
 
-    def forward(self, model_id: str, content: ForwardBackwardInput, *, gradient: bool) -> ForwardBackwardOutput:
-        """A forward pass, with `gradient` also a backward pass that adds to the model's gradient.
+    def forward(self, model_id: str, content: ForwardBackwardInput) -> ForwardBackwardOutput:
+        """A forward pass.
 
         Raises:
-            InvalidRequestError: the data do not fit the model; nothing has changed.
+            InvalidRequestError: the data do not fit the model.
         """
         live = self._models[model_id]
         checked = validation.check_pass(content, live.base)
-        run = self.engine.forward_backward if gradient else self.engine.forward
-        result = run(model_id, checked.data, checked.loss)
-        doubts = lint(checked.data, checked.loss, result, stop_tokens=live.base.eos_token_ids, fresh=live.is_published)
-        warnings = [*checked.warnings, *doubts]
-        return ForwardBackwardOutput(
-            loss_fn_outputs=_outputs(checked.loss, result),
-            metrics={**result.metrics, "lint_warnings:sum": float(len(warnings))},
-            warnings=warnings,
-        )
+        return _output(live, checked, self.engine.forward(model_id, checked.data, checked.loss))
+
+    def forward_backward(
+        self, model_id: str, content: ForwardBackwardInput, *, micro_batching: MicroBatching | None = None
+    ) -> tuple[ForwardBackwardOutput, MicroBatching | None]:
+        """A forward and a backward pass, which adds to the model's gradient; also returns its micro-batching.
+
+        With that of an earlier pass it computes the same bits again.
+
+        Raises:
+            InvalidRequestError: the data do not fit the model; nothing has changed.
+            OutOfMemoryError: memory does not suffice; nothing has changed.
+        """
+        live = self._models[model_id]
+        checked = validation.check_pass(content, live.base)
+        result = self.engine.forward_backward(model_id, checked.data, checked.loss, micro_batching=micro_batching)
+        return _output(live, checked, result), result.micro_batching
 
     def optim_step(self, model_id: str, seq_id: int, request: OptimStepRequest) -> tuple[dict[str, float], str]:
         """Applies the gradient; returns the metrics, and the digest of the new state."""
@@ -142,6 +150,16 @@ class LiveModels:
         elif kind == "optim_step" and live.gradient_is_incomplete:
             self.engine.clear_gradient(model_id)
             live.gradient_is_incomplete = False
+
+
+def _output(live: LiveModel, checked: validation.CheckedPass, result: PassResult) -> ForwardBackwardOutput:
+    doubts = lint(checked.data, checked.loss, result, stop_tokens=live.base.eos_token_ids, fresh=live.is_published)
+    warnings = [*checked.warnings, *doubts]
+    return ForwardBackwardOutput(
+        loss_fn_outputs=_outputs(checked.loss, result),
+        metrics={**result.metrics, "lint_warnings:sum": float(len(warnings))},
+        warnings=warnings,
+    )
 
 
 def _outputs(loss: LossSpec, result: PassResult) -> list[dict[str, TensorData]]:

@@ -10,8 +10,8 @@ import logging
 from pathlib import Path
 
 import mint.wire as wire
-from mint.engine.protocol import LoraSpec
-from mint.errors import CheckpointError, MintError, NotFoundError, RecoveryDivergedError
+from mint.engine.protocol import LoraSpec, MicroBatching
+from mint.errors import CheckpointError, MintError, NotFoundError, OutOfMemoryError, RecoveryDivergedError
 from mint.server.queue.jobs import decode_request
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.journal import Journal
@@ -38,6 +38,7 @@ class Recovery:
         Raises:
             NotFoundError: it was never created, or its creation failed.
             RecoveryDivergedError, CheckpointError: it cannot be restored; the journal remembers why.
+            OutOfMemoryError: it cannot be restored now; the next request tries again.
         """
         row = self._journal.model(model_id)
         if row is None or row.base_model is None or row.lora is None:
@@ -51,6 +52,9 @@ class Recovery:
             raise RecoveryDivergedError(row.diverged, remedy="Load a checkpoint into a new model")
         try:
             self._restore(row, row.base_model, LoraSpec(**row.lora))
+        except OutOfMemoryError:
+            self._models.drop(model_id)
+            raise
         except MintError as error:
             self._models.drop(model_id)
             self._journal.mark_diverged(model_id, str(error))
@@ -107,7 +111,10 @@ class Recovery:
             )
         match decode_request(job.kind, job.payload, wire.Encoding(job.encoding)):
             case ForwardBackwardRequest() as request:
-                result = self._models.forward(job.model_id, request.forward_backward_input, gradient=True)
+                # another split into micro-batches would give other bits
+                decided = None if job.micro_batching is None else MicroBatching(**job.micro_batching)
+                content = request.forward_backward_input
+                result, _ = self._models.forward_backward(job.model_id, content, micro_batching=decided)
                 known = wire.decode_result(ForwardBackwardOutput, job.result or b"")
                 return wire.is_same(_logprobs_of(known), _logprobs_of(result))
             case OptimStepRequest() as request:

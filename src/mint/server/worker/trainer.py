@@ -92,7 +92,7 @@ class Trainer:
         self._runners: dict[str, Callable[[TrainingJob, Any], _Effect]] = {
             "create_model": self._create_model,
             "forward": self._forward,
-            "forward_only": self._forward_backward,
+            "forward_only": self._forward_only,
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,
@@ -137,11 +137,14 @@ class Trainer:
     # --- passes and steps ----------------------------------------------------------------------------------------
 
     def _forward(self, job: TrainingJob, request: ForwardRequest) -> _Effect:
-        return _Effect(self.models.forward(job.model_id, request.forward_input, gradient=False))
+        return _Effect(self.models.forward(job.model_id, request.forward_input))
 
     def _forward_backward(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Effect:
-        content = request.forward_backward_input
-        return _Effect(self.models.forward(job.model_id, content, gradient=not request.forward_only))
+        output, used = self.models.forward_backward(job.model_id, request.forward_backward_input)
+        return _Effect(output, changes={} if used is None else {"micro_batching": asdict(used)})
+
+    def _forward_only(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Effect:
+        return _Effect(self.models.forward(job.model_id, request.forward_backward_input))
 
     def _optim_step(self, job: TrainingJob, request: OptimStepRequest) -> _Effect:
         if request.optimizer_params is not None:
