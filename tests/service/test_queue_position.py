@@ -173,7 +173,7 @@ def test_everybody_who_waits_is_let_go_at_once_when_the_service_is_told_to(
 
 def test_an_answer_that_nobody_expects_is_not_kept() -> None:
     book = Futures()
-    book.open("s:0")
+    book.open("s:0", owner="ann")
     book.forget("s:0")
     book.finish({"s:0": FutureResult(b"{}")})
     assert book.fingerprint("s:0") is None

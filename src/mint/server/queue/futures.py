@@ -2,6 +2,7 @@
 
 Any thread may finish a future; waiting happens on the waiter's own event loop. The results of training requests are
 also in the journal, so one that is forgotten here is read from there; the results of sample requests exist only here.
+Each owner has room of their own: many or large results of one owner never drop those of another.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mint.wire as wire
 from mint.errors import MintError, RequestFailedError
 
 KEEP_S = 900.0
 KEEP_BYTES = 64 * 1024 * 1024
+"""Results of one owner that are kept, at most; beyond that the oldest are forgotten, but never the newest."""
+
 RELEASED_WAIT_S = 1.0
 
 
@@ -38,11 +41,26 @@ class FutureResult:
 
 
 @dataclass(frozen=True)
+class _Open:
+    fingerprint: str
+    owner: str
+
+
+@dataclass(frozen=True)
 class _Finished:
     at: float
     result: FutureResult
     fingerprint: str
+    owner: str
     number: int  # counts upwards over all results
+
+
+@dataclass
+class _Kept:
+    """The finished requests of one owner, oldest first, and the size of their results."""
+
+    names: dict[str, None] = field(default_factory=dict)
+    size_bytes: int = 0
 
 
 _Waiter = asyncio.Future[FutureResult | None]
@@ -53,23 +71,23 @@ class Futures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[str, str] = {}  # request id → fingerprint
-        self._finished: OrderedDict[str, _Finished] = OrderedDict()
+        self._open: dict[str, _Open] = {}
+        self._finished: OrderedDict[str, _Finished] = OrderedDict()  # of all owners, oldest first
+        self._kept: defaultdict[str, _Kept] = defaultdict(_Kept)  # by owner
         self._waiters: defaultdict[str, list[_Waiter]] = defaultdict(list)
-        self._size_bytes = 0
         self._count = 0
         self._released = False
 
-    def open(self, request_id: str, fingerprint: str = "") -> None:
-        """Notes that a result will come, for the request with this fingerprint."""
+    def open(self, request_id: str, fingerprint: str = "", *, owner: str) -> None:
+        """Notes that a result will come, for the request of this owner with this fingerprint."""
         with self._lock:
-            self._open[request_id] = fingerprint
+            self._open[request_id] = _Open(fingerprint, owner)
 
     def fingerprint(self, request_id: str) -> str | None:
         """That of the request whose result is known or expected; None if there is none."""
         with self._lock:
-            known = self._finished.get(request_id)
-            return known.fingerprint if known is not None else self._open.get(request_id)
+            known = self._finished.get(request_id) or self._open.get(request_id)
+            return None if known is None else known.fingerprint
 
     @property
     def open_count(self) -> int:
@@ -110,12 +128,12 @@ class Futures:
         resolved: list[tuple[FutureResult, list[_Waiter]]] = []
         with self._lock:
             for request_id, result in results.items():
-                fingerprint = self._open.pop(request_id, None)
-                if fingerprint is None:
+                expected = self._open.pop(request_id, None)
+                if expected is None:
                     continue
-                self._store(request_id, result, fingerprint)
-                owner = request_id.rpartition(":")[0]
-                waiters = self._waiters.pop(request_id, []) + self._waiters.pop(f"{owner}:*", [])
+                self._store(request_id, result, expected)
+                source = request_id.rpartition(":")[0]
+                waiters = self._waiters.pop(request_id, []) + self._waiters.pop(f"{source}:*", [])
                 if waiters:
                     resolved.append((result, waiters))
         if resolved:
@@ -141,21 +159,21 @@ class Futures:
             self._waiters[request_id].append(waiter)
         return await self._wait(request_id, waiter, timeout_s)
 
-    async def wait_for_any(self, owner: str, after: int, timeout_s: float) -> list[tuple[int, str, bool]]:
-        """The results of an owner's requests with numbers beyond `after`: number, request id, and whether it failed.
+    async def wait_for_any(self, sampler_id: str, after: int, timeout_s: float) -> list[tuple[int, str, bool]]:
+        """The results of a sampler's requests with numbers beyond `after`: number, request id, and whether it failed.
 
         Waits for one if there is none yet; empty if none has come in time.
         """
-        any_of_owner = f"{owner}:*"  # no request has such an id
+        any_of_sampler = f"{sampler_id}:*"  # no request has such an id
         with self._lock:
-            found = self._beyond(owner, after)
+            found = self._beyond(sampler_id, after)
             if found or timeout_s <= 0:
                 return found
             waiter = asyncio.get_running_loop().create_future()
-            self._waiters[any_of_owner].append(waiter)
-        await self._wait(any_of_owner, waiter, timeout_s)
+            self._waiters[any_of_sampler].append(waiter)
+        await self._wait(any_of_sampler, waiter, timeout_s)
         with self._lock:
-            return self._beyond(owner, after)
+            return self._beyond(sampler_id, after)
 
     async def _wait(self, key: str, waiter: _Waiter, timeout_s: float | None) -> FutureResult | None:
         if self._released:  # a client that asks again must not do so in a tight loop
@@ -173,31 +191,36 @@ class Futures:
                 if not waiters:
                     self._waiters.pop(key, None)
 
-    def _beyond(self, owner: str, after: int) -> list[tuple[int, str, bool]]:
-        prefix = f"{owner}:"
+    def _beyond(self, sampler_id: str, after: int) -> list[tuple[int, str, bool]]:
+        prefix = f"{sampler_id}:"
         return [
             (known.number, name, known.result.failed)
             for name, known in self._finished.items()
             if known.number > after and name.startswith(prefix)
         ]
 
-    def _store(self, request_id: str, result: FutureResult, fingerprint: str) -> None:
+    def _store(self, request_id: str, result: FutureResult, expected: _Open) -> None:
         now = time.monotonic()
-        if request_id in self._finished:
-            self._drop(request_id)
+        self._drop(request_id)
         self._count += 1
-        self._finished[request_id] = _Finished(now, result, fingerprint, self._count)
-        self._size_bytes += len(result.body)
-        while len(self._finished) > 1:
-            oldest, known = next(iter(self._finished.items()))
-            if self._size_bytes <= KEEP_BYTES and now - known.at <= KEEP_S:
-                break
-            self._drop(oldest)
+        self._finished[request_id] = _Finished(now, result, expected.fingerprint, expected.owner, self._count)
+        own = self._kept[expected.owner]
+        own.names[request_id] = None
+        own.size_bytes += len(result.body)
+        while own.size_bytes > KEEP_BYTES and len(own.names) > 1:
+            self._drop(next(iter(own.names)))
+        while now - next(iter(self._finished.values())).at > KEEP_S:
+            self._drop(next(iter(self._finished)))
 
     def _drop(self, request_id: str) -> None:
         known = self._finished.pop(request_id, None)
-        if known is not None:
-            self._size_bytes -= len(known.result.body)
+        if known is None:
+            return
+        own = self._kept[known.owner]
+        del own.names[request_id]
+        own.size_bytes -= len(known.result.body)
+        if not own.names:
+            del self._kept[known.owner]
 
 
 def _resolve(resolved: Iterable[tuple[FutureResult | None, list[_Waiter]]]) -> None:

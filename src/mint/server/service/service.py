@@ -321,7 +321,7 @@ class Service:
     def _enqueue(
         self, row: JobRow, request: BaseModel | MintError, owner: str, *, next_seq: int, commit: int = 0
     ) -> None:
-        self.futures.open(request_id(row.model_id, row.seq_id))
+        self.futures.open(request_id(row.model_id, row.seq_id), owner=owner)
         size_bytes = len(row.payload or b"")
         job = TrainingJob(row.model_id, row.seq_id, row.kind, request, time.monotonic(), commit, owner, size_bytes)
         self._queue.add_training(job, next_seq=next_seq)
@@ -426,7 +426,7 @@ class Service:
             files = self.journal.end_model(model_id, time.time())
             error = NotFoundError("was unloaded", field="model_id", value=model_id, remedy="Create another one")
             self.futures.finish(dict.fromkeys(self.futures.open_of(model_id), FutureResult.of_error(error)))
-            self.futures.open(promise.request_id)
+            self.futures.open(promise.request_id, owner=caller.owner)
             unloaded = FutureResult(wire.encode(UnloadModelResponse(model_id=model_id)))
             self.futures.finish({promise.request_id: unloaded})
         self._worker.drop_model(model_id, files)
@@ -489,7 +489,7 @@ class Service:
                 sample = QueuedSample(name, request, time.monotonic(), caller.owner, len(body), cancelled=cancelled)
                 self._enqueue_sample(caller, sample, fingerprint)
             elif known is None and isinstance(request, InvalidRequestError):
-                self.futures.open(name, fingerprint)
+                self.futures.open(name, fingerprint, owner=caller.owner)
                 self.futures.finish({name: FutureResult.of_error(request)})
             elif known != fingerprint:
                 raise ConflictError("was used before by another request", field="seq_id", value=number)
@@ -498,7 +498,7 @@ class Service:
         return UntypedPromise(request_id=name, sample_sequence_ids=[f"{name}-{index}" for index in range(count)])
 
     def _enqueue_sample(self, caller: Caller, sample: QueuedSample, fingerprint: str = "") -> None:
-        self.futures.open(sample.request_id, fingerprint)
+        self.futures.open(sample.request_id, fingerprint, owner=caller.owner)
         try:
             self._queue.add_sample(sample, max_requests=caller.quotas.max_waiting_requests)
         except OverloadedError:
