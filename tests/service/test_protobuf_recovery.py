@@ -23,6 +23,7 @@ LATER_COLUMNS = {
     "sessions": ["owner", "details", "created_at"],
     "jobs": ["encoding", "micro_batching"],
     "checkpoints": ["owner", "public", "expires_at", "size_bytes", "user_metadata"],
+    "samplers": ["model_id"],
 }
 
 
@@ -132,6 +133,7 @@ def make_schema_1(folder: Path) -> None:
         folder,
         "DROP INDEX ix_sessions_owner",
         "DROP INDEX ix_checkpoints_owner",
+        "DROP INDEX ix_samplers_model_id",
         *dropped,
         "DROP TABLE runs",
         "DROP TABLE keys",

@@ -100,9 +100,8 @@ def test_a_sampler_keeps_its_version_while_training_goes_on_and_after_a_restart(
 
 def test_many_versions_leave_the_engine_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "MAX_IN_ENGINE", 2)
-    monkeypatch.setattr(sampling, "MAX_PUBLISHED", 4)
     engine = FakeEngine()
-    harness = Harness(open_service(tmp_path, engine=engine))
+    harness = Harness(open_service(tmp_path, engine=engine, max_unnamed_samplers=4))
     model_id = harness.create_model()
     samplers, seen = [], []
     for number in range(4):

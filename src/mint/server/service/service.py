@@ -61,7 +61,7 @@ from mint.server.store.run_catalog import RunCatalog
 from mint.server.store.session_catalog import SessionCatalog
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.live_models import LiveModels
-from mint.server.worker.samplers import Samplers
+from mint.server.worker.samplers import MAX_UNNAMED, Samplers
 from mint.server.worker.trainer import Trainer
 from mint.server.worker.worker import Worker
 from mint.types import (
@@ -141,12 +141,14 @@ class Service:
         gap_timeout_s: float = GAP_TIMEOUT_S,
         long_poll_s: float = LONG_POLL_S,
         queue: RequestQueue | None = None,
+        max_unnamed_samplers: int = MAX_UNNAMED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the data directory; `start` begins to work.
 
         `offered` are the names of the base models, None for any. `is_server`: clients reach it over a socket, and come
-        back after its death. By `clock`, in seconds, the engine's time is shared.
+        back after its death. `max_unnamed_samplers` is the bound for each model. By `clock`, in seconds, the engine's
+        time is shared.
         """
         try:
             open_data_dir(data_dir)
@@ -163,7 +165,9 @@ class Service:
         self.futures = Futures()
         self._queue = queue or RequestQueue()
         self._sessions = Sessions(self.journal, self.instance.instance_id)
-        self._samplers = Samplers(engine, self.journal, self.base_models, data_dir)
+        self._samplers = Samplers(
+            engine, self.journal, self.base_models, data_dir, max_unnamed=max_unnamed_samplers, clock=clock
+        )
         self._worker = Worker(
             self._queue,
             self.futures,

@@ -47,7 +47,7 @@ def folder_size(folder: Path) -> int:
 
 def write_checkpoint(folder: Path, state: ModelState, manifest: Manifest, *, optimizer: bool) -> Manifest:
     """Writes the folder; it is durable when this returns. Writing it again replaces it."""
-    write_weights(folder / WEIGHTS_FILE, state)
+    write_weights(folder / WEIGHTS_FILE, state.weights)
     names = [WEIGHTS_FILE]
     if optimizer:
         write_optimizer(folder / OPTIMIZER_FILE, state)

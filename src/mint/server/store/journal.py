@@ -316,11 +316,18 @@ class Journal:
         """One sampler."""
         return self.database.row(SamplerRow, "SELECT * FROM samplers WHERE sampler_id = :id", id=sampler_id)
 
-    def drop_samplers(self, sampler_ids: Sequence[str]) -> None:
-        """Forgets samplers."""
-        self.database.write(
-            "DELETE FROM samplers WHERE sampler_id IN (SELECT value FROM json_each(:ids))", ids=list(sampler_ids)
+    def unnamed_samplers(self, model_id: str) -> list[str]:
+        """The ids of the samplers that a model has made without a name."""
+        return self.database.values(
+            "SELECT sampler_id FROM samplers WHERE model_id = :model_id AND file IS NOT NULL", model_id=model_id
         )
+
+    def drop_samplers(self, sampler_ids: Sequence[str]) -> None:
+        """Forgets samplers. Their files may be removed once this commit is durable."""
+        with self.database.transaction(durable=False) as transaction:
+            transaction.execute(
+                "DELETE FROM samplers WHERE sampler_id IN (SELECT value FROM json_each(:ids))", ids=list(sampler_ids)
+            )
 
     def named_files(self) -> set[str]:
         """Every file and folder that a row names; whatever else lies in the data directory is an orphan."""

@@ -99,7 +99,8 @@ class CheckpointRow:
 
 @dataclass(frozen=True)
 class SamplerRow:
-    """A sampling session. `weights_id` None is the base model; `file` holds weights published without a name."""
+    """A sampling session. `weights_id` None is the base model; `file` holds weights published without a name, by
+    `model_id`."""
 
     sampler_id: str
     session_id: str
@@ -109,3 +110,4 @@ class SamplerRow:
     file: str | None
     lora: dict[str, Any] | None
     seed_root: str
+    model_id: str | None = None

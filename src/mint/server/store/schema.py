@@ -6,7 +6,7 @@ are seconds since the epoch. To add a column: add it here, raise `SCHEMA_VERSION
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Stored in the file as `PRAGMA user_version`; 0 is an empty file."""
 
 TABLES = """
@@ -81,9 +81,11 @@ CREATE TABLE IF NOT EXISTS samplers (
     weights_id VARCHAR,
     file VARCHAR,
     lora JSON,
-    seed_root VARCHAR NOT NULL
+    seed_root VARCHAR NOT NULL,
+    model_id VARCHAR
 );
 CREATE INDEX IF NOT EXISTS ix_samplers_session_id ON samplers (session_id);
+CREATE INDEX IF NOT EXISTS ix_samplers_model_id ON samplers (model_id);
 
 CREATE TABLE IF NOT EXISTS runs (
     run_id VARCHAR NOT NULL PRIMARY KEY,
@@ -147,6 +149,10 @@ INSERT OR IGNORE INTO runs
     FROM checkpoints c GROUP BY c.model_id;
 """,
     3: "ALTER TABLE jobs ADD COLUMN micro_batching JSON",
+    4: """
+ALTER TABLE samplers ADD COLUMN model_id VARCHAR;
+CREATE INDEX ix_samplers_model_id ON samplers (model_id);
+""",
 }
 """Schema version → the statements that lead to it from the version before. New, empty tables come from `TABLES`."""
 

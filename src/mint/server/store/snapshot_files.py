@@ -33,9 +33,9 @@ def read_snapshot(path: Path) -> ModelState:
     )
 
 
-def write_weights(path: Path, state: ModelState) -> None:
-    """Writes the weights alone, under their own names; durable when this returns."""
-    write_tensors(path, state.weights, {})
+def write_weights(path: Path, weights: Mapping[str, np.ndarray], *, sync: bool = True) -> None:
+    """Writes weights alone, under their own names; durable when this returns, without `sync` after `sync_file`."""
+    write_tensors(path, weights, {}, sync=sync)
 
 
 def write_optimizer(path: Path, state: ModelState) -> None:

@@ -1,23 +1,30 @@
-"""Samplers, and which of their weights the engine holds.
+"""Samplers, which of their weights the engine holds, and which unnamed ones are kept.
 
 A sampler's weights never change: they are frozen when published, and their file brings them back after a restart or
 after the engine dropped them to make room. Used on the worker's thread, except `row`. Knows no queue and no HTTP.
+
+A training loop publishes weights without a name at every step. So that the disk does not fill, unnamed samplers of a
+model go, least recently used first: `superseded` has the rule. Named checkpoints and samplers of them never go.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mint.engine.protocol import Engine, LoraSpec, SampleJob
-from mint.errors import NotFoundError
+from mint.errors import JournalError, NotFoundError
 from mint.server.ids import session_of
 from mint.server.queue.jobs import QueuedSample
 from mint.server.store import checkpoint_folders
 from mint.server.store.journal import Journal
+from mint.server.store.obsolete_files import discard_files
 from mint.server.store.rows import SamplerRow
 from mint.server.store.snapshot_files import read_weights
 from mint.server.worker.base_models import BaseModels
@@ -30,63 +37,136 @@ MAX_IN_ENGINE_OF_A_MODEL = 3
 """How many samplers of one training stay in the engine. A loop samples from the newest one; the memory of older ones
 (weights, keys and values of their prompts) is free for the next."""
 
-MAX_PUBLISHED = 64
-"""Nameless published weights that a session keeps, by last use; older ones are forgotten, and their files removed."""
+NEWEST_KEPT = 16
+"""Unnamed samplers of a model that are kept in any case: those used last. A new one counts as used."""
+
+USED_WITHIN_S = 1800.0
+"""Other unnamed samplers are kept while they were used within this time, in which the server ran."""
+
+MAX_UNNAMED = 64
+"""Unnamed samplers of a model that are kept at most, by default."""
+
+log = logging.getLogger("mint.samplers")
+
+
+def superseded(used_at: Mapping[str, float], now: float, *, most: int = MAX_UNNAMED) -> list[str]:
+    """The samplers of one model that go; `used_at` has the time of each one's last use, in seconds and in that order.
+
+    The `NEWEST_KEPT` that were used last stay. Others stay while they were used within `USED_WITHIN_S`, as long as they
+    are among the `most` that were used last.
+    """
+    older = list(used_at)[::-1][min(NEWEST_KEPT, most) :]
+    return [
+        name for place, name in enumerate(older, NEWEST_KEPT) if place >= most or now - used_at[name] > USED_WITHIN_S
+    ]
 
 
 class Samplers:
     """The samplers of one data directory, and their weights in one engine."""
 
-    def __init__(self, engine: Engine, journal: Journal, bases: BaseModels, data_dir: Path) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        journal: Journal,
+        bases: BaseModels,
+        data_dir: Path,
+        *,
+        max_unnamed: int = MAX_UNNAMED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_unnamed` bounds the unnamed samplers of a model; `clock` gives seconds in which this process ran."""
         self._engine = engine
         self._journal = journal
         self._bases = bases
         self._data_dir = data_dir
-        self._rows: dict[str, SamplerRow] = {}
+        self._max_unnamed = max_unnamed
+        self._clock = clock
         self._in_engine: OrderedDict[str, None] = OrderedDict()  # least recently used first
-        self._model_of: dict[str, str] = {}  # published sampler → the model that it was made from
-        self._used: OrderedDict[str, None] = OrderedDict()  # published samplers, least recently used first
+        self._lock = threading.Lock()  # of the next three; nobody waits for the journal with it
+        self._rows: dict[str, SamplerRow] = {}
+        self._used_at: dict[str, dict[str, float]] = {}  # model → its unnamed samplers → last use
+        self._times_dropped = 0
+        self._recalled: set[str] = set()  # models whose samplers of earlier processes are in `_used_at`
 
     def row(self, sampler_id: str) -> SamplerRow:
-        """The sampler; any thread may ask.
+        """The sampler, which counts as used now; any thread may ask.
 
         Raises:
             NotFoundError: there is none of that id (any more).
         """
-        row = self._rows.get(sampler_id) or self._journal.sampler(sampler_id)
-        if row is None:
-            raise NotFoundError(
-                "is not a sampler here",
-                field="sampling_session_id",
-                value=sampler_id,
-                remedy="Weights published without a name are kept while they are used; save_weights_for_sampler(name) "
-                "keeps them for good",
-            )
-        self._rows[sampler_id] = row
-        return row
+        while True:
+            times_dropped = self._times_dropped
+            row = self._rows.get(sampler_id) or self._journal.sampler(sampler_id)
+            if row is None:
+                break
+            with self._lock:
+                if times_dropped == self._times_dropped:  # else the row may be gone: look again
+                    self._rows[sampler_id] = row
+                    self._note_use(row)
+                    return row
+        raise NotFoundError(
+            "is not a sampler here (any more): of the samplers that a model makes without a name, the "
+            f"{NEWEST_KEPT} used last are kept, and others while they are used at least every "
+            f"{USED_WITHIN_S / 60:g} minutes, at most {self._max_unnamed}",
+            field="sampling_session_id",
+            value=sampler_id,
+            remedy="Publish the newest weights again; give a name to those that you need for longer: "
+            "save_weights_for_sampler(name), then create_sampling_client(path)",
+        )
 
-    def published(self, row: SamplerRow, model_id: str) -> tuple[str, ...]:
-        """Notes weights that the model has just published in the engine; returns the files that make room for them."""
-        self._rows[row.sampler_id] = row
-        self._model_of[row.sampler_id] = model_id
+    def published(self, row: SamplerRow) -> None:
+        """Notes weights that a model has just published in the engine."""
+        with self._lock:
+            self._rows[row.sampler_id] = row
+            used_at = self._used_at.setdefault(row.model_id or "", {})
+            self._note_use(row)
         self._touch(row)
-        mine = [known for known in self._used if session_of(known) == row.session_id]
-        gone = mine[:-MAX_PUBLISHED]
-        files = tuple(self._rows[known].file or "" for known in gone)
-        if gone:
-            self._journal.drop_samplers(gone)
-        for known in gone:
-            self._forget(known)
-        older = [name for name in self._in_engine if self._model_of.get(name) == model_id][:-MAX_IN_ENGINE_OF_A_MODEL]
-        self._drop(older)
+        self._drop([name for name in self._in_engine if name in used_at][:-MAX_IN_ENGINE_OF_A_MODEL])
         self._make_room(keep=row.weights_id)
-        return files
+
+    def drop_superseded(self, model_id: str, *, busy: Callable[[], Collection[str]]) -> None:
+        """Forgets those that `published` weights of a model supersede, and removes their files once that is durable.
+
+        `busy` gives the samplers with requests that wait or run: these stay.
+        """
+        if model_id not in self._recalled:
+            known = self._journal.unnamed_samplers(model_id)
+            with self._lock:  # those of an earlier process count as used now
+                self._used_at[model_id] = {**dict.fromkeys(known, self._clock()), **self._used_at[model_id]}
+            self._recalled.add(model_id)
+        with self._lock:
+            gone = superseded(self._used_at[model_id], self._clock(), most=self._max_unnamed)
+        if gone:
+            gone = sorted(set(gone) - set(busy()))
+        if not gone:
+            return
+        rows = [self._rows.get(name) or self._journal.sampler(name) for name in gone]
+        self._journal.drop_samplers(gone)
+        with self._lock:
+            self._times_dropped += 1
+            for name in gone:
+                self._rows.pop(name, None)
+                self._used_at[model_id].pop(name, None)
+        self._drop([name for name in gone if name in self._in_engine])
+        files = [row.file or "" for row in rows if row is not None]
+
+        def discard(error: JournalError | None) -> None:
+            if error is None:
+                discard_files(self._journal, self._data_dir, files)
+
+        durability = self._journal.durability
+        durability.call_when_durable(durability.newest_commit, None, discard)
 
     def end_session(self, session_id: str) -> None:
         """Forgets everything that a session has published."""
-        for sampler_id in list(self._rows):  # a copy: other threads add rows
-            if session_of(sampler_id) == session_id:
-                self._forget(sampler_id)
+        with self._lock:
+            rows = [row for row in self._rows.values() if row.session_id == session_id]
+            for row in rows:
+                del self._rows[row.sampler_id]
+            for model_id in [name for name in self._used_at if session_of(name) == session_id]:
+                del self._used_at[model_id]
+                self._recalled.discard(model_id)
+        self._drop([row.sampler_id for row in rows if row.file is not None and row.sampler_id in self._in_engine])
 
     def withdraw(self, row: SamplerRow) -> None:
         """Takes back weights of a session that ended meanwhile; the caller removes their file."""
@@ -126,9 +206,12 @@ class Samplers:
     def _touch(self, row: SamplerRow) -> None:
         self._in_engine[row.weights_id or ""] = None
         self._in_engine.move_to_end(row.weights_id or "")
-        if row.file is not None:
-            self._used[row.sampler_id] = None
-            self._used.move_to_end(row.sampler_id)
+
+    def _note_use(self, row: SamplerRow) -> None:
+        used_at = self._used_at.get(row.model_id or "")
+        if used_at is not None and row.file is not None:
+            used_at.pop(row.sampler_id, None)  # the newest use is the last item
+            used_at[row.sampler_id] = self._clock()
 
     def _make_room(self, *, keep: str | None) -> None:
         idle = [name for name in self._in_engine if name != keep]
@@ -138,10 +221,3 @@ class Samplers:
         for weights_id in names:
             self._engine.drop_weights(weights_id)
             del self._in_engine[weights_id]
-
-    def _forget(self, sampler_id: str) -> None:
-        row = self._rows.pop(sampler_id)
-        self._used.pop(sampler_id, None)
-        self._model_of.pop(sampler_id, None)
-        if row.file is not None and row.weights_id in self._in_engine:
-            self._drop([row.weights_id])

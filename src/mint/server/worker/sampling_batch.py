@@ -43,6 +43,11 @@ class SamplingBatch:
         is_closed = bool(self._suspects) or (self._is_alone and bool(self._running))
         return SamplingLoad(self._sequences, is_closed=is_closed)
 
+    @property
+    def samplers(self) -> set[str]:
+        """The samplers that requests use."""
+        return {sample.request.sampling_session_id for sample in (*self._running.values(), *self._suspects)}
+
     def join(self, samples: Iterable[QueuedSample]) -> dict[str, FutureResult]:
         """Adds requests to the batch; returns the results of those that cannot be run."""
         refused = {}

@@ -1,24 +1,26 @@
 """Saves the state of a model after steps and loads, so that recovery replays few requests.
 
 A small state is saved after every step, before the step is acknowledged; a large one every few seconds, written in the
-background. Used on the worker's thread only. Knows no engine and no request.
+background. So are the weights of samplers. Used on the worker's thread only. Knows no engine and no request.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mint.engine.protocol import ModelState
 from mint.models.tensor_files import sync_file
 from mint.server.ids import file_stem
 from mint.server.store.durability import Durability
 from mint.server.store.rows import SnapshotRow
-from mint.server.store.snapshot_files import size_bytes, write_snapshot
+from mint.server.store.snapshot_files import size_bytes, write_snapshot, write_weights
 
 SMALL_STATE_BYTES = 20 * 1024 * 1024
 """States up to this size are saved before every step is acknowledged."""
@@ -96,17 +98,13 @@ class Snapshots:
         }
         return changes, tuple(gone.file for gone in old)
 
-
-def file_of(history: SnapshotHistory, seq_id: int) -> str | None:
-    """The file of the newest snapshot, if it holds the state after request `seq_id`.
-
-    Waits for a large file, which may still be in the making, and raises what went wrong with writing it.
-    """
-    if not history.rows or history.rows[0].seq_id != seq_id:
-        return None
-    if history.state_bytes > SMALL_STATE_BYTES or history.written.done():
-        history.written.result()
-    return history.rows[0].file
+    def save_weights(self, file: str, weights: Mapping[str, np.ndarray]) -> Future[None]:
+        """Saves weights alone, for a sampler; they survive a power failure once the result is done."""
+        path = self._data_dir / file
+        if sum(array.nbytes for array in weights.values()) > SMALL_STATE_BYTES:
+            return self._durability.submit(write_weights, path, weights)
+        write_weights(path, weights, sync=False)
+        return self._durability.submit(sync_file, path)
 
 
 def _write_durably(path: Path, state: ModelState, digest: str) -> None:

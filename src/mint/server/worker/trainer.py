@@ -31,8 +31,7 @@ from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.journal import Finish, Journal
 from mint.server.store.rows import CheckpointRow, SamplerRow
-from mint.server.store.snapshot_files import write_weights
-from mint.server.worker import snapshots, validation
+from mint.server.worker import validation
 from mint.server.worker.live_models import LiveModels
 from mint.server.worker.recovery import Recovery
 from mint.server.worker.snapshots import Snapshots
@@ -283,18 +282,13 @@ class Trainer:
         if self._journal.sampler(published_id) is not None:
             raise ConflictError("is taken", field="sampling_session_seq_id", value=number, remedy="Count upwards")
         live = self.models[job.model_id]
-        engine, written = self.models.engine, None
-        file = snapshots.file_of(live.snapshots, live.weights_seq)
-        if file is not None:  # the snapshot holds the same weights
-            written = live.snapshots.written
-        else:
-            file = f"published/{file_stem(published_id)}.safetensors"
-            write_weights(self._data_dir / file, engine.read_state(job.model_id))
-        engine.publish(job.model_id, published_id)
+        file = f"published/{file_stem(published_id)}.safetensors"
+        written = self._snapshots.save_weights(file, self.models.engine.read_state(job.model_id).weights)
+        self.models.engine.publish(job.model_id, published_id)
         live.published_seq = job.seq_id
         root = seed_root(live.lora.seed if live.seed_given else None, number)
         lora = asdict(live.lora)
-        row = SamplerRow(published_id, session_id, live.base_model, None, published_id, file, lora, root)
+        row = SamplerRow(published_id, session_id, live.base_model, None, published_id, file, lora, root, job.model_id)
         result = SaveWeightsForSamplerResponse(sampling_session_id=published_id)
         return _Effect(result, changes={"sampler": row}, written=written)
 

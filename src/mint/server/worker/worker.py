@@ -178,10 +178,11 @@ class Worker:
             self._trainer.models.drop(job.model_id)
             if finish.sampler is not None:
                 self._samplers.withdraw(finish.sampler)
-                discard_files(self._journal, self._data_dir, [finish.sampler.file or ""])
+                files = [finish.sampler.file or ""]  # behind the writing of the file, on the same thread
+                self._journal.durability.submit(discard_files, self._journal, self._data_dir, files)
             return
         if finish.sampler is not None:
-            obsolete += self._samplers.published(finish.sampler, finish.model_id)
+            self._samplers.published(finish.sampler)
         self._note_running("")
         self._queue.advance(job.model_id, job.seq_id)
 
@@ -192,6 +193,12 @@ class Worker:
         self._journal.durability.call_when_durable(self._told_after(job, finish), outcome.written, resolve)
         if obsolete:
             discard_files(self._journal, self._data_dir, obsolete)
+        if finish.sampler is not None:
+            self._samplers.drop_superseded(finish.model_id, busy=self._busy_samplers)
+
+    def _busy_samplers(self) -> set[str]:
+        """The samplers with requests that wait or run."""
+        return self._batch.samplers | {each.request.sampling_session_id for each in self._queue.pending().samples}
 
     def _told_after(self, job: TrainingJob, finish: Finish) -> int:
         """The commit that must be durable before a result is sent: as a rule the one that accepted the request.

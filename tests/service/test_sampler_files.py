@@ -1,0 +1,115 @@
+"""What unnamed samplers cost on the disk, and which of them stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from service_harness import GOOD_PASS, STEP, Harness, failure, open_service
+from waiting import wait_until
+
+from mint.engine.fake_engine import FakeEngine
+from mint.errors import NotFoundError
+from mint.models.tensor_files import read_tensors
+from mint.server.worker.samplers import MAX_UNNAMED, NEWEST_KEPT, USED_WITHIN_S, superseded
+
+STATE_BYTES = 1 << 16
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rl_step(harness: Harness, model_id: str, number: int) -> str:
+    """One pass, one step, one sampler; its id."""
+    first = 3 * number + 1
+    harness.run("forward_backward", model_id, first, GOOD_PASS)
+    harness.run("optim_step", model_id, first + 1, STEP)
+    body = {"sampling_session_seq_id": number}
+    return harness.run("save_weights_for_sampler", model_id, first + 2, body)["sampling_session_id"]
+
+
+def sizes(folder: Path) -> tuple[int, int]:
+    """How many files of weights and snapshots a data directory has, and their bytes."""
+    files = [path for name in ("published", "snapshots") for path in (folder / name).glob("*")]
+    return len(files), sum(path.stat().st_size for path in files)
+
+
+def test_a_sampler_keeps_weights_only_and_pins_no_snapshot(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path, engine=FakeEngine(state_bytes=STATE_BYTES)))
+    model_id = harness.create_model()
+    samplers = [rl_step(harness, model_id, number) for number in range(12)]
+    rows = [harness.service.journal.sampler(name) for name in samplers]
+    harness.service.stop()
+    assert len(list((tmp_path / "snapshots").glob("*"))) == 3
+    for row in rows:
+        assert row is not None and row.file is not None
+        tensors, _ = read_tensors(tmp_path / row.file)
+        assert not [name for name in tensors if name.startswith(("exp_avg", "weights/"))]
+
+
+@pytest.mark.parametrize("steps", [240, pytest.param(9999, marks=pytest.mark.slow)])
+def test_a_long_run_keeps_as_many_files_at_its_end_as_at_its_beginning(tmp_path: Path, steps: int) -> None:
+    harness = Harness(open_service(tmp_path, engine=FakeEngine(state_bytes=STATE_BYTES)))
+    model_id = harness.create_model()
+    seen = []
+    for number in range(1, steps + 1):
+        harness.sample(rl_step(harness, model_id, number - 1), 0)
+        if number % (steps // 3) == 0:
+            wait_until(lambda: sizes(tmp_path)[0] <= MAX_UNNAMED + 3)
+            seen.append(sizes(tmp_path))
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][0] == MAX_UNNAMED + 3
+    harness.service.stop()
+
+
+def test_of_unnamed_samplers_those_used_last_stay_and_others_while_they_are_used() -> None:
+    used_at = {f"s{number}": float(number) for number in range(NEWEST_KEPT + 4)}
+    assert superseded(used_at, 20.0) == []
+    late = USED_WITHIN_S + 2.5
+    assert set(superseded(used_at, late)) == {"s0", "s1", "s2"}
+    del used_at["s0"]
+    assert set(superseded({**used_at, "s0": late}, late)) == {"s1", "s2"}
+    many = {f"s{number}": float(number) for number in range(MAX_UNNAMED + 5)}
+    assert set(superseded(many, 100.0)) == {f"s{number}" for number in range(5)}
+
+
+def test_a_sampler_that_is_sampled_from_regularly_never_goes(tmp_path: Path) -> None:
+    clock = Clock()
+    service = open_service(tmp_path, clock=clock)
+    harness = Harness(service)
+    model_id = harness.create_model()
+    reference = rl_step(harness, model_id, 0)
+    known = harness.sample(reference, 0, params={"seed": 1})
+    unused = rl_step(harness, model_id, 1)
+    for number in range(2, 2 * MAX_UNNAMED):
+        clock.now += 120.0
+        rl_step(harness, model_id, number)
+        if number % 8 == 0:
+            assert harness.sample(reference, number, params={"seed": 1}) == known
+    error = failure(lambda: harness.sample(unused, 0))
+    assert isinstance(error, NotFoundError)
+    assert "save_weights_for_sampler(name)" in str(error) and f"{NEWEST_KEPT}" in str(error)
+    service.stop()
+
+
+def test_samplers_of_an_earlier_process_go_too(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    for number in range(40):
+        rl_step(harness, model_id, number)
+    harness.service.stop()
+    clock = Clock()
+    harness = Harness(open_service(tmp_path, clock=clock), harness.session_id)
+    rl_step(harness, model_id, 40)
+    assert sizes(tmp_path)[0] == 41 + 3
+    clock.now += USED_WITHIN_S + 1
+    rl_step(harness, model_id, 41)
+    wait_until(lambda: sizes(tmp_path)[0] == NEWEST_KEPT + 3)
+    harness.service.stop()
