@@ -171,12 +171,11 @@ class Campaign:
 
     def _run_random_kills(self, kills: int) -> None:
         rng = random.Random(self.report.seed)
-        hits = {scenario: outcome.hits[0] for scenario, outcome in self._clean.items()}
-        seconds = {scenario: outcome.seconds for scenario, outcome in self._clean.items()}
+        places = {scenario: sorted(set(outcome.hits[0])) for scenario, outcome in self._clean.items()}
         part = self._part(KILLS)
         while (done := sum(outcome.kills for outcome in part.outcomes)) < kills:
             wanted = -(-(kills - done) // plan.LIVES)
-            self._run(KILLS, [plan.random_case(rng, hits, seconds) for _ in range(wanted)])
+            self._run(KILLS, [plan.random_case(rng, places) for _ in range(wanted)])
 
     def _part(self, name: str) -> PartReport:
         for part in self.report.parts:

@@ -15,6 +15,14 @@ LIVES = 4
 REPLAYED = "kill:after_commit/forward_backward#2"
 """After this kill there is something to replay: a pass behind the newest snapshot."""
 
+KILL_TIMES_S = (0.02, 2.0)
+"""When a random kill comes, after the start of its victim."""
+
+MAX_HIT = 3
+"""The last time that a victim comes to a point at which a random kill strikes it."""
+
+RECOVERY_POINTS = frozenset(point.name for point in FAULT_POINTS if point.happens_in_recovery)
+
 OTHER_FAULTS: dict[str, tuple[str, ...]] = {
     "disk-full": (
         "http disk-full=3:before_accept/forward_backward#3",
@@ -87,36 +95,36 @@ def enumerated(hits: Hits, recovery_hits: Hits, scenario: str) -> list[Case]:
     A case ends several lives: it strikes pair after pair in the order in which a run meets each of them last, so that
     every one is still to come when its turn is.
     """
-    in_recovery = {point.name for point in FAULT_POINTS if point.happens_in_recovery}
     last = {pair: position for position, pair in enumerate(hits)}
     ordered = [Fault("kill", point=point, kind=kind) for point, kind in sorted(last, key=lambda pair: last[pair])]
     chains = -(-len(ordered) // LIVES)
     cases = [Case(scenario, tuple((fault,) for fault in ordered[first::chains])) for first in range(chains)]
-    recovering = sorted({pair for pair in recovery_hits if pair[0] in in_recovery})
+    recovering = sorted({pair for pair in recovery_hits if pair[0] in RECOVERY_POINTS})
     first_kill = read_case(f"{scenario} {REPLAYED}").lives
     cases += [Case(scenario, (*first_kill, (Fault("kill", point=point, kind=kind),))) for point, kind in recovering]
     return cases
 
 
-def random_case(rng: random.Random, hits: Mapping[str, Hits], seconds: Mapping[str, float]) -> Case:
-    """A case of random kills: half of them at a time, half at a point; `hits` and `seconds` are by scenario."""
+def random_case(rng: random.Random, places: Mapping[str, Sequence[tuple[str, str]]]) -> Case:
+    """A case of random kills, half of them at a time, half at a point.
+
+    `places` are the points with their kinds of work that each scenario reaches, in a fixed order.
+    """
     scenario = rng.choice((SCENARIOS[0], *SCENARIOS))  # the server half of the time
-    return Case(scenario, tuple((_random_kill(rng, hits[scenario], seconds[scenario]),) for _ in range(LIVES)))
+    return Case(scenario, tuple((_random_kill(rng, places[scenario]),) for _ in range(LIVES)))
 
 
-def _random_kill(rng: random.Random, hits: Hits, seconds: float) -> Fault:
+def _random_kill(rng: random.Random, places: Sequence[tuple[str, str]]) -> Fault:
     if rng.random() < 0.5:
-        return Fault("kill", at_s=round(rng.uniform(0.02, 0.6 * seconds), 2))
-    position = rng.randrange(len(hits))
-    place = hits[position]
-    # its number in this life, kept small: the lives before have done a part of the work already
-    number = rng.randint(1, max(1, hits[: position + 1].count(place) // 2))
-    return Fault("kill", point=place[0], kind=place[1], hit=number)
+        return Fault("kill", at_s=round(rng.uniform(*KILL_TIMES_S), 2))
+    point, kind = rng.choice(places)
+    return Fault("kill", point=point, kind=kind, hit=rng.randint(1, MAX_HIT))
 
 
 def alone(case: Case, fault_text: str) -> Iterator[Case]:
-    """The cases in which one fault of a longer case strikes alone."""
+    """The cases in which one fault of a longer case strikes alone; one of a recovery, in the first recovery."""
     for life in case.lives:
         for fault in life:
-            if str(fault) == fault_text and case.lives != ((fault,),):
-                yield Case(case.scenario, ((fault,),))
+            before = read_case(f"{case.scenario} {REPLAYED}").lives if fault.point in RECOVERY_POINTS else ()
+            if str(fault) == fault_text and case.lives != (*before, (fault,)):
+                yield Case(case.scenario, (*before, (fault,)))
