@@ -93,6 +93,8 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(tmp_path: Path) -> None:
     resumed = run_grpo(MathAdapter(seed=3), config.model_copy(update={"run_dir": folder}), resume=True)
     assert_same_bits(clean, resumed)
     assert (resumed.samples, resumed.tokens) == (clean.samples, clean.tokens)
+    over = run_grpo(MathAdapter(seed=3), config.model_copy(update={"run_dir": folder}), resume=True)
+    assert over.state_digest == clean.state_digest, "killed between its last step and its end"
 
 
 def test_groups_without_a_signal_are_counted_no_step_is_taken_and_the_run_says_so() -> None:

@@ -174,6 +174,7 @@ class _RLRun:
         self.warnings = [(row["step"], row["warning"]) for row in log.read("warnings.jsonl")]
         self.order.restore(point.state["items"])
         self.heldout.restore(point.state["readings"])
+        self.state_digest = point.state.get("state_digest")  # older run folders do not have it
         reader = RunReader(log.folder)
         self.recent.extend((step, reader.rows(step)) for step in reader.steps()[-DIAGNOSED_STEPS:])
 
@@ -210,7 +211,11 @@ class _RLRun:
         )
 
     def _save(self, step: int) -> str:
-        state = {"items": self.order.to_dict(), "readings": self.heldout.to_dict()}
+        state = {
+            "items": self.order.to_dict(),
+            "readings": self.heldout.to_dict(),
+            "state_digest": self.state_digest,
+        }
         return self.frame.save(step, totals=vars(self.totals), state=state)
 
     def _roll_back(self, last_checkpoint: str) -> str:
