@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mint.chaos import plan
+from mint.chaos.checks import last_lines
 from mint.chaos.fault_points import FAULT_POINTS
-from mint.chaos.faults import SCENARIOS, Case
-from mint.chaos.trial import TrialOutcome, differences, discard, last_lines, run_case
+from mint.chaos.faults import SCENARIOS, Case, read_case
+from mint.chaos.outcome import Hits, Outcome, differences
+from mint.chaos.trial import run_case
 
 CLEAN, POINTS, KILLS = "undisturbed", "every point", "random kills"
 QUICK_CASES = (
@@ -30,10 +33,10 @@ class PartReport:
     """The cases of one part of a campaign."""
 
     name: str
-    outcomes: list[TrialOutcome] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
 
     @property
-    def violated(self) -> list[TrialOutcome]:
+    def violated(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.violations]
 
     @property
@@ -55,7 +58,7 @@ class CampaignReport:
     seconds: float = 0.0
 
     @property
-    def outcomes(self) -> list[TrialOutcome]:
+    def outcomes(self) -> list[Outcome]:
         return [outcome for part in self.parts for outcome in part.outcomes]
 
     @property
@@ -115,8 +118,8 @@ class Campaign:
         self._keep = keep
         self._say = say
         self._numbers = count()
-        self._clean: dict[str, TrialOutcome] = {}
-        self._recovering: dict[str, TrialOutcome] = {}
+        self._clean: dict[str, Outcome] = {}
+        self._recovering: dict[str, Outcome] = {}
         self._began = time.monotonic()
 
     def run(self, *, kills: int, every_point: bool, faults: Sequence[str]) -> CampaignReport:
@@ -191,16 +194,16 @@ class Campaign:
                 self._note(part, outcome)
         return part
 
-    def _case(self, case: Case) -> TrialOutcome:
+    def _case(self, case: Case) -> Outcome:
         folder = self._folder / f"case{next(self._numbers)}"
         outcome = run_case(case, folder, clean=self._clean.get(case.scenario))
         if outcome.violations:
             self.report.logs[str(case)] = last_lines(folder)
         if not (self._keep and outcome.violations):
-            discard(folder)
+            shutil.rmtree(folder)
         return outcome
 
-    def _note(self, part: PartReport, outcome: TrialOutcome) -> None:
+    def _note(self, part: PartReport, outcome: Outcome) -> None:
         part.outcomes.append(outcome)
         found = list(_pairs(outcome))
         self.report.points.update(point for point, _ in found)
@@ -211,13 +214,13 @@ class Campaign:
 
 def quick_cases() -> list[Case]:
     """A minute's worth of cases, for tests."""
-    return [plan.read_case(line) for line in QUICK_CASES]
+    return [read_case(line) for line in QUICK_CASES]
 
 
-def _second_life(outcome: TrialOutcome) -> list[tuple[str, str]]:
+def _second_life(outcome: Outcome) -> Hits:
     return outcome.hits[1] if len(outcome.hits) > 1 else []
 
 
-def _pairs(outcome: TrialOutcome) -> Iterator[tuple[str, str]]:
+def _pairs(outcome: Outcome) -> Iterator[tuple[str, str]]:
     for life in outcome.hits:
         yield from life

@@ -132,12 +132,3 @@ OPERATIONS = (
     FollowedCall("mint.server.http.file_routes:open_file", lambda *_: "download"),
 )
 """The outermost functions of the kinds of operation."""
-
-
-def point(name: str) -> FaultPoint:
-    """The fault point of a name.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return {known.name: known for known in FAULT_POINTS}[name]

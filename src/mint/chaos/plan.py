@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mint.chaos.fault_points import FAULT_POINTS
 from mint.chaos.faults import SCENARIOS, Case, Fault, read_case
-from mint.chaos.trial import Hits
+from mint.chaos.outcome import Hits
 
 LIVES = 4
 """How many lives of a victim end in one case: starting a run costs more than starting it again."""
@@ -38,6 +38,7 @@ OTHER_FAULTS: dict[str, tuple[str, ...]] = {
     "eio": (
         "http eio=3:snapshot_open/optim_step#2",
         "http eio=3:checkpoint_before_manifest/save_weights#2",
+        "http eio=3:before_publication#2",
         "http eio-journal=1:accepted_not_synced/forward_backward#3",
         "http eio-journal=1:after_commit/optim_step#2",
     ),
