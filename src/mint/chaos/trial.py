@@ -31,7 +31,7 @@ STUCK_S = 60.0
 """Nothing new for so long is a violation."""
 
 UNREADY_S = 8.0
-"""After so long without anything new, the supervisor asks the server whether it is ready; if not, it starts it again."""
+"""After so long without anything new, the supervisor asks the server whether it is ready; if not, it is restarted."""
 
 MAX_LIVES = 30
 START_PAUSE_S = 0.1
