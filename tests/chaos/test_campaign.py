@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mint.chaos.faults import read_case
-from mint.chaos.outcome import Outcome, differences
+from mint.chaos.outcome import TrialOutcome, differences
 
 COMMAND = """
 import sys
@@ -63,8 +63,8 @@ def test_a_planted_bug_is_found(planted: str, case: str) -> None:
     assert [violated["case"] for violated in report["violations"]] == [case]
 
 
-def outcome(**values: Any) -> Outcome:
-    return Outcome(read_case("http"), {"sft": values}, jobs={"sft": len(values)})
+def outcome(**values: Any) -> TrialOutcome:
+    return TrialOutcome(read_case("http"), {"sft": values}, jobs={"sft": len(values)})
 
 
 def test_a_value_that_is_lost_or_differs_in_one_bit_is_a_violation() -> None:

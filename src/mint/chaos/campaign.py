@@ -17,7 +17,7 @@ from mint.chaos import plan
 from mint.chaos.checks import last_lines
 from mint.chaos.fault_points import FAULT_POINTS
 from mint.chaos.faults import SCENARIOS, Case, read_case
-from mint.chaos.outcome import Hits, Outcome, differences
+from mint.chaos.outcome import Hits, TrialOutcome, differences
 from mint.chaos.trial import run_case
 
 CLEAN, POINTS, KILLS = "undisturbed", "every point", "random kills"
@@ -33,10 +33,10 @@ class PartReport:
     """The cases of one part of a campaign."""
 
     name: str
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[TrialOutcome] = field(default_factory=list)
 
     @property
-    def violated(self) -> list[Outcome]:
+    def violated(self) -> list[TrialOutcome]:
         return [outcome for outcome in self.outcomes if outcome.violations]
 
     @property
@@ -58,7 +58,7 @@ class CampaignReport:
     seconds: float = 0.0
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[TrialOutcome]:
         return [outcome for part in self.parts for outcome in part.outcomes]
 
     @property
@@ -118,8 +118,8 @@ class Campaign:
         self._keep = keep
         self._say = say
         self._numbers = count()
-        self._clean: dict[str, Outcome] = {}
-        self._recovering: dict[str, Outcome] = {}
+        self._clean: dict[str, TrialOutcome] = {}
+        self._recovering: dict[str, TrialOutcome] = {}
         self._began = time.monotonic()
 
     def run(self, *, kills: int, every_point: bool, faults: Sequence[str]) -> CampaignReport:
@@ -194,7 +194,7 @@ class Campaign:
                 self._note(part, outcome)
         return part
 
-    def _case(self, case: Case) -> Outcome:
+    def _case(self, case: Case) -> TrialOutcome:
         folder = self._folder / f"case{next(self._numbers)}"
         outcome = run_case(case, folder, clean=self._clean.get(case.scenario))
         if outcome.violations:
@@ -203,7 +203,7 @@ class Campaign:
             shutil.rmtree(folder)
         return outcome
 
-    def _note(self, part: PartReport, outcome: Outcome) -> None:
+    def _note(self, part: PartReport, outcome: TrialOutcome) -> None:
         part.outcomes.append(outcome)
         found = list(_pairs(outcome))
         self.report.points.update(point for point, _ in found)
@@ -217,10 +217,10 @@ def quick_cases() -> list[Case]:
     return [read_case(line) for line in QUICK_CASES]
 
 
-def _second_life(outcome: Outcome) -> Hits:
+def _second_life(outcome: TrialOutcome) -> Hits:
     return outcome.hits[1] if len(outcome.hits) > 1 else []
 
 
-def _pairs(outcome: Outcome) -> Iterator[tuple[str, str]]:
+def _pairs(outcome: TrialOutcome) -> Iterator[tuple[str, str]]:
     for life in outcome.hits:
         yield from life

@@ -56,6 +56,7 @@ OTHER_FAULTS: dict[str, tuple[str, ...]] = {
         "http memory=1:before_exec/forward_backward#2",
         "http memory=1:before_exec/forward_backward#4+kill:after_commit/forward_backward#4",
         "http memory=2:before_exec/forward_backward#3",
+        "http memory=2:before_exec/forward_backward#4+kill:after_commit/forward_backward#4",
         "http address-space=3:before_exec/forward_backward#2",
         "http address-space=3:before_exec/optim_step#2",
     ),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mint.chaos.checks import check_folder, check_jobs, read_hits, read_values
 from mint.chaos.faults import FROM_OUTSIDE, Case, Fault
-from mint.chaos.outcome import Outcome, differences
+from mint.chaos.outcome import TrialOutcome, differences
 from mint.chaos.process import FAILED, FINISHED, UP, ProgramLife, ServerLife, run_program, run_server
 from mint.chaos.supervised_process import SupervisedProcess
 from mint.chaos.workloads import WORKLOADS
@@ -39,7 +39,7 @@ SHUTDOWN_S = 20.0
 SERVER = "server"
 
 
-def run_case(case: Case, folder: Path, *, clean: Outcome | None = None) -> Outcome:
+def run_case(case: Case, folder: Path, *, clean: TrialOutcome | None = None) -> TrialOutcome:
     """Runs a case in an empty folder; compares its values and its journal with those of the `clean` outcome."""
     trial = _Trial(case, folder)
     began = time.monotonic()
@@ -58,7 +58,7 @@ class _Trial:
     """One case under way."""
 
     def __init__(self, case: Case, folder: Path) -> None:
-        self.outcome = Outcome(case)
+        self.outcome = TrialOutcome(case)
         self._folder = folder
         self._data_dir = folder / "data"
         self._is_http = case.scenario == "http"

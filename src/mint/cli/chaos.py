@@ -53,7 +53,7 @@ def chaos(
                 seed=seed,
                 at_once=at_once or os.cpu_count() or 1,
                 keep=keep is not None,
-                say=lambda line: people.print(line, markup=False, soft_wrap=True),
+                say=lambda line: people.print(line, markup=False, emoji=False, soft_wrap=True),
             )
             if cases or quick:
                 report = campaign.run_cases("cases", cases or quick_cases())
@@ -84,9 +84,11 @@ def print_report(console: Console, report: CampaignReport) -> None:
     console.print(table)
     for outcome in report.outcomes:
         for violation in outcome.violations:
-            console.print(f"[red]violated[/red] {escape(violation)}", soft_wrap=True)
+            console.print(f"[red]violated[/red] {escape(violation)}", emoji=False, soft_wrap=True)
         if outcome.violations:
-            console.print(f"  again: mint chaos --case '{outcome.case}' --keep FOLDER", markup=False, soft_wrap=True)
+            console.print(
+                f"  again: mint chaos --case '{outcome.case}' --keep FOLDER", markup=False, emoji=False, soft_wrap=True
+            )
     for name in report.never_reached:
         console.print(f"[red]never reached[/red] {name}")
     verdict = "[green]nothing was lost[/green]" if report.is_sound else "[red]not sound[/red]"
