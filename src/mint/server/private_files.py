@@ -32,8 +32,11 @@ def open_data_dir(data_dir: Path) -> None:
     """
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     folders = [data_dir / name for name in FOLDERS]
-    for folder in folders:
+    made = [folder for folder in folders if not folder.is_dir()]
+    for folder in made:
         folder.mkdir(mode=0o700, exist_ok=True)
+    if made:
+        _sync(data_dir)  # without their names, a loss of power takes every file in them
     tighten([*folders, *(data_dir / name for name in OTHERS)])
 
 
@@ -43,6 +46,14 @@ def open_private(file: Path) -> None:
     with suppress(OSError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     tighten(file.parent.glob(f"{file.stem}*"))
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def tighten(paths: Iterable[Path]) -> None:
