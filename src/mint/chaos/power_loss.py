@@ -100,6 +100,7 @@ class Disk:
             shutil.rmtree(folder, ignore_errors=True)
             syncs = self.syncs
             folder.mkdir()
+            shutil.copy(self._journal, folder / JOURNAL_FILE)
             for path, identity in sorted(self._names.copy().items()):
                 copy = folder / path.relative_to(self._data_dir)
                 with suppress(FileNotFoundError):  # its folder has no durable name, or nobody names the file any more
@@ -109,7 +110,6 @@ class Disk:
                         shutil.copy(path, copy)
             if torn:
                 self._tear(folder)
-            shutil.copy(self._journal, folder / JOURNAL_FILE)
         return folder
 
     def _tear(self, folder: Path) -> None:
