@@ -10,7 +10,8 @@ from service_harness import Harness, datum, failure, open_service, pass_body
 
 from mint.engine.model.blocks import Mlp
 from mint.engine.torch_engine import TorchEngine
-from mint.errors import OutOfMemoryError
+from mint.errors import OutOfMemoryError, RecoveryDivergedError
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.worker import snapshots
 
 STEP: dict[str, Any] = {"adam_params": {"learning_rate": 0.003, "weight_decay": 0.01, "grad_clip_norm": 1.0}}
@@ -107,6 +108,34 @@ def test_a_shortage_of_memory_during_a_replay_does_not_give_the_model_up(
         assert isinstance(failure(lambda: harness.restore(model_id)), OutOfMemoryError)
     harness.restore(model_id)
     assert harness.digest(model_id) == digest
+    harness.service.stop()
+
+
+@pytest.mark.parametrize("small_state_bytes", [snapshots.SMALL_STATE_BYTES, 0], ids=["snapshot", "replay"])
+@pytest.mark.parametrize("is_sound", [True, False], ids=["sound", "another digest"])
+def test_a_journal_with_digests_of_an_older_form_is_replayed_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_state_bytes: int, is_sound: bool
+) -> None:
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", small_state_bytes)
+    harness = Harness(torch_service(tmp_path))
+    model_id = harness.create_model()
+    real = TorchEngine.state_digest
+    with monkeypatch.context() as older:
+        older.setattr(TorchEngine, "state_digest", lambda self, name, like=None: real(self, name, like="old"))
+        (*_, (_, digest)) = train(harness, model_id, range(4))
+    assert ":" not in digest
+    harness.service.stop()
+    if not is_sound:
+        journal = Journal(tmp_path / JOURNAL_FILE)
+        journal.database.write("UPDATE jobs SET digest = 'x' || substr(digest, 2)")
+        journal.database.write("DELETE FROM snapshots WHERE seq_id > 6")
+        journal.close()
+    harness = Harness(torch_service(tmp_path), harness.session_id)
+    if is_sound:
+        harness.restore(model_id)
+        assert harness.engine.state_digest(model_id, like=digest) == digest
+    else:
+        assert isinstance(failure(lambda: harness.restore(model_id)), RecoveryDivergedError)
     harness.service.stop()
 
 

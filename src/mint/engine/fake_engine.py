@@ -154,7 +154,7 @@ class FakeEngine:
         model.step = 0 if fresh else state.step
         model.chain, model.gradient = chain, _EMPTY
 
-    def state_digest(self, model_id: str) -> str:
+    def state_digest(self, model_id: str, *, like: str | None = None) -> str:
         """A hash of chain, moments and step count."""
         model = self._model(model_id)
         return _hash(model.chain, model.exp_avg, model.exp_avg_sq, str(model.step)).hex()

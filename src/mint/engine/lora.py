@@ -126,8 +126,8 @@ class LoraWeights:
 
     def named(self, vector: Tensor | None = None) -> dict[str, np.ndarray]:
         """`vector` (or the weights), cut into arrays by PEFT name: `{module}.lora_A.weight` [r, I], `lora_B` [O, r]."""
-        entries = (self.flat if vector is None else vector).detach().cpu().numpy().copy()
-        return {name: entries[place].reshape(shape) for name, (place, shape) in self._arrays.items()}
+        entries = (self.flat if vector is None else vector).detach().to("cpu", copy=True).numpy()
+        return {name: entries[place].reshape(shape) for name, (place, shape) in self.arrays.items()}
 
     def assemble(self, arrays: Mapping[str, np.ndarray], what: str) -> Tensor:
         """The vector of which `arrays` is the named form: the inverse of `named`.
@@ -135,11 +135,11 @@ class LoraWeights:
         Raises:
             CheckpointError: a name is missing or too many, or a shape differs; `what` says of which arrays.
         """
-        if self._arrays.keys() != arrays.keys():
-            missing, extra = sorted(self._arrays.keys() - arrays.keys()), sorted(arrays.keys() - self._arrays.keys())
+        if self.arrays.keys() != arrays.keys():
+            missing, extra = sorted(self.arrays.keys() - arrays.keys()), sorted(arrays.keys() - self.arrays.keys())
             raise CheckpointError(f"{what} do not fit the model: missing {missing[:4]}, not expected {extra[:4]}")
         entries = np.empty(len(self.flat), np.float32)
-        for name, (place, shape) in self._arrays.items():
+        for name, (place, shape) in self.arrays.items():
             if arrays[name].shape != shape:
                 raise CheckpointError(f"{what}: {name} has shape {arrays[name].shape}, not {shape}")
             entries[place] = arrays[name].reshape(-1)
@@ -157,7 +157,7 @@ class LoraWeights:
         return sites
 
     @cached_property
-    def _arrays(self) -> dict[str, tuple[slice, tuple[int, int]]]:
+    def arrays(self) -> dict[str, tuple[slice, tuple[int, int]]]:
         """Where each array of the named form lies within the vector, and its shape."""
         rank, a, arrays = self.spec.rank, 0, {}
         for site in self._sites:

@@ -317,8 +317,11 @@ class Engine(Protocol):
         """
         ...
 
-    def state_digest(self, model_id: str) -> str:
-        """A hash of weights, moments and step count, bit for bit."""
+    def state_digest(self, model_id: str, *, like: str | None = None) -> str:
+        """A hash of weights, moments and step count, bit for bit.
+
+        It is in the form of the digest `like`, so that the two can be compared: older versions had other forms.
+        """
         ...
 
     def publish(self, model_id: str, weights_id: str) -> None:

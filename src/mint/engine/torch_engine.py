@@ -6,7 +6,6 @@ Knows nothing of tenants, journals or HTTP.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.multi_base_batch import MultiBaseBatch
 from mint.engine.sampling.prefix_cache import PrefixCache
 from mint.engine.sampling.sampler import SamplerMemory
+from mint.engine.state_digest import digest_of, is_old, old_digest_of
 from mint.engine.training_pass import run_pass
 from mint.errors import CheckpointError, NotFoundError
 from mint.models.folder import ModelFolder
@@ -235,13 +235,13 @@ class TorchEngine:
         model.adam = adam
         self.clear_gradient(model_id)
 
-    def state_digest(self, model_id: str) -> str:
-        """A hash of weights, moments and step count, bit for bit."""
+    def state_digest(self, model_id: str, *, like: str | None = None) -> str:
+        """A hash of weights, moments and step count, bit for bit, in the form of the digest `like`."""
         model = self._model(model_id)
-        digest = hashlib.blake2b(model.adam.step.to_bytes(8, "little"), digest_size=16)
-        for vector in (model.weights.flat, model.adam.exp_avg, model.adam.exp_avg_sq):
-            digest.update(memoryview(vector.cpu().numpy()))
-        return digest.hexdigest()
+        vectors = (model.weights.flat, model.adam.exp_avg, model.adam.exp_avg_sq)
+        if like is not None and is_old(like):
+            return old_digest_of(model.adam.step, vectors)
+        return digest_of(model.adam.step, model.weights.arrays, vectors)
 
     def publish(self, model_id: str, weights_id: str) -> None:
         """Freezes a copy of the model's weights for sampling; later steps do not touch it."""

@@ -98,14 +98,19 @@ class LiveModels:
         result = self.engine.forward_backward(model_id, checked.data, checked.loss, micro_batching=micro_batching)
         return _output(live, checked, result), result.micro_batching
 
-    def optim_step(self, model_id: str, seq_id: int, request: OptimStepRequest) -> tuple[dict[str, float], str]:
-        """Applies the gradient; returns the metrics, and the digest of the new state."""
+    def optim_step(
+        self, model_id: str, seq_id: int, request: OptimStepRequest, *, like: str | None = None
+    ) -> tuple[dict[str, float], str]:
+        """Applies the gradient; returns the metrics, and the digest of the new state in the form of `like`."""
         metrics = self.engine.optim_step(model_id, validation.check_adam(request.adam_params))
         self._models[model_id].weights_seq = seq_id
-        return metrics, self.engine.state_digest(model_id)
+        return metrics, self.engine.state_digest(model_id, like=like)
 
-    def load(self, model_id: str, seq_id: int, manifest: Manifest, state: ModelState) -> str:
-        """Puts the state of a checkpoint into a model of the same shape; returns the digest of the new state.
+    def load(
+        self, model_id: str, seq_id: int, manifest: Manifest, state: ModelState, *, like: str | None = None
+    ) -> str:
+        """Puts the state of a checkpoint into a model of the same shape; returns the digest of the new state in the
+        form of `like`.
 
         Raises:
             InvalidRequestError: the checkpoint is of another base model, or of other lora matrices.
@@ -122,7 +127,7 @@ class LiveModels:
         self.engine.write_state(model_id, state)
         live.gradient_is_incomplete = False
         live.weights_seq = seq_id
-        return self.engine.state_digest(model_id)
+        return self.engine.state_digest(model_id, like=like)
 
     def require_whole_gradient(self, model_id: str) -> None:
         """Refuses a step after a failed pass.

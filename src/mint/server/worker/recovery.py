@@ -87,7 +87,7 @@ class Recovery:
         except CheckpointError as error:
             log.warning("snapshot %s cannot be read: %s", snapshot.file, error)
             return False
-        if engine.state_digest(snapshot.model_id) != snapshot.digest:
+        if engine.state_digest(snapshot.model_id, like=snapshot.digest) != snapshot.digest:
             log.warning("snapshot %s is damaged: its digest differs", snapshot.file)
             return False
         return True
@@ -118,12 +118,12 @@ class Recovery:
                 known = wire.decode_result(ForwardBackwardOutput, job.result or b"")
                 return wire.is_same(_logprobs_of(known), _logprobs_of(result))
             case OptimStepRequest() as request:
-                _, digest = self._models.optim_step(job.model_id, job.seq_id, request)
+                _, digest = self._models.optim_step(job.model_id, job.seq_id, request, like=job.digest)
                 return digest == job.digest
             case LoadWeightsRequest() as request:
                 row = checkpoints.find_checkpoint(self._journal, request.path, reader=None)
                 saved = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
-                return self._models.load(job.model_id, job.seq_id, *saved) == job.digest
+                return self._models.load(job.model_id, job.seq_id, *saved, like=job.digest) == job.digest
             case _:
                 raise CheckpointError(f"request {job.seq_id} of {job.model_id} is in the journal but cannot be read")
 

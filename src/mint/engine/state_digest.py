@@ -1,0 +1,99 @@
+"""The digest of a model's state: equal digests mean equal bits of weights, moments and step count.
+
+The form `b1` is defined by names, shapes and values alone. Any number of threads and any device give the same digest,
+and whoever holds some of the arrays, or whole blocks of one, can hash them alone:
+
+1. Each array is cut into blocks of 65,536 float32 values in row-major order, little-endian; the last may be shorter.
+   Each block is hashed with SHA-256.
+2. The digest is `b1:` and the first 32 hexadecimal digits of the SHA-256 of a line of JSON, such as
+   `{"arrays": [["lm_head.lora_A.weight", [8, 64]], ...], "step": 3}`, a newline, and all the blocks' digests (32 bytes
+   each): of the weights, then of the first moments, then of the second, each array by array as in that list, which is
+   in the order of the names.
+
+A digest without a prefix is of an older form: BLAKE2b of the three vectors as the engine stores them.
+
+Knows vectors and where the arrays lie in them; nothing of models or files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import Tensor
+
+BLOCK = 65_536
+"""Float32 values of a block."""
+
+_SERIAL_BYTES = 4 << 20
+"""Less is hashed on the calling thread: to wake others takes longer."""
+
+_TASK_BYTES = 2 << 20
+
+
+def digest_of(step: int, arrays: Mapping[str, tuple[slice, tuple[int, ...]]], vectors: Sequence[Tensor]) -> str:
+    """The digest in the form `b1`. Each of `vectors` is float32 and holds all `arrays` at the given places."""
+    names = sorted(arrays)
+    header = {"arrays": [[name, list(arrays[name][1])] for name in names], "step": step}
+    whole = hashlib.sha256(json.dumps(header).encode() + b"\n")
+    bounds: list[tuple[int, int]] = []
+    for name in names:
+        place = arrays[name][0]
+        bounds += [(start, min(start + BLOCK, place.stop)) for start in range(place.start, place.stop, BLOCK)]
+    for digests in _hash_blocks(bounds, vectors):
+        whole.update(digests)
+    return f"b1:{whole.hexdigest()[:32]}"
+
+
+def old_digest_of(step: int, vectors: Sequence[Tensor]) -> str:
+    """The digest as mint made it before `b1`: for journals of that time."""
+    digest = hashlib.blake2b(step.to_bytes(8, "little"), digest_size=16)
+    for vector in vectors:
+        digest.update(_bytes_of(vector))
+    return digest.hexdigest()
+
+
+def is_old(digest: str) -> bool:
+    """Whether a digest is of the form before `b1`."""
+    return ":" not in digest
+
+
+def _hash_blocks(bounds: Sequence[tuple[int, int]], vectors: Sequence[Tensor]) -> list[bytes]:
+    """The digests of all blocks in order, joined in some parts. `bounds` are the blocks of each vector."""
+    size = 4 * sum(vector.numel() for vector in vectors)
+    threads = torch.get_num_threads()
+    if size <= _SERIAL_BYTES or threads == 1:
+        return [_hash_some(_bytes_of(vector), bounds) for vector in vectors]
+    pool, futures = _pool(threads), []
+    for vector in vectors:
+        values = _bytes_of(vector)  # copies from a GPU, while the threads hash the vector before
+        futures += [pool.submit(_hash_some, values, some) for some in _tasks(bounds)]
+    return [future.result() for future in futures]
+
+
+def _tasks(bounds: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
+    """`bounds` in runs of about `_TASK_BYTES`."""
+    tasks, first, size = [], 0, 0
+    for index, (start, stop) in enumerate(bounds, 1):
+        size += 4 * (stop - start)
+        if size >= _TASK_BYTES or index == len(bounds):
+            tasks.append(bounds[first:index])
+            first, size = index, 0
+    return tasks
+
+
+def _hash_some(values: memoryview, bounds: Sequence[tuple[int, int]]) -> bytes:
+    return b"".join(hashlib.sha256(values[4 * start : 4 * stop]).digest() for start, stop in bounds)
+
+
+def _bytes_of(vector: Tensor) -> memoryview:
+    return memoryview(vector.detach().cpu().numpy()).cast("B")
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="mint-hash")
