@@ -70,6 +70,6 @@ def outcome(**values: Any) -> TrialOutcome:
 def test_a_value_that_is_lost_or_differs_in_one_bit_is_a_violation() -> None:
     clean = outcome(loss=0.1, digest="a")
     assert differences(clean, outcome(loss=0.1, digest="a")) == []
-    assert differences(clean, outcome(loss=0.1 + 2e-17, digest="a")) == []  # the same double
+    assert differences(clean, outcome(loss=0.1 + 2e-18, digest="a")) == []  # the same double
     assert len(differences(clean, outcome(loss=0.10000000000000002, digest="a"))) == 1
     assert len(differences(clean, outcome(digest="a"))) == 2  # the value, and the count of jobs
