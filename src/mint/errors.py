@@ -172,6 +172,11 @@ class OverloadedError(APIStatusError):
     category = "server"
     status = 429
 
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, **details: Any) -> None:
+        """As `MintError`; the response asks the client to come back after `retry_after_s` seconds."""
+        super().__init__(message, **details)
+        self.retry_after_s = retry_after_s
+
 
 class RequestFailedError(APIStatusError):
     """An accepted request failed."""

@@ -251,7 +251,7 @@ def request(token: str, method: str = "GET") -> Request:
 class Book:
     """One key."""
 
-    def verify(self, key: str) -> Caller | None:
+    def verify(self, key: str, address: str) -> Caller | None:
         return Caller("ann", "k1") if key == "right" else None
 
     def holder(self, key_id: str) -> Caller | None:
@@ -261,7 +261,7 @@ class Book:
 def test_a_session_that_is_not_used_ends_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     login = Login(Book(), admits=lambda visitor: visitor.owner == "ann", clock=lambda: now[0])
-    token = login.enter("right")
+    token = login.enter("right", "127.0.0.1")
     for _ in range(3):
         now[0] += login_module.IDLE_S - 1
         assert login.visitor_of(request(token)).owner == "ann"
@@ -269,7 +269,7 @@ def test_a_session_that_is_not_used_ends_and_their_number_is_bounded(monkeypatch
     with pytest.raises(AuthenticationError):
         login.visitor_of(request(token))
     monkeypatch.setattr(login_module, "MAX_SESSIONS", 2)
-    tokens = [login.enter("right") for _ in range(3)]
+    tokens = [login.enter("right", "127.0.0.1") for _ in range(3)]
     assert [login.session_of(request(one)) is None for one in tokens] == [True, False, False]
 
 

@@ -37,6 +37,7 @@ from mint.server.all_routes import ROUTES
 from mint.server.callers import LOCAL, Caller
 from mint.server.http import auth
 from mint.server.http.app import create_app as create_service_app
+from mint.server.http.key_guesses import GuardedKeys
 from mint.server.ops import preflight
 from mint.server.ops.metrics import Metrics
 from mint.server.ops.overview import Overview
@@ -51,13 +52,15 @@ DRAIN_S = 3.0
 
 
 def over_service(
-    service: Service, metrics: Metrics, *, access: preflight.Access, keys: ApiKeys, operators: Collection[str]
+    service: Service,
+    metrics: Metrics,
+    *,
+    access: preflight.Access,
+    keys: GuardedKeys,
+    admits: Callable[[Visitor], bool],
 ) -> DashboardState:
-    """The dashboard of a server: the runs in its data directory, and its service's numbers.
-
-    `operators` are the owners whose keys open it; none named, it is the owner of all keys, if all are of one.
-    """
-    login = Login(keys, admits=lambda visitor: is_operator(visitor.owner, keys, operators))
+    """The dashboard of a server: the runs in its data directory, and its service's numbers, for those it `admits`."""
+    login = Login(keys, admits=admits)
 
     def open_client(visitor: Visitor | None) -> ServiceClient:
         caller = cast("Caller", visitor) if visitor is not None else LOCAL
@@ -76,7 +79,7 @@ def screen_of(access: preflight.Access) -> auth.Screen:
     return auth.accept_all if access.asks_keys else auth.refuse_foreign_pages(any_host=not access.is_local)
 
 
-def key_or_session(keys: ApiKeys, dashboard: DashboardState) -> auth.Authenticate:
+def key_or_session(keys: GuardedKeys, dashboard: DashboardState) -> auth.Authenticate:
     """Asks for a key as `auth.by_key` does; for sampling, a browser's session replaces the key."""
     by_key = auth.by_key(keys)
     login = dashboard.access.login
@@ -92,7 +95,10 @@ def key_or_session(keys: ApiKeys, dashboard: DashboardState) -> auth.Authenticat
 
 
 def is_operator(owner: str, keys: ApiKeys, operators: Collection[str]) -> bool:
-    """Whether an owner may see the runs of the data directory, and the metrics."""
+    """Whether an owner may see the runs of the data directory, and the metrics.
+
+    If no `operators` are named, it is the owner of all keys, if all are of one.
+    """
     return owner in operators if operators else keys.active_owners() == {owner}
 
 
@@ -178,7 +184,7 @@ class DashboardServer:
 
 
 def _operators_login(keys: ApiKeys) -> Login:
-    return Login(keys, admits=lambda visitor: is_operator(visitor.owner, keys, ()))
+    return Login(GuardedKeys(keys), admits=lambda visitor: is_operator(visitor.owner, keys, ()))
 
 
 class LazyEmbedded:

@@ -15,24 +15,24 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 from mint.compose.dashboard_server import is_operator, key_or_session, over_service, screen_of
 from mint.compose.embedded import torch_engine
 from mint.compose.http_server import HttpServer, http_config, url_of
 from mint.config import ServeSettings, read_settings
 from mint.dashboard.app import routes
-from mint.dashboard.state import DashboardState
+from mint.dashboard.login import Visitor
 from mint.engine.protocol import Engine
 from mint.errors import InvalidRequestError
 from mint.models.registry import available
 from mint.server.all_routes import ROUTES
 from mint.server.http.app import create_app
 from mint.server.http.bodies import MIB, Bodies, BodyLimits
+from mint.server.http.key_guesses import GuardedKeys
 from mint.server.ops import preflight
 from mint.server.ops.logs import configure_logs, log_access
 from mint.server.ops.metrics import Metrics
-from mint.server.ops.preflight import Access, CheckResult
+from mint.server.ops.preflight import CheckResult
 from mint.server.ops.readiness import Readiness
 from mint.server.private_files import open_data_dir
 from mint.server.service.service import Service
@@ -96,10 +96,22 @@ class Server:
             opened.pop_all()  # all is open: `run` closes it
         self.keys = ApiKeys(self.service.journal.database)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
-        self._dashboard = over_service(
-            self.service, metrics, access=access, keys=self.keys, operators=settings.operators
+        guarded = GuardedKeys(self.keys)
+        self._dashboard = over_service(self.service, metrics, access=access, keys=guarded, admits=self._is_operator)
+        authenticate = key_or_session(guarded, self._dashboard) if access.asks_keys else None
+        app = create_app(
+            self.service,
+            ROUTES,
+            authenticate=authenticate,
+            is_operator=self._is_operator,
+            screen=screen_of(access),
+            pages=routes(self._dashboard),
+            bodies=Bodies(BodyLimits(body_bytes=settings.max_body_mb * MIB, patience_s=settings.body_timeout_s)),
+            observers=(metrics.observe, log_access),
+            metrics=metrics,
+            readiness=Readiness(self.service, stuck_after_s=settings.stuck_after_s),
+            executor=self._threads,
         )
-        app = _app(settings, self.service, access, self.keys, metrics, self._dashboard, self._threads)
         self._uvicorn = HttpServer(
             http_config(app, drain_s=settings.stop_within_s * DRAIN_SHARE), self._release_clients
         )
@@ -123,6 +135,9 @@ class Server:
     def stop(self) -> None:
         """Makes `run` return, as a signal would."""
         self._uvicorn.should_exit = True
+
+    def _is_operator(self, caller: Visitor) -> bool:
+        return is_operator(caller.owner, self.keys, self._settings.operators)
 
     def _release_clients(self) -> None:
         self.service.release_waiters()
@@ -151,31 +166,6 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
     metrics.watch(service)
     service.start()
     return service
-
-
-def _app(
-    settings: ServeSettings,
-    service: Service,
-    access: Access,
-    keys: ApiKeys,
-    metrics: Metrics,
-    dashboard: DashboardState,
-    threads: ThreadPoolExecutor,
-) -> Any:
-    limits = BodyLimits(body_bytes=settings.max_body_mb * MIB, patience_s=settings.body_timeout_s)
-    return create_app(
-        service,
-        ROUTES,
-        authenticate=key_or_session(keys, dashboard) if access.asks_keys else None,
-        is_operator=lambda caller: is_operator(caller.owner, keys, settings.operators),
-        screen=screen_of(access),
-        pages=routes(dashboard),
-        bodies=Bodies(limits),
-        observers=(metrics.observe, log_access),
-        metrics=metrics,
-        readiness=Readiness(service, stuck_after_s=settings.stuck_after_s),
-        executor=threads,
-    )
 
 
 def _stop(service: Service, within_s: float) -> None:

@@ -7,6 +7,7 @@ that the composition root passes in. Knows neither the service nor its engine.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,7 +25,8 @@ from mint.dashboard import api, pages, run_downloads
 from mint.dashboard.login import AccessCheck, Visitor, require_own_page, set_cookie
 from mint.dashboard.response_encoding import conditional_response, json_bytes
 from mint.dashboard.state import DashboardState
-from mint.errors import AuthenticationError, MintError, NotFoundError, RequestFailedError
+from mint.errors import AuthenticationError, MintError, NotFoundError, OverloadedError, RequestFailedError
+from mint.server.http.auth import sender_of
 
 log = logging.getLogger("mint.dashboard")
 
@@ -99,9 +101,12 @@ def _refuse(row: DashboardRoute, request: Request, error: MintError) -> Response
 
 def _refused(error: MintError, kind: Kind) -> Response:
     if kind == "page":
-        return Response(pages.error_page(error), error.status, media_type="text/html")
-    response = Response(json_bytes(error.to_wire()), error.status, media_type="application/json")
-    if type(error) is AuthenticationError:
+        response = Response(pages.error_page(error), error.status, media_type="text/html")
+    else:
+        response = Response(json_bytes(error.to_wire()), error.status, media_type="application/json")
+    if isinstance(error, OverloadedError):
+        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if kind != "page" and type(error) is AuthenticationError:
         response.headers["www-authenticate"] = "Bearer"
     return response
 
@@ -177,7 +182,7 @@ async def _enter(dashboard: DashboardState, request: Request, _visitor: Visitor 
     require_own_page(request)
     form = api.parse_form((await _small_body(request)).decode("utf-8", "replace"))
     try:
-        token = await anyio.to_thread.run_sync(login.enter, form.get("key", "").strip())
+        token = await anyio.to_thread.run_sync(login.enter, form.get("key", "").strip(), sender_of(request))
     except AuthenticationError as error:
         page = pages.login_page(asks_keys=True, place=place, problem=str(error))
         return Response(page, error.status, media_type="text/html")

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mint.errors import AuthenticationError, ForeignPageError
-from mint.server.http.auth import address_of, key_of
+from mint.server.http.auth import address_of, key_of, sender_of
 
 IDLE_S = 12 * 3600.0
 """A session ends when it has not been used for this long, when its key is revoked, and when the process ends."""
@@ -44,10 +44,10 @@ class Visitor(Protocol):
 
 
 class KeyStore(Protocol):
-    """The API keys of a server; `mint.server.store.keys` implements it."""
+    """The API keys of a server; `mint.server.http.key_guesses` implements it."""
 
-    def verify(self, key: str) -> Visitor | None:
-        """The holder of a key; None if the key is unknown or revoked."""
+    def verify(self, key: str, address: str) -> Visitor | None:
+        """The holder of a key that came from `address`; None if the key is unknown or revoked."""
         ...
 
     def holder(self, key_id: str) -> Visitor | None:
@@ -74,13 +74,14 @@ class Login:
         self._lock = threading.Lock()
         self._sessions: OrderedDict[str, _BrowserSession] = OrderedDict()
 
-    def enter(self, key: str) -> str:
-        """The token of a new session.
+    def enter(self, key: str, address: str) -> str:
+        """The token of a new session for a browser at `address`.
 
         Raises:
             AuthenticationError: the key is unknown, or its owner may not see the runs.
+            OverloadedError: too many different wrong keys have come from there.
         """
-        visitor = self._admitted(self._keys.verify(key) if key else None)
+        visitor = self._admitted(self._keys.verify(key, address) if key else None)
         token = secrets.token_urlsafe(32)
         with self._lock:
             self._sessions[_digest(token)] = _BrowserSession(visitor.key_id or "", self._clock())
@@ -102,7 +103,7 @@ class Login:
         """
         key = key_of(request)
         if key:
-            return self._admitted(self._keys.verify(key))
+            return self._admitted(self._keys.verify(key, sender_of(request)))
         visitor = self.session_of(request)
         if visitor is None:
             remedy = "Open /login in a browser, or send a key as Authorization: Bearer"

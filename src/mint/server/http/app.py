@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import inspect
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar
@@ -171,7 +172,7 @@ def _named(page: Route) -> Route:
 def _respond_error(error: MintError, *, status: int | None = None) -> Response:
     response = respond_json(wire.encode_error(error), status=status or error.status)
     if isinstance(error, OverloadedError):
-        response.headers["retry-after"] = "1"
+        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if type(error) is AuthenticationError:
         response.headers["www-authenticate"] = "Bearer"
     return response

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from mint.errors import AuthenticationError, ForeignPageError, OperatorOnlyError
 from mint.server.callers import Caller
-from mint.server.store.keys import ApiKeys
+from mint.server.http.key_guesses import GuardedKeys
 
 Authenticate = Callable[[Request], Caller]
 """Says who sends a request, or raises `AuthenticationError`."""
@@ -32,7 +32,7 @@ def accept_all(_request: Request) -> None:
     """A screen that refuses nothing."""
 
 
-def by_key(keys: ApiKeys) -> Authenticate:
+def by_key(keys: GuardedKeys) -> Authenticate:
     """Asks for a key, in `X-API-Key` or as `Authorization: Bearer`."""
 
     def authenticate(request: Request) -> Caller:
@@ -40,7 +40,7 @@ def by_key(keys: ApiKeys) -> Authenticate:
         if not key:
             remedy = "Send one as X-API-Key or Authorization: Bearer (clients: MINT_API_KEY or TINKER_API_KEY)"
             raise AuthenticationError("this server asks for an API key, and none was sent", remedy=remedy)
-        caller = keys.verify(key)
+        caller = keys.verify(key, sender_of(request))
         if caller is None:
             remedy = "Ask the operator for one: mint keys create --owner NAME"
             raise AuthenticationError("the API key is not known here, or was revoked", remedy=remedy)
@@ -71,6 +71,11 @@ def key_of(request: Request) -> str:
         return given
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
     return credentials.strip() if scheme.lower() == "bearer" else ""
+
+
+def sender_of(request: Request) -> str:
+    """The address that a request came from; a proxy on this machine names it in `X-Forwarded-For`."""
+    return "" if request.client is None else request.client.host
 
 
 def refuse_foreign_pages(*, any_host: bool = False) -> Screen:

@@ -7,6 +7,7 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -34,7 +35,6 @@ from mint.server.openai.schemas import (
 from mint.types import invalid_request
 
 PREFIXES = ("/v1", "/oai/api/v1")
-RETRY_AFTER_S = 1
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -159,7 +159,7 @@ def refuse(error: MintError) -> Response:
         describe_error(error).model_dump_json().encode(), status_code=error.status, media_type=wire.MEDIA_TYPE
     )
     if isinstance(error, OverloadedError):
-        response.headers["retry-after"] = str(RETRY_AFTER_S)
+        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
     return response
 
 

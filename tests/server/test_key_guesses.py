@@ -1,0 +1,137 @@
+"""Who guesses keys is slowed, wherever a key is taken; their neighbours are not, and time tells nothing of a key."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mint.errors import OverloadedError
+from mint.server.http.key_guesses import GUESSES_WITHIN_S, MAX_ADDRESSES, MAX_GUESSES, GuardedKeys
+from mint.server.store.database import Database
+from mint.server.store.journal import JOURNAL_FILE
+from mint.server.store.keys import ApiKeys
+from tests.server.server_harness import API, Person, make_key, running
+
+HERE, THERE = "203.0.113.7", "203.0.113.8"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Iterator[ApiKeys]:
+    database = Database(tmp_path / JOURNAL_FILE)
+    yield ApiKeys(database)
+    database.close()
+
+
+def guess(guarded: GuardedKeys, address: str, count: int = MAX_GUESSES) -> None:
+    for number in range(count):
+        assert guarded.verify(f"tml-mint-guess-{number}", address) is None
+
+
+def test_after_some_wrong_keys_an_address_has_to_wait_even_for_the_right_one(keys: ApiKeys, clock: Clock) -> None:
+    guarded = GuardedKeys(keys, clock=clock)
+    right, _ = keys.create("ann")
+    guess(guarded, HERE)
+    clock.now += 1
+    for key in ("tml-mint-another", right):
+        with pytest.raises(OverloadedError) as caught:
+            guarded.verify(key, HERE)
+        assert caught.value.retry_after_s == GUESSES_WITHIN_S - 1 and key not in str(caught.value)
+    assert guarded.verify(right, THERE) is not None
+    clock.now += GUESSES_WITHIN_S - 1
+    assert guarded.verify(right, HERE) is not None
+
+
+def test_a_wrong_key_in_a_loop_is_one_guess_and_is_always_told_so(keys: ApiKeys, clock: Clock) -> None:
+    guarded = GuardedKeys(keys, clock=clock)
+    guess(guarded, HERE)
+    for _ in range(50):
+        assert guarded.verify("tml-mint-guess-3", HERE) is None
+
+
+def test_a_key_that_has_worked_from_an_address_goes_on_working_there(keys: ApiKeys, clock: Clock) -> None:
+    guarded = GuardedKeys(keys, clock=clock)
+    right, row = keys.create("ann")
+    assert guarded.verify(right, HERE) is not None
+    guess(guarded, HERE)
+    assert guarded.verify(right, HERE) is not None
+    keys.revoke(row.key_id)
+    assert guarded.verify(right, HERE) is None
+
+
+def test_a_network_of_ipv6_is_one_address_and_a_mapped_address_is_the_ipv4_one(keys: ApiKeys, clock: Clock) -> None:
+    guarded = GuardedKeys(keys, clock=clock)
+    for number in range(MAX_GUESSES):
+        guarded.verify(f"tml-mint-guess-{number}", f"2001:db8:0:1::{number:x}")
+    with pytest.raises(OverloadedError):
+        guarded.verify("tml-mint-other", "2001:db8:0:1:ffff::1")
+    assert guarded.verify("tml-mint-other", "2001:db8:0:2::1") is None
+    guess(guarded, HERE)
+    with pytest.raises(OverloadedError):
+        guarded.verify("tml-mint-other", f"::ffff:{HERE}")
+
+
+def test_guesses_take_a_bounded_memory(keys: ApiKeys, clock: Clock) -> None:
+    guarded = GuardedKeys(keys, clock=clock)
+    for number in range(MAX_ADDRESSES + 200):
+        guarded.verify("tml-mint-guess", f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(guarded._guesses) == MAX_ADDRESSES
+    for number in range(10 * MAX_GUESSES):
+        clock.now += GUESSES_WITHIN_S / MAX_GUESSES
+        guarded.verify(f"tml-mint-slow-{number}", HERE)
+    assert len(guarded._guesses[HERE]) <= MAX_GUESSES
+
+
+def test_the_time_of_a_refusal_does_not_tell_how_much_of_a_key_is_right(keys: ApiKeys) -> None:
+    right, _ = keys.create("ann")
+    tries = [(kind, number) for kind in ("near", "far") for number in range(300)]
+    random.Random(0).shuffle(tries)
+    times: dict[str, list[float]] = {"near": [], "far": []}
+    for kind, number in tries:
+        key = f"{right[:-4]}{number:04d}" if kind == "near" else f"tml-mint-{number:043d}"
+        began_at = time.process_time()
+        assert keys.verify(key) is None
+        times[kind].append(time.process_time() - began_at)
+    wins = sum((near > far) + (near == far) / 2 for near in times["near"] for far in times["far"])
+    # Mann-Whitney: the standard score of the ranks, if both come from one distribution
+    assert abs(wins - 300 * 300 / 2) / math.sqrt(300 * 300 * 601 / 12) < 4
+
+
+def test_every_place_that_takes_a_key_counts_guesses_and_says_when_to_come_back(tmp_path: Path) -> None:
+    ann, late = make_key(tmp_path, "ann"), make_key(tmp_path, "ann")
+    with running(tmp_path) as server:
+        known = Person(server, ann)
+        assert known.session()
+        for number in range(MAX_GUESSES):
+            refused = Person(server, f"tml-mint-guess-{number}").send("POST", f"{API}/create_session", {})
+            assert refused.status_code == 401
+        with httpx.Client(base_url=server.url, timeout=60) as browser:
+            responses = [
+                Person(server, late).send("POST", f"{API}/create_session", {}),
+                Person(server, late).send("GET", "/v1/models"),
+                Person(server, late).send("GET", "/"),
+                browser.post("/login", data={"key": late}, headers={"origin": server.url}),
+            ]
+        for response in responses:
+            assert response.status_code == 429 and 1 <= int(response.headers["retry-after"]) <= 60, response.text
+            assert late not in response.text
+        assert known.session() and known.send("GET", "/v1/models").status_code == 200
+        elsewhere = {"x_forwarded_for": HERE}
+        assert Person(server, late).send("POST", f"{API}/create_session", {}, **elsewhere).status_code == 200
