@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mint.chaos.fault_points import FAULT_POINTS
 from mint.chaos.faults import SCENARIOS, Case, read_case
 from mint.chaos.outcome import Hits, TrialOutcome, differences
 from mint.chaos.trial import run_case
+from mint.errors import MissingExtraError
 
 CLEAN, POINTS, KILLS = "undisturbed", "every point", "random kills"
 QUICK_CASES = (
@@ -111,7 +113,13 @@ class Campaign:
     def __init__(
         self, folder: Path, *, seed: int = 0, at_once: int = 1, keep: bool = False, say: Callable[[str], None]
     ) -> None:
-        """Keeps the folders of violated cases if `keep`. Calls `say` with a line for every case that ends."""
+        """Keeps the folders of violated cases if `keep`. Calls `say` with a line for every case that ends.
+
+        Raises:
+            MissingExtraError: the `local` extra is not installed.
+        """
+        if find_spec("torch") is None:
+            raise MissingExtraError("mint chaos runs a model on this machine", remedy="pip install 'mint[local]'")
         self.report = CampaignReport(seed)
         self._folder = folder
         self._at_once = at_once
