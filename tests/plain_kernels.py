@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.cuda.graph_step import LoraPart, StepGeometry
+from mint.engine.cuda.graph_step import LoraPart, StepContext
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.weights import LayerWeights
 
@@ -30,7 +30,7 @@ class PlainKernels:
         product: Tensor,
         lora: LoraPart | None,
         layer: LayerWeights,
-        rows: StepGeometry,
+        rows: StepContext,
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
@@ -53,7 +53,7 @@ class PlainKernels:
             self._write(plane, own.to(plane.dtype), rows)
         return turned[:, : rows.query_heads].to(product.dtype)
 
-    def attend(self, queries: Tensor, rows: StepGeometry, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, rows: StepContext, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         table, positions = rows.inputs[2:].T, rows.inputs[1]
         key, value = (self._read(plane, table, rows) for plane in (keys, values))
         groups = rows.query_heads // rows.kv_heads
@@ -81,20 +81,20 @@ class PlainKernels:
         parts = zip(downs, lora.bs.to(self.wide).split(outputs), strict=True)
         return lora.scale * torch.cat([down @ b.T for down, b in parts], -1)
 
-    def _write(self, plane: Tensor, own: Tensor, rows: StepGeometry) -> None:
+    def _write(self, plane: Tensor, own: Tensor, rows: StepContext) -> None:
         """`own` [T, K, D] into plane [N, K/J, CHUNK, J·D]; padding rows write what the first row writes."""
         positions = rows.inputs[1].long()
-        cells = rows.inputs[2:].gather(0, (positions.clamp(min=0) // CHUNK)[None])[0].long()
+        pages = rows.inputs[2:].gather(0, (positions.clamp(min=0) // CHUNK)[None])[0].long()
         real = (positions >= 0)[:, None]
-        parts = cells[:, None] * plane.shape[1] + torch.arange(plane.shape[1], device=plane.device)
+        parts = pages[:, None] * plane.shape[1] + torch.arange(plane.shape[1], device=plane.device)
         places = parts * CHUNK + positions[:, None] % CHUNK
         new = own.reshape(len(own), plane.shape[1], -1)
         places = torch.where(real, places, places[:1])
         new = torch.where(real[..., None], new, new[:1])
         plane.view(-1, plane.shape[-1]).index_copy_(0, places.reshape(-1), new.flatten(0, 1))
 
-    def _read(self, plane: Tensor, table: Tensor, rows: StepGeometry) -> Tensor:
-        """[T, K, W, D] of the cells `table` [T, C]."""
+    def _read(self, plane: Tensor, table: Tensor, rows: StepContext) -> Tensor:
+        """[T, K, W, D] of the pages `table` [T, C]."""
         own = plane[table.long()].to(self.wide)  # [T, C, K/J, CHUNK, J·D]
         own = own.unflatten(-1, (rows.side_by_side, rows.head_dim)).permute(0, 2, 4, 1, 3, 5)
         return own.reshape(len(table), rows.kv_heads, -1, rows.head_dim)

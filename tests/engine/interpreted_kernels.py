@@ -16,7 +16,7 @@ from decoders import open_decoder
 from plain_kernels import PlainKernels
 from small_models import write_model
 
-from mint.engine.cuda.graph_step import SPLIT_CELLS, LoraPart, StepGeometry, StepGraphs
+from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext, StepGraphs
 from mint.engine.cuda.kernels import TritonKernels
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import CHUNK
@@ -39,20 +39,18 @@ def _close(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None
     torch.testing.assert_close(found.double(), exact.double(), rtol=0, atol=limit)
 
 
-def _rows(
-    lengths: list[int], *, groups: int, dim: int, side: int = 1, kv_heads: int = 2, seed: int = 0
-) -> StepGeometry:
-    """Rows of so many keys, 0 for padding, in random cells of their own."""
+def _rows(lengths: list[int], *, groups: int, dim: int, side: int = 1, kv_heads: int = 2, seed: int = 0) -> StepContext:
+    """Rows of so many keys, 0 for padding, in random pages of their own."""
     columns = -(-max(lengths) // CHUNK)
     table = np.random.default_rng(seed).permutation(len(lengths) * columns).reshape(columns, -1)
     inputs = np.concatenate([np.zeros((1, len(lengths))), np.array(lengths)[None] - 1, table])
     angles = _random(1024, dim // 2, seed=9)
-    splits = 1 << (-(-columns // SPLIT_CELLS) - 1).bit_length()
+    splits = 1 << (-(-columns // SPLIT_PAGES) - 1).bit_length()
     heads = (groups * kv_heads, kv_heads, dim, side)
-    return StepGeometry(torch.from_numpy(inputs).int(), angles.cos(), angles.sin(), *heads, eps=1e-6, splits=splits)
+    return StepContext(torch.from_numpy(inputs).int(), angles.cos(), angles.sin(), *heads, eps=1e-6, splits=splits)
 
 
-def _planes(rows: StepGeometry, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _planes(rows: StepContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     count = rows.inputs[2:].numel()
     shape = (count, rows.kv_heads // rows.side_by_side, CHUNK, rows.side_by_side * rows.head_dim)
     return _random(*shape, seed=3, dtype=dtype), _random(*shape, seed=4, dtype=dtype)
@@ -66,7 +64,7 @@ def _lora(rows: int, parts: int, outputs: int, rank: int) -> LoraPart:
     ("groups", "dim", "side", "dtype"),
     [(1, 32, 2, torch.float32), (2, 128, 1, torch.float16), (4, 64, 1, torch.float32), (8, 24, 2, torch.float16)],
 )
-def test_attention_over_cells_is_a_softmax_over_the_rows_own_keys(
+def test_attention_over_pages_is_a_softmax_over_the_rows_own_keys(
     groups: int, dim: int, side: int, dtype: torch.dtype
 ) -> None:
     for lengths in ([1, 200, 64, 0, 65], [257, 3, 0, 600, 256]):
@@ -99,7 +97,7 @@ def test_a_rows_attention_has_the_same_bits_in_any_company() -> None:
         (16, 2, True, True, 3, torch.float16),
     ],
 )
-def test_heads_are_normed_and_turned_and_lie_in_their_cells(
+def test_heads_are_normed_and_turned_and_lie_in_their_pages(
     dim: int, side: int, normed: bool, biased: bool, rank: int, dtype: torch.dtype
 ) -> None:
     rows = _rows([1, 200, 64, 0, 65], groups=3, dim=dim, side=side)
@@ -143,16 +141,16 @@ def test_norms_swiglu_and_sums_with_a_loras_part(rank: int, dtype: torch.dtype) 
 def test_a_whole_step_has_the_logits_of_the_decoders_forward(tmp_path: Path) -> None:
     write_model(tmp_path, "tied")
     decoder = open_decoder(tmp_path)
-    cells = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 24)
+    pages = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 24)
     for layer in range(decoder.config.num_hidden_layers):
-        for index, plane in enumerate(cells.planes(layer)):
+        for index, plane in enumerate(pages.planes(layer)):
             plane[:20].copy_(_random(*plane[:20].shape, seed=index))
     with torch.inference_mode(mode=False):
         lora = LoraWeights(decoder.config, LoraSpec(5, 0, True, True, True), decoder.device)
         lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.05)
-    graphs = StepGraphs(decoder, cells, KERNELS, capture=False, buckets=(4,))
+    graphs = StepGraphs(decoder, pages, KERNELS, capture=False, buckets=(4,))
     table, positions, tokens = np.arange(15).reshape(3, 5), np.array([3, 300, 64]), np.array([5, 6, 7])
     runs = [LoraRows(0, 3, lora)]
     found = graphs.open(table, table[:, 0], positions, runs).run(tokens, positions)
-    expected = EagerSteps(decoder, cells).open(table, table[:, 0], positions, runs).run(tokens, positions)
+    expected = EagerSteps(decoder, pages).open(table, table[:, 0], positions, runs).run(tokens, positions)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)

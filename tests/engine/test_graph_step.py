@@ -16,7 +16,7 @@ from engine_data import LORA, job, train
 from plain_kernels import PlainKernels
 from small_models import write_model
 
-from mint.engine.cuda.graph_step import SPLIT_CELLS, LoraPart, StepGraphs
+from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepGraphs
 from mint.engine.devices import Device
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import CHUNK
@@ -28,7 +28,7 @@ from mint.engine.sampling.prefill import PromptPart, run_prompts
 from mint.engine.torch_engine import TorchEngine
 
 OTHER = LoraSpec(rank=3, seed=1, train_attn=False, train_mlp=True, train_unembed=False)
-CELLS = 512
+PAGES = 512
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama"])
@@ -46,12 +46,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def _graphs(decoder: Decoder, cells: KVCache, *buckets: int) -> StepGraphs:
+def _graphs(decoder: Decoder, pages: KVCache, *buckets: int) -> StepGraphs:
     if decoder.device.type == "cpu":
-        return StepGraphs(decoder, cells, PlainKernels(), capture=False, buckets=buckets)
+        return StepGraphs(decoder, pages, PlainKernels(), capture=False, buckets=buckets)
     from mint.engine.cuda.kernels import TritonKernels  # needs Triton
 
-    return StepGraphs(decoder, cells, TritonKernels(), buckets=buckets)
+    return StepGraphs(decoder, pages, TritonKernels(), buckets=buckets)
 
 
 def _lora(decoder: Decoder, spec: LoraSpec, seed: int) -> LoraWeights:
@@ -61,21 +61,21 @@ def _lora(decoder: Decoder, spec: LoraSpec, seed: int) -> LoraWeights:
     return lora
 
 
-def _cells(decoder: Decoder) -> KVCache:
+def _pages(decoder: Decoder) -> KVCache:
     """Filled with what no sequence has written."""
-    cells = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 30)
+    pages = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 30)
     generator = torch.Generator().manual_seed(0)
     for layer in range(decoder.config.num_hidden_layers):
-        for plane in cells.planes(layer):
-            plane[:CELLS].copy_(torch.randn(plane[:CELLS].shape, generator=generator))
-    return cells
+        for plane in pages.planes(layer):
+            plane[:PAGES].copy_(torch.randn(plane[:PAGES].shape, generator=generator))
+    return pages
 
 
 @torch.inference_mode()
 def test_rows_that_come_and_go_have_the_logits_of_the_decoders_forward(family: Path, device: str) -> None:
     decoder = open_decoder(family, device=device)
-    cells, rng = _cells(decoder), np.random.default_rng(0)
-    graphs = _graphs(decoder, cells, 2, 4, 8)
+    pages, rng = _pages(decoder), np.random.default_rng(0)
+    graphs = _graphs(decoder, pages, 2, 4, 8)
     loras = [None, _lora(decoder, LORA, 1), _lora(decoder, LORA, 2), _lora(decoder, OTHER, 3)]
     for _ in range(6):
         counts = [int(count) for count in rng.integers(0, 12, len(loras)) * (rng.random(len(loras)) < 0.5)]
@@ -83,8 +83,8 @@ def test_rows_that_come_and_go_have_the_logits_of_the_decoders_forward(family: P
             continue
         ends = np.cumsum(counts).tolist()
         runs = [LoraRows(end - n, end, lora) for end, n, lora in zip(ends, counts, loras, strict=True) if n]
-        table = rng.permutation(CELLS)[: 2 * SPLIT_CELLS * ends[-1]].reshape(ends[-1], -1)
-        last = CHUNK * int(rng.integers(1, 2 * SPLIT_CELLS))
+        table = rng.permutation(PAGES)[: 2 * SPLIT_PAGES * ends[-1]].reshape(ends[-1], -1)
+        last = CHUNK * int(rng.integers(1, 2 * SPLIT_PAGES))
         positions = np.maximum(0, last - rng.integers(1, 9, ends[-1]) * rng.integers(1, 50, ends[-1]))
         step = graphs.open(table, table[:, 0], positions, runs)
         for _ in range(4):
@@ -92,7 +92,7 @@ def test_rows_that_come_and_go_have_the_logits_of_the_decoders_forward(family: P
                 step = graphs.open(table, table[:, 0], positions, runs)
             tokens = rng.integers(0, decoder.config.vocab_size, ends[-1])
             found = step.run(tokens, positions)
-            expected = EagerSteps(decoder, cells).open(table, table[:, 0], positions, runs).run(tokens, positions)
+            expected = EagerSteps(decoder, pages).open(table, table[:, 0], positions, runs).run(tokens, positions)
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
             positions = positions + 1
 
@@ -100,14 +100,14 @@ def test_rows_that_come_and_go_have_the_logits_of_the_decoders_forward(family: P
 @torch.inference_mode()
 def test_nothing_is_written_but_the_new_keys_and_values_of_the_rows(family: Path, device: str) -> None:
     decoder = open_decoder(family, device=device)
-    cells = _cells(decoder)
+    pages = _pages(decoder)
     before = [
-        plane[:CELLS].clone() for layer in range(decoder.config.num_hidden_layers) for plane in cells.planes(layer)
+        plane[:PAGES].clone() for layer in range(decoder.config.num_hidden_layers) for plane in pages.planes(layer)
     ]
     table, positions = np.array([[5, 9], [7, 3], [5, 1]]), np.array([70, 63, 64])
-    graphs = _graphs(decoder, cells, 8)
+    graphs = _graphs(decoder, pages, 8)
     graphs.open(table, table[:, 0], positions, [LoraRows(0, 3, None)]).run(np.array([1, 2, 3]), positions)
-    after = [plane[:CELLS] for layer in range(decoder.config.num_hidden_layers) for plane in cells.planes(layer)]
+    after = [plane[:PAGES] for layer in range(decoder.config.num_hidden_layers) for plane in pages.planes(layer)]
     for old, new in zip(before, after, strict=True):
         changed = (old != new).any(-1).any(1).nonzero().tolist()
         assert changed == [[1, 0], [7, 63], [9, 6]]
@@ -116,10 +116,10 @@ def test_nothing_is_written_but_the_new_keys_and_values_of_the_rows(family: Path
 @torch.inference_mode()
 def test_a_rows_logits_do_not_depend_on_its_company_within_a_bucket(family: Path, device: str) -> None:
     decoder = open_decoder(family, device=device)
-    cells, rng = _cells(decoder), np.random.default_rng(0)
-    graphs = _graphs(decoder, cells, 16)
+    pages, rng = _pages(decoder), np.random.default_rng(0)
+    graphs = _graphs(decoder, pages, 16)
     lora = _lora(decoder, LORA, 1)
-    table = rng.permutation(CELLS)[:44].reshape(11, 4)
+    table = rng.permutation(PAGES)[:44].reshape(11, 4)
     positions, tokens = rng.integers(0, 250, 11), rng.integers(0, 60, 11)
 
     def logits(rows: np.ndarray) -> torch.Tensor:
@@ -135,14 +135,14 @@ def test_a_rows_logits_do_not_depend_on_its_company_within_a_bucket(family: Path
 @torch.inference_mode()
 def test_weights_that_change_are_seen_by_the_next_step_that_is_opened(family: Path, device: str) -> None:
     decoder = open_decoder(family, device=device)
-    cells = _cells(decoder)
-    graphs = _graphs(decoder, cells, 2)
+    pages = _pages(decoder)
+    graphs = _graphs(decoder, pages, 2)
     lora, table, positions, tokens = _lora(decoder, LORA, 1), np.array([[5]]), np.array([20]), np.array([3])
     runs = [LoraRows(0, 1, lora)]
     before = graphs.open(table, table[:, 0], positions, runs).run(tokens, positions)
     lora.flat.mul_(-3)
     after = graphs.open(table, table[:, 0], positions, runs).run(tokens, positions)
-    expected = EagerSteps(decoder, cells).open(table, table[:, 0], positions, runs).run(tokens, positions)
+    expected = EagerSteps(decoder, pages).open(table, table[:, 0], positions, runs).run(tokens, positions)
     torch.testing.assert_close(after, expected, rtol=0, atol=2e-5)
     assert not torch.allclose(before, after, atol=1e-2)
 
@@ -190,8 +190,8 @@ def test_a_whole_batch_samples_the_same_tokens(family: Path, monkeypatch: pytest
 def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Path, dtype: torch.dtype) -> None:
     # Tensors without data: mixing them with others on a CPU raises, and so does reading anything back.
     decoder = open_decoder(family, dtype, device="meta")
-    cells = KVCache(decoder.config, dtype, decoder.device, 1 << 24)
-    graphs = StepGraphs(decoder, cells, PlainKernels(), capture=False, buckets=(64,))
+    pages = KVCache(decoder.config, dtype, decoder.device, 1 << 24)
+    graphs = StepGraphs(decoder, pages, PlainKernels(), capture=False, buckets=(64,))
     lora = LoraWeights(decoder.config, LORA, decoder.device)
     inputs = torch.zeros((4, 64), dtype=torch.int32, device="meta")
     hidden = graphs.hidden(inputs, splits=1, lora=lora)
@@ -208,12 +208,12 @@ def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Pat
 @torch.inference_mode()
 def test_a_prompt_is_run_without_reading_anything_back(family: Path) -> None:
     decoder = open_decoder(family, device="meta")
-    cells = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 24)
+    pages = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 24)
     lora = LoraWeights(decoder.config, LORA, decoder.device)
     parts = [
         PromptPart(np.arange(70) % 50, 10, np.array([3, 4]), None),
         PromptPart(np.arange(33), 0, np.array([7]), lora),
     ]
-    hidden = run_prompts(decoder, cells, parts)
+    hidden = run_prompts(decoder, pages, parts)
     assert hidden.is_meta
     assert hidden.shape == (60 + 33, decoder.config.hidden_size)

@@ -18,9 +18,9 @@ from mint.engine.cpu.attention import (
     DecodedRows,
     NativePackedAttention,
     PackedRows,
-    attend_cells,
     attend_packed,
     attend_packed_backward,
+    attend_pages,
 )
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import HEAD_DIMS, NativeKernels
@@ -92,20 +92,20 @@ def test_attention_and_its_gradient_are_those_of_float64(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_alone_gets_the_bits_that_it_gets_among_others(kernels: NativeKernels, dtype: torch.dtype) -> None:
-    """From cells, in any order of neighbours, and from packed rows."""
+    """From pages, in any order of neighbours, and from packed rows."""
     count, kv_heads, dim = 150, 2, 32
     heads = torch.randn(count, 8, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
     rows = PackedRows(4, kv_heads, np.arange(count), *(np.zeros(count, np.int64) for _ in range(3)))
     whole = attend_packed(kernels, rows, heads)
-    cells = heads.new_zeros(2, 5, kv_heads, CHUNK, dim)
+    pages = heads.new_zeros(2, 5, kv_heads, CHUNK, dim)
     table = np.array([[3, 0, 4]])
     for position in range(count):
         for plane in range(2):
             own = heads[position, 4 + plane * kv_heads :][:kv_heads]
-            cells[plane, table[0, position // CHUNK], :, position % CHUNK] = own
+            pages[plane, table[0, position // CHUNK], :, position % CHUNK] = own
     for wanted in (np.array([0]), np.array([63]), np.array([64]), np.array([149, 5, 15, 16, 128, 127])):
         decoded = DecodedRows(4, kv_heads, 1, CHUNK, np.repeat(table, len(wanted), axis=0), wanted)
-        out = attend_cells(kernels, decoded, heads[wanted].contiguous(), cells[0], cells[1])
+        out = attend_pages(kernels, decoded, heads[wanted].contiguous(), pages[0], pages[1])
         assert torch.equal(out, whole[wanted])
 
 

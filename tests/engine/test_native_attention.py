@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.attention import DecodedRows, PackedRows, attend_cells, attend_packed
+from mint.engine.cpu.attention import DecodedRows, PackedRows, attend_packed, attend_pages
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import NativeOperations
@@ -71,24 +71,24 @@ def _packed(kernels: NativeKernels, heads: Tensor, kv_heads: int, rows: np.ndarr
     return attend_packed(kernels, PackedRows(query_heads, kv_heads, *rows), heads)
 
 
-def _in_cells(heads: Tensor, kv_heads: int, side: int, layout: Layout) -> tuple[Tensor, np.ndarray]:
-    """Keys and values of what each sample's last token sees; the full cells of a prompt are shared. The rest is NaN."""
-    query_heads, cells, table, shared = heads.shape[1] - 2 * kv_heads, [], [], {}
+def _in_pages(heads: Tensor, kv_heads: int, side: int, layout: Layout) -> tuple[Tensor, np.ndarray]:
+    """Keys and values of what each sample's last token sees; the full pages of a prompt are shared. The rest is NaN."""
+    query_heads, pages, table, shared = heads.shape[1] - 2 * kv_heads, [], [], {}
     for seen, prompt in zip(layout.seen, layout.prompts, strict=True):
         own = []
         for start in range(0, len(seen), CHUNK):
             key = (seen[0], start) if start + CHUNK <= prompt else (len(table), start, -1)
             if key not in shared:
-                shared[key] = len(cells)
+                shared[key] = len(pages)
                 places = seen[start : start + CHUNK]
-                cell = heads.new_full((2, kv_heads // side, CHUNK, side * heads.shape[2]), math.nan)
+                page = heads.new_full((2, kv_heads // side, CHUNK, side * heads.shape[2]), math.nan)
                 stored = heads[places, query_heads:].view(len(places), 2, kv_heads // side, -1)
-                cell[:, :, : len(places)] = stored.permute(1, 2, 0, 3)
-                cells.append(cell)
+                page[:, :, : len(places)] = stored.permute(1, 2, 0, 3)
+                pages.append(page)
             own.append(shared[key])
         table.append(own)
     columns = max(map(len, table))
-    return torch.stack(cells, dim=1), np.array([[*own, *[0] * (columns - len(own))] for own in table])
+    return torch.stack(pages, dim=1), np.array([[*own, *[0] * (columns - len(own))] for own in table])
 
 
 def _decoded(
@@ -96,7 +96,7 @@ def _decoded(
     heads: Tensor,
     kv_heads: int,
     side: int,
-    cells: Tensor,
+    pages: Tensor,
     table: np.ndarray,
     seen: list[list[int]],
 ) -> Tensor:
@@ -104,7 +104,7 @@ def _decoded(
     positions = np.array([len(own) - 1 for own in seen])
     rows = DecodedRows(query_heads, kv_heads, side, CHUNK, table, positions)
     own = heads[[places[-1] for places in seen]].contiguous()
-    return attend_cells(kernels, rows, own, cells[0].contiguous(), cells[1].contiguous())
+    return attend_pages(kernels, rows, own, pages[0].contiguous(), pages[1].contiguous())
 
 
 @pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "dtype"), KINDS)
@@ -112,7 +112,7 @@ def _decoded(
 def test_training_decoding_and_a_row_alone_have_the_same_bits(
     kernels: NativeKernels, dim: int, kv_heads: int, groups: int, side: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """With 1 thread and with 2, from packed rows and from cells, which neighbours share or do not."""
+    """With 1 thread and with 2, from packed rows and from pages, which neighbours share or do not."""
     rng = np.random.default_rng(seed)
     layout = _lay_out(rng)
     count = layout.rows.shape[1]
@@ -120,34 +120,34 @@ def test_training_decoding_and_a_row_alone_have_the_same_bits(
     heads = torch.from_numpy(rng.normal(0, 1, shape).astype(np.float32)).to(dtype)
     torch.set_num_threads(1)
     whole = _packed(kernels, heads, kv_heads, layout.rows)
-    cells, table = _in_cells(heads, kv_heads, side, layout)
+    pages, table = _in_pages(heads, kv_heads, side, layout)
     last = [own[-1] for own in layout.seen]
     for threads in (1, 2):
         torch.set_num_threads(threads)
         assert torch.equal(_packed(kernels, heads, kv_heads, layout.rows), whole)
         some = np.sort(rng.choice(count, count // 3, replace=False))
         assert torch.equal(_packed(kernels, heads, kv_heads, layout.rows[:, some]), whole[some])
-        assert torch.equal(_decoded(kernels, heads, kv_heads, side, cells, table, layout.seen), whole[last])
+        assert torch.equal(_decoded(kernels, heads, kv_heads, side, pages, table, layout.seen), whole[last])
         order = rng.permutation(len(last))
         seen = [layout.seen[index] for index in order]
-        mixed = _decoded(kernels, heads, kv_heads, side, cells, table[order], seen)
+        mixed = _decoded(kernels, heads, kv_heads, side, pages, table[order], seen)
         assert torch.equal(mixed, whole[np.array(last)[order]])
     for index in range(0, len(last), 5):
         alone = _decoded(
-            kernels, heads, kv_heads, side, cells, table[index : index + 1], layout.seen[index : index + 1]
+            kernels, heads, kv_heads, side, pages, table[index : index + 1], layout.seen[index : index + 1]
         )
         assert torch.equal(alone[0], whole[last[index]])
 
 
 @pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "dtype"), KINDS)
-def test_decoding_over_cells_is_that_of_float64(
+def test_decoding_over_pages_is_that_of_float64(
     kernels: NativeKernels, dim: int, kv_heads: int, groups: int, side: int, dtype: torch.dtype
 ) -> None:
     rng = np.random.default_rng(2)
     layout = _lay_out(rng)
     shape = (layout.rows.shape[1], (groups + 2) * kv_heads, dim)
     heads = torch.from_numpy(rng.normal(0, 1, shape).astype(np.float32)).to(dtype)
-    found = _decoded(kernels, heads, kv_heads, side, *_in_cells(heads, kv_heads, side, layout), layout.seen)
+    found = _decoded(kernels, heads, kv_heads, side, *_in_pages(heads, kv_heads, side, layout), layout.seen)
     near: float = 1e-5 if dtype == torch.float32 else 1e-2
     for own, seen in zip(found.view(len(found), kv_heads, groups, dim).double(), layout.seen, strict=True):
         query, key, value = heads[seen].double().split([groups * kv_heads, kv_heads, kv_heads], dim=1)
@@ -164,10 +164,10 @@ def test_normalisers_entropies_and_shares_of_logits_are_those_of_float64(
     rng = np.random.default_rng(width)
     logits = torch.from_numpy(rng.normal(0, 1, (9, width)) * np.logspace(-2, 1.5, 9)[:, None]).float()
     exact, before = torch.log_softmax(logits.double(), dim=1), logits.clone()
-    pulled = rng.integers(0, 2, 9).astype(bool)
-    normalisers, entropies, pulls = NativeOperations(dtype, kernels).softmax_statistics(logits, pulled)
+    needs_gradient = rng.integers(0, 2, 9).astype(bool)
+    normalisers, entropies, negatives = NativeOperations(dtype, kernels).softmax_statistics(logits, needs_gradient)
     torch.testing.assert_close(normalisers.double(), torch.logsumexp(before.double(), 1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(1), rtol=1e-5, atol=2e-5)
     near: float = 1e-6 if dtype == torch.float32 else 4e-3
-    torch.testing.assert_close(pulls.double(), -exact.exp()[pulled], rtol=near, atol=1e-7)
-    assert torch.equal(logits[~pulled], before[~pulled])
+    torch.testing.assert_close(negatives.double(), -exact.exp()[needs_gradient], rtol=near, atol=1e-7)
+    assert torch.equal(logits[~needs_gradient], before[~needs_gradient])

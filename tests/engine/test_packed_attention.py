@@ -15,12 +15,12 @@ QUERY_HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("kept", [packed_attention.KEPT_SHARES, 0])
+@pytest.mark.parametrize("saved", [packed_attention.SAVED_PROBABILITIES, 0])
 @pytest.mark.parametrize("least", [1, packed_attention.MIN_PREFIX_KEYS, 1 << 30])
 def test_values_and_gradients_are_those_of_the_definition(
-    name: str, kept: int, least: int, monkeypatch: pytest.MonkeyPatch
+    name: str, saved: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_attention, "KEPT_SHARES", kept)
+    monkeypatch.setattr(packed_attention, "SAVED_PROBABILITIES", saved)
     monkeypatch.setattr(packed_attention, "MIN_PREFIX_KEYS", least)
     spans = lay_out(LAYOUTS[name])
     generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ def published(engine: TorchEngine) -> TorchEngine:
     return engine
 
 
-CELL_BYTES = 2 * 2 * 2 * CHUNK * 16 * 4
+PAGE_BYTES = 2 * 2 * 2 * CHUNK * 16 * 4
 """Keys and values of two layers with two kv heads of 16 numbers in float32."""
 
 Fresh = Callable[..., TorchEngine]
@@ -113,9 +113,9 @@ def test_nothing_is_shared_between_weights_and_dropped_weights_take_theirs_along
     published.sample([own])
     published.publish("m", "v")
     assert _prefilled(published, [job(_tokens(70), weights_id="v"), job(_tokens(70))])[0] == 140
-    kept = published.kv_cells()["kept"]
+    kept = published.kv_pages()["cached"]
     published.drop_weights("w")
-    assert 0 < published.kv_cells()["kept"] < kept
+    assert 0 < published.kv_pages()["cached"] < kept
     published.drop_weights("v")
     published.load_weights("w", "base", LORA, published.read_state("m").weights)
     assert _prefilled(published, [own])[0] == 70
@@ -133,12 +133,12 @@ def test_nothing_is_shared_between_scopes_neither_in_one_step_nor_later(publishe
 
 
 def test_a_scope_with_few_prompts_keeps_them_however_much_another_caches(fresh: Fresh) -> None:
-    engine = fresh(prefix_cache_bytes=6 * CELL_BYTES)
+    engine = fresh(prefix_cache_bytes=6 * PAGE_BYTES)
     own = job([*_tokens(64), 5], weights_id="w", max_tokens=0, cache_scope="ann")
     engine.sample([own])
     for seed in range(1, 9):
         engine.sample([job([*_tokens(64, seed=seed), 5], weights_id="w", max_tokens=0, cache_scope="bob")])
-    assert engine.kv_cells()["kept"] == 6
+    assert engine.kv_pages()["cached"] == 6
     assert _prefilled(engine, [own])[0] == 1
 
 
@@ -149,15 +149,15 @@ def test_weights_that_are_dropped_during_a_job_leave_nothing_in_the_cache(publis
     published.drop_weights("w")
     while batch.keys:
         batch.step()
-    assert published.kv_cells()["kept"] == published.kv_cells()["in_use"] == 0
+    assert published.kv_pages()["cached"] == published.kv_pages()["in_use"] == 0
 
 
 def test_the_least_recently_used_go_first(fresh: Fresh) -> None:
-    engine = fresh(prefix_cache_bytes=4 * CELL_BYTES)
+    engine = fresh(prefix_cache_bytes=4 * PAGE_BYTES)
     prompts = [[*_tokens(64, seed=n), 5] for n in range(5)]
     for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):
         engine.sample([job(prompt, weights_id="w", max_tokens=0)])
-    assert engine.kv_cells()["kept"] == 4
+    assert engine.kv_pages()["cached"] == 4
     assert _prefilled(engine, [job(prompts[0], weights_id="w", max_tokens=0)])[0] == 1
     assert _prefilled(engine, [job(prompts[1], weights_id="w", max_tokens=0)])[0] == 65
 

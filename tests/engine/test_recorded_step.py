@@ -19,7 +19,7 @@ from mint.engine.cpu.attention import NativeDecodeAttention
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.operations import NativeOperations
 from mint.engine.cpu.panels import PanelMatrix
-from mint.engine.cpu.recorded_step import RECORDED_BYTES, SPARE_CELLS, NativeSteps, RecordedStep
+from mint.engine.cpu.recorded_step import RECORDED_BYTES, SPARE_PAGES, NativeSteps, RecordedStep
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.decoder import Decoder
@@ -60,9 +60,9 @@ def _decoder(folder: Path, native_folder: Path, dtype: torch.dtype) -> Decoder:
     return decoder
 
 
-def _steps(decoder: Decoder, cells: KVCache) -> NativeSteps:
+def _steps(decoder: Decoder, pages: KVCache) -> NativeSteps:
     assert isinstance(decoder.operations, NativeOperations)
-    return NativeSteps(decoder, decoder.operations, cells)
+    return NativeSteps(decoder, decoder.operations, pages)
 
 
 def _lora(decoder: Decoder, seed: int, **changes: bool) -> LoraWeights:
@@ -72,17 +72,17 @@ def _lora(decoder: Decoder, seed: int, **changes: bool) -> LoraWeights:
 
 
 class _Batch:
-    """Rows of one decoder, with cells of their own that begin with the same noise as those of every other batch."""
+    """Rows of one decoder, with pages of their own that begin with the same noise as those of every other batch."""
 
     def __init__(self, decoder: Decoder, loras: list[LoraRows], *, recorded: bool) -> None:
         self.decoder, self.loras, self.recorded = decoder, loras, recorded
-        self.cells = KVCache(decoder.config, decoder.dtype, CPU, 20 << 20)
-        cells = self.cells.take(ROWS * (COLUMNS + 1))
-        assert cells is not None
-        self.table, self.width = np.tile(cells.reshape(ROWS, -1), 4), COLUMNS
+        self.pages = KVCache(decoder.config, decoder.dtype, CPU, 20 << 20)
+        pages = self.pages.take(ROWS * (COLUMNS + 1))
+        assert pages is not None
+        self.table, self.width = np.tile(pages.reshape(ROWS, -1), 4), COLUMNS
         noise = torch.Generator().manual_seed(0)
         for layer in range(decoder.config.num_hidden_layers):
-            for plane in self.cells.planes(layer):
+            for plane in self.pages.planes(layer):
                 plane.copy_(torch.randn(plane.shape, generator=noise))
         self.step: DecodeStep | None = None
 
@@ -93,7 +93,7 @@ class _Batch:
                 self.width = max(self.width, int(positions.max()) // CHUNK + 1)
                 table = self.table[:, : self.width]
                 if self.recorded:
-                    steps = _steps(self.decoder, self.cells)
+                    steps = _steps(self.decoder, self.pages)
                     self.step = steps.open(table, table[:, 0], positions, self.loras, earlier=self.step)
                     assert isinstance(self.step, RecordedStep)
                 else:
@@ -102,7 +102,7 @@ class _Batch:
 
     def _eager(self, table: np.ndarray, positions: np.ndarray) -> EagerStep:
         assert isinstance(self.decoder.operations, NativeOperations)
-        attention = NativeDecodeAttention(self.decoder.operations.kernels, self.cells, table, positions.copy())
+        attention = NativeDecodeAttention(self.decoder.operations.kernels, self.pages, table, positions.copy())
         return EagerStep(self.decoder, attention, self.loras)
 
 
@@ -120,7 +120,7 @@ def _runs(decoder: Decoder, kind: str) -> list[LoraRows]:
 @pytest.mark.parametrize("kind", ["base", "one", "several"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
-def test_a_recorded_step_gives_the_bits_of_the_forward_over_cell_boundaries(
+def test_a_recorded_step_gives_the_bits_of_the_forward_over_page_boundaries(
     folders: dict[str, Path], native_folder: Path, family: str, dtype: torch.dtype, kind: str, threads: int
 ) -> None:
     torch.set_num_threads(threads)
@@ -129,7 +129,7 @@ def test_a_recorded_step_gives_the_bits_of_the_forward_over_cell_boundaries(
     eager, recorded = (_Batch(decoder, loras, recorded=own) for own in (False, True))
     rng = np.random.default_rng(1)
     positions = rng.integers(0, COLUMNS * CHUNK - 1, ROWS)
-    positions[:4] = [0, CHUNK - 3, CHUNK - 1, 2 * CHUNK - 2]  # two will need a cell that the table has not had
+    positions[:4] = [0, CHUNK - 3, CHUNK - 1, 2 * CHUNK - 2]  # two will need a page that the table has not had
     first = None
     for step in range(6):
         tokens = rng.integers(0, 96, ROWS)
@@ -154,13 +154,13 @@ def test_a_step_follows_a_lora_that_changes_under_it(
     assert torch.equal(after, eager.run(tokens, positions)) and not torch.equal(after, before)
 
 
-def test_a_step_of_more_cells_than_it_left_room_for_is_recorded_again(
+def test_a_step_of_more_pages_than_it_left_room_for_is_recorded_again(
     folders: dict[str, Path], native_folder: Path
 ) -> None:
     decoder = _decoder(folders["qwen3"], native_folder, torch.float32)
     eager, recorded = (_Batch(decoder, _runs(decoder, "base"), recorded=own) for own in (False, True))
     steps = []
-    for spare in (0, SPARE_CELLS, SPARE_CELLS + 1):
+    for spare in (0, SPARE_PAGES, SPARE_PAGES + 1):
         eager.width = recorded.width = COLUMNS + spare
         tokens, positions = np.arange(ROWS), np.arange(ROWS) + CHUNK * len(steps)
         assert torch.equal(recorded.run(tokens, positions), eager.run(tokens, positions))
@@ -183,19 +183,19 @@ def test_what_the_model_does_not_have_is_refused_at_every_step(
 def test_what_no_kernel_computes_is_not_recorded(tmp_path: Path, native_folder: Path) -> None:
     write_model(tmp_path, "tied", **ODD)
     decoder = open_decoder(tmp_path, torch.bfloat16, native=native_folder)
-    cells = KVCache(decoder.config, decoder.dtype, CPU, 1 << 20)
+    pages = KVCache(decoder.config, decoder.dtype, CPU, 1 << 20)
     table, zeros = np.zeros((2, 1), np.int64), np.zeros(2, np.int64)
-    assert isinstance(_steps(decoder, cells).open(table, table[:, 0], zeros, [LoraRows(0, 2, None)]), EagerStep)
+    assert isinstance(_steps(decoder, pages).open(table, table[:, 0], zeros, [LoraRows(0, 2, None)]), EagerStep)
 
 
 def test_a_step_too_large_to_be_kept_is_not_recorded(folders: dict[str, Path], native_folder: Path) -> None:
     decoder = _decoder(folders["qwen3"], native_folder, torch.float32)
     sites = [*decoder.weights.matrices.values(), decoder.weights.unembedding]
     rows = RECORDED_BYTES // (4 * sum(matrix.inputs + 2 * matrix.outputs for matrix in sites))
-    cells = KVCache(decoder.config, decoder.dtype, CPU, 1 << 20)
+    pages = KVCache(decoder.config, decoder.dtype, CPU, 1 << 20)
     for count, kind in ((rows, RecordedStep), (rows + 1, EagerStep)):
         table, zeros = np.zeros((count, 1), np.int64), np.zeros(count, np.int64)
-        assert isinstance(_steps(decoder, cells).open(table, table[:, 0], zeros, [LoraRows(0, count, None)]), kind)
+        assert isinstance(_steps(decoder, pages).open(table, table[:, 0], zeros, [LoraRows(0, count, None)]), kind)
 
 
 # --- in the sampler ---

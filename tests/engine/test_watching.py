@@ -22,7 +22,7 @@ WEIGHTS = (None, "w", "v")
 
 
 LORAS = {"w": LORA, "v": LoraSpec(5, 3, True, True, False)}
-CELL_BYTES = 2 * 2 * 2 * CHUNK * 16 * 4
+PAGE_BYTES = 2 * 2 * 2 * CHUNK * 16 * 4
 """Keys and values of two layers with two kv heads of 16 numbers in float32."""
 
 Fresh = Callable[..., TorchEngine]
@@ -86,9 +86,9 @@ def _alone(engine: TorchEngine, own: SampleJob) -> list[bytes]:
 
 
 def _held(engine: TorchEngine) -> int:
-    """Cells that are neither free nor in the prefix cache."""
-    cells = engine.kv_cells()
-    return cells["in_use"] - cells["kept"]
+    """Pages that are neither free nor in the prefix cache."""
+    pages = engine.kv_pages()
+    return pages["in_use"] - pages["cached"]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -197,8 +197,8 @@ def test_a_long_prompt_is_computed_beside_the_tokens_of_others(fresh: Fresh, mon
 def test_jobs_that_do_not_fit_together_make_room_and_are_told_no_token_twice(fresh: Fresh) -> None:
     jobs = [job([3 + n] * 40, weights_id="w", num_samples=3, max_tokens=100, seed=n) for n in range(4)]
     alone = [_alone(fresh(), own) for own in jobs]
-    for cells in (9, 11, 20):
-        engine = fresh(kv_cache_bytes=cells * CELL_BYTES)
+    for pages in (9, 11, 20):
+        engine = fresh(kv_cache_bytes=pages * PAGE_BYTES)
         batch, heard = engine.open_batch(), dict[tuple[int, int], list[int]]()
         for place, own in enumerate(jobs):
             batch.add(
@@ -210,13 +210,13 @@ def test_jobs_that_do_not_fit_together_make_room_and_are_told_no_token_twice(fre
         for place, expected in enumerate(alone):
             assert _bits(results[str(place)]) == expected
             assert [heard[place, s] for s in range(3)] == [s.tokens.tolist() for s in results[str(place)].samples]
-        assert engine.kv_cells()["total"] == cells and _held(engine) == 0
-        if cells == 9:
+        assert engine.kv_pages()["total"] == pages and _held(engine) == 0
+        if pages == 9:
             assert engine.sampling_counters()["restarts"] > 0
 
 
 def test_a_job_that_can_never_fit_fails_alone_and_says_what_to_do(fresh: Fresh) -> None:
-    engine = fresh(kv_cache_bytes=8 * CELL_BYTES)
+    engine = fresh(kv_cache_bytes=8 * PAGE_BYTES)
     small, large = job([3, 4], max_tokens=9), job([5, 6], num_samples=64, max_tokens=90)
     (alone,) = engine.sample([small])
     results = engine.sample([small, large, small])
@@ -282,4 +282,4 @@ def test_diverged_weights_are_never_heard_and_leave_no_trace(published: TorchEng
     results = _finish(batch)
     assert results["broken"].error not in (None, CANCELLED) and not heard
     assert _bits(results["own"]) == alone
-    assert _alone(engine, own) == alone  # in the cells that held what was not finite
+    assert _alone(engine, own) == alone  # in the pages that held what was not finite

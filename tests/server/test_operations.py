@@ -165,8 +165,8 @@ def test_prompts_that_were_known_already_are_counted_apart(tmp_path: Path) -> No
     )
     assert second["mint_prompt_tokens_total", "source=reused"] >= 32
     assert second[("mint_sampling_steps_total",)] > first[("mint_sampling_steps_total",)] > 0
-    assert second["mint_kv_cells", "state=total"] > second["mint_kv_cells", "state=in_use"] > 0
-    assert second["mint_kv_cells", "state=kept"] > 0
+    assert second["mint_kv_pages", "state=total"] > second["mint_kv_pages", "state=in_use"] > 0
+    assert second["mint_kv_pages", "state=cached"] > 0
 
 
 def test_the_queue_is_counted_while_it_waits(tmp_path: Path) -> None:

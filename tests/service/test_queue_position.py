@@ -17,7 +17,7 @@ from mint.server.queue.eta import SAMPLE, Eta
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import QueuedSample, TrainingJob
 from mint.server.queue.queue import QueueLimits, RequestQueue
-from mint.server.queue.queue_position import QueuePosition, QueueSnapshot
+from mint.server.queue.queue_position import QueueIndex, QueuePosition
 from mint.server.queue.scheduler import Pending
 from mint.types import ModelInput, SamplingParams
 from mint.wire.requests import OptimStepRequest, SampleRequest
@@ -46,7 +46,7 @@ def waiting_sample(name: str, arrived_at: float) -> QueuedSample:
 
 
 def position_of(name: RequestId, pending: Pending, seen: Eta, now: float, *, at_limit: bool = False) -> QueuePosition:
-    return QueueSnapshot(pending, seen).position(name, now, at_limit=at_limit)
+    return QueueIndex(pending, seen).position(name, now, at_limit=at_limit)
 
 
 def test_a_request_is_told_how_many_go_before_it_and_how_long_they_take() -> None:

@@ -1,6 +1,6 @@
 """Chooses the implementations for a device, once for each base model: operations, decoding steps, drawing.
 
-A choice is a function of device, dtype, the base's widths, and what is installed. Knows nothing of jobs or requests.
+A choice is a function of device, dtype, the base's widths, and what is installed.
 """
 
 from __future__ import annotations

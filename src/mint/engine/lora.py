@@ -1,7 +1,7 @@
 """The weights of a lora: its matrices, their PEFT names, and their storage as one flat float32 vector.
 
 Matrices that are multiplied together are one matrix (the A of query, key and value), so the decoder runs few products.
-The optimizer, the digest and copies run over the one vector. Knows nothing of training or sampling.
+The optimizer, the digest and copies run over the one vector.
 
 Letters: I inputs · O outputs of a linear layer · r rank · S layers fused into one product.
 """

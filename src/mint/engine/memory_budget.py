@@ -1,7 +1,7 @@
 """How many rows a training pass may run at once, and which errors say that memory has run out.
 
 The rows are a function of the base's shape, dtype and the device alone, because the way in which a request is cut into
-micro-batches decides the bits of its result. Knows nothing of data, losses or gradients.
+micro-batches decides the bits of its result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """AdamW over one flat vector, step for step as `torch.optim.AdamW`, with clipping by the global norm.
 
-Torch's fused kernel does the same step in one pass, rounded in other places; it is meant for a GPU. Knows nothing
-of layers, losses or where the gradient came from.
+Torch's fused kernel does the same step in one pass, rounded in other places; it is meant for a GPU.
 """
 
 from __future__ import annotations

@@ -361,19 +361,19 @@ class LossRule:
 
 _POLICY = ("logprobs", "advantages")
 _BOUNDS = ("clip_low_threshold", "clip_high_threshold")
-_HEAT = {"temperature": 1.0}
-_CLIP = {**_HEAT, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_TEMPERATURE = {"temperature": 1.0}
+_CLIP = {**_TEMPERATURE, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSSES: Mapping[str, LossRule] = {
     "cross_entropy": LossRule(many_targets=True),
-    "importance_sampling": LossRule(required=_POLICY, config={**_HEAT, "tis_cap": math.inf}),
+    "importance_sampling": LossRule(required=_POLICY, config={**_TEMPERATURE, "tis_cap": math.inf}),
     "ppo": LossRule(required=_POLICY, optional=_BOUNDS, config=_CLIP),
     "cispo": LossRule(required=_POLICY, optional=_BOUNDS, config=_CLIP),
-    "dro": LossRule(required=_POLICY, config={**_HEAT, "beta": 0.05}),
+    "dro": LossRule(required=_POLICY, config={**_TEMPERATURE, "beta": 0.05}),
     "gspo": LossRule(
         required=_POLICY,
         optional=("sequence_ratio_mask",),
-        config={**_HEAT, "clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+        config={**_TEMPERATURE, "clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
     ),
 }
 """Every loss with its inputs and configuration; `losses` has the mathematics.

@@ -1,8 +1,7 @@
 """Logprobs of targets and their gradient, in chunks of rows: one chunk of logits exists at a time.
 
 Where a row has one trained target and the unembedding is frozen, the gradient of the logprob is computed together with
-it, and multiplied by its slope later. For other rows the logits are computed again. Knows nothing of losses, examples
-or sampling.
+it, and multiplied by its slope later. For other rows the logits are computed again.
 
 Letters: T rows (hidden states) · U pairs (a row and one of its targets) · E hidden size · V vocabulary.
 """
@@ -46,7 +45,7 @@ class TargetLogprobs:
         self._decoder, self._hidden, self._loras = decoder, hidden, loras
         self._rows, self._targets = rows, upload(hidden.device, targets)[0]
         # A tensor on the device: for a Python number, a GPU multiplies with the rounded reciprocal instead of dividing.
-        self._heat = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
+        self._divisor = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
         self._temperature = np.float32(temperature)
         self.logprobs = torch.empty(len(rows), device=hidden.device)
         self.entropies = torch.empty(len(hidden), device=hidden.device)
@@ -82,9 +81,9 @@ class TargetLogprobs:
             hidden = self._hidden[own]
             weights, _ = exponentials(self._logits(hidden))
             # d logprob / d logits = onehot - softmax
-            pull = weights.mul_((-row_slopes[chunk.rows] / weights.sum(1))[:, None])
-            pull[chunk.places, targets[chunk.pairs]] += pair_slopes[chunk.pairs]
-            gradient[own] = self._decoder.logits_gradient(pull, hidden, self._loras)
+            logits_grads = weights.mul_((-row_slopes[chunk.rows] / weights.sum(1))[:, None])
+            logits_grads[chunk.places, targets[chunk.pairs]] += pair_slopes[chunk.pairs]
+            gradient[own] = self._decoder.logits_gradient(logits_grads, hidden, self._loras)
         return gradient
 
     def _run(self, chunk: _Chunk) -> None:
@@ -93,21 +92,22 @@ class TargetLogprobs:
         at_targets = logits[chunk.places, self._targets[chunk.pairs]]
         single = np.zeros(len(hidden), bool)
         single[self._rows[chunk.pairs][self._single[chunk.pairs]] - chunk.rows.start] = True
-        normaliser, self.entropies[chunk.rows], pulls = self._decoder.operations.softmax_statistics(logits, single)
+        operations = self._decoder.operations
+        normaliser, self.entropies[chunk.rows], logits_grads = operations.softmax_statistics(logits, single)
         self.logprobs[chunk.pairs] = at_targets - normaliser[chunk.places]
-        if self._unit is not None and len(pulls):
+        if self._unit is not None and len(logits_grads):
             # d logprob / d logits = onehot - softmax, multiplied by its slope later.
             (pairs,) = upload(hidden.device, np.flatnonzero(self._single[chunk.pairs]))
-            order = torch.arange(len(pulls), device=hidden.device)
+            order = torch.arange(len(logits_grads), device=hidden.device)
             rest = torch.expm1(self.logprobs[chunk.pairs][pairs]).neg_()
-            pulls[order, self._targets[chunk.pairs][pairs]] = rest.to(pulls.dtype)
+            logits_grads[order, self._targets[chunk.pairs][pairs]] = rest.to(logits_grads.dtype)
             own = chunk.places[pairs]
-            gradient = self._decoder.logits_gradient(pulls, hidden[own], self._loras)
+            gradient = self._decoder.logits_gradient(logits_grads, hidden[own], self._loras)
             self._unit[own + chunk.rows.start] = gradient
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._decoder.logits(hidden, self._loras)
-        return logits if self._temperature == 1 else logits.div_(self._heat)
+        return logits if self._temperature == 1 else logits.div_(self._divisor)
 
 
 @dataclass(frozen=True)

@@ -277,13 +277,13 @@ class TorchEngine:
             totals.update(memory.counters)
         return dict(totals)
 
-    def kv_cells(self) -> dict[str, int]:
-        """Cells of the KV caches now, over all bases: `in_use` by samples or the prefix cache, `kept` by the prefix
+    def kv_pages(self) -> dict[str, int]:
+        """Pages of the KV caches now, over all bases: `in_use` by samples or the prefix cache, `cached` by the prefix
         cache, and the `total`. May be called from any thread."""
         memories = list(self._memories.values())
         total = sum(memory.kv_cache.count for memory in memories)
         free = sum(memory.kv_cache.free for memory in memories)
-        return {"in_use": total - free, "kept": sum(len(memory.prefix_cache) for memory in memories), "total": total}
+        return {"in_use": total - free, "cached": sum(len(memory.prefix_cache) for memory in memories), "total": total}
 
     def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
         """Samples all jobs together; the result of each is a function of that job alone."""

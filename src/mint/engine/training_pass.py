@@ -1,7 +1,4 @@
-"""One training pass: packs examples, runs the decoder, computes the loss, and adds the gradient to the lora's.
-
-Knows nothing of models' names, optimizers or requests.
-"""
+"""One training pass: packs examples, runs the decoder, computes the loss, and adds the gradient to the lora's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Makes the folders and the database of a data directory for their owner alone, whatever the umask.
 
 What an older version, another tool or a copy left readable for others is tightened when it is opened. The data
-directory itself is not, if somebody else made it: it may hold other things. Knows no row and no content.
+directory itself is not, if somebody else made it: it may hold other things.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ async function refresh() {
 }
 
 function show(service) {
-  const state = find("[data-cell=state]");
+  const state = find("[data-page=state]");
   state.textContent = service.is_working ? "running" : "stopped";
   state.classList.toggle("tag--running", service.is_working);
   state.classList.toggle("tag--error", !service.is_working);
@@ -54,8 +54,8 @@ function show(service) {
   showRoutes(service.requests ?? [], service.now_at);
 }
 
-function write(cell, text) {
-  const place = find(`[data-cell=${cell}]`);
+function write(page, text) {
+  const place = find(`[data-page=${page}]`);
   if (place.textContent !== text) place.textContent = text;
 }
 
@@ -92,12 +92,12 @@ function showTenants(tenants) {
 }
 
 /** All counters of the engine since its start, in groups. */
-function showEngine({ tokens, busy_s, sampling, kv_cells }) {
+function showEngine({ tokens, busy_s, sampling, kv_pages }) {
   const groups = [
     ["Tokens since the start", Object.entries(tokens).map(([name, value]) => [name, compact(value)])],
     ["Time in the engine", Object.entries(busy_s).sort(([, a], [, b]) => b - a).map(([name, value]) => [words(name), duration(value)])],
     ["Sampling", [...cacheShare(sampling), ...counters(sampling)]],
-    ["Cells of the cache", counters(kv_cells)],
+    ["Pages of the cache", counters(kv_pages)],
   ];
   find("#engine tbody").replaceChildren(...groups.filter(([, rows]) => rows.length).flatMap(([title, rows]) => [
     el("tr", { class: "group" }, el("th", { scope: "colgroup", colspan: 2 }, title)),

@@ -359,20 +359,20 @@ typedef struct {
     int64_t dim, half;
     const char *heads, *keys, *values;
     char *out;
-} AttendCells;
+} AttendPages;
 
-/* Rows that have the same cell `cell` for their keys from `at` on, and the most keys that one of them sees in it. */
+/* Rows that have the same page `page` for their keys from `at` on, and the most keys that one of them sees in it. */
 typedef struct {
-    int64_t row, end, cell, at, keys;
+    int64_t row, end, page, at, keys;
 } Shared;
 
-/* How rows r to end share cells: into `found`, by columns and then rows; returns how many there are. */
+/* How rows r to end share pages: into `found`, by columns and then rows; returns how many there are. */
 static int64_t find_shared(const Decode *p, int64_t r, int64_t end, Shared *found) {
     int64_t count = 0;
     for (int64_t column = 0; column < p->columns; column++)
         for (int64_t row = r, next; row < end; row = next) {
             Shared own = {row, row, p->table[row * p->columns + column], column * p->chunk, 0};
-            for (next = row; next < end && p->table[next * p->columns + column] == own.cell; next++) {
+            for (next = row; next < end && p->table[next * p->columns + column] == own.page; next++) {
                 int64_t keys = p->positions[next] + 1 - own.at;
                 keys = keys < p->chunk ? keys : p->chunk;
                 own.keys = keys > own.keys ? keys : own.keys;
@@ -384,11 +384,11 @@ static int64_t find_shared(const Decode *p, int64_t r, int64_t end, Shared *foun
 }
 
 /* Queries `start` to `stop` of the rows from r on, with kv head k. */
-static void attend_rows(const AttendCells *in, Queries *q, int64_t r, int64_t start, int64_t stop, int64_t k,
+static void attend_rows(const AttendPages *in, Queries *q, int64_t r, int64_t start, int64_t stop, int64_t k,
                         const Shared *shared, int64_t shared_count) {
     const Decode *p = in->rows;
     const int64_t size = q->half ? 2 : 4, groups = p->query_heads / p->kv_heads, wide = p->total_heads * q->dim;
-    const int64_t stride = p->side * q->dim, cell = p->kv_heads * p->chunk * q->dim, count = stop - start;
+    const int64_t stride = p->side * q->dim, page = p->kv_heads * p->chunk * q->dim, count = stop - start;
     const int64_t place = (k / p->side) * p->chunk * stride + (k % p->side) * q->dim;
     float inverse[MOST];
     for (int64_t i = 0; i < count; i++) {
@@ -398,7 +398,7 @@ static void attend_rows(const AttendCells *in, Queries *q, int64_t r, int64_t st
     }
     for (int pass = 0; pass < 2; pass++) {
         for (const Shared *own = shared; own < shared + shared_count; own++) {
-            int64_t from = (own->cell * cell + place) * size;
+            int64_t from = (own->page * page + place) * size;
             int64_t one = (own->row - r) * groups - start, other = (own->end - r) * groups - start;
             one = one > 0 ? one : 0;
             other = other < count ? other : count;
@@ -407,7 +407,7 @@ static void attend_rows(const AttendCells *in, Queries *q, int64_t r, int64_t st
                 continue;
             }
             if (own + 1 < shared + shared_count)
-                fetch(in->keys + (own[1].cell * cell + place) * size, stride * size, own[1].keys, q->words);
+                fetch(in->keys + (own[1].page * page + place) * size, stride * size, own[1].keys, q->words);
             score_keys(q, one, other, in->keys + from, stride, own->keys, own->at);
             fetch(in->values + from, stride * size, own->keys, q->words);
         }
@@ -420,8 +420,8 @@ static void attend_rows(const AttendCells *in, Queries *q, int64_t r, int64_t st
 }
 
 /* out [rows, K*G*D] of heads [rows, H, D] over keys and values [N, K / side, chunk, side * D], for rows `first` to
-   `last`. Neighbours with the same cells are computed together. */
-int attend_cells(const AttendCells *in, int64_t first, int64_t last) {
+   `last`. Neighbours with the same pages are computed together. */
+int attend_pages(const AttendPages *in, int64_t first, int64_t last) {
     const Decode *p = in->rows;
     const int64_t groups = p->query_heads / p->kv_heads;
     Queries q;

@@ -1,9 +1,9 @@
 """Attention by the native kernels: of packed rows, with its gradient, and of one new token per sequence.
 
 On a CPU with kernels they replace `model/packed_attention` and `sampling/decode_attention`. Both compute query by query
-in one kernel, so a row's bits are the same in training, prefill and decoding. Knows nothing of layers.
+in one kernel, so a row's bits are the same in training, prefill and decoding.
 
-Letters: T rows · R rows of one token each · C cells of a row · H heads (K·G query, K key, K value) · D head dimension.
+Letters: T rows · R rows of one token each · C pages of a row · H heads (K·G query, K key, K value) · D head dimension.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DecodedRows(ctypes.Structure):
     def __init__(
         self, query_heads: int, kv_heads: int, side: int, chunk: int, table: np.ndarray, positions: np.ndarray
     ) -> None:
-        """Row r is the token at `positions[r]` of a sequence in the cells `table[r]`, each of `chunk` keys with `side`
+        """Row r is the token at `positions[r]` of a sequence in the pages `table[r]`, each of `chunk` keys with `side`
         kv heads side by side; int64 [rows, columns] and [rows]."""
         self.arrays = np.ascontiguousarray(table, np.int64), np.ascontiguousarray(positions, np.int64)
         super().__init__(
@@ -139,19 +139,19 @@ class _Attend(AutogradFunction):
 
 
 class NativeDecodeAttention:
-    """`StepAttention` for rows that stay the same, each within its cells.
+    """`StepAttention` for rows that stay the same, each within its pages.
 
     Table and positions are read where they lie at every call, so they may change under a recorded step.
     """
 
     def __init__(self, kernels: NativeKernels, cache: KVCache, table: np.ndarray, positions: np.ndarray) -> None:
-        """Row r is at `positions[r]` in the cells `table[r]`, in order; int64 [R, C] and [R], contiguous."""
+        """Row r is at `positions[r]` in the pages `table[r]`, in order; int64 [R, C] and [R], contiguous."""
         self._kernels, self._cache, self._table, self._positions = kernels, cache, table, positions
         self._columns = positions // CHUNK
         self._rows = DecodedRows(cache.query_heads, cache.kv_heads, cache.side_by_side, CHUNK, table, positions)
 
     def fits(self, positions: np.ndarray) -> bool:
-        """Whether rows at these positions are still within their cells."""
+        """Whether rows at these positions are still within their pages."""
         return bool((positions // CHUNK == self._columns).all())
 
     def begin_step(self, positions: np.ndarray) -> None:
@@ -167,7 +167,7 @@ class NativeDecodeAttention:
         """Attended values [R, K·G·D] in float32 of `heads` [R, H, D], whose keys and values are stored."""
         heads = heads.contiguous()
         store(self._kernels, self._cache, layer, heads, self._table, self._positions)
-        return widen(self._kernels, attend_cells(self._kernels, self._rows, heads, *self._cache.planes(layer)))
+        return widen(self._kernels, attend_pages(self._kernels, self._rows, heads, *self._cache.planes(layer)))
 
 
 def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor) -> Tensor:
@@ -201,10 +201,10 @@ def attend_packed_backward(kernels: NativeKernels, rows: PackedRows, heads: Tens
     return grads
 
 
-def attend_cells(kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attended values [rows, K·G·D] of heads [rows, H, D] over `keys` and `values` in cells."""
+def attend_pages(kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attended values [rows, K·G·D] of heads [rows, H, D] over `keys` and `values` in pages."""
     out = heads.new_empty(len(heads), rows.query_heads * heads.shape[2])
-    kernels.libraries["attention"].attend_cells(
+    kernels.libraries["attention"].attend_pages(
         rows.rows,
         rows.rows * rows.longest * rows.query_heads,
         rows=rows,
@@ -221,9 +221,9 @@ def attend_cells(kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys:
 def store(
     kernels: NativeKernels, cache: KVCache, layer: int, heads: Tensor, table: np.ndarray, positions: np.ndarray
 ) -> None:
-    """Stores the key and value heads of heads [R, H, D] at `positions` int64 [R] of the rows' cells, int64 [R, C]."""
+    """Stores the key and value heads of heads [R, H, D] at `positions` int64 [R] of the rows' pages, int64 [R, C]."""
     keys, values = cache.planes(layer)
-    kernels.libraries["moves"].write_cells(
+    kernels.libraries["moves"].write_pages(
         len(heads),
         heads.numel(),
         table=table,

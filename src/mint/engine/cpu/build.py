@@ -1,7 +1,8 @@
 """Compiles the engine's kernels in C for this machine, in background threads while torch is imported.
 
 Libraries are cached in a folder by source, flags and processor. The compiler is not part of the key: its upgrade must
-not change the bits of a run in progress. Knows nothing of torch or of what the kernels compute."""
+not change the bits of a run in progress.
+"""
 
 from __future__ import annotations
 

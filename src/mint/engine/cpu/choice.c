@@ -130,11 +130,11 @@ int draw_rows(const DrawRows *in, int64_t first, int64_t last) {
 typedef struct {
     float *logits; /* [R, V] */
     int64_t width, half;
-    const int64_t *pulled;
+    const int64_t *needs_gradient;
     float *normalisers, *entropies;
 } WeighRows;
 
-/* logsumexp and entropy of rows of logits. The `pulled` ones become the negative softmax, in bfloat16 where `half` is set,
+/* logsumexp and entropy of rows of logits. Those with `needs_gradient` become the negative softmax, in bfloat16 where `half` is set,
    at the beginning of the row. */
 int weigh_rows(const WeighRows *in, int64_t first, int64_t last) {
     const int64_t width = in->width, whole = width / LANES * LANES;
@@ -153,7 +153,7 @@ int weigh_rows(const WeighRows *in, int64_t first, int64_t last) {
         for (int64_t j = whole; j < width; j++) spread += weights[j] * row[j];
         in->normalisers[i] = (float)log(total) + most;
         in->entropies[i] = (float)(in->normalisers[i] - spread / total);
-        if (!in->pulled[i]) continue;
+        if (!in->needs_gradient[i]) continue;
         const float factor = -1.0 / total;
         for (int64_t j = 0; j < whole; j += LANES) store((char *)row, j, *(vf *)(weights + j) * factor, in->half);
         store((char *)rest, 0, *(vf *)(weights + whole) * factor, in->half);

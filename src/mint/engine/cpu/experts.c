@@ -14,18 +14,18 @@
 typedef struct {
     const float *scores;
     int64_t experts, per_token, normed;
-    float *shares;
+    float *weights;
     int64_t *chosen;
 } Route;
 
-/* chosen [T, K]: the experts with the largest scores [T, N], the best first, and of equal ones the first; shares [T, K]
+/* chosen [T, K]: the experts with the largest scores [T, N], the best first, and of equal ones the first; weights [T, K]
    of their softmax, which add up to 1 if they are to be normed. For rows `first` to `last`. */
 int route_rows(const Route *in, int64_t first, int64_t last) {
     int64_t experts = in->experts, per_token = in->per_token;
     float *own = malloc(sizeof(float) * (experts + LANES));
     if (!own) return 2;
     for (int64_t t = first; t < last; t++) {
-        float *shares = in->shares + t * per_token, total = 0;
+        float *weights = in->weights + t * per_token, total = 0;
         int64_t *chosen = in->chosen + t * per_token;
         memcpy(own, in->scores + t * experts, sizeof(float) * experts);
         float inverse = exponentials(&own, &experts, 1, 1.0f)[0];
@@ -34,12 +34,12 @@ int route_rows(const Route *in, int64_t first, int64_t last) {
             for (int64_t e = 0; e < experts; e++) /* -1: taken; where all are NaN, the first that is not */
                 if (own[e] != -1 && (best < 0 || own[e] > own[best])) best = e;
             chosen[k] = best;
-            shares[k] = own[best] * inverse;
+            weights[k] = own[best] * inverse;
             own[best] = -1;
-            total += shares[k];
+            total += weights[k];
         }
         if (in->normed)
-            for (int64_t k = 0; k < per_token; k++) shares[k] /= total;
+            for (int64_t k = 0; k < per_token; k++) weights[k] /= total;
     }
     free(own);
     return 0;
@@ -84,13 +84,13 @@ int gather_rows(const Gather *in, int64_t first, int64_t last) {
 }
 
 typedef struct {
-    const float *pairs, *shares, *residual;
+    const float *pairs, *weights, *residual;
     const int64_t *places;
     int64_t per_token, width;
     float *out;
 } Combine;
 
-/* out [T, width]: for each row its pairs times their shares, in the order of its choice, plus `residual`; shares and
+/* out [T, width]: for each row its pairs times their weights, in the order of its choice, plus `residual`; weights and
    residual may be missing. For rows `first` to `last`. */
 int combine_pairs(const Combine *in, int64_t first, int64_t last) {
     int64_t width = in->width, count = in->per_token;
@@ -100,7 +100,7 @@ int combine_pairs(const Combine *in, int64_t first, int64_t last) {
             if (in->residual) total = *(const vf *)(in->residual + t * width + i);
             for (int64_t k = t * count; k < (t + 1) * count; k++) {
                 vf own = *(const vf *)(in->pairs + in->places[k] * width + i);
-                total += in->shares ? own * in->shares[k] : own;
+                total += in->weights ? own * in->weights[k] : own;
             }
             *(vf *)(in->out + t * width + i) = total;
         }
@@ -109,23 +109,23 @@ int combine_pairs(const Combine *in, int64_t first, int64_t last) {
 
 typedef struct {
     const int64_t *order;
-    const float *shares, *inner;
+    const float *weights, *inner;
     int64_t width;
-    float *grad, *grad_shares;
+    float *grad, *grad_weights;
 } Weigh;
 
-/* inner [P, width] goes through a linear map and is then multiplied by a share; `grad` is what the map gives back without
-   the share, which is multiplied with it here. grad_shares [T, K] are the shares' gradients. For pairs `first` to `last`. */
+/* inner [P, width] goes through a linear map and is then multiplied by a weight; `grad` is what the map gives back without
+   the weight, which is multiplied with it here. grad_weights [T, K] are the weights' gradients. For pairs `first` to `last`. */
 int weigh_pairs(const Weigh *in, int64_t first, int64_t last) {
     for (int64_t p = first; p < last; p++) {
         vf total = {0};
-        float share = in->shares[in->order[p]];
+        float weight = in->weights[in->order[p]];
         for (int64_t i = p * in->width; i < (p + 1) * in->width; i += LANES) {
             vf grad = *(vf *)(in->grad + i);
             total += *(const vf *)(in->inner + i) * grad;
-            *(vf *)(in->grad + i) = grad * share;
+            *(vf *)(in->grad + i) = grad * weight;
         }
-        in->grad_shares[in->order[p]] = sum(total);
+        in->grad_weights[in->order[p]] = sum(total);
     }
     return 0;
 }

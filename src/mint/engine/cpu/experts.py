@@ -1,7 +1,5 @@
 """Routing of rows to experts, and each expert's products with its own rows, by `experts.c`.
 
-Knows layouts and how work is split over threads; knows nothing of layers, loras' names or autograd.
-
 Letters: T rows · N experts · K experts per row · P pairs of a row and an expert (T·K) · I inputs · O outputs.
 """
 
@@ -25,7 +23,7 @@ from mint.engine.model.config import ExpertsConfig
 class Routing:
     """The pairs of a row and an expert, sorted by expert; those of one expert in the order of their rows."""
 
-    shares: Tensor  # float32 [T, K], the weights of a row's pairs
+    weights: Tensor  # float32 [T, K], what the results of a row's experts are multiplied with
     chosen: Tensor  # int64 [T, K], its experts, best first
     order: Tensor  # int64 [P], the pairs by expert, numbered by row
     places: Tensor  # int64 [T, K], the place of each pair in `order`
@@ -89,7 +87,7 @@ class NativeExperts:
         """Routes rows by their scores [T, N]."""
         (count, experts), per_token = scores.shape, config.per_token
         pairs = count * per_token
-        shares = scores.new_empty(count, per_token)
+        weights = scores.new_empty(count, per_token)
         chosen = torch.empty(count, per_token, dtype=torch.int64)
         self._library.route_rows(
             count,
@@ -98,7 +96,7 @@ class NativeExperts:
             experts=experts,
             per_token=per_token,
             normed=config.norm_topk_prob,
-            shares=shares,
+            weights=weights,
             chosen=chosen,
         )
         order = torch.empty(pairs, dtype=torch.int64)
@@ -114,7 +112,7 @@ class NativeExperts:
             places=places,
             borders=borders,
         )
-        return Routing(shares, chosen, order, places, borders)
+        return Routing(weights, chosen, order, places, borders)
 
     def gather(self, x: Tensor, routing: Routing) -> Tensor:
         """[P, E]: for each pair its row of x [T, E]."""
@@ -131,15 +129,15 @@ class NativeExperts:
         return out
 
     def combine(
-        self, pairs: Tensor, routing: Routing, *, shares: Tensor | None = None, residual: Tensor | None = None
+        self, pairs: Tensor, routing: Routing, *, weights: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """[T, E]: for each row the sum of its pairs [P, E], times `shares` [T, K], plus `residual` [T, E]."""
+        """[T, E]: for each row the sum of its pairs [P, E], times `weights` [T, K], plus `residual` [T, E]."""
         out = pairs.new_empty(len(routing.places), pairs.shape[1])
         self._library.combine_pairs(
             len(out),
             pairs.numel(),
             pairs=pairs,
-            shares=shares,
+            weights=weights,
             residual=None if residual is None else residual.contiguous(),
             places=routing.places,
             per_token=routing.per_token,
@@ -149,20 +147,22 @@ class NativeExperts:
         return out
 
     def weigh(self, inner: Tensor, grad: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """The gradients for the shares [T, K] and for `inner` [P, I], where a share multiplies what a linear map makes
-        of inner. `grad` [P, I], which is overwritten, is the gradient through the map without the share."""
-        grad_shares = torch.empty_like(routing.shares)
+        """The gradients for the routing weights [T, K] and for `inner` [P, I].
+
+        A weight multiplies what a linear map makes of inner. `grad` [P, I], which is overwritten, is the gradient
+        through the map without the weight."""
+        grad_weights = torch.empty_like(routing.weights)
         self._library.weigh_pairs(
             len(inner),
             inner.numel(),
             order=routing.order,
-            shares=routing.shares,
+            weights=routing.weights,
             inner=inner,
             width=inner.shape[1],
             grad=grad,
-            grad_shares=grad_shares,
+            grad_weights=grad_weights,
         )
-        return grad_shares, grad
+        return grad_weights, grad
 
     def multiply(self, rows: Tensor, matrices: ExpertMatrices, routing: Routing, out: Tensor | None = None) -> Tensor:
         """`row @ matrix.T` of each row's expert, float32 [P, O] from [P, I]; into `out`, if given."""

@@ -1,7 +1,4 @@
-"""The compiled kernels in C: their libraries, and the threads that run them.
-
-Knows what widths the kernels are compiled for; knows nothing of what they compute.
-"""
+"""The compiled kernels in C: their libraries, and the threads that run them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Products and gradients of loras, by `loras.c`.
 
-Knows layouts and how work is split over threads; knows nothing of layers, loras' names or autograd.
-
 Letters: T rows · I inputs · O outputs · r rank · S parts of a fused product.
 """
 

@@ -1,7 +1,7 @@
 """A layer's mixture of experts by the native kernels: one step of autograd with a backward written by hand.
 
 Rows are sorted by expert once, so each expert runs one product over its own rows. For the backward only the input, the
-routing and the wide product are kept. Knows nothing of attention, sequences or losses.
+routing and the wide product are kept.
 
 Letters: T rows · E hidden size · N experts · K experts per row · P pairs of a row and an expert (T·K) · I inner width
 of an expert.
@@ -76,7 +76,8 @@ class NativeMixtureOfExperts:
         inner = self._operations.swiglu(wide)
         pairs = native.multiply(inner, self._down, routing, out=rows)
         native.add_loras(pairs, inner, routing, self._loras(loras, "down"))
-        return native.combine(pairs, routing, shares=routing.shares, residual=x), inverse, scores, wide, routing
+        combined = native.combine(pairs, routing, weights=routing.weights, residual=x)
+        return combined, inverse, scores, wide, routing
 
     def backward(
         self,
@@ -95,18 +96,18 @@ class NativeMixtureOfExperts:
         own = LoraRows(0, len(x), lora)
         grads = native.gather(grad, routing)
         inner = operations.swiglu(wide)
-        # Without the shares: they are applied on the narrow side below, which gives their gradient, too.
+        # Without the routing weights: they are applied on the narrow side below, which gives their gradient, too.
         grad_inner = native.multiply_transposes(grads, self._down, routing)
-        weighted = inner * routing.shares.view(-1)[routing.order].unsqueeze(1)
+        weighted = inner * routing.weights.view(-1)[routing.order].unsqueeze(1)
         native.add_lora_gradients(grads, weighted, routing, self._lora(own, "down"), grad_inner)
-        grad_shares, grad_inner = native.weigh(inner, grad_inner, routing)
+        grad_weights, grad_inner = native.weigh(inner, grad_inner, routing)
         grad_wide = operations.swiglu_backward(grad_inner, wide)
         rows = native.gather(operations.rms_norm_again(x, inverse, self._norm), routing)
         grad_rows = native.multiply_transposes(grad_wide, self._gate_up, routing) if for_input else None
         native.add_lora_gradients(grad_wide, rows, routing, self._lora(own, "gate_up"), grad_rows)
         if grad_rows is None:
             return None
-        routed = self._router.gradient(_grad_scores(grad_shares, scores, routing, self._mixture))
+        routed = self._router.gradient(_grad_scores(grad_weights, scores, routing, self._mixture))
         grad_normed = native.combine(grad_rows, routing, residual=routed)
         return operations.rms_norm_backward(grad_normed, x, inverse, self._norm, grad)
 
@@ -170,10 +171,11 @@ class _Mixture(AutogradFunction):
         return grad_x, None, None, None
 
 
-def _grad_scores(grad_shares: Tensor, scores: Tensor, routing: Routing, mixture: ExpertsConfig) -> Tensor:
-    """The gradient for the scores [T, N] from that for the shares [T, K]."""
-    weighted = grad_shares * routing.shares
+def _grad_scores(grad_weights: Tensor, scores: Tensor, routing: Routing, mixture: ExpertsConfig) -> Tensor:
+    """The gradient for the scores [T, N] from that for the routing weights [T, K]."""
+    weighted = grad_weights * routing.weights
     total = weighted.sum(1, keepdim=True)
-    if mixture.norm_topk_prob:  # shares are the softmax over the chosen alone
-        return torch.zeros_like(scores).scatter_(1, routing.chosen, weighted.addcmul_(routing.shares, total, value=-1))
+    if mixture.norm_topk_prob:  # the weights are the softmax over the chosen alone
+        chosen_grads = weighted.addcmul_(routing.weights, total, value=-1)
+        return torch.zeros_like(scores).scatter_(1, routing.chosen, chosen_grads)
     return scores.softmax(-1).mul_(-total).scatter_add_(1, routing.chosen, weighted)

@@ -1,4 +1,4 @@
-/* Rows that only move: into a batch from a table, into cells of keys and values, from one type to another.
+/* Rows that only move: into a batch from a table, into pages of keys and values, from one type to another.
 
    Letters: T rows, D head dimension. */
 
@@ -50,16 +50,16 @@ typedef struct {
     int64_t columns, chunk, query_heads, kv_heads, side, bytes;
     const char *heads; /* [T, query_heads + 2 kv_heads] of `bytes` each */
     char *keys, *values;
-} WriteCells;
+} WritePages;
 
-/* Stores the key and value heads of each row at its position in its cells, `side` heads side by side. */
-int write_cells(const WriteCells *in, int64_t first, int64_t last) {
+/* Stores the key and value heads of each row at its position in its pages, `side` heads side by side. */
+int write_pages(const WritePages *in, int64_t first, int64_t last) {
     const int64_t part = in->side * in->bytes, parts = in->kv_heads / in->side;
     for (int64_t t = first; t < last; t++) {
-        int64_t at = in->positions[t], cell = in->table[t * in->columns + at / in->chunk];
+        int64_t at = in->positions[t], page = in->table[t * in->columns + at / in->chunk];
         const char *own = in->heads + (t * (in->query_heads + 2 * in->kv_heads) + in->query_heads) * in->bytes;
         for (int64_t p = 0; p < parts; p++) {
-            int64_t to = ((cell * parts + p) * in->chunk + at % in->chunk) * part;
+            int64_t to = ((page * parts + p) * in->chunk + at % in->chunk) * part;
             memcpy(in->keys + to, own + p * part, part);
             memcpy(in->values + to, own + (parts + p) * part, part);
         }

@@ -1,6 +1,6 @@
 """The operations of a decoder on a CPU: by torch's own libraries, or by the kernels in C.
 
-The two differ in the last bits. Knows nothing of layers' order, sequences or losses. Letters as in `model.operations`.
+The two differ in the last bits. Letters as in `model.operations`.
 """
 
 from __future__ import annotations
@@ -319,8 +319,8 @@ class NativeOperations(CpuOperations):
         return NativeMixtureOfExperts(self, self.kernels, weights.router, gate_up, down, norm, layer, config, mixture)
 
     @override
-    def softmax_statistics(self, logits: Tensor, pulled: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        chosen = torch.from_numpy(pulled.astype(np.int64))
+    def softmax_statistics(self, logits: Tensor, needs_gradient: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = torch.from_numpy(needs_gradient.astype(np.int64))
         normalisers = logits.new_empty(len(logits))
         entropies = torch.empty_like(normalisers)
         self._choice.weigh_rows(
@@ -329,9 +329,9 @@ class NativeOperations(CpuOperations):
             logits=logits,
             width=logits.shape[1],
             half=self.dtype == torch.bfloat16,
-            pulled=chosen,
+            needs_gradient=chosen,
             normalisers=normalisers,
             entropies=entropies,
         )
-        pulls = logits.view(self.dtype)[:, : logits.shape[1]]
-        return normalisers, entropies, pulls if pulled.all() else pulls[chosen.bool()]
+        negatives = logits.view(self.dtype)[:, : logits.shape[1]]
+        return normalisers, entropies, negatives if needs_gradient.all() else negatives[chosen.bool()]

@@ -1,7 +1,5 @@
 """Frozen matrices in panels of 16 outputs, multiplied by `products.c`: each row gets the same bits in any company.
 
-Knows layouts and how work is split over threads; knows nothing of layers, loras or autograd.
-
 Letters: T rows · I inputs · O outputs.
 """
 

@@ -1,11 +1,11 @@
 """A decoding step that is recorded once as a list of kernels and then repeated by one call, without Python and torch.
 
 The decoder's own forward is recorded, so there is one definition of a step. A recorded step reads tokens, positions and
-cells from arrays at fixed addresses; everything else in it is fixed. With several threads and a small base, the rows
+pages from arrays at fixed addresses; everything else in it is fixed. With several threads and a small base, the rows
 are split among the threads, and each runs its own recording from the tokens to the logits. That changes no bit, because
-a row's bits do not depend on other rows. Knows nothing of jobs or drawing.
+a row's bits do not depend on other rows.
 
-Letters: R rows · C cells of a row · V vocabulary · H heads · D head dimension.
+Letters: R rows · C pages of a row · V vocabulary · H heads · D head dimension.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from mint.engine.model.weights import MixtureWeights
 from mint.engine.sampling.decode_step import DecodeStep, EagerStep
 from mint.engine.sampling.kv_cache import KVCache
 
-SPARE_CELLS = 8
-"""Cells that can be added to each row before the step must be recorded again."""
+SPARE_PAGES = 8
+"""Pages that can be added to each row before the step must be recorded again."""
 
 RECORDED_BYTES = 512 << 20
 """A recording keeps all intermediate results of a step: 305 MB for 64 rows of a model of 0.6 B weights, where it saves
@@ -76,8 +76,8 @@ class NativeSteps:
             parts = min(torch.get_num_threads(), len(positions) // SPLIT_ROWS) if self._splits else 1
             edges = [len(positions) * part // max(1, parts) for part in range(max(1, parts) + 1)]
             return RecordedStep(self._decoder, self._operations, self._cache, table, positions, loras, edges)
-        cells_of_rows = np.ascontiguousarray(table, np.int64)
-        attention = NativeDecodeAttention(self._operations.kernels, self._cache, cells_of_rows, positions.copy())
+        pages_of_rows = np.ascontiguousarray(table, np.int64)
+        attention = NativeDecodeAttention(self._operations.kernels, self._cache, pages_of_rows, positions.copy())
         return EagerStep(self._decoder, attention, loras)
 
 
@@ -98,7 +98,7 @@ class RecordedStep:
         self._decoder, self._operations, self._loras = decoder, operations, loras
         rows, columns = table.shape
         self._tokens, self._positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-        self._table = np.zeros((rows, columns + SPARE_CELLS), np.int64)
+        self._table = np.zeros((rows, columns + SPARE_PAGES), np.int64)
         self._versions = decoder.loras.versions(loras)
         self._replay: Replay | None = None
         self._logits = torch.empty(0)
@@ -106,14 +106,14 @@ class RecordedStep:
         self._place(table, positions)
 
     def renew(self, table: np.ndarray, positions: np.ndarray) -> bool:
-        """Takes over another `table` of cells for the same rows; False where the step must be recorded again."""
+        """Takes over another `table` of pages for the same rows; False where the step must be recorded again."""
         fits = table.shape[1] <= self._table.shape[1] and self._decoder.loras.versions(self._loras) == self._versions
         if fits:
             self._place(table, positions)
         return fits
 
     def fits(self, positions: np.ndarray) -> bool:
-        """Whether rows at these positions are still within their cells, and no merged lora has changed."""
+        """Whether rows at these positions are still within their pages, and no merged lora has changed."""
         within = bool((positions < self._limits).all())
         return within and self._decoder.loras.versions(self._loras) == self._versions
 

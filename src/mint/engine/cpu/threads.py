@@ -1,7 +1,7 @@
 """Runs the kernels in C over the parts of their work, on torch's own threads.
 
 A kernel takes a struct of 8-byte fields and a range of parts. Callers give the fields by name, in the order of the
-struct in C. Calls can be recorded, and then repeated by a single call. Knows nothing of what kernels compute.
+struct in C. Calls can be recorded, and then repeated by a single call.
 """
 
 from __future__ import annotations

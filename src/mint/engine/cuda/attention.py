@@ -9,7 +9,7 @@ float32 nor on a CPU; `scaled_dot_product_attention` needs the mask as a matrix.
 
 The price is a compilation of some seconds for each padded number of rows (powers of two, so few), which torch caches on
 disk. A row's last bits depend on its place among the tiles: unlike on a CPU, other rows in the batch may change them.
-The same batch gives the same bits. Knows nothing of layers or weights.
+The same batch gives the same bits.
 
 Letters: T rows · P rows with padding · N tiles of rows · K kv heads · G query heads per kv head · H = K·G + 2·K heads ·
 D head dimension.

@@ -2,7 +2,7 @@
 
 The rows of one lora (the usual case: a GRPO batch) are one replay, padded to the size of a bucket; a batch of several
 loras needs as many replays. What differs from step to step is in buffers at fixed addresses: tokens, positions, the
-cells of each row, the lora's weights. Graphs and buffers outlive batches. The logits are computed outside of the graph,
+pages of each row, the lora's weights. Graphs and buffers outlive batches. The logits are computed outside of the graph,
 because each graph would keep memory for them.
 
 Bits of a row: between products every row is treated alone (`cuda/kernels.py`), so no other row and no padding changes a
@@ -12,10 +12,9 @@ others. In larger buckets its last bits may, as in prefill and training on a GPU
 
 Tested on CPUs, without capture: against `EagerStep`, with torch's operations and with interpreted kernels, and with
 tensors of torch's `meta` device, which refuse to be read back. Capture itself needs a GPU and has not been run on one.
-Knows nothing of jobs or drawing.
 
-Letters: R rows · T rows of a bucket · C cells of a row · E hidden size · H all heads · Q query heads · D head dimension
-· I inner width · O outputs · S lora parts of one product · r rank · V vocabulary · N cells in all.
+Letters: R rows · T rows of a bucket · C pages of a row · E hidden size · H all heads · Q query heads · D head dimension
+· I inner width · O outputs · S lora parts of one product · r rank · V vocabulary · N pages in all.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from mint.engine.upload import upload
 BUCKETS = (64, 128, 256, 512)
 """Rows of a graph. Up to the first, the time is that of reading the weights, however few the rows."""
 
-SPLIT_CELLS = 4
-"""Attention adds so many cells of a row one after another; a longer row is split into parts that run in parallel."""
+SPLIT_PAGES = 4
+"""Attention adds so many pages of a row one after another; a longer row is split into parts that run in parallel."""
 
 MAX_GRAPHS = 48
 """One graph more, and all graphs and their buffers for loras are thrown away."""
@@ -58,11 +57,11 @@ class LoraPart:
 
 
 @dataclass(frozen=True)
-class StepGeometry:
+class StepContext:
     """What all layers of a step share.
 
-    `inputs` int32 [2 + C, T] are tokens, positions (-1: padding) and cells in order; cos and sin [positions, D / 2];
-    attention runs over `splits` of `SPLIT_CELLS` cells.
+    `inputs` int32 [2 + C, T] are tokens, positions (-1: padding) and pages in order; cos and sin [positions, D / 2];
+    attention runs over `splits` of `SPLIT_PAGES` pages.
     """
 
     inputs: Tensor
@@ -88,14 +87,14 @@ class StepKernels(Protocol):
         product: Tensor,
         lora: LoraPart | None,
         layer: LayerWeights,
-        rows: StepGeometry,
+        rows: StepContext,
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Queries, normed and rotated; keys and values go into their cells, those of padding nowhere."""
+        """Queries, normed and rotated; keys and values go into their pages, those of padding nowhere."""
         ...
 
-    def attend(self, queries: Tensor, rows: StepGeometry, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, rows: StepContext, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Attended values, in float32 and in the queries' dtype; undefined for padding."""
         ...
 
@@ -109,7 +108,7 @@ class StepKernels(Protocol):
 
 
 def run_layers(
-    decoder: Decoder, kernels: StepKernels, cache: KVCache, rows: StepGeometry, lora: LoraWeights | None
+    decoder: Decoder, kernels: StepKernels, cache: KVCache, rows: StepContext, lora: LoraWeights | None
 ) -> Tensor:
     """Final hidden states (normed) [T, E] of a decoder without experts: what is captured."""
     weights, dtype, eps = decoder.weights, decoder.dtype, rows.eps
@@ -149,7 +148,7 @@ class _Shape:
 
 
 class StepGraphs:
-    """`DecodeSteps` by the graphs of one base model over its cells."""
+    """`DecodeSteps` by the graphs of one base model over its pages."""
 
     def __init__(
         self,
@@ -168,7 +167,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._captured: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # By spec: the buffers that graphs read, and the lora whose weights are in them.
-        self._adapters: dict[LoraSpec, LoraWeights] = {}
+        self._buffers: dict[LoraSpec, LoraWeights] = {}
         self._loaded: dict[LoraSpec, LoraWeights] = {}
 
     def open(
@@ -190,33 +189,33 @@ class StepGraphs:
         self._inputs[:width, :count].copy_(inputs)
         shape = _Shape(count, splits, None if lora is None else replace(lora.spec, seed=0))
         if shape not in self._captured and len(self._captured) >= MAX_GRAPHS:
-            for kept in (self._captured, self._adapters, self._loaded):
-                kept.clear()
-        adapter = None if lora is None or shape.lora is None else self._adapter(shape.lora, lora)
+            for table in (self._captured, self._buffers, self._loaded):
+                table.clear()
+        buffer = None if lora is None or shape.lora is None else self._load(shape.lora, lora)
         if not self._capture:
-            return self._run(shape, adapter)
+            return self._run(shape, buffer)
         if shape not in self._captured:
-            self._captured[shape] = self._record(shape, adapter)
+            self._captured[shape] = self._record(shape, buffer)
         graph, hidden = self._captured[shape]
         graph.replay()
         return hidden
 
-    def _adapter(self, spec: LoraSpec, lora: LoraWeights) -> LoraWeights:
+    def _load(self, spec: LoraSpec, lora: LoraWeights) -> LoraWeights:
         """The buffers for loras of this spec, with the weights of `lora` in them."""
-        if spec not in self._adapters:
+        if spec not in self._buffers:
             # A tensor made in inference mode could not be written outside of it.
             with torch.inference_mode(mode=False):
-                self._adapters[spec] = LoraWeights(self.decoder.config, spec, self.decoder.device)
+                self._buffers[spec] = LoraWeights(self.decoder.config, spec, self.decoder.device)
         if self._loaded.get(spec) is not lora:
-            self._adapters[spec].flat.copy_(lora.flat.detach())
+            self._buffers[spec].flat.copy_(lora.flat.detach())
             self._loaded[spec] = lora
-        return self._adapters[spec]
+        return self._buffers[spec]
 
     def _run(self, shape: _Shape, lora: LoraWeights | None) -> Tensor:
         decoder, cache = self.decoder, self.cache
         config = decoder.config
         cos, sin = decoder.rope
-        rows = StepGeometry(
+        rows = StepContext(
             inputs=self._inputs[:, : shape.rows],
             cos=cos,
             sin=sin,
@@ -268,7 +267,7 @@ class GraphStep:
             for start in range(run.start, run.stop, graphs.buckets[-1]):
                 stop = min(run.stop, start + graphs.buckets[-1])
                 size = next(bucket for bucket in graphs.buckets if bucket >= stop - start)
-                splits = -(-(int(self._columns[start:stop].max()) + 1) // SPLIT_CELLS)
+                splits = -(-(int(self._columns[start:stop].max()) + 1) // SPLIT_PAGES)
                 columns = slice(width, width + size)
                 self._parts.append(_GraphRows(start, stop, columns, 1 << (splits - 1).bit_length(), run.weights))
                 width += size
@@ -281,7 +280,7 @@ class GraphStep:
         self._inputs = upload(graphs.decoder.device, inputs)[0]
 
     def fits(self, positions: np.ndarray) -> bool:
-        """Whether rows at these positions are still within their cells."""
+        """Whether rows at these positions are still within their pages."""
         return bool((positions // CHUNK == self._columns).all())
 
     def run(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:

@@ -3,11 +3,10 @@
 Needs Triton, which CUDA builds of torch bring with them. No other module imports it, and this one is imported only
 where a GPU is used. Every kernel treats each row alone and adds in an order that follows from the row: the number of
 rows, of padding rows and of splits changes no bit. Tested without a GPU: against float64 by Triton's interpreter, which
-has no products of bfloat16 and was given float16 instead, and by compiling for an H100. Knows nothing of layers' order,
-graphs or jobs.
+has no products of bfloat16 and was given float16 instead, and by compiling for an H100.
 
 Letters: T rows · E hidden size · H all heads · Q query heads · K kv heads · G query heads per kv head · J kv heads side
-by side · D head dimension · I inner width · O outputs · r rank · C cells of a row.
+by side · D head dimension · I inner width · O outputs · r rank · C pages of a row.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mint.engine.cuda.graph_step import SPLIT_CELLS, LoraPart, StepGeometry
+from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.weights import LayerWeights
 
@@ -42,11 +41,11 @@ class TritonKernels:
         product: Tensor,
         lora: LoraPart | None,
         layer: LayerWeights,
-        rows: StepGeometry,
+        rows: StepContext,
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Queries [T, Q, D] of product [T, H·D]; keys and values go into their cells."""
+        """Queries [T, Q, D] of product [T, H·D]; keys and values go into their pages."""
         count, dim = len(product), rows.head_dim
         queries = product.new_empty(count, rows.query_heads, dim)
         down, bs, scale, rank = _parts(lora, product)
@@ -67,7 +66,7 @@ class TritonKernels:
             scale=scale,
             count=count,
             stride=rows.inputs.stride(0),
-            cell_size=keys.stride(0),
+            page_size=keys.stride(0),
             QUERY_HEADS=rows.query_heads,
             KV_HEADS=rows.kv_heads,
             DIM=dim,
@@ -82,7 +81,7 @@ class TritonKernels:
         )
         return queries
 
-    def attend(self, queries: Tensor, rows: StepGeometry, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, queries: Tensor, rows: StepContext, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Attended values [T, Q·D] of queries [T, Q, D], in float32 and in their dtype."""
         count, heads, dim = queries.shape
         wide, narrow = _pair((count, heads * dim), queries.device, queries.dtype)
@@ -100,13 +99,13 @@ class TritonKernels:
             narrow=narrow,
             scale=1 / math.sqrt(dim),
             stride=rows.inputs.stride(0),
-            cell_size=keys.stride(0),
+            page_size=keys.stride(0),
             splits=splits,
             GROUPS=groups,
             DIM=dim,
             SIDE=rows.side_by_side,
             CHUNK=CHUNK,
-            SPLIT_CELLS=SPLIT_CELLS,
+            SPLIT_PAGES=SPLIT_PAGES,
             SINGLE=splits == 1,
             QUERIES=_padded(groups),
             WIDTH=triton.next_power_of_2(dim),
@@ -122,7 +121,7 @@ class TritonKernels:
                 GROUPS=groups,
                 DIM=dim,
                 CHUNK=CHUNK,
-                SPLIT_CELLS=SPLIT_CELLS,
+                SPLIT_PAGES=SPLIT_PAGES,
                 QUERIES=triton.next_power_of_2(groups),
                 WIDTH=triton.next_power_of_2(dim),
             )
@@ -230,7 +229,7 @@ def _heads(
     scale,
     count,
     stride,
-    cell_size,
+    page_size,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -281,8 +280,8 @@ def _heads(
     else:
         kv = (head - QUERY_HEADS) % KV_HEADS
         used = used & real
-        cell = tl.load(inputs + (2 + position // CHUNK) * stride + rows, mask=used, other=0).to(tl.int64)
-        start = cell * cell_size + ((kv // SIDE) * CHUNK + position % CHUNK) * (SIDE * DIM) + (kv % SIDE) * DIM
+        page = tl.load(inputs + (2 + position // CHUNK) * stride + rows, mask=used, other=0).to(tl.int64)
+        start = page * page_size + ((kv // SIDE) * CHUNK + position % CHUNK) * (SIDE * DIM) + (kv % SIDE) * DIM
         inside = start[:, None] + half[None, :]
         stored = used[:, None] & within[None, :]
         if head < QUERY_HEADS + KV_HEADS:
@@ -304,23 +303,23 @@ def _attend(
     narrow,
     scale,
     stride,
-    cell_size,
+    page_size,
     splits,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
     SIDE: tl.constexpr,
     CHUNK: tl.constexpr,
-    SPLIT_CELLS: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
     SINGLE: tl.constexpr,
     QUERIES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One row's queries of one kv head over `SPLIT_CELLS` of its cells, scaled by the largest score so far."""
+    """One row's queries of one kv head over `SPLIT_PAGES` of its pages, scaled by the largest score so far."""
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     length = tl.load(inputs + stride + row) + 1
-    group, dims, keys_of_cell = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, CHUNK)
-    known = (group < GROUPS) & (SINGLE | (split * (SPLIT_CELLS * CHUNK) < length))
+    group, dims, keys_of_page = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, CHUNK)
+    known = (group < GROUPS) & (SINGLE | (split * (SPLIT_PAGES * CHUNK) < length))
     mask = known[:, None] & (dims < DIM)[None, :]
     place = ((row * kv_heads + kv) * GROUPS + group)[:, None] * DIM + dims[None, :]
     query = tl.load(queries + place, mask=mask, other=0.0)
@@ -328,23 +327,23 @@ def _attend(
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
     offset = (kv // SIDE) * (CHUNK * SIDE * DIM) + (kv % SIDE) * DIM
-    inside = keys_of_cell[:, None] * (SIDE * DIM) + dims[None, :]
-    for index in range(SPLIT_CELLS):  # of constant length, so that the loads are pipelined
-        column = split * SPLIT_CELLS + index
-        cell = tl.load(inputs + (2 + column) * stride + row, mask=column * CHUNK < length, other=0)
-        start = cell.to(tl.int64) * cell_size + offset
-        seen = column * CHUNK + keys_of_cell < length
+    inside = keys_of_page[:, None] * (SIDE * DIM) + dims[None, :]
+    for index in range(SPLIT_PAGES):  # of constant length, so that the loads are pipelined
+        column = split * SPLIT_PAGES + index
+        page = tl.load(inputs + (2 + column) * stride + row, mask=column * CHUNK < length, other=0)
+        start = page.to(tl.int64) * page_size + offset
+        seen = column * CHUNK + keys_of_page < length
         loaded = seen[:, None] & (dims < DIM)[None, :]
         key = tl.load(keys + start + inside, mask=loaded, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, -float("inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
         peak = tl.where(higher == -float("inf"), 0.0, higher)  # padding has no key at all
-        shares = tl.exp(scores - peak[:, None])
+        weights = tl.exp(scores - peak[:, None])
         shrunk = tl.exp(largest - peak)
         value = tl.load(values + start + inside, mask=loaded, other=0.0)
-        mixed = mixed * shrunk[:, None] + tl.dot(shares.to(value.dtype), value, input_precision="ieee")
-        total = total * shrunk + tl.sum(shares, 1)
+        mixed = mixed * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        total = total * shrunk + tl.sum(weights, 1)
         largest = higher
     if SINGLE:
         _store(wide, narrow, place, mixed / tl.where(total > 0, total, 1.0)[:, None], mask)
@@ -366,7 +365,7 @@ def _merge(
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
-    SPLIT_CELLS: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
     QUERIES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -381,7 +380,7 @@ def _merge(
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
     split = 0
-    while split * (SPLIT_CELLS * CHUNK) < length:
+    while split * (SPLIT_PAGES * CHUNK) < length:
         own = ((row * kv_heads + kv).to(tl.int64) * splits + split) * GROUPS + group
         found = tl.load(parts + own * (DIM + 2) + DIM + 1, mask=known, other=0.0)
         higher = tl.maximum(largest, found)

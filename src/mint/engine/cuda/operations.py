@@ -1,6 +1,6 @@
 """The operations of a decoder on a GPU: torch's, with limits of a GPU's memory, and FlexAttention where it fits.
 
-Knows nothing of layers' order, sequences or losses. Letters as in `model.operations`.
+Letters as in `model.operations`.
 """
 
 from __future__ import annotations

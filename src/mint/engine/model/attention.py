@@ -21,7 +21,7 @@ BLOCK = 32
 CHUNK = 64
 """Sums over values are cut at multiples of this, and once more at `BLOCK`; the parts are added in order, in float32. So
 samples can be multiplied with the keys of a shared prompt in one product and with their own keys in another. It is also
-the number of positions in a cell of the KV cache."""
+the number of positions in a page of the KV cache."""
 
 MIN_QUERIES = 4
 """Below this, BLAS multiplies matrix and vector in another order (measured)."""

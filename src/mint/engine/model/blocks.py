@@ -1,7 +1,7 @@
 """The two blocks of a layer around its attention, each one step of autograd with a hand-written backward.
 
 A block keeps its input and one wide product for the backward and computes the rest again. What is kept is in the dtype
-of the base's matrices, as the products of the backward are. Knows nothing of sequences, losses or loras' names.
+of the base's matrices, as the products of the backward are.
 
 Letters: T rows · E hidden size · H all heads (query, key, value) · D head dimension · I the MLP's inner width.
 """
@@ -23,7 +23,7 @@ from mint.engine.model.weights import LayerWeights
 
 
 @dataclass(frozen=True)
-class Geometry:
+class ForwardContext:
     """What all layers share in one forward; cos and sin [T, 1, D / 2] rotate the first `rotated` heads."""
 
     operations: Operations
@@ -64,18 +64,20 @@ class AttentionInputs(AutogradFunction):
 
     @classmethod
     @override
-    def infer(cls, x: Tensor, layer: LayerWeights, linear: Linear, geometry: Geometry, *parameters: Tensor) -> Tensor:
-        return _project_heads(x, layer, linear, geometry)[0]
+    def infer(
+        cls, x: Tensor, layer: LayerWeights, linear: Linear, context: ForwardContext, *parameters: Tensor
+    ) -> Tensor:
+        return _project_heads(x, layer, linear, context)[0]
 
     @staticmethod
     @override
     def forward(
-        ctx: Any, x: Tensor, layer: LayerWeights, linear: Linear, geometry: Geometry, *parameters: Tensor
+        ctx: Any, x: Tensor, layer: LayerWeights, linear: Linear, context: ForwardContext, *parameters: Tensor
     ) -> Tensor:
         """[T, H, D] in the base's dtype from x [T, E]; `parameters` are those of `linear`, named for autograd."""
-        heads, inverse, qkv, head_inverse = _project_heads(x, layer, linear, geometry)
-        ctx.save_for_backward(x, inverse, qkv.to(geometry.operations.dtype), head_inverse)
-        ctx.layer, ctx.linear, ctx.geometry = layer, linear, geometry
+        heads, inverse, qkv, head_inverse = _project_heads(x, layer, linear, context)
+        ctx.save_for_backward(x, inverse, qkv.to(context.operations.dtype), head_inverse)
+        ctx.layer, ctx.linear, ctx.context = layer, linear, context
         return heads
 
     @staticmethod
@@ -84,15 +86,15 @@ class AttentionInputs(AutogradFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and the parameters."""
         x, inverse, qkv, head_inverse = ctx.saved_tensors
-        layer, geometry, operations = ctx.layer, ctx.geometry, ctx.geometry.operations
+        layer, context, operations = ctx.layer, ctx.context, ctx.context.operations
         grad_qkv = operations.finish_heads_backward(
             grad,
             qkv.float(),
             head_inverse,
             layer.head_norms,
-            geometry.cos,
-            geometry.sin,
-            rotated=geometry.rotated,
+            context.cos,
+            context.sin,
+            rotated=context.rotated,
         )
         normed = operations.rms_norm_again(x, inverse, layer.input_norm)
         grad_normed, grads = ctx.linear.gradient(grad_qkv.flatten(1), normed, for_input=ctx.needs_input_grad[0])
@@ -103,19 +105,19 @@ class AttentionInputs(AutogradFunction):
 
 
 def _project_heads(
-    x: Tensor, layer: LayerWeights, linear: Linear, geometry: Geometry
+    x: Tensor, layer: LayerWeights, linear: Linear, context: ForwardContext
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The heads, 1 / rms of x, the product [T, H, D], and 1 / rms of its heads where they are normed."""
-    normed, inverse = geometry.operations.rms_norm(x, layer.input_norm, geometry.eps)
-    qkv = linear.product(normed).view(len(x), -1, geometry.head_dim)
-    heads, head_inverse = geometry.operations.finish_heads(
+    normed, inverse = context.operations.rms_norm(x, layer.input_norm, context.eps)
+    qkv = linear.product(normed).view(len(x), -1, context.head_dim)
+    heads, head_inverse = context.operations.finish_heads(
         qkv,
         layer.qkv_bias,
         layer.head_norms,
-        geometry.cos,
-        geometry.sin,
-        eps=geometry.eps,
-        rotated=geometry.rotated,
+        context.cos,
+        context.sin,
+        eps=context.eps,
+        rotated=context.rotated,
     )
     return heads, inverse, qkv, head_inverse
 
@@ -131,10 +133,10 @@ class Mlp(AutogradFunction):
         layer: LayerWeights,
         gate_up: Linear,
         down: Linear,
-        geometry: Geometry,
+        context: ForwardContext,
         *parameters: Tensor,
     ) -> Tensor:
-        return _apply_mlp(x, layer, gate_up, down, geometry)[0]
+        return _apply_mlp(x, layer, gate_up, down, context)[0]
 
     @staticmethod
     @override
@@ -144,17 +146,17 @@ class Mlp(AutogradFunction):
         layer: LayerWeights,
         gate_up: Linear,
         down: Linear,
-        geometry: Geometry,
+        context: ForwardContext,
         *parameters: Tensor,
     ) -> Tensor:
         """[T, E] from x [T, E]; `parameters` are those of `gate_up`, then of `down`, named for autograd."""
-        outs, kept = [], []
-        for rows in x.tensor_split(geometry.operations.mlp_parts(len(x), gate_up.outputs)):
-            out, inverse, wide = _apply_mlp(rows, layer, gate_up, down, geometry)
+        outs, saved = [], []
+        for rows in x.tensor_split(context.operations.mlp_parts(len(x), gate_up.outputs)):
+            out, inverse, wide = _apply_mlp(rows, layer, gate_up, down, context)
             outs.append(out)
-            kept += [inverse, wide.to(geometry.operations.dtype)]
-        ctx.save_for_backward(x, *kept)
-        ctx.layer, ctx.gate_up, ctx.down, ctx.geometry = layer, gate_up, down, geometry
+            saved += [inverse, wide.to(context.operations.dtype)]
+        ctx.save_for_backward(x, *saved)
+        ctx.layer, ctx.gate_up, ctx.down, ctx.context = layer, gate_up, down, context
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     @staticmethod
@@ -162,9 +164,9 @@ class Mlp(AutogradFunction):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and the parameters."""
-        x, *kept = ctx.saved_tensors
-        count = len(kept) // 2
-        parts = zip(x.tensor_split(count), grad.tensor_split(count), kept[::2], kept[1::2], strict=True)
+        x, *saved = ctx.saved_tensors
+        count = len(saved) // 2
+        parts = zip(x.tensor_split(count), grad.tensor_split(count), saved[::2], saved[1::2], strict=True)
         grad_xs, sums = [], []
         for rows, own, inverse, wide in parts:
             grad_x, grads = _mlp_gradient(ctx, own, rows, inverse, wide.float())
@@ -177,19 +179,19 @@ class Mlp(AutogradFunction):
 
 
 def _apply_mlp(
-    x: Tensor, layer: LayerWeights, gate_up: Linear, down: Linear, geometry: Geometry
+    x: Tensor, layer: LayerWeights, gate_up: Linear, down: Linear, context: ForwardContext
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows [T, E], 1 / rms of x, and the wide product [T, 2·I]."""
-    normed, inverse = geometry.operations.rms_norm(x, layer.post_norm, geometry.eps)
+    normed, inverse = context.operations.rms_norm(x, layer.post_norm, context.eps)
     wide = gate_up.product(normed)
-    return down.product(geometry.operations.swiglu(wide), x), inverse, wide
+    return down.product(context.operations.swiglu(wide), x), inverse, wide
 
 
 def _mlp_gradient(
     ctx: Any, grad: Tensor, x: Tensor, inverse: Tensor, wide: Tensor
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Gradients for some rows of x, and their part of the parameters'."""
-    operations: Operations = ctx.geometry.operations
+    operations: Operations = ctx.context.operations
     inner, silu_gate = operations.swiglu_again(wide)
     grad_inner, down_grads = ctx.down.gradient(grad, inner)
     grad_wide = operations.swiglu_backward(grad_inner, wide, silu_gate)

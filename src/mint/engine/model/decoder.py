@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mint.engine.lora import UNEMBED, LoraRows
 from mint.engine.model.autograd import recomputed
-from mint.engine.model.blocks import AttentionInputs, Geometry, Mlp, Norm
+from mint.engine.model.blocks import AttentionInputs, ForwardContext, Mlp, Norm
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
@@ -40,7 +40,7 @@ class _ForwardBatch:
     count: int
     attention: Attention
     loras: Sequence[LoraRows]
-    geometry: Geometry
+    context: ForwardContext
 
 
 class Decoder:
@@ -87,7 +87,7 @@ class Decoder:
         count, least = len(tokens), rows_needed(self._matrices)
         tokens, positions = pad_rows(tokens, least), pad_rows(positions, least)
         cos, sin = self.rope
-        geometry = Geometry(
+        context = ForwardContext(
             operations=self.operations,
             eps=self.config.rms_norm_eps,
             rotated=self.config.num_attention_heads + self.config.num_key_value_heads,
@@ -95,18 +95,18 @@ class Decoder:
             cos=self.operations.take_rows(cos, positions).unsqueeze(1),
             sin=self.operations.take_rows(sin, positions).unsqueeze(1),
         )
-        batch = _ForwardBatch(count, attention, cover(loras, count, len(tokens)), geometry)
+        batch = _ForwardBatch(count, attention, cover(loras, count, len(tokens)), context)
         x = self.operations.take_rows(self.weights.embedding, tokens)
         for index in range(len(self.weights.layers)):
             layer = partial(self._layer, index, batch=batch)
             x = recomputed(layer, x) if recompute else layer(x)
-        return Norm.run(x, self.weights.final_norm, geometry.eps, self.operations)[:count]
+        return Norm.run(x, self.weights.final_norm, context.eps, self.operations)[:count]
 
     def _layer(self, index: int, x: Tensor, *, batch: _ForwardBatch) -> Tensor:
         """x [T, E] → [T, E]: x + attention(norm(x)), and of that x + mlp(norm(x))."""
-        layer, geometry = self.weights.layers[index], batch.geometry
+        layer, context = self.weights.layers[index], batch.context
         qkv = self.loras.linear(f"{index}.qkv", layer.qkv, batch.loras)
-        heads = AttentionInputs.run(x, layer, qkv, geometry, *qkv.parameters)
+        heads = AttentionInputs.run(x, layer, qkv, context, *qkv.parameters)
         attended = pad_rows(batch.attention(index, heads[: batch.count]), len(x))
         o = self.loras.linear(f"{index}.o", layer.o, batch.loras)
         x = LoraProduct.run(attended, x, o, *o.parameters)
@@ -115,7 +115,7 @@ class Decoder:
             return pad_rows(self.mixtures[index](x[: batch.count], batch.loras), len(x))
         gate_up = self.loras.linear(f"{index}.gate_up", layer.mlp.gate_up, batch.loras)
         down = self.loras.linear(f"{index}.down", layer.mlp.down, batch.loras)
-        return Mlp.run(x, layer, gate_up, down, geometry, *gate_up.parameters, *down.parameters)
+        return Mlp.run(x, layer, gate_up, down, context, *gate_up.parameters, *down.parameters)
 
     def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
         """Float32 logits [T, V] of hidden states [T, E]; `loras` may cover more rows than there are."""

@@ -1,7 +1,7 @@
 """Products with the frozen matrices of a base model: the interfaces, and the row-major layout in plain torch.
 
 Rows go in and come out in float32; the product itself runs in the dtype of the matrix. Other layouts belong to a device
-(`engine/cpu/onednn.py`, `engine/cpu/panels.py`). Knows nothing of layers, loras or what gradients are used for.
+(`engine/cpu/onednn.py`, `engine/cpu/panels.py`).
 
 Letters: T rows · I inputs · O outputs.
 """

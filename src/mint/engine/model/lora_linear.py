@@ -2,8 +2,7 @@
 
 Two ways, chosen once for a base: a lora is computed beside the base (`SeparateLoras`), or merged into a copy of the
 base's matrix after every change, `W + scale · B · A`, so that one product is left of three (`MergedLoras`, for small
-bases). Sampling and training multiply with the same matrix, so their bits agree. Knows nothing of the layers' order or
-sequences.
+bases). Sampling and training multiply with the same matrix, so their bits agree.
 
 Letters: T rows · I inputs · O outputs.
 """

@@ -1,8 +1,7 @@
 """A mixture of experts in place of a layer's MLP: the router sends every row to the few experts that it scores highest.
 
 Rows are sorted by expert, so each expert runs one product over its own rows. The results of a row are summed in the
-order of the router's choice. So no row's bits depend on which other rows go to the same expert. Knows nothing of
-attention or sequences.
+order of the router's choice. So no row's bits depend on which other rows go to the same expert.
 
 Letters: T rows · E hidden size · K experts per row · P pairs of a row and an expert (T·K).
 """
@@ -49,7 +48,7 @@ class MixtureOfExperts:
         """x + what the chosen experts make of norm(x), both [T, E]."""
         normed = Norm.run(x, self._norm, self._eps, self._operations)
         scores = self._loras.multiply(normed, self._weights.router, f"{self._layer}.router", loras)
-        shares, chosen = _route(scores, self._mixture)
+        routing_weights, chosen = _route(scores, self._mixture)
         order = torch.argsort(chosen.reshape(-1), stable=True)  # pairs by expert, the rows of each in their own order
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         places = places.view(chosen.shape)
@@ -60,13 +59,15 @@ class MixtureOfExperts:
             wide = self._loras.multiply(rows[start:stop], weights.gate_up, f"{site}.gate_up", own)
             inner = _SwiGlu.run(wide, self._operations)
             parts.append(self._loras.multiply(inner, weights.down, f"{site}.down", own))
-        return _Combine.run(torch.cat(parts), shares, x, order, places)
+        return _Combine.run(torch.cat(parts), routing_weights, x, order, places)
 
 
 def _route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """For each row its experts [T, K], best first, and their shares [T, K], which have a gradient for the scores."""
-    shares, chosen = scores.softmax(-1).topk(config.per_token, dim=-1)
-    return (shares / shares.sum(-1, keepdim=True) if config.norm_topk_prob else shares), chosen
+    """For each row its routing weights [T, K], differentiable for the scores, and its experts [T, K], best first."""
+    routing_weights, chosen = scores.softmax(-1).topk(config.per_token, dim=-1)
+    return (
+        routing_weights / routing_weights.sum(-1, keepdim=True) if config.norm_topk_prob else routing_weights
+    ), chosen
 
 
 def _segments(
@@ -133,25 +134,27 @@ class _Gather(AutogradFunction):
 
 
 class _Combine(AutogradFunction):
-    """`residual` plus each row's pairs times their shares."""
+    """`residual` plus each row's pairs times their routing weights."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, pairs: Tensor, shares: Tensor, residual: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        """[T, E] from pairs [P, E], shares [T, K], residual [T, E], the pairs by expert [P] and by row [T, K]."""
-        ctx.save_for_backward(pairs, shares, order, places)
+    def forward(
+        ctx: Any, pairs: Tensor, routing_weights: Tensor, residual: Tensor, order: Tensor, places: Tensor
+    ) -> Tensor:
+        """[T, E] from pairs [P, E], weights [T, K], residual [T, E], the pairs by expert [P] and by row [T, K]."""
+        ctx.save_for_backward(pairs, routing_weights, order, places)
         out = residual.clone()
         for choice in range(places.shape[1]):
             # Two steps: a fused multiply-add rounds once or twice depending on a row's place.
-            out.add_(pairs.index_select(0, places[:, choice]).mul_(shares[:, choice : choice + 1]))
+            out.add_(pairs.index_select(0, places[:, choice]).mul_(routing_weights[:, choice : choice + 1]))
         return out
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients for pairs, shares and residual."""
-        pairs, shares, order, places = ctx.saved_tensors
-        chosen = grad.index_select(0, order // shares.shape[1])
-        grad_shares = (chosen * pairs).sum(-1)[places]
-        return chosen.mul_(shares.reshape(-1)[order].unsqueeze(1)), grad_shares, grad, None, None
+        """Gradients for pairs, routing weights and residual."""
+        pairs, routing_weights, order, places = ctx.saved_tensors
+        chosen = grad.index_select(0, order // routing_weights.shape[1])
+        grad_weights = (chosen * pairs).sum(-1)[places]
+        return chosen.mul_(routing_weights.reshape(-1)[order].unsqueeze(1)), grad_weights, grad, None, None

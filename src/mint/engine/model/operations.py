@@ -167,7 +167,8 @@ class Operations(Protocol):
         """Rows of `width` logits that are best treated together; None: all."""
         ...
 
-    def softmax_statistics(self, logits: Tensor, pulled: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """logsumexp and entropy of each row of logits [T, V], both [T]; and the negative softmax of the rows that are
-        `pulled` (bool [T]) in `dtype`, written over the logits."""
+    def softmax_statistics(self, logits: Tensor, needs_gradient: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """logsumexp and entropy of each row of logits [T, V], both [T]; and the negative softmax, in `dtype`, of the
+        rows with `needs_gradient` (bool [T]), written over the logits. With 1 added at a token, that is the gradient
+        of the token's logprob for the logits."""
         ...

@@ -1,7 +1,7 @@
 """Causal attention of packed rows: a training micro-batch, or prompts to be prefilled.
 
 Spans of similar length are computed together, cut where the position passes a multiple of `BLOCK`, by the rules in
-`attention`. Rows are copied once into the layout of the products, and once back. Knows nothing of layers or weights.
+`attention`. Rows are copied once into the layout of the products, and once back.
 
 Letters: T rows · n spans · L queries of a span · W keys · P of them a prefix · K kv heads · G query heads per kv head ·
 M = G·L queries of one kv head · H = K·G + 2·K heads · D head dimension.
@@ -26,8 +26,8 @@ from mint.engine.model.attention import BLOCK, MIN_QUERIES, add_parts, cuts
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.packing import AttentionBlock
 
-KEPT_SHARES = 1 << 20
-"""Probabilities of a layer that are kept for the backward (4 MB). The others are computed again, so that memory does
+SAVED_PROBABILITIES = 1 << 20
+"""Probabilities of a layer that are saved for the backward (4 MB). The others are computed again, so that memory does
 not grow with the square of the length."""
 
 
@@ -128,20 +128,20 @@ class _Attend(AutogradFunction):
     def forward(ctx: Any, heads: Tensor, plan: PackedAttention) -> Tensor:
         """[T, K·G·D] from heads [T, H, D]."""
         flat = heads.flatten(0, 1)
-        mixed, kept, room = [], [], KEPT_SHARES
+        mixed, saved, room = [], [], SAVED_PROBABILITIES
         for block in plan.blocks:
             key, value = (_gather(flat, places, block.products) for places in (block.keys, block.keys + plan.kv_heads))
             for piece in block.pieces:
-                shares = _shares(_gather_queries(flat, piece, block), key[:, : piece.keys], piece)
-                own = shares.to(heads.dtype)
+                probabilities = _probabilities(_gather_queries(flat, piece, block), key[:, : piece.keys], piece)
+                own = probabilities.to(heads.dtype)
                 parts = (_multiply(own[..., a:b], value[:, a:b]) for a, b in cuts(piece.keys))
                 mixed.append(add_parts(parts).view(-1, heads.shape[2]))
-                keep = shares.numel() <= room
-                room -= shares.numel() if keep else 0
-                kept.append(shares if keep else None)
+                keep = probabilities.numel() <= room
+                room -= probabilities.numel() if keep else 0
+                saved.append(probabilities if keep else None)
         out = (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).index_select(0, plan.order)
         out = out.view(plan.rows, -1)
-        ctx.save_for_backward(heads, out, *kept)
+        ctx.save_for_backward(heads, out, *saved)
         ctx.plan = plan
         return out
 
@@ -151,11 +151,12 @@ class _Attend(AutogradFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient for heads, summed in float32, because the keys of a shared prefix collect from many samples.
         They are multiplied once with the queries of all that share them."""
-        heads, out, *kept = ctx.saved_tensors
+        heads, out, *saved = ctx.saved_tensors
         plan, size = ctx.plan, heads.shape[2]
-        needs, flat, grad, remaining = plan.backward, heads.flatten(0, 1), grad.reshape(-1, size), iter(kept)
-        # The softmax subtracts this from the slopes of its row: Σ shares · slopes = grad · out.
-        pulls = (grad.float() * out.view(-1, size)).sum(1, keepdim=True)
+        needs, flat, grad, remaining = plan.backward, heads.flatten(0, 1), grad.reshape(-1, size), iter(saved)
+        # The softmax subtracts this from the slopes of its row: Σ probabilities · slopes = grad · out (FlashAttention-2
+        # calls it D).
+        deltas = (grad.float() * out.view(-1, size)).sum(1, keepdim=True)
         results = torch.zeros((needs.queries + 2 * needs.keys, size), device=heads.device)
         found, *own_grads = results.split([needs.queries, needs.keys, needs.keys])
         query_grads = found
@@ -170,16 +171,18 @@ class _Attend(AutogradFunction):
             prefixes += sums[1:]
             for piece in block.pieces:
                 query = _gather_queries(flat, piece, block)
-                shares = next(remaining)
-                if shares is None:
-                    shares = _shares(query, _gather(flat, block.keys, block.products)[:, : piece.keys], piece)
-                own, pull = (
+                probabilities = next(remaining)
+                if probabilities is None:
+                    probabilities = _probabilities(
+                        query, _gather(flat, block.keys, block.products)[:, : piece.keys], piece
+                    )
+                own, delta = (
                     x.index_select(0, piece.sources).index_fill_(0, piece.idle, 0).view(block.products, -1, x.shape[1])
-                    for x in (grad, pulls)
+                    for x in (grad, deltas)
                 )
                 target, query_grads = query_grads[: len(piece.queries)], query_grads[len(piece.queries) :]
                 for part in sums:
-                    part.add(shares, query, own, pull, target.view_as(query))
+                    part.add(probabilities, query, own, delta, target.view_as(query))
         out = torch.empty(heads.shape, device=heads.device)
         own = found.index_select(0, plan.order).view(plan.rows, -1, size)
         torch.mul(own, 1 / math.sqrt(size), out=out[:, : plan.query_heads])
@@ -200,20 +203,20 @@ class _KeySums:
             _gather(flat, places, keys.products) for places in (keys.places, keys.places + kv_heads)
         )
 
-    def add(self, shares: Tensor, query: Tensor, grad: Tensor, pull: Tensor, target: Tensor) -> None:
+    def add(self, probabilities: Tensor, query: Tensor, grad: Tensor, delta: Tensor, target: Tensor) -> None:
         """Adds a piece's part to the gradients of keys and values, and to `target`, those of its queries.
 
-        `shares` [K·n, M, W], `query`, `grad` and `target` [K·n, M, D], `pull` [K·n, M, 1].
+        `probabilities` [K·n, M, W], `query`, `grad` and `target` [K·n, M, D], `delta` [K·n, M, 1].
         """
-        tensors = (shares, query, grad, pull, target)
-        shares, query, grad, pull, target = (x.view(self._keys.products, -1, x.shape[2]) for x in tensors)
-        shares = shares[..., self._keys.columns]
-        key, value = (x[:, : shares.shape[2]] for x in (self._key, self._value))
-        key_grad, value_grad = (x.view(self._key.shape)[:, : shares.shape[2]] for x in self._grads)
-        slopes = torch.bmm(grad, value.transpose(1, 2)).float().sub_(pull).mul_(shares).to(query.dtype)
+        tensors = (probabilities, query, grad, delta, target)
+        probabilities, query, grad, delta, target = (x.view(self._keys.products, -1, x.shape[2]) for x in tensors)
+        probabilities = probabilities[..., self._keys.columns]
+        key, value = (x[:, : probabilities.shape[2]] for x in (self._key, self._value))
+        key_grad, value_grad = (x.view(self._key.shape)[:, : probabilities.shape[2]] for x in self._grads)
+        slopes = torch.bmm(grad, value.transpose(1, 2)).float().sub_(delta).mul_(probabilities).to(query.dtype)
         _add_product(target, slopes, key)
         _add_product(key_grad, slopes.transpose(1, 2), query)
-        _add_product(value_grad, shares.to(grad.dtype).transpose(1, 2), grad)
+        _add_product(value_grad, probabilities.to(grad.dtype).transpose(1, 2), grad)
 
     def add_to(self, out: Tensor) -> None:
         """Adds the gradients to `out` [T·H, D]."""
@@ -239,7 +242,7 @@ def _gather(flat: Tensor, places: Tensor, products: int) -> Tensor:
     return flat.index_select(0, places).view(products, -1, flat.shape[1])
 
 
-def _shares(query: Tensor, key: Tensor, piece: _QueryRows) -> Tensor:
+def _probabilities(query: Tensor, key: Tensor, piece: _QueryRows) -> Tensor:
     """The probabilities [K·n, M, W] in float32."""
     scores = _multiply(query, key.transpose(1, 2)).float()
     # Keys before the queries' own block are all visible.

@@ -1,6 +1,6 @@
 """The operations of a decoder in plain torch: the reference for every device, and what a device without its own runs.
 
-Knows nothing of layers' order, sequences or losses. Letters as in `operations`.
+Letters as in `operations`.
 """
 
 from __future__ import annotations
@@ -183,13 +183,13 @@ class TorchOperations:
     def rows_in_cache(self, width: int) -> int | None:
         return None
 
-    def softmax_statistics(self, logits: Tensor, pulled: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        pulls = logits.view(self.dtype)[:, : logits.shape[1]]
+    def softmax_statistics(self, logits: Tensor, needs_gradient: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        negatives = logits.view(self.dtype)[:, : logits.shape[1]]
         normaliser, entropies = (torch.empty(len(logits), device=logits.device) for _ in range(2))
         filled, size = 0, self.rows_in_cache(logits.shape[1]) or max(1, len(logits))
         scratch = torch.empty_like(logits[: 2 * size])
         for rows in row_blocks(len(logits), size):
-            own, mask = logits[rows], pulled[rows]
+            own, mask = logits[rows], needs_gradient[rows]
             weights, normaliser[rows] = exponentials(own, scratch[: len(own)])
             total = weights.sum(1)
             # H = log Z - Σ p·z
@@ -198,6 +198,6 @@ class TorchOperations:
             if mask.any():
                 weights.div_(-total[:, None])
                 trained = weights if mask.all() else weights[upload(logits.device, np.flatnonzero(mask))[0]]
-                pulls[filled : filled + len(trained)] = trained
+                negatives[filled : filled + len(trained)] = trained
                 filled += len(trained)
-        return normaliser, entropies, pulls[:filled]
+        return normaliser, entropies, negatives[:filled]

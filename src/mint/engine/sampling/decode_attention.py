@@ -1,11 +1,11 @@
-"""Attention of one new token per sequence, over keys and values in cells.
+"""Attention of one new token per sequence, over keys and values in pages.
 
-Sequences that share cells (the samples of one prompt) are multiplied with them in one product. A row attends to as many
+Sequences that share pages (the samples of one prompt) are multiplied with them in one product. A row attends to as many
 keys as `model.attention` says for its position, the later ones masked, and its products are cut where training cuts
-them. So its bits are those of training and do not depend on the other rows. Knows nothing of tokens, loras or jobs.
+them. So its bits are those of training and do not depend on the other rows.
 
-Letters: R rows · C cells of a row · K kv heads · J kv heads side by side · G query heads per kv head · D head
-dimension · M query rows of one sequence · W keys · N cells in all.
+Letters: R rows · C pages of a row · K kv heads · J kv heads side by side · G query heads per kv head · D head
+dimension · M query rows of one sequence · W keys · N pages in all.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from mint.engine.sampling.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
-class _CellRows:
-    """Rows `start:stop`, of which every `each` neighbours share one cell, and the positions `within` of those cells.
+class _PageRows:
+    """Rows `start:stop`, of which every `each` neighbours share one page, and the positions `within` of those pages.
 
-    The cells are consecutive ones from `cell` on, or `ids` where these are given.
+    The pages are consecutive ones from `page` on, or `ids` where these are given.
     """
 
     start: int
     stop: int
     each: int
     within: slice
-    cell: int
+    page: int
     ids: Tensor | None
 
     def product(self, rows: Tensor, plane: Tensor, *, transposed: bool) -> Tensor:
-        """rows [n, K/J, M, ·] times the cells in plane [N, K/J, CHUNK, J·D]."""
+        """rows [n, K/J, M, ·] times the pages in plane [N, K/J, CHUNK, J·D]."""
         if len(rows) != self.stop - self.start:
             rows = rows[self.start : self.stop]
         count, parts, queries, _ = rows.shape
         groups = count // self.each
         if self.ids is None:
-            own = plane[self.cell : self.cell + groups, :, self.within].flatten(0, 1)
+            own = plane[self.page : self.page + groups, :, self.within].flatten(0, 1)
         else:
             own = plane[:, :, self.within].index_select(0, self.ids).flatten(0, 1)
         if self.each == 1 or parts == 1:
@@ -56,20 +56,20 @@ class _CellRows:
 
 @dataclass(frozen=True)
 class _EqualRows:
-    """Rows `start:stop`, which attend to `keys` keys each; for each part of the keys, how its rows read their cells."""
+    """Rows `start:stop`, which attend to `keys` keys each; for each part of the keys, how its rows read their pages."""
 
     start: int
     stop: int
     keys: int
-    parts: tuple[tuple[_CellRows, ...], ...]
+    parts: tuple[tuple[_PageRows, ...], ...]
 
 
 class DecodeAttention:
     """`StepAttention` in torch, for rows that stay the same and within their query blocks."""
 
     def __init__(self, cache: KVCache, table: np.ndarray, fronts: np.ndarray, positions: np.ndarray) -> None:
-        """`table` [R, C] has the cells of each row in order. Its first `BLOCK` positions are read in the cells `fronts`
-        [R] instead, which samples of one prompt share. Rows that share cells should be neighbours."""
+        """`table` [R, C] has the pages of each row in order. Its first `BLOCK` positions are read in the pages `fronts`
+        [R] instead, which samples of one prompt share. Rows that share pages should be neighbours."""
         self._cache, self._table = cache, table
         blocks = positions // BLOCK + 1
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
@@ -108,9 +108,9 @@ class DecodeAttention:
         found = [_over(pieces, query, keys, transposed=True) for pieces in run.parts]
         scores = (found[0] if len(found) == 1 else torch.cat(found, dim=-1)).float()
         scores[..., run.keys - BLOCK :].add_(self._mask[run.start : run.stop])
-        shares = torch.softmax(scores, dim=-1).to(values.dtype)
+        probabilities = torch.softmax(scores, dim=-1).to(values.dtype)
         return add_parts(
-            _over(pieces, shares[..., start:stop], values, transposed=False)
+            _over(pieces, probabilities[..., start:stop], values, transposed=False)
             for pieces, (start, stop) in zip(run.parts, cuts(run.keys), strict=True)
         )
 
@@ -138,7 +138,7 @@ class DecodeAttention:
         return first.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).reshape(len(mixed), -1)
 
 
-def _over(pieces: tuple[_CellRows, ...], rows: Tensor, plane: Tensor, *, transposed: bool) -> Tensor:
+def _over(pieces: tuple[_PageRows, ...], rows: Tensor, plane: Tensor, *, transposed: bool) -> Tensor:
     found = [piece.product(rows, plane, transposed=transposed) for piece in pieces]
     return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -152,7 +152,7 @@ def _multiply(rows: Tensor, own: Tensor, *, transposed: bool) -> Tensor:
 
 
 def _plan(table: np.ndarray, start: int, stop: int, keys: int, device: torch.device) -> _EqualRows:
-    """`table` [rows, 1 + C]: the cell of the first block, and then all cells."""
+    """`table` [rows, 1 + C]: the page of the first block, and then all pages."""
     parts = []
     for first, last in cuts(keys):
         column = 0 if first == 0 else first // CHUNK + 1
@@ -161,26 +161,26 @@ def _plan(table: np.ndarray, start: int, stop: int, keys: int, device: torch.dev
     return _EqualRows(start, stop, keys, tuple(parts))
 
 
-def _pieces(cells: np.ndarray, within: slice, device: torch.device) -> tuple[_CellRows, ...]:
-    """Groups rows that read `cells` [n] into runs in which equally many neighbours share each cell."""
-    first = np.flatnonzero(np.diff(cells, prepend=-1))
-    each = np.diff(first, append=len(cells))
-    distinct = cells[first]
-    # Consecutive cells are read without a copy. Runs are split for that only if few products come of it.
+def _pieces(pages: np.ndarray, within: slice, device: torch.device) -> tuple[_PageRows, ...]:
+    """Groups rows that read `pages` [n] into runs in which equally many neighbours share each page."""
+    first = np.flatnonzero(np.diff(pages, prepend=-1))
+    each = np.diff(first, append=len(pages))
+    distinct = pages[first]
+    # Consecutive pages are read without a copy. Runs are split for that only if few products come of it.
     apart = np.diff(distinct, prepend=distinct[:1]) != 1
     changes = np.diff(each, prepend=each[:1]) != 0
     for breaks in (changes | (apart & (each == 1)), changes):
         edges = np.unique(np.concatenate([[0], np.flatnonzero(breaks), [len(first)]]))
-        if len(edges) - 1 <= max(2, len(cells) // 4):
-            bounds = [*first[edges[:-1]].tolist(), len(cells)]
+        if len(edges) - 1 <= max(2, len(pages) // 4):
+            bounds = [*first[edges[:-1]].tolist(), len(pages)]
             return tuple(
                 _piece(distinct[a:b], bounds[place], bounds[place + 1], within, device)
                 for place, (a, b) in enumerate(pairwise(edges.tolist()))
             )
-    return (_piece(cells, 0, len(cells), within, device),)
+    return (_piece(pages, 0, len(pages), within, device),)
 
 
-def _piece(cells: np.ndarray, start: int, stop: int, within: slice, device: torch.device) -> _CellRows:
-    neighbours = bool((np.diff(cells) == 1).all())
-    ids = None if neighbours else torch.from_numpy(cells).to(device)
-    return _CellRows(start, stop, (stop - start) // len(cells), within, int(cells[0]), ids)
+def _piece(pages: np.ndarray, start: int, stop: int, within: slice, device: torch.device) -> _PageRows:
+    neighbours = bool((np.diff(pages) == 1).all())
+    ids = None if neighbours else torch.from_numpy(pages).to(device)
+    return _PageRows(start, stop, (stop - start) // len(pages), within, int(pages[0]), ids)

@@ -1,10 +1,9 @@
 """One token further in every row of a batch: the step that is run again and again while the rows stay the same.
 
 Here is the interface, and the step that calls the decoder's forward each time. A device may have a faster one
-(`engine/cpu/recorded_step.py`, `engine/cuda/graph_step.py`), chosen when a base is loaded. Knows nothing of jobs or
-drawing.
+(`engine/cpu/recorded_step.py`, `engine/cuda/graph_step.py`), chosen when a base is loaded.
 
-Letters: R rows · C cells of a row · V vocabulary.
+Letters: R rows · C pages of a row · V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from mint.engine.sampling.kv_cache import KVCache
 
 
 class DecodeStep(Protocol):
-    """A step over rows that stay the same, each within cells that it has already."""
+    """A step over rows that stay the same, each within pages that it has already."""
 
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions, int64 [R], can still be run."""
@@ -35,7 +34,7 @@ class DecodeStep(Protocol):
 
 
 class DecodeSteps(Protocol):
-    """Opens the steps of one base model over its cells."""
+    """Opens the steps of one base model over its pages."""
 
     def open(
         self,
@@ -47,8 +46,8 @@ class DecodeSteps(Protocol):
     ) -> DecodeStep:
         """The step for rows whose next tokens are at `positions` [R].
 
-        Row r has its keys and values in the cells `table[r]`, in order, of `table` [R, C], and reads its first `BLOCK`
-        positions in the cell `fronts[r]`. `loras` cover all rows. `earlier` is a step of the same rows that no longer
+        Row r has its keys and values in the pages `table[r]`, in order, of `table` [R, C], and reads its first `BLOCK`
+        positions in the page `fronts[r]`. `loras` cover all rows. `earlier` is a step of the same rows that no longer
         fits: the new step may take over what it has prepared, so it must not be run again.
         """
         ...

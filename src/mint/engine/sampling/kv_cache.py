@@ -1,10 +1,8 @@
-"""The KV cache of one base model: cells of `CHUNK` positions in one allocation, shared by reference counts.
+"""The KV cache of one base model: pages of `CHUNK` positions in one allocation, shared by reference counts.
 
-A cell is what vLLM calls a block; "block" is used here for positions that attend to equally many keys.
+A page is what vLLM calls a block; "block" is used here for positions that attend to equally many keys.
 
-Knows nothing of tokens, jobs or attention.
-
-Letters: L layers · N cells · K kv heads · D head dimension · J kv heads side by side · X tokens.
+Letters: L layers · N pages · K kv heads · D head dimension · J kv heads side by side · X tokens.
 """
 
 from __future__ import annotations
@@ -27,95 +25,95 @@ NARROWEST = 16
 
 
 class KVCache:
-    """Keys and values of one base model, with a reference count for each cell. Take cells through a `Lease`."""
+    """Keys and values of one base model, with a reference count for each page. Take pages through a `Lease`."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, limit_bytes: int) -> None:
-        """As many cells as fit into `limit_bytes`. On a CPU the system commits memory only when a cell is first
+        """As many pages as fit into `limit_bytes`. On a CPU the system commits memory only when a page is first
         written."""
         self.query_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.side_by_side = _side_by_side(config)
         self.dtype, self.device = dtype, device
         self._width = self.side_by_side * config.head_dim
         shape = (config.num_hidden_layers, 2, self.kv_heads // self.side_by_side, CHUNK, self._width)
-        self.cell_bytes = int(np.prod(shape)) * dtype.itemsize
+        self.page_bytes = int(np.prod(shape)) * dtype.itemsize
         layers, both, parts, chunk, width = shape
-        count = max(1, limit_bytes // self.cell_bytes)
-        self._cells = _zeros((layers, both, count, parts, chunk, width), dtype, device)
+        count = max(1, limit_bytes // self.page_bytes)
+        self._pages = _zeros((layers, both, count, parts, chunk, width), dtype, device)
         self._parts, self.count = parts, count
         self.holders = np.zeros(count, np.int32)
-        """The number of holders of each cell."""
-        self._touched = 0  # cells from here on were never taken
+        """The number of holders of each page."""
+        self._touched = 0  # pages from here on were never taken
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
-        """Positions of a cell, query heads, K and J."""
+        """Positions of a page, query heads, K and J."""
         return CHUNK, self.query_heads, self.kv_heads, self.side_by_side
 
     @property
     def free(self) -> int:
-        """Cells without a holder."""
+        """Pages without a holder."""
         return self.count - int(np.count_nonzero(self.holders[: self._touched]))
 
     def take(self, count: int) -> np.ndarray | None:
-        """Takes `count` free cells, consecutive ones if possible; None where too few are free."""
+        """Takes `count` free pages, consecutive ones if possible; None where too few are free."""
         free = np.flatnonzero(self.holders[: self._touched + count] == 0)
         if len(free) < count:
             return None
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else free[:0]
         start = int(runs[0]) if len(runs) else 0
-        cells = free[start : start + count]
-        self.holders[cells] = 1
+        pages = free[start : start + count]
+        self.holders[pages] = 1
         if count:
-            self._touched = max(self._touched, int(cells[-1]) + 1)
-        return cells
+            self._touched = max(self._touched, int(pages[-1]) + 1)
+        return pages
 
-    def hold(self, cells: np.ndarray) -> None:
-        """Adds one holder to each of `cells`; a cell may occur several times."""
-        np.add.at(self.holders, cells, 1)
+    def hold(self, pages: np.ndarray) -> None:
+        """Adds one holder to each of `pages`; a page may occur several times."""
+        np.add.at(self.holders, pages, 1)
 
-    def release(self, cells: np.ndarray) -> None:
-        """Takes one holder from each of `cells`."""
-        np.subtract.at(self.holders, cells, 1)
+    def release(self, pages: np.ndarray) -> None:
+        """Takes one holder from each of `pages`."""
+        np.subtract.at(self.holders, pages, 1)
 
-    def clear(self, cells: np.ndarray) -> None:
-        """Fills `cells` with zeros. A masked value is multiplied by 0, which a NaN left behind would survive."""
-        self._cells[:, :, torch.from_numpy(np.unique(cells)).to(self.device)] = 0
+    def clear(self, pages: np.ndarray) -> None:
+        """Fills `pages` with zeros. A masked value is multiplied by 0, which a NaN left behind would survive."""
+        self._pages[:, :, torch.from_numpy(np.unique(pages)).to(self.device)] = 0
 
     def copy(self, source: int, targets: np.ndarray, length: int) -> None:
-        """Copies the first `length` positions of a cell into others."""
+        """Copies the first `length` positions of a page into others."""
         if length and len(targets):
             places = torch.from_numpy(targets).to(self.device)
-            self._cells[:, :, places, :, :length] = self._cells[:, :, source : source + 1, :, :length]
+            self._pages[:, :, places, :, :length] = self._pages[:, :, source : source + 1, :, :length]
 
-    def places(self, cells: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Where the tokens at `positions` of their sequences lie within `cells`, both [X]: row numbers for `write` and
+    def places(self, pages: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Where the tokens at `positions` of their sequences lie within `pages`, both [X]: row numbers for `write` and
         `read`."""
-        return torch.from_numpy(self.list_places(cells, positions)).to(self.device)
+        return torch.from_numpy(self.list_places(pages, positions)).to(self.device)
 
-    def list_places(self, cells: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def list_places(self, pages: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """`places` as an array on the host."""
-        planes = np.arange(2)[None, :, None] * self.count + cells[:, None, None]
+        planes = np.arange(2)[None, :, None] * self.count + pages[:, None, None]
         parts = planes * self._parts + np.arange(self._parts)
         return (parts * CHUNK + positions[:, None, None] % CHUNK).reshape(-1)
 
     def write(self, layer: int, heads: Tensor, places: Tensor) -> None:
         """Stores the key and value heads of `heads` [X, all heads, D]."""
         rows = heads[:, self.query_heads :].reshape(-1, self._width)
-        self._cells[layer].view(-1, self._width).index_copy_(0, places, rows)
+        self._pages[layer].view(-1, self._width).index_copy_(0, places, rows)
 
     def read(self, layer: int, places: Tensor) -> Tensor:
         """Reads key and value heads [X, 2·K, D]."""
-        rows = self._cells[layer].view(-1, self._width).index_select(0, places)
+        rows = self._pages[layer].view(-1, self._width).index_select(0, places)
         return rows.view(-1, 2 * self.kv_heads, self._width // self.side_by_side)
 
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values, each [N, K/J, CHUNK, J·D]."""
-        keys, values = self._cells[layer]
+        keys, values = self._pages[layer]
         return keys, values
 
 
 class Lease:
-    """The cells that one sampler holds. They are released when the lease is garbage-collected, however the sampler
+    """The pages that one sampler holds. They are released when the lease is garbage-collected, however the sampler
     ended."""
 
     def __init__(self, cache: KVCache) -> None:
@@ -124,23 +122,23 @@ class Lease:
 
     def take(self, count: int) -> np.ndarray | None:
         """See `KVCache.take`."""
-        cells = self._cache.take(count)
-        if cells is not None:
-            self._held[cells] += 1
-        return cells
+        pages = self._cache.take(count)
+        if pages is not None:
+            self._held[pages] += 1
+        return pages
 
-    def hold(self, cells: np.ndarray) -> None:
-        """Adds one holder to each of `cells`; a cell may occur several times."""
-        np.add.at(self._cache.holders, cells, 1)
-        np.add.at(self._held, cells, 1)
+    def hold(self, pages: np.ndarray) -> None:
+        """Adds one holder to each of `pages`; a page may occur several times."""
+        np.add.at(self._cache.holders, pages, 1)
+        np.add.at(self._held, pages, 1)
 
-    def release(self, cells: np.ndarray, *, sound: bool = True) -> None:
-        """Takes one holder from each of `cells`. With `sound` False they may contain NaN, and are cleared once they are
+    def release(self, pages: np.ndarray, *, sound: bool = True) -> None:
+        """Takes one holder from each of `pages`. With `sound` False they may contain NaN, and are cleared once they are
         free."""
-        np.subtract.at(self._cache.holders, cells, 1)
-        np.subtract.at(self._held, cells, 1)
+        np.subtract.at(self._cache.holders, pages, 1)
+        np.subtract.at(self._held, pages, 1)
         if not sound:
-            self._cache.clear(cells[self._cache.holders[cells] == 0])
+            self._cache.clear(pages[self._cache.holders[pages] == 0])
 
     def __del__(self) -> None:
         left = np.flatnonzero(self._held)
@@ -165,8 +163,8 @@ def _side_by_side(config: DecoderConfig) -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # The system commits anonymous pages as they are written. torch.zeros would write all of them; numpy asks for huge
-    # pages of 2 MiB, one for each layer at once, which take milliseconds each where memory is fragmented.
+    # The system commits anonymous memory as it is written. torch.zeros would write all of it; numpy asks for huge pages
+    # of 2 MiB, one for each layer at once, which take milliseconds each where memory is fragmented.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize, flags=flags)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

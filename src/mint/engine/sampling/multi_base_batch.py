@@ -1,7 +1,4 @@
-"""A batch of jobs over several base models. Each base has its own sampler; a step runs all of them in turn.
-
-Knows nothing of requests, tenants or text.
-"""
+"""A batch of jobs over several base models. Each base has its own sampler; a step runs all of them in turn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Prefill: runs prompts, or parts of them, and stores their keys and values in the KV cache.
 
-The tokens before a part are read from the cache, which gives the same bits as computing them again. Knows nothing of
-jobs, drawing or who shares cells.
+The tokens before a part are read from the cache, which gives the same bits as computing them again.
 
 Letters: T tokens computed · X tokens read · H all heads · D head dimension · E hidden size.
 """
@@ -24,11 +23,11 @@ from mint.engine.upload import upload
 
 @dataclass(frozen=True)
 class PromptPart:
-    """The beginning of a prompt. The keys and values of its first `start` tokens are in the `cells` already."""
+    """The beginning of a prompt. The keys and values of its first `start` tokens are in the `pages` already."""
 
     tokens: np.ndarray
     start: int
-    cells: np.ndarray
+    pages: np.ndarray
     lora: LoraWeights | None
 
 
@@ -37,7 +36,7 @@ def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -
     # The rows of attention: first those that are read from the cache, of all parts, then those to compute.
     known = sum(part.start for part in parts)
     spans, counts, first, row = [], [], 0, known
-    tokens, positions, positions_before, cells, cells_before = [], [], [], [], []
+    tokens, positions, positions_before, pages, pages_before = [], [], [], [], []
     for part in parts:
         before, own = np.arange(part.start), np.arange(part.start, len(part.tokens))
         spans.append(Span(row, row + len(own), (first, first + part.start) if part.start else (0, 0)))
@@ -46,15 +45,15 @@ def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -
         tokens.append(part.tokens[part.start :])
         positions.append(own)
         positions_before.append(before)
-        cells.append(part.cells[own // CHUNK])
-        cells_before.append(part.cells[before // CHUNK])
+        pages.append(part.pages[own // CHUNK])
+        pages_before.append(part.pages[before // CHUNK])
     packed = decoder.packed_attention(attention_blocks(spans))
     computed, places, written, read = upload(
         decoder.device,
         np.concatenate(tokens),
         np.concatenate(positions),
-        cache.list_places(np.concatenate(cells), np.concatenate(positions)),
-        cache.list_places(np.concatenate(cells_before), np.concatenate(positions_before)),
+        cache.list_places(np.concatenate(pages), np.concatenate(positions)),
+        cache.list_places(np.concatenate(pages_before), np.concatenate(positions_before)),
     )
 
     def attention(layer: int, heads: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The prefix cache: keys and values that stay in the KV cache after their job, for prompts that begin alike.
 
 There is one tree for each set of weights and each scope, so that no job learns of the prompts of another scope. A node
-stands for the tokens of one cell (the last of a branch may be short), its children for the cells that follow. Evicted
-are the least recently used nodes of the scope that has the most. Knows nothing of jobs, nor what a scope is.
+stands for the tokens of one page (the last of a branch may be short), its children for the pages that follow. Evicted
+are the least recently used nodes of the scope that has the most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mint.engine.sampling.kv_cache import KVCache
 @dataclass(eq=False)
 class _Node:
     tokens: np.ndarray
-    cell: int
+    page: int
     scope: str
     siblings: _Level
     children: _Level = field(default_factory=lambda: _Level())
@@ -35,8 +35,8 @@ class _Level:
         self.nodes: dict[bytes, _Node] = {}
         self._order: list[bytes] = []
 
-    def add(self, tokens: np.ndarray, cell: int, scope: str) -> _Node:
-        node = _Node(tokens.copy(), cell, scope, self)
+    def add(self, tokens: np.ndarray, page: int, scope: str) -> _Node:
+        node = _Node(tokens.copy(), page, scope, self)
         self.nodes[_key(tokens)] = node
         insort(self._order, _key(tokens))
         return node
@@ -59,33 +59,33 @@ class _Level:
 
 @dataclass(frozen=True)
 class Match:
-    """The longest cached beginning of a prompt: whole `cells`, and then `rest` positions of the cell `partial`."""
+    """The longest cached beginning of a prompt: whole `pages`, and then `rest` positions of the page `partial`."""
 
-    cells: np.ndarray
+    pages: np.ndarray
     partial: int = -1
     rest: int = 0
 
     @property
     def length(self) -> int:
         """Tokens whose keys and values are cached."""
-        return len(self.cells) * CHUNK + self.rest
+        return len(self.pages) * CHUNK + self.rest
 
 
 class PrefixCache:
-    """Prefixes of all weights that are open, within a number of cells."""
+    """Prefixes of all weights that are open, within a number of pages."""
 
     def __init__(self, cache: KVCache, limit_bytes: int) -> None:
         """At most `limit_bytes` of `cache`; at first only the base model itself (weights None) is open."""
         self._cache = cache
-        self._limit = limit_bytes // cache.cell_bytes
+        self._limit = limit_bytes // cache.page_bytes
         self._roots: dict[LoraWeights | None, defaultdict[str, _Level]] = {None: defaultdict(_Level)}
         # The nodes of each scope by last use, oldest first. A path is touched from its leaf up, so the oldest node of
         # a scope is always a leaf.
         self._used: dict[str, OrderedDict[_Node, None]] = {}
 
     def __len__(self) -> int:
-        """Cells that it holds. May be called from any thread: the list is copied at once."""
-        return len({node.cell for used in list(self._used.values()) for node in list(used)})
+        """Pages that it holds. May be called from any thread: the list is copied at once."""
+        return len({node.page for used in list(self._used.values()) for node in list(used)})
 
     def open(self, weights: LoraWeights) -> None:
         """From now on, what is computed with these weights may be cached."""
@@ -100,9 +100,9 @@ class PrefixCache:
     def find(self, weights: LoraWeights | None, scope: str, tokens: np.ndarray) -> Match:
         """The longest beginning of `tokens` that jobs of this scope have cached.
 
-        The caller must hold its cells before the cache can evict them.
+        The caller must hold its pages before the cache can evict them.
         """
-        level, cells, path = self._roots.get(weights, {}).get(scope), [], []
+        level, pages, path = self._roots.get(weights, {}).get(scope), [], []
         partial, rest = -1, 0
         if level is None:
             return Match(np.zeros(0, np.int64))
@@ -112,27 +112,27 @@ class PrefixCache:
             if node is None:
                 nearest, rest = level.nearest(own)
                 if nearest is not None:
-                    partial = nearest.cell
+                    partial = nearest.page
                     path.append(nearest)
                 break
-            cells.append(node.cell)
+            pages.append(node.page)
             path.append(node)
             level = node.children
         self._touch(path)
-        return Match(np.array(cells, np.int64), partial, rest)
+        return Match(np.array(pages, np.int64), partial, rest)
 
-    def insert(self, weights: LoraWeights | None, scope: str, tokens: np.ndarray, cells: np.ndarray) -> None:
-        """Caches the cells of `tokens` for jobs of this scope, in order; the last cell may be short."""
+    def insert(self, weights: LoraWeights | None, scope: str, tokens: np.ndarray, pages: np.ndarray) -> None:
+        """Caches the pages of `tokens` for jobs of this scope, in order; the last page may be short."""
         if weights not in self._roots or not self._limit:
             return
         level, path = self._roots[weights][scope], []
         used = self._used.setdefault(scope, OrderedDict())
-        for start, cell in zip(range(0, len(tokens), CHUNK), cells.tolist(), strict=False):
+        for start, page in zip(range(0, len(tokens), CHUNK), pages.tolist(), strict=False):
             own = tokens[start : start + CHUNK]
             node = level.nodes.get(_key(own))
             if node is None:
-                node = level.add(own, cell, scope)
-                self._cache.hold(np.array([cell]))
+                node = level.add(own, page, scope)
+                self._cache.hold(np.array([page]))
                 used[node] = None
             path.append(node)
             level = node.children
@@ -146,7 +146,7 @@ class PrefixCache:
             self._drop(next(iter(largest)))
 
     def make_room(self, count: int) -> bool:
-        """Evicts the oldest nodes until `count` cells are free; False where that is impossible."""
+        """Evicts the oldest nodes until `count` pages are free; False where that is impossible."""
         while self._cache.free < count:
             if not self._count:
                 return False
@@ -164,7 +164,7 @@ class PrefixCache:
     def _drop(self, node: _Node) -> None:
         del self._used[node.scope][node]
         node.siblings.remove(node)
-        self._cache.release(np.array([node.cell]))
+        self._cache.release(np.array([node.page]))
 
 
 def _key(tokens: np.ndarray) -> bytes:

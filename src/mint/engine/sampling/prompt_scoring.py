@@ -1,7 +1,6 @@
 """Answers what a job asks about its prompt, from the hidden states of the prefill.
 
-Logits are computed for the places that were asked about, a chunk at a time. Knows nothing of sequences,
-caches or batches.
+Logits are computed for the places that were asked about, a chunk at a time.
 
 Letters: P prompt tokens · E hidden size · Q tokens asked about · K draws per place.
 """

@@ -60,7 +60,7 @@ class SamplerMemory:
 
 @dataclass(eq=False)
 class _Entry:
-    """A job. Its prompt fills the `cells`; the rest of it is in the first of `own`, which has one cell for each
+    """A job. Its prompt fills the `pages`; the rest of it is in the first of `own`, which has one page for each
     sample."""
 
     key: str
@@ -69,7 +69,7 @@ class _Entry:
     listener: TokenListener | None
     arrival: int
     told: np.ndarray
-    cells: np.ndarray
+    pages: np.ndarray
     own: np.ndarray
     done: int = 0
     beginning: bytes = b""
@@ -82,9 +82,9 @@ class _Entry:
     sound: bool = True
 
     @property
-    def prompt_cells(self) -> np.ndarray:
-        """The cells that hold the prompt."""
-        return np.append(self.cells, self.own[:1]) if len(self.job.prompt) % CHUNK else self.cells
+    def prompt_pages(self) -> np.ndarray:
+        """The pages that hold the prompt."""
+        return np.append(self.pages, self.own[:1]) if len(self.job.prompt) % CHUNK else self.pages
 
     @property
     def scope(self) -> str:
@@ -97,8 +97,8 @@ class _Entry:
         return self.job.num_samples if self.job.max_tokens else 0
 
 
-class _OutOfCells(MemoryError):
-    """No cell is left for the next token of a sequence."""
+class _OutOfPages(MemoryError):
+    """No page is left for the next token of a sequence."""
 
 
 class Sampler:
@@ -131,7 +131,7 @@ class Sampler:
     def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
         """Adds a job; it joins at the next step."""
         told = np.zeros(job.num_samples, np.int64)
-        entry = _Entry(key, job, lora, listener, self._arrivals, told, cells=told[:0], own=told[:0])
+        entry = _Entry(key, job, lora, listener, self._arrivals, told, pages=told[:0], own=told[:0])
         if listener is not None:
             self._listening.add(self._arrivals)
         self._arrivals += 1
@@ -205,18 +205,18 @@ class Sampler:
         self._waiting.extendleft(reversed(later))
 
     def _begin(self, entry: _Entry, known: Match, spare: int) -> bool:
-        """Takes cells for the part of a prompt that is not `known`; False where these and `spare` more are not free."""
+        """Takes pages for the part of a prompt that is not `known`; False where these and `spare` more are not free."""
         memory, job = self._memory, entry.job
-        held = np.append(known.cells, known.partial) if known.rest else known.cells
+        held = np.append(known.pages, known.partial) if known.rest else known.pages
         self._lease.hold(held)
         whole, rest = divmod(len(job.prompt), CHUNK)
-        new = whole - len(known.cells)
+        new = whole - len(known.pages)
         needed = new + (entry.count if job.max_tokens > 1 else int(rest > 0))
         taken = self._lease.take(needed) if memory.prefix_cache.make_room(needed + spare) else None
         if taken is None:
             self._lease.release(held)
             return False
-        entry.cells, entry.own = np.concatenate([known.cells, taken[:new]]), taken[new:]
+        entry.pages, entry.own = np.concatenate([known.pages, taken[:new]]), taken[new:]
         if known.rest:
             memory.kv_cache.copy(known.partial, taken[:1], known.rest)
             self._lease.release(held[-1:])
@@ -254,8 +254,8 @@ class Sampler:
             self._sequences.of["ended"][own] = self._ended = True
 
     def _release_prompt(self, entry: _Entry) -> None:
-        self._lease.release(np.concatenate([entry.cells, entry.own]), sound=entry.sound)
-        entry.cells = entry.own = entry.cells[:0]
+        self._lease.release(np.concatenate([entry.pages, entry.own]), sound=entry.sound)
+        entry.pages = entry.own = entry.pages[:0]
         entry.hidden, entry.done = [], 0
 
     def _give_way(self) -> None:
@@ -299,7 +299,7 @@ class Sampler:
         """Frees ended sequences; their keys and values go to the prefix cache."""
         sequences = self._sequences
         for slot, number in zip(slots.tolist(), sequences.of["entry"][slots].tolist(), strict=True):
-            entry, own = self._entries[number], sequences.cells_of(slot)
+            entry, own = self._entries[number], sequences.pages_of(slot)
             if entry.sound:
                 known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
                 self._memory.prefix_cache.insert(entry.lora, entry.scope, known, own)
@@ -335,7 +335,7 @@ class Sampler:
                 budget -= size
         batch.sort(key=lambda pair: id(pair[0].lora))  # one run for each lora
         parts = [
-            PromptPart(entry.job.prompt[: entry.done + size], entry.done, entry.prompt_cells, entry.lora)
+            PromptPart(entry.job.prompt[: entry.done + size], entry.done, entry.prompt_pages, entry.lora)
             for entry, size in batch
         ]
         hidden = run_prompts(self._decoder, self._memory.kv_cache, parts)
@@ -364,7 +364,7 @@ class Sampler:
             if not entry.sound:
                 self._close(entry, SampleResult([], error=DIVERGED))
                 continue
-            self._memory.prefix_cache.insert(entry.lora, entry.scope, entry.job.prompt, entry.prompt_cells)
+            self._memory.prefix_cache.insert(entry.lora, entry.scope, entry.job.prompt, entry.prompt_pages)
             if asks(entry.job):
                 unknown = [part for part in entry.hidden if len(part)]
                 front = hidden.new_zeros(len(entry.job.prompt) - sum(map(len, unknown)), hidden.shape[1])
@@ -380,18 +380,18 @@ class Sampler:
             self._collect(slots, logits[torch.tensor(rows, device=logits.device)])
 
     def _open_rows(self, entry: _Entry) -> np.ndarray:
-        """Slots for a job's samples. They share the prompt's whole cells; its rest is copied for each."""
+        """Slots for a job's samples. They share the prompt's whole pages; its rest is copied for each."""
         count, own = entry.count, entry.own
         self._prefilling.remove(entry)
-        self._lease.hold(np.tile(entry.cells, count - 1))
+        self._lease.hold(np.tile(entry.pages, count - 1))
         if entry.job.max_tokens > 1:
             self._memory.kv_cache.copy(int(own[0]), own[1:], len(entry.job.prompt) % CHUNK)
-            table = np.column_stack([np.tile(entry.cells, (count, 1)), own])
+            table = np.column_stack([np.tile(entry.pages, (count, 1)), own])
         else:
             self._lease.release(own)
-            table = np.tile(entry.cells, (count, 1))
+            table = np.tile(entry.pages, (count, 1))
         entry.rows = entry.left = count
-        entry.cells = entry.own = entry.cells[:0]
+        entry.pages = entry.own = entry.pages[:0]
         entry.hidden, entry.done = [], 0
         slots = self._sequences.add(entry.arrival, entry.job, table)
         self._lease.hold(self._sequences.fronts_of(slots))
@@ -403,13 +403,13 @@ class Sampler:
         own = sequences.of[slots]
         positions = own["prompt"] + own["emitted"] - 1
         if self._step is None or not self._step.fits(positions):
-            missing = slots[positions // CHUNK >= own["cells"]]
+            missing = slots[positions // CHUNK >= own["pages"]]
             if len(missing):
                 taken = self._lease.take(len(missing)) if self._memory.prefix_cache.make_room(len(missing)) else None
                 if taken is None:
-                    raise _OutOfCells(NO_ROOM)
+                    raise _OutOfPages(NO_ROOM)
                 sequences.extend(missing, taken)
-            table, fronts = sequences.cells[slots], own["front"]
+            table, fronts = sequences.pages[slots], own["front"]
             fronts = np.where(fronts < 0, table[:, 0], fronts)
             self._step = self._memory.steps.open(table, fronts, positions, self._loras, earlier=self._step)
         self._collect(slots, self._step.run(own["last"].copy(), positions))

@@ -1,7 +1,5 @@
 """A table of the sequences that are being sampled: what each has drawn so far, how it draws, and when it ends.
 
-Knows nothing of logits, caches or requests.
-
 Letters: S slots (a sequence keeps its slot until it is removed) · R sequences of one step · T tokens.
 """
 
@@ -20,7 +18,7 @@ _COLUMNS = np.dtype(
         ("sample", np.int64),
         ("prompt", np.int64),
         ("emitted", np.int64),
-        ("cells", np.int64),
+        ("pages", np.int64),
         ("front", np.int64),
         ("limit", np.int64),
         ("last", np.int64),
@@ -35,7 +33,7 @@ _COLUMNS = np.dtype(
     ],
     align=True,
 )
-"""`prompt`: its length · `cells`: how many it has · `front`: the cell of its first `BLOCK` positions · `limit`: tokens
+"""`prompt`: its length · `pages`: how many it has · `front`: the page of its first `BLOCK` positions · `limit`: tokens
 at most · `last`: the last token · `stream`: of its random numbers · `width`: of the top-k table it asked for ·
 `processed`: whether its logprobs are the processed ones · `stopped`: at a stop token or string · `ended`: also by its
 limit or a cancellation."""
@@ -51,47 +49,47 @@ class Sequences:
     def __init__(self) -> None:
         self.of: np.ndarray = np.zeros(0, _COLUMNS)
         """Structured [S]; others read it, and set `ended`."""
-        self.cells = np.zeros((0, 0), np.int64)
-        """[S, C]: the cells of each, in order."""
+        self.pages = np.zeros((0, 0), np.int64)
+        """[S, C]: the pages of each, in order."""
         self._tokens = np.zeros((0, 0), np.int64)
         self._logprobs = np.zeros((0, 0), np.float32)
         self._free: list[int] = []
         self._stops = StopChecker()
         self._best: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
 
-    def add(self, entry: int, job: SampleJob, cells: np.ndarray) -> np.ndarray:
-        """Adds all samples of a job, with cells [samples, C]; returns their slots."""
+    def add(self, entry: int, job: SampleJob, pages: np.ndarray) -> np.ndarray:
+        """Adds all samples of a job, with pages [samples, C]; returns their slots."""
         count = job.num_samples
         slots = self._take(count)
-        self.cells = _wide(self.cells, cells.shape[1])
-        self.cells[slots, : cells.shape[1]] = cells
+        self.pages = _wide(self.pages, pages.shape[1])
+        self.pages[slots, : pages.shape[1]] = pages
         own: np.ndarray = np.zeros(count, _COLUMNS)
         own["entry"], own["sample"], own["prompt"] = entry, np.arange(count), len(job.prompt)
         own["limit"], own["temperature"] = job.max_tokens, job.temperature
         own["stream"] = streams(np.full(count, job.seed % (1 << 64), np.uint64), np.arange(count))
         own["top_k"], own["top_p"], own["width"] = job.top_k, job.top_p, job.topk_sample_logprobs
-        own["cells"] = cells.shape[1]
+        own["pages"] = pages.shape[1]
         own["front"] = -1
-        if cells.shape[1]:
-            own["front"] = cells[0, 0] if len(job.prompt) >= BLOCK else cells[:, 0]
+        if pages.shape[1]:
+            own["front"] = pages[0, 0] if len(job.prompt) >= BLOCK else pages[:, 0]
         own["processed"] = job.logprobs_mode == "processed"
         self.of[slots] = own
         self._stops.add(slots, job.stop)
         return slots
 
-    def extend(self, slots: np.ndarray, cells: np.ndarray) -> None:
-        """Adds one cell to each of `slots`, both [R]."""
-        places = self.of["cells"][slots]
-        self.cells = _wide(self.cells, int(places.max()) + 1)
-        self.cells[slots, places] = cells
-        self.of["cells"][slots] = places + 1
+    def extend(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        """Adds one page to each of `slots`, both [R]."""
+        places = self.of["pages"][slots]
+        self.pages = _wide(self.pages, int(places.max()) + 1)
+        self.pages[slots, places] = pages
+        self.of["pages"][slots] = places + 1
 
-    def cells_of(self, slot: int) -> np.ndarray:
-        """The cells of a sequence in order."""
-        return self.cells[slot, : self.of["cells"][slot]]
+    def pages_of(self, slot: int) -> np.ndarray:
+        """The pages of a sequence in order."""
+        return self.pages[slot, : self.of["pages"][slot]]
 
     def fronts_of(self, slots: np.ndarray | list[int]) -> np.ndarray:
-        """The cells in which `slots` read their first `BLOCK` positions; none for sequences without cells."""
+        """The pages in which `slots` read their first `BLOCK` positions; none for sequences without pages."""
         fronts = self.of["front"][slots]
         return fronts[fronts >= 0]
 
@@ -143,7 +141,7 @@ class Sequences:
             grown = max(missing, size // 2, _FEWEST)
             self.of = np.concatenate([self.of, np.zeros(grown, _COLUMNS)])
             self._tokens, self._logprobs = _tall(self._tokens, grown), _tall(self._logprobs, grown)
-            self.cells = _tall(self.cells, grown)
+            self.pages = _tall(self.pages, grown)
             self._free = [*reversed(range(size, size + grown)), *self._free]
         taken, self._free = self._free[len(self._free) - count :], self._free[: len(self._free) - count]
         return np.array(taken[::-1], np.int64)

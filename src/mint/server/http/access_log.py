@@ -1,6 +1,6 @@
 """A record of each request and its response, as logs and metrics see it: numbers and names, no content.
 
-Gives every request an id, which the response carries too. Knows no route; the application fills in which one it was.
+Gives every request an id, which the response carries too. The application fills in which route it was.
 """
 
 from __future__ import annotations

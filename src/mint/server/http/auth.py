@@ -2,7 +2,6 @@
 
 A web page in a browser can send requests to a server on the same machine: directly (its `Origin` header shows that), or
 through a host name of its own that resolves to this machine (its `Host` header shows that). Programs send neither.
-Knows no route.
 """
 
 from __future__ import annotations

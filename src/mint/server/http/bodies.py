@@ -1,6 +1,6 @@
 """Reads request bodies within limits: of size as sent and as decompressed, of time, and of memory over all callers.
 
-A request is refused as early as possible. Knows no route and no message.
+A request is refused as early as possible.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The routes for weights as files: signed addresses, the downloads behind them, and uploads.
 
-A file is named by its checkpoint and one of a few names, never by a path. Does not know what the files contain
-(`service/downloads` and `service/uploads` do).
+A file is named by its checkpoint and one of a few names, never by a path. What the files contain is decided in
+`service/downloads` and `service/uploads`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _uploads = threading.BoundedSemaphore(MAX_UPLOADS)
 
 
 def archive(call: Call) -> Response:
-    """302 to a signed address of the checkpoint as a .tar.gz: a PEFT adapter, with the optimizer if it has one."""
+    """302 to a signed address of the checkpoint as a .tar.gz: PEFT's files, and the optimizer if it has one."""
     row = _readable(call)
     expires_at = int(time.time()) + LIFETIME_S
     expires = format_datetime(datetime.fromtimestamp(expires_at, UTC), usegmt=True)
@@ -63,7 +63,7 @@ def archive(call: Call) -> Response:
 
 
 def external_weights_urls(call: Call) -> Response:
-    """Signed addresses of the files of a PEFT adapter, for `tinker checkpoint download`."""
+    """Signed addresses of a lora's files in PEFT's format, for `tinker checkpoint download`."""
     row = _readable(call, kind=checkpoints.EXTERNAL)
     expires_at = int(time.time()) + LIFETIME_S
     urls = {name: _signed_url(call, row, name, expires_at) for name in PEFT_FILES}
@@ -124,8 +124,8 @@ def _signed_url(call: Call, row: CheckpointRow, file: str, expires_at: int) -> s
 
 
 async def upload(call: Call) -> Response:
-    """A PEFT adapter, or an archive of this server, as the multipart part `file` (.tar.gz or .tar) becomes a checkpoint
-    of the caller's. Form fields `base_model` (if the adapter does not name one that is known here) and `name`."""
+    """Makes a checkpoint of the multipart part `file`: a .tar.gz or .tar of PEFT's files, or an archive of this server.
+    Form fields `base_model` (if the lora does not name one that is known here) and `name`."""
     if not _uploads.acquire(blocking=False):
         raise OverloadedError(f"{MAX_UPLOADS} uploads are under way already", remedy="Try again in a minute")
     try:
@@ -176,7 +176,7 @@ async def _receive(call: Call, spool: BinaryIO) -> dict[str, str]:
     media_type, options = parse_options_header(headers.get("content-type"))
     boundary = options.get(b"boundary", b"")
     if media_type != b"multipart/form-data" or not boundary:
-        remedy = "Send multipart/form-data with a part named file: curl -F file=@adapter.tar.gz"
+        remedy = "Send multipart/form-data with a part named file: curl -F file=@lora.tar.gz"
         raise InvalidRequestError(
             "is not that of an upload", field="content-type", value=headers.get("content-type", ""), remedy=remedy
         )
@@ -249,7 +249,7 @@ class _Form:
         """
         if not self._ended or FILE_FIELD not in self._seen:
             problem = "has no part named file" if self._ended else "ends in the middle"
-            raise InvalidRequestError(problem, field="body", value="the upload", remedy="curl -F file=@adapter.tar.gz")
+            raise InvalidRequestError(problem, field="body", value="the upload", remedy="curl -F file=@lora.tar.gz")
         return {name: text.decode("utf-8", "replace") for name, text in self._texts.items()}
 
     def _begin(self) -> None:

@@ -1,6 +1,6 @@
 """The routes that list, show and change what is kept, below `/api/v1`: each names an operation of a catalog.
 
-Objects of other owners give 404. Decides nothing.
+Objects of other owners give 404.
 """
 
 from __future__ import annotations

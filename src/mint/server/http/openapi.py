@@ -1,7 +1,4 @@
-"""The description of the API, generated from the route table: an OpenAPI 3.1 document, and a page for people.
-
-Knows no service.
-"""
+"""The description of the API, generated from the route table: an OpenAPI 3.1 document, and a page for people."""
 
 from __future__ import annotations
 

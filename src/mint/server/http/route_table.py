@@ -1,4 +1,4 @@
-"""A row of the route table, and the call that its operation gets. Decides nothing."""
+"""A row of the route table, and the call that its operation gets."""
 
 from __future__ import annotations
 

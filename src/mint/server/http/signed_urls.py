@@ -1,6 +1,6 @@
 """Signs addresses: whoever has one can fetch one file of one checkpoint for an hour, without a key.
 
-The secret stays in the data directory. Knows no HTTP, and not what the files are.
+The secret stays in the data directory.
 """
 
 from __future__ import annotations

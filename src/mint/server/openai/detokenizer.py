@@ -1,6 +1,6 @@
 """Token ids → text as it grows. Releases no half character and no beginning of a stop string.
 
-Whole and streamed responses both come from here, so they cannot differ. Knows no request, no model and no HTTP.
+Whole and streamed responses both come from here, so they cannot differ.
 """
 
 from __future__ import annotations

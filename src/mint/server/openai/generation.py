@@ -1,6 +1,6 @@
 """Generates the choices of a request, as deltas that can be sent while they are sampled.
 
-The prompts run in the same batch as all other samples. Knows no HTTP, and no shape of a response.
+The prompts run in the same batch as all other samples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Completion and chat requests as what the engine needs: prompts of token ids, and sampling settings.
 
-Finds the model, tokenizes, and renders conversations with the model's chat template. Knows no HTTP.
+Finds the model, tokenizes, and renders conversations with the model's chat template.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a `model` of OpenAI's protocol stands for: a base model, a checkpoint, or the newest weights of a training run.
 
-Checks who owns them. Knows no prompts and no sampling.
+Checks who owns them.
 """
 
 from __future__ import annotations

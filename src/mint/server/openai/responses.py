@@ -1,7 +1,4 @@
-"""Writes generated choices as OpenAI's responses: whole ones, and the events of a stream.
-
-Knows no engine and no HTTP.
-"""
+"""Writes generated choices as OpenAI's responses: whole ones, and the events of a stream."""
 
 from __future__ import annotations
 

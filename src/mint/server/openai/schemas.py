@@ -1,7 +1,7 @@
 """The request and response bodies of OpenAI's completions and chat protocol, with a few fields that vLLM adds.
 
 Unknown fields are ignored, as every server of this protocol does. Known fields that cannot be honoured are refused,
-unless their value asks for nothing. Knows no model, tokenizer or HTTP.
+unless their value asks for nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Finds tool calls in a reply: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen write them.
-
-Knows no tokens, no request and no HTTP.
-"""
+"""Finds tool calls in a reply, in the form of Hermes and Qwen: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
 
 from __future__ import annotations
 

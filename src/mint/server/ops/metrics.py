@@ -1,7 +1,7 @@
 """Metrics for Prometheus: requests by route, the queue, the engine's work. No owners, no keys, no texts.
 
 Requests are counted from their access records, the engine through a wrapper; the rest is read when metrics are asked
-for. Knows no HTTP.
+for.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ class Metrics:
     def totals(self) -> dict[str, dict[str, float]]:
         """The engine's work since the start: `tokens` by kind, and `busy_s` by operation.
 
-        If the engine has them, also its counters of `sampling`, and its `kv_cells` now.
+        If the engine has them, also its counters of `sampling`, and its `kv_pages` now.
         """
         count = getattr(self._engine, "sampling_counters", None)
-        cells = getattr(self._engine, "kv_cells", None)
+        pages = getattr(self._engine, "kv_pages", None)
         return {
             "tokens": _by_label(self._tokens),
             "busy_s": _by_label(self._busy),
             "sampling": {} if count is None else dict(count()),
-            "kv_cells": {} if cells is None else dict(cells()),
+            "kv_pages": {} if pages is None else dict(pages()),
         }
 
     def requests(self) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ class _EngineState(Collector):
 
     def __init__(self, engine: object) -> None:
         self._count = getattr(engine, "sampling_counters", None)
-        self._cells = getattr(engine, "kv_cells", None)
+        self._pages = getattr(engine, "kv_pages", None)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the engine is not read before it works."""
@@ -193,11 +193,11 @@ class _EngineState(Collector):
             steps, restarts = (counts.get(name, 0) for name in ("steps", "restarts"))
             yield CounterMetricFamily("mint_sampling_steps", "Steps of the batches that are sampled.", value=steps)
             yield CounterMetricFamily("mint_sampling_restarts", "Jobs that had to make room.", value=restarts)
-        if self._cells is not None:
-            cells = GaugeMetricFamily("mint_kv_cells", "Cells of keys and values.", labels=("state",))
-            for state, value in self._cells().items():
-                cells.add_metric((state,), value)
-            yield cells
+        if self._pages is not None:
+            pages = GaugeMetricFamily("mint_kv_pages", "Pages of keys and values.", labels=("state",))
+            for state, value in self._pages().items():
+                pages.add_metric((state,), value)
+            yield pages
 
 
 class _ServiceState(Collector):

@@ -1,6 +1,6 @@
 """An overview of the service for its operator: owners, queues, memory, throughput. Changes nothing.
 
-Unlike `metrics`, it names owners. Throughput is measured between the calls of the last seconds. Knows no HTTP.
+Unlike `metrics`, it names owners. Throughput is measured between the calls of the last seconds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Overview:
             "tokens_per_s": self._rates(work["tokens"]),
             "busy_s": work["busy_s"],
             "sampling": work["sampling"],
-            "kv_cells": work["kv_cells"],
+            "kv_pages": work["kv_pages"],
             "requests": self._metrics.requests(),
         }
 

@@ -1,6 +1,6 @@
 """Checks before a server starts: who can reach it, its data directory, its models. Changes nothing.
 
-Each check gives a sentence, and whether the server can start. Knows no HTTP and no SQL.
+Each check gives a sentence, and whether the server can start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which requests the engine works on, and how long such requests have taken lately: estimates, never promises.
 
-The worker reports; any thread may ask. Knows no queue.
+The worker reports; any thread may ask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SAMPLE = "sample"
 
 
 @dataclass(frozen=True)
-class StartedRequest:
+class RunningRequest:
     """A request that the engine works on; `started_at` is in monotonic seconds."""
 
     kind: str
@@ -31,11 +31,11 @@ class Eta:
         self._lock = threading.Lock()
         self._typical_s: dict[str, float] = {}
         self._concurrent_samples = 1.0
-        self._started: dict[str, StartedRequest] = {}
+        self._started: dict[str, RunningRequest] = {}
 
     def start(self, request_ids: Iterable[str], kind: str) -> None:
         """The engine works on these from now on, besides those that it has started already."""
-        started = StartedRequest(kind, self._clock())
+        started = RunningRequest(kind, self._clock())
         with self._lock:
             self._started.update(dict.fromkeys(request_ids, started))
 
@@ -43,6 +43,7 @@ class Eta:
         """These are done."""
         now = self._clock()
         with self._lock:
+            # Counted before any of them is removed: they ran together.
             samples = 0
             for started in self._started.values():
                 samples += started.kind == SAMPLE
@@ -50,16 +51,16 @@ class Eta:
                 done = self._started.pop(request_id, None)
                 if done is None:
                     continue
-                self._typical_s[done.kind] = _moved(self._typical_s.get(done.kind), now - done.started_at)
+                self._typical_s[done.kind] = _moving_average(self._typical_s.get(done.kind), now - done.started_at)
                 if done.kind == SAMPLE:
-                    self._concurrent_samples = _moved(self._concurrent_samples, float(samples))
+                    self._concurrent_samples = _moving_average(self._concurrent_samples, float(samples))
 
-    def started(self, request_id: str) -> StartedRequest | None:
+    def started(self, request_id: str) -> RunningRequest | None:
         """The request, if the engine works on it."""
         with self._lock:
             return self._started.get(request_id)
 
-    def started_training(self) -> StartedRequest | None:
+    def started_training(self) -> RunningRequest | None:
         """The training request that the engine works on, which all others wait for."""
         with self._lock:
             return next((started for started in self._started.values() if started.kind != SAMPLE), None)
@@ -75,5 +76,5 @@ class Eta:
         return self.typical_s(kind) / (max(1.0, self._concurrent_samples) if kind == SAMPLE else 1.0)
 
 
-def _moved(mean: float | None, newest: float) -> float:
+def _moving_average(mean: float | None, newest: float) -> float:
     return newest if mean is None else (1 - WEIGHT_OF_NEWEST) * mean + WEIGHT_OF_NEWEST * newest

@@ -2,7 +2,7 @@
 
 Owners, and the models of an owner, take turns by start-time fair queuing (Goyal, Vin and Cheng, 1996): the one that has
 used the least time goes next, and one that was idle starts level with the others, so unused time is not saved up.
-Values only: every change gives a new one. Knows no queue, no clock and no engine.
+Values only: every change gives a new one.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Futures:
                 waiters = self._waiters.pop(request_id, []) + self._waiters.pop(f"{source}:*", [])
                 if waiters:
                     resolved.append((result, waiters))
-        if resolved:
+        if resolved:  # outside of the lock: event loops are woken
             _resolve(resolved)
 
     def release(self) -> None:
@@ -207,6 +207,7 @@ class Futures:
         own = self._kept[expected.owner]
         own.names[request_id] = None
         own.size_bytes += len(result.body)
+        # The newest stays, however large: its client is about to ask for it.
         while own.size_bytes > KEEP_BYTES and len(own.names) > 1:
             self._drop(next(iter(own.names)))
         while now - next(iter(self._finished.values())).at > KEEP_S:
@@ -230,11 +231,11 @@ def _resolve(resolved: Iterable[tuple[FutureResult | None, list[_Waiter]]]) -> N
         for waiter in waiters:
             by_loop[waiter.get_loop()].append((waiter, result))
     for loop, pairs in by_loop.items():
-        if not loop.is_closed():
+        if not loop.is_closed():  # an embedded client may have ended while it waited
             loop.call_soon_threadsafe(_set_results, pairs)
 
 
 def _set_results(pairs: list[tuple[_Waiter, FutureResult | None]]) -> None:
     for waiter, result in pairs:
-        if not waiter.done():
+        if not waiter.done():  # timed out or cancelled since
             waiter.set_result(result)

@@ -1,7 +1,6 @@
 """Requests on their way through the server, as data: training requests in the journal, and sample requests in memory.
 
-A training job can be decoded from its journal row again, so a later process can run it. Knows no queue, no engine and
-no HTTP.
+A training job can be decoded from its journal row again, so a later process can run it.
 """
 
 from __future__ import annotations
@@ -114,6 +113,7 @@ def read_training_request(
     # a pass without a gradient has a kind of its own: its failure does not spoil the gradient
     forward_only = isinstance(request, ForwardBackwardRequest) and request.forward_only
     kind = "forward_only" if forward_only else route
+    # With the kind, because two routes may get the same bytes.
     sha256 = hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
     return JobRow(owner, place, kind, body, sha256, encoding=encoding.value), request
 

@@ -186,5 +186,5 @@ class RequestQueue:
                 del counter[request.owner]
 
     def _wake(self) -> None:
-        self._woken = True
+        self._woken = True  # the worker may be busy: a notification alone would be lost
         self._changed.notify_all()

@@ -68,7 +68,7 @@ class QueuePosition:
         }
 
 
-class QueueSnapshot:
+class QueueIndex:
     """The queue at one moment, indexed so that any number of waiting clients can be told their positions."""
 
     def __init__(self, pending: Pending, eta: Eta) -> None:
@@ -98,7 +98,7 @@ class QueueSnapshot:
         if started is not None or text not in self._place:
             elapsed_s = 0.0 if started is None else now - started.started_at
             typical_s = 0.0 if started is None else self._eta.typical_s(started.kind)
-            progress = min(0.99, elapsed_s / typical_s) if typical_s else None
+            progress = min(0.99, elapsed_s / typical_s) if typical_s else None  # 1 would say that it is done
             left_s = max(0.0, typical_s - elapsed_s)
             return QueuePosition("running", "active", "is being worked on", self.depth, 0, left_s, progress)
         place = self._place[text]

@@ -38,7 +38,7 @@ class Pending:
     samples: Sequence[QueuedSample] = ()
 
     @cached_property
-    def heads(self) -> list[TrainingJob]:
+    def ready(self) -> list[TrainingJob]:
         """The training requests that may run now."""
         return [job for job in self.training if job.seq_id == self.next_seq[job.model_id]]
 
@@ -48,7 +48,7 @@ class Pending:
         oldest: dict[str, float] = {}
         for job in self.training:
             oldest[job.model_id] = min(job.arrived_at, oldest.get(job.model_id, job.arrived_at))
-        for job in self.heads:
+        for job in self.ready:
             del oldest[job.model_id]
         return oldest
 
@@ -111,19 +111,19 @@ def plan(
     for model_id, since in pending.held_up.items():
         if since + gap_timeout_s <= now:
             return _give_up(pending, model_id)
-    if pending.heads and not (has_samples and fairness.training_lead_s > SLICE_S):
-        is_only = len(pending.heads) == 1
-        return RunTraining(pending.heads[0] if is_only else _next_in_turn(pending.heads, fairness))
+    if pending.ready and not (has_samples and fairness.training_lead_s > SLICE_S):
+        is_only = len(pending.ready) == 1
+        return RunTraining(pending.ready[0] if is_only else _next_in_turn(pending.ready, fairness))
     if has_samples:
         return StepSamples(_joining(pending.samples, sampling))
     return Wait(min(pending.held_up.values()) + gap_timeout_s)
 
 
-def _next_in_turn(heads: Sequence[TrainingJob], fairness: Fairness) -> TrainingJob:
+def _next_in_turn(ready: Sequence[TrainingJob], fairness: Fairness) -> TrainingJob:
     """Takes the owner that used the least time, then its model that did; the longest wait breaks ties."""
-    owner = min(heads, key=lambda item: (fairness.owners.start_tag(item.owner), item.arrived_at)).owner
+    owner = min(ready, key=lambda item: (fairness.owners.start_tag(item.owner), item.arrived_at)).owner
     models = fairness.models_of(owner)
-    own = (item for item in heads if item.owner == owner)
+    own = (item for item in ready if item.owner == owner)
     return min(own, key=lambda item: (models.start_tag(item.model_id), item.arrived_at))
 
 

@@ -1,6 +1,6 @@
 """A checkpoint as a .tar.gz: a stream of bytes whose length is known before it begins.
 
-Knows the format; knows nothing of what the files mean. Archives from outside are read by `models/untrusted_files`.
+Archives from outside are read by `models/untrusted_files`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A checkpoint as files for others: a PEFT adapter, alone or in a .tar.gz that `uploads` takes back.
+"""A checkpoint as files for others: a lora in PEFT's format, alone or in a .tar.gz that `uploads` takes back.
 
-The weights' tensors are renamed as PEFT names them; their bytes are streamed from the disk as they are. Knows no HTTP.
+The weights' tensors are renamed as PEFT names them; their bytes are streamed from the disk as they are.
 """
 
 from __future__ import annotations

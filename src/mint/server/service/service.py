@@ -46,7 +46,7 @@ from mint.server.queue.jobs import (
     read_training_request,
 )
 from mint.server.queue.queue import RequestQueue
-from mint.server.queue.queue_position import QueuePosition, QueueSnapshot
+from mint.server.queue.queue_position import QueueIndex, QueuePosition
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
 from mint.server.service.new_samplers import new_sampler
 from mint.server.service.sessions import Sessions
@@ -120,8 +120,8 @@ MAX_CLONES = 2**32
 """A clone's number times `CLONE_SEQ_IDS` must fit 63 bits."""
 
 LONG_POLL_S = 25.0
-SNAPSHOT_AGE_S = 0.1
-"""How old the queue snapshot may be from which waiting clients are told: thousands of them may ask at once."""
+QUEUE_INDEX_AGE_S = 0.1
+"""How old the index of the queue may be from which waiting clients are told: thousands of them may ask at once."""
 
 
 class Service:
@@ -181,8 +181,8 @@ class Service:
             clock=clock,
         )
         self._cancels: WeakValueDictionary[str, threading.Event] = WeakValueDictionary()  # alive while the sample is
-        self._snapshot = QueueSnapshot(self._queue.pending(), self._worker.eta)
-        self._snapshot_at = 0.0
+        self._queue_index = QueueIndex(self._queue.pending(), self._worker.eta)
+        self._indexed_at = 0.0
         # What is checked must still hold when it is written: one thread at a time accepts or ends something. Decoding
         # comes before, waiting for the disk after.
         self._accepting = threading.RLock()
@@ -190,6 +190,7 @@ class Service:
 
     def start(self) -> None:
         """Takes over the sessions of dead processes, and begins to work."""
+        # Two processes that start on one data directory must not both take over the same session.
         with self.instance.sole_adopter():
             self._adopt_sessions()
             sweep_orphans(self.journal, self.data_dir)
@@ -265,6 +266,7 @@ class Service:
             if not self._sessions.end(session_id):
                 return
             models = [row.model_id for row in self.journal.models_of(session_id)]
+            # From the queue first: the worker must not start a request whose rows are about to go.
             self._sessions.forget_models(models)
             self._queue.drop_session(session_id, models)
             files = self.journal.end_session(session_id, time.time())
@@ -290,6 +292,7 @@ class Service:
         row, request = read_training_request(kind, body, encoding)
         with self._accepting:
             commit = self._accept(caller, row, request)
+        # Outside of the lock: requests that are accepted meanwhile share the next fsync.
         self.journal.durability.wait_durable(commit)
         return UntypedPromise(request_id=request_id(row.model_id, row.seq_id), model_id=row.model_id)
 
@@ -310,6 +313,7 @@ class Service:
         if row.kind in SAVES:
             request = self._save_error(caller) or request
         existing = self.journal.add_job(row, now=now, model=model, run=run)
+        # For a repeated request, too: its first copy may have been committed and not yet be durable.
         commit = self.journal.durability.newest_commit
         if existing is None:
             self._enqueue(row, request, caller.owner, next_seq=next_seq, commit=commit)
@@ -422,7 +426,7 @@ class Service:
         self._sessions.require(session_of(model_id), caller.owner)
         promise = UntypedPromise(request_id=request_id(model_id, UNLOAD_SEQ_ID), model_id=model_id)
         with self._accepting:
-            if self.futures.fingerprint(promise.request_id) is not None:
+            if self.futures.fingerprint(promise.request_id) is not None:  # the same request again
                 return promise
             self._require_model(caller, model_id)
             self._sessions.forget_models([model_id])
@@ -493,6 +497,7 @@ class Service:
                 sample = QueuedSample(name, request, time.monotonic(), caller.owner, len(body), cancelled=cancelled)
                 self._enqueue_sample(caller, sample, fingerprint)
             elif known is None and isinstance(request, InvalidRequestError):
+                # As a result, not as a refusal: the client has used up this number, and waits for its future.
                 self.futures.open(name, fingerprint, owner=caller.owner)
                 self.futures.finish({name: FutureResult.of_error(request)})
             elif known != fingerprint:
@@ -502,6 +507,7 @@ class Service:
         return UntypedPromise(request_id=name, sample_sequence_ids=[f"{name}-{index}" for index in range(count)])
 
     def _enqueue_sample(self, caller: Caller, sample: QueuedSample, fingerprint: str = "") -> None:
+        # Opened before it is queued: the worker may finish it at once, and drops results that nobody expects.
         self.futures.open(sample.request_id, fingerprint, owner=caller.owner)
         try:
             self._queue.add_sample(sample, max_requests=caller.quotas.max_waiting_requests)
@@ -538,7 +544,7 @@ class Service:
         self._enqueue_sample(caller, sample)
         try:
             result = await self.futures.wait(name, None)
-        finally:
+        finally:  # also when the caller is cancelled: nobody else knows the name of this request
             if self._queue.take_samples([name]):
                 self.futures.abandon(name)
             self.futures.forget(name)
@@ -576,6 +582,7 @@ class Service:
         """
         parsed = _parse_request_id(name)
         session_id = session_of(parsed.owner)
+        # `touch` looks in memory only. `require` asks the journal, which this event loop must not wait for.
         if not self._sessions.touch(session_id, caller.owner):
             await asyncio.to_thread(self._sessions.require, session_id, caller.owner)
         result = await self.futures.wait(name, self.long_poll_s)
@@ -614,9 +621,11 @@ class Service:
         parsed = _parse_request_id(name)
         at_limit = self._queue.is_full(caller.owner, max_requests=caller.quotas.max_waiting_requests)
         now = time.monotonic()
-        if now - self._snapshot_at > SNAPSHOT_AGE_S:
-            self._snapshot, self._snapshot_at = QueueSnapshot(self._queue.pending(), self._worker.eta), now
-        return self._snapshot.position(parsed, now, at_limit=at_limit)
+        # Without a lock: two threads at once build the index twice, and either may be used.
+        if now - self._indexed_at > QUEUE_INDEX_AGE_S:
+            self._queue_index = QueueIndex(self._queue.pending(), self._worker.eta)
+            self._indexed_at = now
+        return self._queue_index.position(parsed, now, at_limit=at_limit)
 
     # --- base models and checkpoints -----------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Takes over the sessions of dead processes, with the requests that they had accepted and not finished.
 
-Writes to the journal who serves them now, and counts an attempt for each request in which a process has died. Knows no
-queue: the caller serves what it gets.
+Writes to the journal who serves them now, and counts an attempt for each request in which a process has died. The
+caller puts what it gets into the queue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Makes a checkpoint of an adapter from outside: a PEFT folder or archive, or an archive of `downloads`.
+"""Makes a checkpoint of a lora from outside: a PEFT folder or archive, or an archive of `downloads`.
 
 Everything is checked against the base model before the first byte is written, so a refused upload leaves nothing
-behind. Knows no HTTP and no engine.
+behind.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def import_checkpoint(
 ) -> CheckpointRow:
     """Makes a checkpoint, in a new run of `owner`, of a PEFT folder, or of a .tar.gz or .tar of one.
 
-    `base_model` None takes the one that the adapter names. `folder_of` finds a base model's folder; the default looks
+    `base_model` None takes the one that the lora names. `folder_of` finds a base model's folder; the default looks
     in `MINT_MODELS`. `max_bytes` limits the owner's checkpoints together. The row's `user_metadata["notes"]` say what
     was changed on the way.
 
     Raises:
-        InvalidRequestError: `source` is no adapter, is hostile, does not fit the base model, or is more than the owner
+        InvalidRequestError: `source` is no lora, is hostile, does not fit the base model, or is more than the owner
             may store.
         JournalError: the disk is full.
     """
@@ -129,7 +129,7 @@ def _read(files: UntrustedFiles, base_model: str | None, find: Callable[[str], P
     optimizer = files.files.get(OPTIMIZER_FILE)
     if optimizer is not None:
         if notes:
-            raise _refused(OPTIMIZER_FILE, "belongs to another adapter", "Leave it out, or send an archive of mint")
+            raise _refused(OPTIMIZER_FILE, "belongs to another lora", "Leave it out, or send an archive of mint")
         state = _read_optimizer(optimizer, whole)
     return _Content(base_name, lora, seed_given, state, tuple(notes))
 

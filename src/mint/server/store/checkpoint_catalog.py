@@ -1,8 +1,7 @@
 """The named checkpoints of a data directory: listed, published, copied, expired, deleted.
 
 `owner` is whose checkpoints a question is about; None is the operator, who sees everything. Checkpoints of others do
-not exist for an owner, except public ones. Knows rows and folders; knows no engine, no request and no HTTP. Any thread
-may call.
+not exist for an owner, except public ones. Any thread may call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The folder of a checkpoint: its files, and the manifest that names them with their hashes.
 
 It is `checkpoints/<uuid>/` with `weights.safetensors`, perhaps `optimizer.safetensors`, and `manifest.json`, which is
-written last: a folder without a manifest is no checkpoint. Users' names never become file names. Knows no journal.
+written last: a folder without a manifest is no checkpoint. Users' names never become file names.
 """
 
 from __future__ import annotations

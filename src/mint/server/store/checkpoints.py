@@ -1,7 +1,7 @@
 """Named checkpoints: their paths, and the row that a path leads to.
 
 A path is `tinker://{model_id}/weights/{name}` (with optimizer) or `…/sampler_weights/{name}` (without); `mint://` is
-the same. Who may read a checkpoint is decided here. Knows no engine, no request and no layout of files.
+the same. Who may read a checkpoint is decided here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Statements are SQL with named parameters; rows come back as the dataclasses of `rows`. Dicts and lists among the
 parameters are stored as JSON, so a list can be searched in with `IN (SELECT value FROM json_each(:names))`. The driver
 keeps compiled statements by their text, so a hot statement is a constant. Any thread may use the database. Writers of
-other processes on the same file are waited for. Knows no table.
+other processes on the same file are waited for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from mint.server.store.schema import MIGRATIONS, SCHEMA_VERSION, TABLES, stateme
 Row = TypeVar("Row")
 
 BUSY_TIMEOUT_S = 30.0
+"""How long to wait for another process that writes to the file."""
+
 CACHED_STATEMENTS = 256
+"""Twice sqlite3's default: listings are queried in many forms, and the statements of a step should stay compiled."""
 VACUUM_PAGES = 2000
 """How many free pages are given back at once: about 8 MB, in 0.1 s."""
 
@@ -80,7 +83,7 @@ class Database:
                 path,
                 timeout=BUSY_TIMEOUT_S,
                 isolation_level=None,  # the driver begins no transactions by itself
-                check_same_thread=False,
+                check_same_thread=False,  # `_lock` keeps threads apart
                 cached_statements=CACHED_STATEMENTS,
             )
         self._connection.row_factory = sqlite3.Row
@@ -88,7 +91,7 @@ class Database:
         try:
             with _journal_errors():
                 for setting in (
-                    "auto_vacuum = INCREMENTAL",
+                    "auto_vacuum = INCREMENTAL",  # takes effect in new files only, before the first table is made
                     "journal_mode = WAL",
                     "foreign_keys = OFF",
                     "wal_autocheckpoint = 2000",

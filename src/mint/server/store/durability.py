@@ -24,8 +24,6 @@ Why nothing that was sent is lost:
   else happens: `Database.transaction(durable=True)`.
 * An fsync fails: the kernel may have dropped the data, and a second fsync would succeed without it. Therefore this
   process commits nothing more. The next process reads what the disk has.
-
-Knows no tables and no requests.
 """
 
 from __future__ import annotations

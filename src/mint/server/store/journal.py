@@ -174,6 +174,7 @@ class Journal:
         The commit survives the end of the process, but a loss of power only after `durability.wait_durable`. Returns
         the row that already has this place, or None when the job was added.
         """
+        # IGNORE and then a query: a repeated request is found without a race between looking and adding.
         with self.database.transaction(durable=False) as transaction:
             if model is not None:
                 transaction.execute(_ADD_MODEL, **vars(model))
@@ -227,6 +228,7 @@ class Journal:
         drops_state = bool(finish.dropped_snapshots) and not self.durability.is_durable(self.durability.newest_commit)
         place = {"model_id": finish.model_id, "seq_id": finish.seq_id}
         with self.database.transaction(durable=drops_state or finish.checkpoint is not None) as transaction:
+            # Only a pending job can be finished: the rows of an ended session are gone, and their result is dropped.
             ended = transaction.execute(
                 _FINISH_JOB,
                 **place,

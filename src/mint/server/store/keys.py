@@ -1,6 +1,6 @@
 """API keys: created, verified, listed and revoked. The database has their SHA-256, never the keys themselves.
 
-A server may run on the same data directory at the same time: it sees a change within `FRESH_S`. Knows no HTTP.
+A server may run on the same data directory at the same time: it sees a change within `FRESH_S`.
 """
 
 from __future__ import annotations

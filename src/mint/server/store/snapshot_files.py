@@ -1,7 +1,4 @@
-"""Writes a model's state to safetensors files, and reads it back.
-
-Knows arrays and file layouts; does not know when a state is saved, or under which name.
-"""
+"""Writes a model's state to safetensors files, and reads it back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The models that are in the engine, and what training requests do to them.
 
 Keeps the promise that there is never half a step: after a failed pass the next step is refused, and the gradient is
-cleared. Used on the worker's thread only. Knows no journal, no files and no jobs.
+cleared. Used on the worker's thread only.
 """
 
 from __future__ import annotations

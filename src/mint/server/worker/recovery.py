@@ -69,10 +69,12 @@ class Recovery:
             if self._load_snapshot(snapshot):
                 start = snapshot.seq_id
                 break
+            # A new model again: a damaged snapshot may have been written into this one.
             self._models.create(row.model_id, base_model, lora, seed_given=bool(row.seed_given))
         live = self._models[row.model_id]
         live.snapshots.rows = [good for good in snapshots if good.seq_id <= start]
         live.weights_seq = start
+        # Request 0 made the model. Without a snapshot it is replayed if it loaded a checkpoint, too.
         jobs = self._journal.jobs(row.model_id, after=start - 1 if start == 0 else start, status=("done", "failed"))
         for job in jobs:
             if job.seq_id > 0 or job.kind == "load_weights":
@@ -121,6 +123,7 @@ class Recovery:
                 _, digest = self._models.optim_step(job.model_id, job.seq_id, request, like=job.digest)
                 return digest == job.digest
             case LoadWeightsRequest() as request:
+                # For any reader: this one was allowed to when the request ran.
                 row = checkpoints.find_checkpoint(self._journal, request.path, reader=None)
                 saved = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
                 return self._models.load(job.model_id, job.seq_id, *saved, like=job.digest) == job.digest

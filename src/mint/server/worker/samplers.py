@@ -1,7 +1,7 @@
 """Samplers, which of their weights the engine holds, and which unnamed ones are kept.
 
 A sampler's weights never change: they are frozen when published, and their file brings them back after a restart or
-after the engine dropped them to make room. Used on the worker's thread, except `row`. Knows no queue and no HTTP.
+after the engine dropped them to make room. Used on the worker's thread, except `row`.
 
 A training loop publishes weights without a name at every step. So that the disk does not fill, unnamed samplers of a
 model go, least recently used first: `superseded` has the rule. Named checkpoints and samplers of them never go.

@@ -1,8 +1,7 @@
 """The sample requests that are under way: they join and leave between two steps of the engine's batch.
 
 An error of the engine ends its batch. Each request that was in it is then run again alone, once, so that only the one
-at fault fails; tokens that were streamed already are not streamed again. Used on the worker's thread. Knows no queue
-and no HTTP.
+at fault fails; tokens that were streamed already are not streamed again. Used on the worker's thread.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class SamplingBatch:
 
     def _broken(self, error: Exception) -> dict[str, FutureResult]:
         samples, self._running, self._batch = list(self._running.values()), {}, None
-        if len(samples) > 1:
+        if len(samples) > 1:  # the engine does not say which of them it failed on
             self._suspects.extend(samples)
             return {}
         self._count(samples[0], -1)

@@ -1,7 +1,7 @@
 """Saves the state of a model after steps and loads, so that recovery replays few requests.
 
 A small state is saved after every step, before the step is acknowledged; a large one every few seconds, written in the
-background. So are the weights of samplers. Used on the worker's thread only. Knows no engine and no request.
+background. So are the weights of samplers. Used on the worker's thread only.
 """
 
 from __future__ import annotations

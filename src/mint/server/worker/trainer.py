@@ -1,8 +1,7 @@
 """Runs training requests, one at a time and in order, and says what the journal shall commit for each.
 
 A step is committed together with a digest of the state it led to, and with a snapshot of a small state. Nothing is true
-before the journal has committed the `JobOutcome`. Used on the worker's thread only. Does not know how requests arrive
-or who waits for them.
+before the journal has committed the `JobOutcome`. Used on the worker's thread only.
 """
 
 from __future__ import annotations
@@ -252,6 +251,7 @@ class Trainer:
             raise ConflictError("names a checkpoint that exists already", field="name", value=name, remedy=remedy)
         live = self.models[job.model_id]
         state = self.models.engine.read_state(job.model_id)
+        # A name made of the request: run again after a crash, it writes to the same folder and leaves no orphan.
         folder = f"checkpoints/{uuid.uuid5(uuid.NAMESPACE_URL, f'{job.model_id}/{job.seq_id}')}"
         now = time.time()
         manifest = Manifest(path.uri, live.base_model, asdict(live.lora), live.seed_given, state.step, now)

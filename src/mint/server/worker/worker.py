@@ -78,6 +78,7 @@ class Worker:
         self._queue.wake()
         if self._thread.is_alive():
             self._thread.join()
+        # Calls that came too late for the loop: among other things they delete the files of ended sessions.
         while not self._calls.empty():
             self._calls.get()()
 
@@ -168,6 +169,7 @@ class Worker:
     def _commit(self, job: TrainingJob, outcome: JobOutcome) -> None:
         """Writes the outcome to the journal, and resolves the future once that may be told."""
         name, finish = request_id(job.model_id, job.seq_id), outcome.finish
+        # Committed before anything is told of it: after a crash, the next process has the same result to give.
         try:
             is_known = self._journal.finish_job(finish)
         except JournalError:
@@ -183,7 +185,7 @@ class Worker:
             return
         if finish.sampler is not None:
             self._samplers.published(finish.sampler)
-        self._note_running("")
+        self._note_running("")  # only now: a death before the commit counts as one in this request
         self._queue.advance(job.model_id, job.seq_id)
 
         def resolve(error: JournalError | None) -> None:
@@ -230,6 +232,7 @@ class Worker:
         )
         result = FutureResult.of_error(error)
         kinds = {job.seq_id: job.kind for job in waiting}
+        # The missing numbers are journaled as failed, so that the late arrival of one of them is recognised.
         self._journal.give_up(model_id, missing, list(kinds), result.body)
         for seq_id in sorted([*missing, *kinds]):
             self._trainer.models.note_failed(model_id, kinds.get(seq_id, "missing"))
