@@ -152,7 +152,8 @@ class FakeEngine:
         model.exp_avg = b"\0" * 32 if fresh else _as_chain(state.exp_avg or {})
         model.exp_avg_sq = b"\0" * 32 if fresh else _as_chain(state.exp_avg_sq or {})
         model.step = 0 if fresh else state.step
-        model.chain, model.gradient = chain, _EMPTY
+        model.chain = chain
+        model.gradient = _EMPTY
 
     def state_digest(self, model_id: str, *, like: str | None = None) -> str:
         """A hash of chain, moments and step count."""
@@ -247,7 +248,8 @@ class FakeBatch:
 
     def _advance(self, running: _Running) -> bool:
         """Whether the job has ended."""
-        job, ended = running.job, True
+        job = running.job
+        ended = True
         for index, tokens in enumerate(running.tokens):
             if running.stopped[index] or len(tokens) >= job.max_tokens:
                 continue
@@ -271,7 +273,8 @@ class FakeBatch:
                 best = np.tile(np.arange(job.topk_sample_logprobs), (len(tokens), 1))
                 topk = TokenTable(best, (-1.0 - best).astype(np.float32))
             samples.append(Sample(np.asarray(tokens, np.int64), np.asarray(logprobs, np.float32), stopped, topk))
-        size, last_n = job.prompt.size, job.prompt_logprobs_last_n
+        size = job.prompt.size
+        last_n = job.prompt_logprobs_last_n
         first = 1 if last_n is None else size - last_n
         prompt_logprobs, topk_prompt, targets, draws = None, None, None, None
         if job.prompt_logprobs:

@@ -43,7 +43,9 @@ class SiteWeights:
 
     def parts(self) -> list[tuple[slice, slice, Tensor]]:
         """For each layer: its columns among the S·r ranks, its slice of the outputs, and its b."""
-        rank, start, parts = len(self.a) // len(self.bs), 0, []
+        rank = len(self.a) // len(self.bs)
+        start = 0
+        parts = []
         for index, b in enumerate(self.bs):
             parts.append((slice(index * rank, (index + 1) * rank), slice(start, start + b.shape[0]), b))
             start += b.shape[0]
@@ -55,7 +57,8 @@ def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
     hidden, query, kv = config.hidden_size, config.query_size, config.key_value_size
     sites = []
     for layer in range(config.num_hidden_layers):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        attention = f"model.layers.{layer}.self_attn"
+        mlp = f"model.layers.{layer}.mlp"
         mixture = config.experts_of(layer)
         if lora.train_attn:
             modules = tuple(f"{attention}.{part}_proj" for part in "qkv")
@@ -147,7 +150,9 @@ class LoraWeights:
 
     def _cut(self, vector: Tensor) -> dict[str, SiteWeights]:
         """Views into `vector`, by site: of each site first `a`, then the bs."""
-        rank, start, sites = self.spec.rank, 0, {}
+        rank = self.spec.rank
+        start = 0
+        sites = {}
         for site in self._sites:
             views = []
             for rows, columns in _shapes(site, rank):
@@ -159,7 +164,9 @@ class LoraWeights:
     @cached_property
     def arrays(self) -> dict[str, tuple[slice, tuple[int, int]]]:
         """Where each array of the named form lies within the vector, and its shape."""
-        rank, a, arrays = self.spec.rank, 0, {}
+        rank = self.spec.rank
+        a = 0
+        arrays = {}
         for site in self._sites:
             b = a + rank * len(site.modules) * site.inputs
             for module, outputs in zip(site.modules, site.outputs, strict=True):
@@ -188,7 +195,8 @@ def rows_of(weights: Sequence[LoraWeights | None], counts: Sequence[int] | None 
     runs: list[LoraRows] = []
     stop = 0
     for index, own in enumerate(weights):
-        start, stop = stop, stop + (1 if counts is None else counts[index])
+        start = stop
+        stop = stop + (1 if counts is None else counts[index])
         if runs and runs[-1].weights is own:
             runs[-1] = LoraRows(runs[-1].start, stop, own)
         else:

@@ -141,7 +141,9 @@ def measure(
     """
     if losses is None:
         losses = [loss_and_slope(spec, datum, own)[0] for datum, own in zip(data, logprobs, strict=True)]
-    loss_sum, masks, trained = 0.0, [], []
+    loss_sum = 0.0
+    masks = []
+    trained = []
     for datum, entropy, loss in zip(data, entropies, losses, strict=True):
         masks.append(datum.trained)
         trained.append(entropy[masks[-1]])
@@ -200,7 +202,8 @@ def _measure_ratio(log_ratio: np.ndarray) -> dict[str, float]:
 def _quantile(values: np.ndarray, share: float) -> float:
     """Same as `np.quantile`, whose first use imports masked arrays: 15 ms of a process's first step."""
     place = share * (len(values) - 1)
-    low, high = math.floor(place), math.ceil(place)
+    low = math.floor(place)
+    high = math.ceil(place)
     ordered = np.partition(values, [low, high])
     return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
 

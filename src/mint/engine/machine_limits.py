@@ -89,7 +89,8 @@ def measured_rows(shape: StepShape, device: Device) -> list[int]:
 
 def sampling_seconds(shape: StepShape, rates: Rates, dtype: DType, device: Device = "cpu") -> float:
     """The least time for all samples of one step."""
-    model, rows = shape.model, str(decode_rows(shape))
+    model = shape.model
+    rows = str(decode_rows(shape))
     lora = shape.rank * model.lora_parameters_per_rank
     block, unembedding = 2 * (model.block_parameters + lora), 2 * model.unembedding_parameters
     prefill_s = shape.prompts * shape.prompt_tokens * block / rates["block"][str(WIDE_ROWS[device])]
@@ -102,7 +103,8 @@ def sampling_seconds(shape: StepShape, rates: Rates, dtype: DType, device: Devic
 
 def training_seconds(shape: StepShape, rates: Rates, device: Device = "cpu") -> float:
     """The least time for the gradient of one step's sequences."""
-    model, rows = shape.model, str(WIDE_ROWS[device])
+    model = shape.model
+    rows = str(WIDE_ROWS[device])
     lora = shape.rank * model.lora_parameters_per_rank
     computed = shape.prompts * shape.prompt_tokens + shape.sequences * (shape.max_tokens - 1)
     blocks_s = computed * (4 * model.block_parameters + 6 * lora) / rates["block"][rows]

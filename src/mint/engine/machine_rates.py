@@ -32,7 +32,8 @@ class MachineRates:
 
     def __init__(self, model: ModelShape, *, rows: Sequence[int], dtype: DType, device: Device = "cpu") -> None:
         """`rows`: the numbers of rows for which products are measured. Uses the threads that torch has been given."""
-        self.rows, self.dtype = rows, getattr(torch, dtype)
+        self.rows = rows
+        self.dtype = getattr(torch, dtype)
         self.device = torch.device(device)
         self.block = [self._random(*size) for size in model.linears.values()]
         self.unembedding = [self._random(min(model.vocabulary, UNEMBEDDING_ROWS), model.hidden)]
@@ -77,13 +78,16 @@ def best_seconds(work: Callable[[], object], wait: Callable[[], object] | None =
     `wait` returns when the device has done what it was given.
     """
     _seconds(work, 1, wait)
-    repeats, seconds = 1, _seconds(work, 1, wait)
+    repeats = 1
+    seconds = _seconds(work, 1, wait)
     while seconds * repeats < 1e-3:
         repeats *= 2
-    best, spent = float("inf"), 0.0
+    best = float("inf")
+    spent = 0.0
     for _ in range(TRIES):
         taken = _seconds(work, repeats, wait)
-        best, spent = min(best, taken / repeats), spent + taken
+        best = min(best, taken / repeats)
+        spent = spent + taken
         if spent > SECONDS_PER_PRODUCT:
             break
     return best

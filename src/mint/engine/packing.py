@@ -142,7 +142,8 @@ def _group(data: Sequence[TrainDatum], token_budget: int) -> list[_PrefixGroup]:
 
 def _join(group: _PrefixGroup, index: int, data: Sequence[TrainDatum]) -> _PrefixGroup | None:
     """The group with one more example; None where it would save fewer rows."""
-    tokens, first = data[index].tokens, data[group.datum_ids[0]].tokens
+    tokens = data[index].tokens
+    first = data[group.datum_ids[0]].tokens
     limit = min(len(tokens), group.shared)
     differs = np.flatnonzero(tokens[:limit] != first[:limit])
     shared = int(differs[0]) if len(differs) else limit

@@ -42,8 +42,11 @@ class TargetLogprobs:
         """Hidden states [T, E]; target `targets[u]` is predicted from row `rows[u]`: distinct pairs, rows ascending,
         both int64 [U]. All logits are divided by `temperature`. `trained` [U] are the pairs that may have a gradient
         (None: none has); one lora covers all rows then."""
-        self._decoder, self._hidden, self._loras = decoder, hidden, loras
-        self._rows, self._targets = rows, upload(hidden.device, targets)[0]
+        self._decoder = decoder
+        self._hidden = hidden
+        self._loras = loras
+        self._rows = rows
+        self._targets = upload(hidden.device, targets)[0]
         # A tensor on the device: for a Python number, a GPU multiplies with the rounded reciprocal instead of dividing.
         self._divisor = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
         self._temperature = np.float32(temperature)
@@ -135,7 +138,8 @@ def _chunks(decoder: Decoder, rows: np.ndarray, count: int) -> list[_Chunk]:
     slices = row_slices(count, decoder.config.vocab_size, decoder.operations.logits_at_once)
     size = slices[0].stop if slices else 1
     places = upload(decoder.device, rows % size)[0]
-    chunks, first = [], 0
+    chunks = []
+    first = 0
     for own in slices:
         last = int(np.searchsorted(rows, own.stop))
         chunks.append(_Chunk(own, slice(first, last), places[first:last]))

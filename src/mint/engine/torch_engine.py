@@ -110,7 +110,8 @@ class TorchEngine:
         self._models: dict[str, _TrainedModel] = {}
         self._published: dict[str, _Published] = {}
         self._memories: dict[str, SamplerMemory] = {}
-        self._kv_cache_bytes, self._prefix_cache_bytes = kv_cache_bytes, prefix_cache_bytes
+        self._kv_cache_bytes = kv_cache_bytes
+        self._prefix_cache_bytes = prefix_cache_bytes
 
     def load_base(self, name: str, path: str) -> BaseInfo:
         """Loads a Hugging Face folder as base `name`; does nothing if it is loaded.
@@ -124,7 +125,8 @@ class TorchEngine:
         folder = ModelFolder(Path(path))
         config = read_decoder_config(folder.config)
         operations = self._device.operations(config, self._dtype)
-        decoder, rows = Decoder(config, folder.tensors(), operations), rows_at_once(config, operations)
+        decoder = Decoder(config, folder.tensors(), operations)
+        rows = rows_at_once(config, operations)
         settings = {
             "engine": "torch",
             "attention": operations.attention_name,
@@ -322,7 +324,8 @@ class TorchEngine:
             for published in self._published.values():
                 if published.base == base:
                     prefixes.open(published.weights)
-            steps, draw = self._device.decode_steps(decoder, cache), self._device.draw(decoder.operations)
+            steps = self._device.decode_steps(decoder, cache)
+            draw = self._device.draw(decoder.operations)
             self._memories[base] = SamplerMemory(cache, prefixes, steps, draw)
         return self._memories[base]
 

@@ -160,7 +160,8 @@ def _run(
         results.entropies[index] = entropies[position : position + len(datum.tokens)]
         results.losses[index], slope = loss_and_slope(loss, datum, own)
         slopes[cells] = slope.reshape(-1)
-        cell, position = cells.stop, position + len(datum.tokens)
+        cell = cells.stop
+        position = position + len(datum.tokens)
     if gradient:
         # Cells that share a pair (a common prefix) add up.
         pair_slopes = np.bincount(batch.pair_of_cell, weights=slopes, minlength=len(batch.pair_rows))

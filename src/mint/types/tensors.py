@@ -77,7 +77,8 @@ class TensorData(ArrayValue):
         self.dtype = dtype
         self.values = flat_array(data, _NUMPY[dtype], "TensorData.data")
         self._shape = None if shape is None else tuple(shape)
-        crow, columns = sparse_crow_indices, sparse_col_indices
+        crow = sparse_crow_indices
+        columns = sparse_col_indices
         self._crow = None if crow is None else flat_array(crow, _INT64, "TensorData.sparse_crow_indices")
         self._columns = None if columns is None else flat_array(columns, _INT64, "TensorData.sparse_col_indices")
         self._list: list[Any] | None = None

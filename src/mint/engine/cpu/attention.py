@@ -146,7 +146,10 @@ class NativeDecodeAttention:
 
     def __init__(self, kernels: NativeKernels, cache: KVCache, table: np.ndarray, positions: np.ndarray) -> None:
         """Row r is at `positions[r]` in the pages `table[r]`, in order; int64 [R, C] and [R], contiguous."""
-        self._kernels, self._cache, self._table, self._positions = kernels, cache, table, positions
+        self._kernels = kernels
+        self._cache = cache
+        self._table = table
+        self._positions = positions
         self._columns = positions // CHUNK
         self._rows = DecodedRows(cache.query_heads, cache.kv_heads, cache.side_by_side, CHUNK, table, positions)
 

@@ -23,7 +23,8 @@ class NativeDraw:
     def __call__(
         self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        logits, count = logits.contiguous(), len(rows)
+        logits = logits.contiguous()
+        count = len(rows)
         tokens = np.empty(count, np.int64)
         logprobs, normalisers = np.empty(count, np.float32), np.empty(count, np.float32)
         columns = table.dtype.fields or {}

@@ -39,7 +39,8 @@ class ExpertMatrices:
 
     def __init__(self, matrices: Sequence[PanelMatrix]) -> None:
         self.panels = [matrix.panels for matrix in matrices]
-        self.outputs, self.inputs = matrices[0].outputs, matrices[0].inputs
+        self.outputs = matrices[0].outputs
+        self.inputs = matrices[0].inputs
         self.dtype = self.panels[0].dtype
         self.places = (ctypes.c_void_p * len(self.panels))(*(own.data_ptr() for own in self.panels))
 
@@ -73,7 +74,8 @@ class NativeExperts:
     def __init__(self, kernels: NativeKernels) -> None:
         self._library = kernels.libraries["experts"]
         products, loras = kernels.libraries["products"], kernels.libraries["loras"]
-        self._add_lora, self._lora_gradient = loras.add_lora.address, loras.lora_gradient.address
+        self._add_lora = loras.add_lora.address
+        self._lora_gradient = loras.lora_gradient.address
         self._product = {
             torch.float32: products.product_floats.address,
             torch.bfloat16: products.product_halves.address,
@@ -85,7 +87,8 @@ class NativeExperts:
 
     def route(self, scores: Tensor, config: ExpertsConfig) -> Routing:
         """Routes rows by their scores [T, N]."""
-        (count, experts), per_token = scores.shape, config.per_token
+        (count, experts) = scores.shape
+        per_token = config.per_token
         pairs = count * per_token
         weights = scores.new_empty(count, per_token)
         chosen = torch.empty(count, per_token, dtype=torch.int64)
@@ -233,7 +236,8 @@ class NativeExperts:
         first = None if lora.sites is None else lora.sites[0]
         if first is None or first.a.grad is None:
             return
-        widths, experts = [len(b) for b in first.bs], len(routing.borders) - 1
+        widths = [len(b) for b in first.bs]
+        experts = len(routing.borders) - 1
         self._library.add_lora_gradients(
             experts,
             len(rows) * len(first.a) * (rows.shape[1] + grad.shape[1]),

@@ -33,7 +33,9 @@ class NativeLoras:
 
     def add(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
         """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place, from x [T, I]; all float32."""
-        (count, inputs), outputs, rank = x.shape, out.shape[1], lora.bs[0].shape[1]
+        (count, inputs) = x.shape
+        outputs = out.shape[1]
+        rank = lora.bs[0].shape[1]
         places, widths = _places(lora.bs)
         self._library.add_lora(
             count,
@@ -54,7 +56,9 @@ class NativeLoras:
         self, grad: Tensor, x: Tensor, lora: SiteWeights, scale: float, grad_x: Tensor | None = None
     ) -> list[Tensor]:
         """The gradients of `a` and the bs from grad [T, O] and x [T, I]; that of x is added to `grad_x` [T, I]."""
-        (count, inputs), outputs, rank = x.shape, grad.shape[1], lora.bs[0].shape[1]
+        (count, inputs) = x.shape
+        outputs = grad.shape[1]
+        rank = lora.bs[0].shape[1]
         grad, x = grad.float().contiguous(), x.float().contiguous()
         # A function of the rows alone: partial sums are added in the same order on any number of threads.
         groups = min(max(count // _GROUP_ROWS, 1), _MOST_GROUPS)
@@ -81,7 +85,8 @@ class NativeLoras:
         total = found[0]
         for own in found[1:]:
             total += own
-        grads, start = [], 0
+        grads = []
+        start = 0
         for weight in (lora.a, *lora.bs):
             grads.append(total[start : start + weight.numel()].view(weight.shape))
             start += weight.numel()
@@ -90,11 +95,13 @@ class NativeLoras:
 
 def _places(bs: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[Int64]]:
     """The addresses of the bs, and their outputs."""
-    places, widths = (ctypes.c_void_p * len(bs))(), (Int64 * len(bs))()
+    places = (ctypes.c_void_p * len(bs))()
+    widths = (Int64 * len(bs))()
     for index, b in enumerate(bs):
         if not b.is_contiguous():
             raise AssertionError("kernels read contiguous tensors")
-        places[index], widths[index] = b.data_ptr(), b.shape[0]
+        places[index] = b.data_ptr()
+        widths[index] = b.shape[0]
     return places, widths
 
 

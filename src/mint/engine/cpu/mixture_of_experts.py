@@ -44,10 +44,15 @@ class NativeMixtureOfExperts:
         mixture: ExpertsConfig,
     ) -> None:
         """`norm` [E]; `gate_up` and `down` have one matrix for each expert."""
-        self._operations, self._native = operations, NativeExperts(kernels)
-        self._norm, self._eps, self._router = norm, config.rms_norm_eps, router
-        self._gate_up, self._down = ExpertMatrices(gate_up), ExpertMatrices(down)
-        self._mixture, self._layer = mixture, layer
+        self._operations = operations
+        self._native = NativeExperts(kernels)
+        self._norm = norm
+        self._eps = config.rms_norm_eps
+        self._router = router
+        self._gate_up = ExpertMatrices(gate_up)
+        self._down = ExpertMatrices(down)
+        self._mixture = mixture
+        self._layer = layer
 
     @property
     def dtype(self) -> torch.dtype:

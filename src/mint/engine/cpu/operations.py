@@ -104,7 +104,8 @@ class NativeOperations(CpuOperations):
         self.kernels = kernels
         self._rows, self._moves = kernels.libraries["rows"], kernels.libraries["moves"]
         self._choice = kernels.libraries["choice"]
-        self._products, self._loras = NativeProducts(kernels), NativeLoras(kernels)
+        self._products = NativeProducts(kernels)
+        self._loras = NativeLoras(kernels)
 
     @staticmethod
     def fit(config: DecoderConfig) -> bool:
@@ -170,7 +171,8 @@ class NativeOperations(CpuOperations):
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        out, inverse = torch.empty_like(x), x.new_empty(len(x), 1)
+        out = torch.empty_like(x)
+        inverse = x.new_empty(len(x), 1)
         self._rows.rms_norm(
             len(x),
             x.numel(),

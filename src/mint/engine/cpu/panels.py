@@ -72,7 +72,8 @@ class PanelMatrix:
 
     def __init__(self, products: NativeProducts, panels: Tensor) -> None:
         self.outputs, self.inputs = panels.shape
-        self.products, self.panels = products, panels
+        self.products = products
+        self.panels = panels
         self._product = products.kernels[panels.dtype]
 
     def dense(self) -> Tensor:

@@ -51,7 +51,9 @@ class NativeSteps:
 
     def __init__(self, decoder: Decoder, operations: NativeOperations, cache: KVCache) -> None:
         """`operations` are the decoder's."""
-        self._decoder, self._operations, self._cache = decoder, operations, cache
+        self._decoder = decoder
+        self._operations = operations
+        self._cache = cache
         sites = [*decoder.weights.matrices.values(), decoder.weights.unembedding]
         self._all_native = all(isinstance(matrix, PanelMatrix) for matrix in sites) and all(
             isinstance(mixture, NativeMixtureOfExperts) and mixture.routes_natively
@@ -95,9 +97,12 @@ class RecordedStep:
         edges: Sequence[int],
     ) -> None:
         """See `DecodeSteps.open`; the first run records. Rows are split at `edges`."""
-        self._decoder, self._operations, self._loras = decoder, operations, loras
+        self._decoder = decoder
+        self._operations = operations
+        self._loras = loras
         rows, columns = table.shape
-        self._tokens, self._positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self._tokens = np.zeros(rows, np.int64)
+        self._positions = np.zeros(rows, np.int64)
         self._table = np.zeros((rows, columns + SPARE_PAGES), np.int64)
         self._versions = decoder.loras.versions(loras)
         self._replay: Replay | None = None
@@ -119,7 +124,8 @@ class RecordedStep:
 
     def run(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
         """Logits [R, V]."""
-        self._tokens[:], self._positions[:] = tokens, positions
+        self._tokens[:] = tokens
+        self._positions[:] = positions
         if self._replay is None:
             self._replay = self._record()
         else:
@@ -143,7 +149,8 @@ class RecordedStep:
 
     def _record(self) -> Replay:
         """Runs the step for the first time, and records it."""
-        threads, recordings = self._operations.kernels.threads, list[Recording]()
+        threads = self._operations.kernels.threads
+        recordings = list[Recording]()
         if len(self._parts) > 1:
             self._logits = torch.empty(len(self._tokens), self._decoder.config.vocab_size)
         tokens, positions = torch.from_numpy(self._tokens), torch.from_numpy(self._positions)

@@ -62,7 +62,8 @@ class NativeThreads:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """`library` is threads.c, compiled."""
-        self.run_operations, self.run_sequences = library.run_operations, library.run_sequences
+        self.run_operations = library.run_operations
+        self.run_sequences = library.run_sequences
         self.run_operations.argtypes = (ctypes.c_void_p, Int64, Int64)
         self.run_sequences.argtypes = (ctypes.c_void_p, Int64)
         self.here = _Here()
@@ -89,7 +90,8 @@ class KernelLibrary:
     """The kernels of one file in C, each an attribute of its name."""
 
     def __init__(self, library: ctypes.CDLL, threads: NativeThreads) -> None:
-        self._library, self._threads = library, threads
+        self._library = library
+        self._threads = threads
 
     def __getattr__(self, name: str) -> Kernel:
         kernel = Kernel(getattr(self._library, name), self._threads)
@@ -151,7 +153,8 @@ class Replay:
     def __init__(self, threads: NativeThreads, recordings: Sequence[Recording]) -> None:
         """Several `recordings` must be independent of one another: each runs on one thread. A lone one splits each of
         its operations over all threads."""
-        self._threads, self._recordings = threads, recordings
+        self._threads = threads
+        self._recordings = recordings
         self._operations = [(Operation * len(own.operations))(*own.operations) for own in recordings]
         places = [_Sequence(ctypes.addressof(own), len(own)) for own in self._operations]
         self._sequences = (_Sequence * len(places))(*places)

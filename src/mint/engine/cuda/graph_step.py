@@ -111,7 +111,9 @@ def run_layers(
     decoder: Decoder, kernels: StepKernels, cache: KVCache, rows: StepContext, lora: LoraWeights | None
 ) -> Tensor:
     """Final hidden states (normed) [T, E] of a decoder without experts: what is captured."""
-    weights, dtype, eps = decoder.weights, decoder.dtype, rows.eps
+    weights = decoder.weights
+    dtype = decoder.dtype
+    eps = rows.eps
     x = weights.embedding.index_select(0, rows.inputs[0]).float()
     for index, layer in enumerate(weights.layers):
         if not isinstance(layer.mlp, MlpWeights):
@@ -160,8 +162,11 @@ class StepGraphs:
         buckets: tuple[int, ...] = BUCKETS,
     ) -> None:
         """Nothing captured yet. Without `capture` every step runs its layers anew, on any device."""
-        self.decoder, self.cache, self.buckets = decoder, cache, buckets
-        self._kernels, self._capture = kernels, capture
+        self.decoder = decoder
+        self.cache = cache
+        self.buckets = buckets
+        self._kernels = kernels
+        self._capture = capture
         self.columns = -(-decoder.config.max_position_embeddings // CHUNK)
         self._inputs = torch.zeros((2 + self.columns, buckets[-1]), dtype=torch.int32, device=decoder.device)
         self._pool = torch.cuda.graph_pool_handle() if capture else None

@@ -86,7 +86,9 @@ class AttentionInputs(AutogradFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and the parameters."""
         x, inverse, qkv, head_inverse = ctx.saved_tensors
-        layer, context, operations = ctx.layer, ctx.context, ctx.context.operations
+        layer = ctx.layer
+        context = ctx.context
+        operations = ctx.context.operations
         grad_qkv = operations.finish_heads_backward(
             grad,
             qkv.float(),

@@ -123,7 +123,8 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     key_value_heads = _size(config, "num_key_value_heads", default=heads)
     if heads % key_value_heads:
         raise _unsupported("num_key_value_heads", key_value_heads, f"a divisor of the {heads} query heads")
-    layers, hidden = _size(config, "num_hidden_layers"), _width(config, "hidden_size")
+    layers = _size(config, "num_hidden_layers")
+    hidden = _width(config, "hidden_size")
     theta, scaling = _rope(config)
     return DecoderConfig(
         model_type=model_type,
@@ -159,7 +160,8 @@ def _experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
     per_token = _size(config, "num_experts_per_tok")
     if per_token > count:
         raise _unsupported("num_experts_per_tok", per_token, f"at most the {count} experts")
-    step, dense = _size(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
+    step = _size(config, "decoder_sparse_step", default=1)
+    dense = config.get("mlp_only_layers") or []
     mixtures = frozenset(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
     return ExpertsConfig(
         count=count,

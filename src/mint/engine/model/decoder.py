@@ -52,8 +52,10 @@ class Decoder:
         Raises:
             InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not of its family.
         """
-        self.config, self.operations = config, operations
-        self.dtype, self.device = operations.dtype, operations.device
+        self.config = config
+        self.operations = operations
+        self.dtype = operations.dtype
+        self.device = operations.device
         self.weights = load_weights(config, tensors, operations)
         self.rope = rope_tables(config, operations.device)
         matrices = self.weights.matrices
@@ -84,7 +86,8 @@ class Decoder:
         With `recompute`, a layer keeps nothing but its input for the backward, which then runs its forward again: the
         same bits in less memory and more time.
         """
-        count, least = len(tokens), rows_needed(self._matrices)
+        count = len(tokens)
+        least = rows_needed(self._matrices)
         tokens, positions = pad_rows(tokens, least), pad_rows(positions, least)
         cos, sin = self.rope
         context = ForwardContext(
@@ -104,7 +107,8 @@ class Decoder:
 
     def _layer(self, index: int, x: Tensor, *, batch: _ForwardBatch) -> Tensor:
         """x [T, E] → [T, E]: x + attention(norm(x)), and of that x + mlp(norm(x))."""
-        layer, context = self.weights.layers[index], batch.context
+        layer = self.weights.layers[index]
+        context = batch.context
         qkv = self.loras.linear(f"{index}.qkv", layer.qkv, batch.loras)
         heads = AttentionInputs.run(x, layer, qkv, context, *qkv.parameters)
         attended = pad_rows(batch.attention(index, heads[: batch.count]), len(x))

@@ -131,7 +131,8 @@ class SeparateLoras:
         return SeparateLinear(self.operations, matrix, found)
 
     def multiply(self, x: Tensor, matrix: Matrix, site: str, loras: Sequence[LoraRows]) -> Tensor:
-        count, x = len(x), pad_rows(x, rows_needed([matrix]))
+        count = len(x)
+        x = pad_rows(x, rows_needed([matrix]))
         linear = self.linear(site, matrix, cover(loras, count, len(x)))
         return LoraProduct.run(x, None, linear, *linear.parameters)[:count]
 

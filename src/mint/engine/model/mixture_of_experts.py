@@ -41,8 +41,13 @@ class MixtureOfExperts:
         mixture = config.experts_of(layer)
         if mixture is None:
             raise ValueError(f"layer {layer} has no experts")
-        self._operations, self._weights, self._norm, self._eps = operations, weights, norm, config.rms_norm_eps
-        self._layer, self._mixture, self._loras = layer, mixture, loras
+        self._operations = operations
+        self._weights = weights
+        self._norm = norm
+        self._eps = config.rms_norm_eps
+        self._layer = layer
+        self._mixture = mixture
+        self._loras = loras
 
     def __call__(self, x: Tensor, loras: Sequence[LoraRows]) -> Tensor:
         """x + what the chosen experts make of norm(x), both [T, E]."""
@@ -55,7 +60,8 @@ class MixtureOfExperts:
         rows = _Gather.run(normed, order // self._mixture.per_token, places)
         parts = []
         for expert, start, stop, own in _segments(chosen, order, loras, self._mixture):
-            weights, site = self._weights.experts[expert], expert_site(self._layer, expert)
+            weights = self._weights.experts[expert]
+            site = expert_site(self._layer, expert)
             wide = self._loras.multiply(rows[start:stop], weights.gate_up, f"{site}.gate_up", own)
             inner = _SwiGlu.run(wide, self._operations)
             parts.append(self._loras.multiply(inner, weights.down, f"{site}.down", own))

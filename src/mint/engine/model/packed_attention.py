@@ -60,11 +60,15 @@ class PackedAttention:
 
     def __init__(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, device: torch.device) -> None:
         """Moves the index arrays of `blocks` to the device."""
-        self.query_heads, self.kv_heads, self.device = query_heads, kv_heads, device
+        self.query_heads = query_heads
+        self.kv_heads = kv_heads
+        self.device = device
         # Results come in the order of their rows. Rows that a prefill only reads have none.
         ranks = np.argsort(np.argsort(np.concatenate([block.rows for block in blocks])))
         ends = np.cumsum([len(block.rows) for block in blocks])
-        self.blocks, cells, start = [], [], 0
+        self.blocks = []
+        cells = []
+        start = 0
         for block, end in zip(blocks, ends.tolist(), strict=True):
             own, used = _move(block, ranks[end - len(block.rows) : end], query_heads, kv_heads, device)
             self.blocks.append(own)
@@ -128,7 +132,9 @@ class _Attend(AutogradFunction):
     def forward(ctx: Any, heads: Tensor, plan: PackedAttention) -> Tensor:
         """[T, K·G·D] from heads [T, H, D]."""
         flat = heads.flatten(0, 1)
-        mixed, saved, room = [], [], SAVED_PROBABILITIES
+        mixed = []
+        saved = []
+        room = SAVED_PROBABILITIES
         for block in plan.blocks:
             key, value = (_gather(flat, places, block.products) for places in (block.keys, block.keys + plan.kv_heads))
             for piece in block.pieces:
@@ -152,8 +158,12 @@ class _Attend(AutogradFunction):
         """The gradient for heads, summed in float32, because the keys of a shared prefix collect from many samples.
         They are multiplied once with the queries of all that share them."""
         heads, out, *saved = ctx.saved_tensors
-        plan, size = ctx.plan, heads.shape[2]
-        needs, flat, grad, remaining = plan.backward, heads.flatten(0, 1), grad.reshape(-1, size), iter(saved)
+        plan = ctx.plan
+        size = heads.shape[2]
+        needs = plan.backward
+        flat = heads.flatten(0, 1)
+        grad = grad.reshape(-1, size)
+        remaining = iter(saved)
         # The softmax subtracts this from the slopes of its row: Σ probabilities · slopes = grad · out (FlashAttention-2
         # calls it D).
         deltas = (grad.float() * out.view(-1, size)).sum(1, keepdim=True)
@@ -198,7 +208,9 @@ class _KeySums:
     """Some keys and values, and their gradients so far, two of [B·keys, D]."""
 
     def __init__(self, flat: Tensor, keys: _KeyColumns, kv_heads: int, grads: Sequence[Tensor]) -> None:
-        self._keys, self._grads, self._kv_heads = keys, grads, kv_heads
+        self._keys = keys
+        self._grads = grads
+        self._kv_heads = kv_heads
         self._key, self._value = (
             _gather(flat, places, keys.products) for places in (keys.places, keys.places + kv_heads)
         )
@@ -263,7 +275,8 @@ def _starts(counts: Tensor) -> Tensor:
 
 def _list_keys(block: _SpanBlock, kv_heads: int) -> list[_KeyColumns]:
     """How a backward multiplies the keys of the spans: together with their prefixes, or these apart."""
-    (count, length), prefix = block.spans.queries.shape, block.spans.offset
+    (count, length) = block.spans.queries.shape
+    prefix = block.spans.offset
     places = block.keys.view(kv_heads, count, -1)[:, :, : prefix + length]
     if block.products * prefix >= MIN_PREFIX_KEYS:
         starts = np.flatnonzero(np.diff(block.spans.keys[:, 0], prepend=-1))  # spans that share a prefix are neighbours
@@ -295,7 +308,9 @@ def _move(
     targets = targets.reshape(spans, length)
     kv = np.arange(kv_heads)[:, None, None]
     heads = (np.arange(kv_heads)[:, None] * groups + np.arange(groups))[:, None, :, None]  # [K, 1, G, 1]
-    pieces, used, start = [], [], 0
+    pieces = []
+    used = []
+    start = 0
     while start < length:
         seen = ((block.offset + start) // BLOCK + 1) * BLOCK
         stop = min(length, seen - block.offset)

@@ -42,7 +42,8 @@ class TorchOperations:
     logits_at_once = 1 << 28
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
 
     # --- memory ---
 
@@ -122,7 +123,8 @@ class TorchOperations:
     ) -> tuple[Tensor, Tensor | None]:
         if bias is not None:
             qkv.add_(bias.view(qkv.shape[1:]))
-        turned, inverse = qkv[:, :rotated], None
+        turned = qkv[:, :rotated]
+        inverse = None
         heads = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
         heads[:, rotated:] = qkv[:, rotated:]
         if norms is not None:
@@ -186,7 +188,8 @@ class TorchOperations:
     def softmax_statistics(self, logits: Tensor, needs_gradient: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         negatives = logits.view(self.dtype)[:, : logits.shape[1]]
         normaliser, entropies = (torch.empty(len(logits), device=logits.device) for _ in range(2))
-        filled, size = 0, self.rows_in_cache(logits.shape[1]) or max(1, len(logits))
+        filled = 0
+        size = self.rows_in_cache(logits.shape[1]) or max(1, len(logits))
         scratch = torch.empty_like(logits[: 2 * size])
         for rows in row_blocks(len(logits), size):
             own, mask = logits[rows], needs_gradient[rows]

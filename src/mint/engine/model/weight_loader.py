@@ -44,13 +44,17 @@ class _Loader:
     """Takes the tensors of a state dict one by one, and notices what is missing or left over."""
 
     def __init__(self, config: DecoderConfig, tensors: Mapping[str, StoredTensor], operations: Operations) -> None:
-        self._config, self._operations = config, operations
+        self._config = config
+        self._operations = operations
         self._left = dict(tensors)
 
     def layer(self, index: int) -> LayerWeights:
-        config, family, prefix = self._config, self._config.family, f"model.layers.{index}"
+        config = self._config
+        family = self._config.family
+        prefix = f"model.layers.{index}"
         hidden, query, kv = config.hidden_size, config.query_size, config.key_value_size
-        attention, sizes = f"{prefix}.self_attn", {"q": query, "k": kv, "v": kv}
+        attention = f"{prefix}.self_attn"
+        sizes = {"q": query, "k": kv, "v": kv}
         bias = norms = None
         if family.qkv_bias:
             bias = torch.cat([self.take(f"{attention}.{part}_proj.bias", (size,)) for part, size in sizes.items()])

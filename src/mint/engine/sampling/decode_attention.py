@@ -70,7 +70,8 @@ class DecodeAttention:
     def __init__(self, cache: KVCache, table: np.ndarray, fronts: np.ndarray, positions: np.ndarray) -> None:
         """`table` [R, C] has the pages of each row in order. Its first `BLOCK` positions are read in the pages `fronts`
         [R] instead, which samples of one prompt share. Rows that share pages should be neighbours."""
-        self._cache, self._table = cache, table
+        self._cache = cache
+        self._table = table
         blocks = positions // BLOCK + 1
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
         stops = np.append(starts[1:], len(blocks))
@@ -116,8 +117,10 @@ class DecodeAttention:
 
     def _spread(self, heads: Tensor) -> Tensor:
         """Scaled queries [R, K/J, M, J·D]: each in the columns of its own kv head, zeros in the others'."""
-        cache, dim = self._cache, heads.shape[-1]
-        side, groups = cache.side_by_side, cache.query_heads // cache.kv_heads
+        cache = self._cache
+        dim = heads.shape[-1]
+        side = cache.side_by_side
+        groups = cache.query_heads // cache.kv_heads
         copies = -(-MIN_QUERIES // (side * groups))
         shape = (len(heads), cache.kv_heads // side, copies, side, groups, side, dim)
         if self._query is None:
@@ -133,7 +136,8 @@ class DecodeAttention:
     def _collect(self, mixed: Tensor, dim: int) -> Tensor:
         """[R, query heads · D] from the columns that belong to each query's own kv head."""
         cache = self._cache
-        side, groups = cache.side_by_side, cache.query_heads // cache.kv_heads
+        side = cache.side_by_side
+        groups = cache.query_heads // cache.kv_heads
         first = mixed[:, :, : side * groups].unflatten(2, (side, groups)).unflatten(-1, (side, dim))
         return first.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3).reshape(len(mixed), -1)
 

@@ -73,7 +73,9 @@ class EagerStep:
     """Calls the decoder's forward anew for each step."""
 
     def __init__(self, decoder: Decoder, attention: StepAttention, loras: Sequence[LoraRows]) -> None:
-        self._decoder, self._attention, self._loras = decoder, attention, loras
+        self._decoder = decoder
+        self._attention = attention
+        self._loras = loras
 
     def fits(self, positions: np.ndarray) -> bool:
         return self._attention.fits(positions)
@@ -90,7 +92,8 @@ class EagerSteps:
     """`DecodeSteps` in plain torch."""
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
-        self._decoder, self._cache = decoder, cache
+        self._decoder = decoder
+        self._cache = cache
 
     def open(
         self,

@@ -97,7 +97,8 @@ def draw(
     as_they_are = bool((temperature == 1).all())
     parts = []
     for rows in row_blocks(len(logits), size):
-        own, rule = logits[rows], (temperature[rows], top_k[rows], top_p[rows])
+        own = logits[rows]
+        rule = (temperature[rows], top_k[rows], top_p[rows])
         weights, normaliser = exponentials(own, scratch[: len(own)])
         tokens = choose(own, uniforms[rows], *rule, weights if as_they_are else None)
         parts.append((tokens, own.gather(1, tokens[:, None]).squeeze(1) - normaliser))

@@ -30,16 +30,19 @@ class KVCache:
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, limit_bytes: int) -> None:
         """As many pages as fit into `limit_bytes`. On a CPU the system commits memory only when a page is first
         written."""
-        self.query_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.query_heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
         self.side_by_side = _side_by_side(config)
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
         self._width = self.side_by_side * config.head_dim
         shape = (config.num_hidden_layers, 2, self.kv_heads // self.side_by_side, CHUNK, self._width)
         self.page_bytes = int(np.prod(shape)) * dtype.itemsize
         layers, both, parts, chunk, width = shape
         count = max(1, limit_bytes // self.page_bytes)
         self._pages = _zeros((layers, both, count, parts, chunk, width), dtype, device)
-        self._parts, self.count = parts, count
+        self._parts = parts
+        self.count = count
         self.holders = np.zeros(count, np.int32)
         """The number of holders of each page."""
         self._touched = 0  # pages from here on were never taken

@@ -35,7 +35,10 @@ def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -
     """Hidden states [T, E] of all tokens from each part's `start` on, one part after the other."""
     # The rows of attention: first those that are read from the cache, of all parts, then those to compute.
     known = sum(part.start for part in parts)
-    spans, counts, first, row = [], [], 0, known
+    spans = []
+    counts = []
+    first = 0
+    row = known
     tokens, positions, positions_before, pages, pages_before = [], [], [], [], []
     for part in parts:
         before, own = np.arange(part.start), np.arange(part.start, len(part.tokens))

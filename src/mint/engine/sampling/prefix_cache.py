@@ -53,7 +53,8 @@ class _Level:
         for key in self._order[max(0, place - 1) : place + 1]:
             count = _common(self.nodes[key].tokens, tokens)
             if count > most:
-                best, most = self.nodes[key], count
+                best = self.nodes[key]
+                most = count
         return best, most
 
 
@@ -102,7 +103,9 @@ class PrefixCache:
 
         The caller must hold its pages before the cache can evict them.
         """
-        level, pages, path = self._roots.get(weights, {}).get(scope), [], []
+        level = self._roots.get(weights, {}).get(scope)
+        pages = []
+        path = []
         partial, rest = -1, 0
         if level is None:
             return Match(np.zeros(0, np.int64))
@@ -125,7 +128,8 @@ class PrefixCache:
         """Caches the pages of `tokens` for jobs of this scope, in order; the last page may be short."""
         if weights not in self._roots or not self._limit:
             return
-        level, path = self._roots[weights][scope], []
+        level = self._roots[weights][scope]
+        path = []
         used = self._used.setdefault(scope, OrderedDict())
         for start, page in zip(range(0, len(tokens), CHUNK), pages.tolist(), strict=False):
             own = tokens[start : start + CHUNK]

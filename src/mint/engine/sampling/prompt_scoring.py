@@ -92,7 +92,8 @@ def _score_targets(decoder: Decoder, pairs: np.ndarray, before: Tensor, loras: l
 
 def _draw(decoder: Decoder, job: SampleJob, before: Tensor, loras: list[LoraRows]) -> TokenTable:
     """`prompt_alt_tokens_k` tokens at every place after the first, and the policy's own logprobs of them."""
-    count, draws = len(before), job.prompt_alt_tokens_k
+    count = len(before)
+    draws = job.prompt_alt_tokens_k
     seeds = np.full(count * draws, job.seed % (1 << 64), np.uint64)
     streams = np.tile(np.arange(DRAWS_FROM, DRAWS_FROM + draws), count)
     uniforms = uniform(seeds, streams, np.repeat(np.arange(1, count + 1), draws)).reshape(count, draws)

@@ -105,7 +105,8 @@ class Sampler:
     """The jobs of one batch on one base model."""
 
     def __init__(self, decoder: Decoder, memory: SamplerMemory) -> None:
-        self._decoder, self._memory = decoder, memory
+        self._decoder = decoder
+        self._memory = memory
         self._lease = Lease(memory.kv_cache)
         self._sequences = Sequences()
         self._entries: dict[int, _Entry] = {}
@@ -154,7 +155,8 @@ class Sampler:
             if not is_out_of_memory(error):
                 raise
             self._give_way()
-        results, self._results = self._results, {}
+        results = self._results
+        self._results = {}
         return results
 
     def _advance(self) -> None:
@@ -176,7 +178,8 @@ class Sampler:
         if not self._waiting:
             return
         later: list[_Entry] = []
-        rows, beginnings = len(self._order), set[tuple[LoraWeights | None, str, bytes]]()
+        rows = len(self._order)
+        beginnings = set[tuple[LoraWeights | None, str, bytes]]()
         for entry in self._prefilling:
             rows += entry.count
             beginnings.add((entry.lora, entry.scope, entry.beginning))
@@ -206,7 +209,8 @@ class Sampler:
 
     def _begin(self, entry: _Entry, known: Match, spare: int) -> bool:
         """Takes pages for the part of a prompt that is not `known`; False where these and `spare` more are not free."""
-        memory, job = self._memory, entry.job
+        memory = self._memory
+        job = entry.job
         held = np.append(known.pages, known.partial) if known.rest else known.pages
         self._lease.hold(held)
         whole, rest = divmod(len(job.prompt), CHUNK)
@@ -216,7 +220,8 @@ class Sampler:
         if taken is None:
             self._lease.release(held)
             return False
-        entry.pages, entry.own = np.concatenate([known.pages, taken[:new]]), taken[new:]
+        entry.pages = np.concatenate([known.pages, taken[:new]])
+        entry.own = taken[new:]
         if known.rest:
             memory.kv_cache.copy(known.partial, taken[:1], known.rest)
             self._lease.release(held[-1:])
@@ -256,7 +261,8 @@ class Sampler:
     def _release_prompt(self, entry: _Entry) -> None:
         self._lease.release(np.concatenate([entry.pages, entry.own]), sound=entry.sound)
         entry.pages = entry.own = entry.pages[:0]
-        entry.hidden, entry.done = [], 0
+        entry.hidden = []
+        entry.done = 0
 
     def _give_way(self) -> None:
         """Preempts the latest job after memory ran out: it starts again once there is room. A job that is alone
@@ -279,7 +285,8 @@ class Sampler:
         self._tidy(now=True)
         for number in sorted(again, reverse=True):
             entry = self._entries[number]
-            entry.samples, entry.scores = {}, PromptScores()
+            entry.samples = {}
+            entry.scores = PromptScores()
             self._waiting.appendleft(entry)
             self._memory.counters["restarts"] += 1
         self._row_limit = max(1, len(self._order) + sum(other.count for other in self._prefilling))
@@ -299,7 +306,8 @@ class Sampler:
         """Frees ended sequences; their keys and values go to the prefix cache."""
         sequences = self._sequences
         for slot, number in zip(slots.tolist(), sequences.of["entry"][slots].tolist(), strict=True):
-            entry, own = self._entries[number], sequences.pages_of(slot)
+            entry = self._entries[number]
+            own = sequences.pages_of(slot)
             if entry.sound:
                 known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
                 self._memory.prefix_cache.insert(entry.lora, entry.scope, known, own)
@@ -340,7 +348,9 @@ class Sampler:
         ]
         hidden = run_prompts(self._decoder, self._memory.kv_cache, parts)
         finite = hidden.isfinite().all(1).cpu().numpy()
-        end, complete, last = 0, [], []
+        end = 0
+        complete = []
+        last = []
         for entry, size in batch:
             end += size
             entry.done += size
@@ -392,7 +402,8 @@ class Sampler:
             table = np.tile(entry.pages, (count, 1))
         entry.rows = entry.left = count
         entry.pages = entry.own = entry.pages[:0]
-        entry.hidden, entry.done = [], 0
+        entry.hidden = []
+        entry.done = 0
         slots = self._sequences.add(entry.arrival, entry.job, table)
         self._lease.hold(self._sequences.fronts_of(slots))
         return slots
@@ -458,7 +469,8 @@ class Sampler:
     def _tell(self, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Calls the listeners with the new tokens. A job that started again repeats no token."""
         for row in np.flatnonzero(np.isin(own["entry"], list(self._listening))).tolist():
-            entry, sample = self._entries[int(own["entry"][row])], int(own["sample"][row])
+            entry = self._entries[int(own["entry"][row])]
+            sample = int(own["sample"][row])
             if entry.listener is not None and own["emitted"][row] >= entry.told[sample]:
                 entry.told[sample] += 1
                 entry.listener(sample, int(tokens[row]), float(logprobs[row]))

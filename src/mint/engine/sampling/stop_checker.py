@@ -23,7 +23,8 @@ class StopChecker:
 
     def add(self, sequences: np.ndarray, rule: StopRule) -> None:
         """Starts to watch `sequences` (non-negative numbers, [R]), whose text is empty."""
-        height, width = int(sequences.max()) + 1, max(1, len(rule.token_ids))
+        height = int(sequences.max()) + 1
+        width = max(1, len(rule.token_ids))
         missing = max(0, height - len(self._ids)), max(0, width - self._ids.shape[1])
         if any(missing):
             missing = missing[0] and max(missing[0], len(self._ids)), missing[1]

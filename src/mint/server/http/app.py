@@ -131,7 +131,8 @@ def _endpoint(
     async def endpoint(request: Request) -> Response:
         record = request.scope[RECORD_KEY]
         record.route = row.path
-        caller, body = LOCAL, None
+        caller = LOCAL
+        body = None
         try:
             if screen is not None:
                 screen(request)

@@ -99,7 +99,8 @@ class Bodies:
         Raises:
             OverloadedError: they would be too many.
         """
-        limits, owner = self.limits, body.owner
+        limits = self.limits
+        owner = body.owner
         if count > 0 and (
             self.held_bytes + count > limits.total_bytes or self._held[owner] + count > limits.owner_bytes
         ):
@@ -112,7 +113,9 @@ class Bodies:
 
     async def _receive(self, request: Request, body: Body) -> bytes:
         limits = self.limits
-        started_at, chunks, more = time.monotonic(), list[bytes](), True
+        started_at = time.monotonic()
+        chunks = list[bytes]()
+        more = True
         while more:
             left_s = started_at + limits.patience_s + body.held_bytes / limits.slowest_bytes_s - time.monotonic()
             try:

@@ -72,7 +72,8 @@ def external_weights_urls(call: Call) -> Response:
 
 def download(call: Call) -> Response:
     """The file behind a signed address."""
-    service, query = call.service, call.request.query_params
+    service = call.service
+    query = call.request.query_params
     name = call.request.path_params["file"]
     try:
         row = checkpoints.find_checkpoint(service.journal, _path(call), reader=None)
@@ -222,7 +223,8 @@ class _Form:
 
     def __init__(self, spool: BinaryIO) -> None:
         self._spool = spool
-        self._header, self._value = bytearray(), bytearray()
+        self._header = bytearray()
+        self._value = bytearray()
         self._disposition = b""
         self._name = ""
         self._texts: dict[str, bytearray] = {}

@@ -128,7 +128,8 @@ async def generate(service: Service, generation: GenerationRequest, *, live: boo
     Raises:
         MintError: what a prompt failed with; the other prompts are cancelled.
     """
-    queue, cancelled = _TokenQueue(), threading.Event()
+    queue = _TokenQueue()
+    cancelled = threading.Event()
     streams = live and not generation.needs_whole_result
     tasks = [
         asyncio.create_task(_sample(service, generation, number, queue if streams else None, cancelled))
@@ -212,7 +213,9 @@ def _remaining_deltas(
 def _scored_prompt(
     generation: GenerationRequest, prompt: int, echo: str, response: SampleResponse
 ) -> list[SampledToken]:
-    vocabulary, tokens, scored = generation.vocabulary, generation.prompts[prompt], list[SampledToken]()
+    vocabulary = generation.vocabulary
+    tokens = generation.prompts[prompt]
+    scored = list[SampledToken]()
     # a first token that is not in the text was added by the tokenizer
     is_added = not echo.encode().startswith(vocabulary.piece(tokens[0]))
     text = Detokenizer(vocabulary, frozenset(tokens[:1]) & vocabulary.special if is_added else frozenset())

@@ -47,7 +47,8 @@ class ToolParser:
     def close(self) -> str:
         """The rest: a call that was not closed is text."""
         opened = CALL_OPEN if self._mode == CALL_OPEN else ""
-        rest, self._text = f"{opened}{self._text}", ""
+        rest = f"{opened}{self._text}"
+        self._text = ""
         return f"{self._gap}{rest}" if rest else ""
 
     def _step(self, text_parts: list[str], calls: list[FunctionCall]) -> bool:
@@ -93,14 +94,16 @@ class ToolParser:
             self._gap = ""
         else:
             calls.append(call)
-        self._mode, self._after_call = "", call is not None
+        self._mode = ""
+        self._after_call = call is not None
         return True
 
 
 def _parse_call(text: str) -> FunctionCall | None:
     try:
         call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
+        name = call["name"]
+        arguments = call.get("arguments", {})
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None

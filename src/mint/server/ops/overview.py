@@ -38,7 +38,8 @@ class Overview:
 
     def __call__(self) -> dict[str, Any]:
         """The numbers; bytes, seconds, and unix seconds where a name ends in `_at`."""
-        service, work = self._service, self._metrics.totals()
+        service = self._service
+        work = self._metrics.totals()
         waiting = service.pending
         return {
             "available": True,
@@ -66,7 +67,8 @@ class Overview:
 
     def _tenants(self) -> list[dict[str, Any]]:
         """The sessions, models and waiting requests of each owner; the most waiting first."""
-        service, waiting = self._service, self._service.pending
+        service = self._service
+        waiting = self._service.pending
         owners = service.session_owners
         sessions = Counter(owners.values())
         models = Counter(owner for session_id, owner in owners.items() for _ in service.journal.models_of(session_id))

@@ -45,7 +45,8 @@ def tar_gz(members: Iterable[ArchiveMember]) -> tuple[int, Iterator[bytes]]:
 def _tar(members: Iterable[ArchiveMember]) -> Iterator[bytes]:
     for member in members:
         header = tarfile.TarInfo(member.name)
-        header.size, header.mode = member.size, 0o644
+        header.size = member.size
+        header.mode = 0o644
         yield header.tobuf(tarfile.USTAR_FORMAT)
         yield from member.content()
         yield b"\0" * (-member.size % _BLOCK)
@@ -55,7 +56,9 @@ def _tar(members: Iterable[ArchiveMember]) -> Iterator[bytes]:
 def _gzip_stored(chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
     """A gzip member of deflate's stored blocks (RFC 1951, 3.2.4)."""
     yield _GZIP_START
-    checksum, left, held = 0, size, bytearray()
+    checksum = 0
+    left = size
+    held = bytearray()
     for chunk in chunks:
         checksum = zlib.crc32(chunk, checksum)
         held += chunk

@@ -45,7 +45,8 @@ def new_sampler(
                 remedy="Leave it out",
             )
         root = seed_root(manifest.lora["seed"] if manifest.seed_given else None, number)
-        base, path = manifest.base_model, request.model_path
+        base = manifest.base_model
+        path = request.model_path
         return SamplerRow(name, session_id, base, path, found.folder, None, manifest.lora, root)
     if request.base_model is None:
         raise InvalidRequestError(

@@ -489,7 +489,8 @@ class Service:
         if not 0 <= number <= MAX_SAMPLE_SEQ_ID:
             remedy = "Count from 0, below 2**63"
             raise InvalidRequestError("is not a request's number", field="seq_id", value=number, remedy=remedy)
-        name, fingerprint = request_id(sampler, number), hashlib.sha256(body).hexdigest()
+        name = request_id(sampler, number)
+        fingerprint = hashlib.sha256(body).hexdigest()
         with self._accepting_samples:
             known = self.futures.fingerprint(name)
             if known is None and isinstance(request, SampleRequest):
@@ -597,7 +598,8 @@ class Service:
     async def retrieve_many(self, caller: Caller, body: bytes) -> RetrieveFuturesResponse:
         """Which of a sampler's requests have finished since the last time; waits for one as `retrieve` does."""
         request = wire.decode(RetrieveFuturesRequest, body)
-        sampler, cursor = request.target.sampling_session_id, request.prev_cursor
+        sampler = request.target.sampling_session_id
+        cursor = request.prev_cursor
         if not self._sessions.touch(session_of(sampler), caller.owner):
             await asyncio.to_thread(self._sessions.require, session_of(sampler), caller.owner)
         for name in request.retrieved_request_ids:

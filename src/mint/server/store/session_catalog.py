@@ -66,7 +66,8 @@ class SessionCatalog:
         self, owner: str | None, request: records.SessionSearchRequest
     ) -> records.SessionSearchResponse:
         """A page of the owner's sessions that match, newest first."""
-        where, last = owned_by(owner), 0.0
+        where = owned_by(owner)
+        last = 0.0
         if request.cursor is not None:
             where += f" AND ({_CREATED} < :last OR ({_CREATED} = :last AND session_id > :last_id))"
             last = self._created_at(owner, request.cursor)
@@ -143,7 +144,8 @@ def _created(row: SessionRow) -> float:
 
 
 def _matches(row: SessionRow, request: records.SessionSearchRequest) -> bool:
-    details, metadata = row.details or {}, row.user_metadata or {}
+    details = row.details or {}
+    metadata = row.user_metadata or {}
     if request.owner.type == "user" and row.owner not in (request.owner.owner_urns or []):
         return False
     if request.project_ids is not None and details.get("project_id", NO_PROJECT) not in request.project_ids:

@@ -249,7 +249,8 @@ def _after_stop(tokens: Tokens, stop_tokens: Sequence[int]) -> str | None:
     """A sample ends with its end token. What follows is padding, unless more sampled tokens come later."""
     ends = np.isin(tokens.targets[:-1], np.asarray(stop_tokens, np.int64))
     beyond = np.flatnonzero(ends & tokens.trained[:-1] & tokens.trained[1:] & tokens.followed)
-    datums, total = np.flatnonzero(np.bincount(tokens.datum_of[beyond])), len(tokens.starts)
+    datums = np.flatnonzero(np.bincount(tokens.datum_of[beyond]))
+    total = len(tokens.starts)
     if len(datums) <= AFTER_STOP_SHARE * total:
         return None
     sampled = np.flatnonzero(tokens.trained & (tokens.sampler != 0))

@@ -28,7 +28,8 @@ def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: 
     """
     params = request.sampling_params
     max_tokens = validation.check_sample(request, base)
-    prompt, targets = request.prompt.to_numpy(), request.target_prompt_logprobs
+    prompt = request.prompt.to_numpy()
+    targets = request.target_prompt_logprobs
     seed = params.seed if params.seed is not None else sample_seed(row.seed_root, request.seq_id)
     return SampleJob(
         base=base.name,
@@ -76,7 +77,8 @@ def sample_result(request: SampleRequest, result: SampleResult) -> FutureResult:
 
 
 def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
-    alternatives, targets = result.prompt_alt_tokens, request.target_prompt_logprobs
+    alternatives = result.prompt_alt_tokens
+    targets = request.target_prompt_logprobs
     sequences: list[SampledSequence] = []
     for sample in result.samples:
         stop_reason = "stop" if sample.stopped else "length"

@@ -179,7 +179,8 @@ class Samplers:
             MintError: the request, its sampler or its weights cannot be used.
         """
         row = sample.weights or self.row(sample.request.sampling_session_id)
-        base, folder = self._bases.load(row.base_model), self._bases.folder(row.base_model)
+        base = self._bases.load(row.base_model)
+        folder = self._bases.folder(row.base_model)
         job = sample_job(sample.request, row, base, folder, owner=sample.owner)
         if row.weights_id is not None:
             self._load(row, row.weights_id)

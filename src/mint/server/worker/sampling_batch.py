@@ -101,7 +101,9 @@ class SamplingBatch:
         return None
 
     def _broken(self, error: Exception) -> dict[str, FutureResult]:
-        samples, self._running, self._batch = list(self._running.values()), {}, None
+        samples = list(self._running.values())
+        self._running = {}
+        self._batch = None
         if len(samples) > 1:  # the engine does not say which of them it failed on
             self._suspects.extend(samples)
             return {}

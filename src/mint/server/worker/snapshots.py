@@ -76,7 +76,8 @@ class Snapshots:
         if not (force or due or history.state_bytes <= SMALL_STATE_BYTES):
             return {}, ()
         state = read_state(model_id)
-        history.state_bytes, history.saved_at = size_bytes(state), now
+        history.state_bytes = size_bytes(state)
+        history.saved_at = now
         file = f"snapshots/{file_stem(model_id)}-{seq_id}.safetensors"
         history.written.result()  # so that a power failure can cost only the newest: replay starts at the one before
         path = self._data_dir / file
@@ -90,7 +91,8 @@ class Snapshots:
         history.rows, old = rows[:MAX_SNAPSHOTS], rows[MAX_SNAPSHOTS:]
         if not old:
             return {"snapshot": row}, ()
-        first, history.pruned_below = history.pruned_below, history.rows[-1].seq_id + 1
+        first = history.pruned_below
+        history.pruned_below = history.rows[-1].seq_id + 1
         changes: dict[str, Any] = {
             "snapshot": row,
             "dropped_snapshots": tuple(gone.seq_id for gone in old),

@@ -148,7 +148,8 @@ class Trainer:
         if request.optimizer_params is not None:
             _refuse_other_optimizer("optimizer_params", request.optimizer_params)
         metrics, digest = self.models.optim_step(job.model_id, job.seq_id, request)
-        history, read_state = self.models[job.model_id].snapshots, self.models.engine.read_state
+        history = self.models[job.model_id].snapshots
+        read_state = self.models.engine.read_state
         changes, obsolete = self._snapshots.save(history, job.model_id, job.seq_id, read_state, digest, force=False)
         return _Effect(OptimStepResponse(metrics=metrics, state_digest=digest), digest, changes, obsolete)
 
@@ -195,7 +196,8 @@ class Trainer:
             )
             created = {"model": columns}
         digest = self.models.load(job.model_id, job.seq_id, manifest, state)
-        history, read_state = self.models[job.model_id].snapshots, self.models.engine.read_state
+        history = self.models[job.model_id].snapshots
+        read_state = self.models.engine.read_state
         changes, obsolete = self._snapshots.save(history, job.model_id, job.seq_id, read_state, digest, force=True)
         result = LoadWeightsResponse(path=request.path, model_id=job.model_id)
         return _Effect(result, digest, {**changes, **created}, obsolete)

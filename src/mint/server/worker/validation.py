@@ -103,7 +103,8 @@ def check_sample(request: SampleRequest, base: BaseInfo) -> int:
         InvalidRequestError: the prompt or a setting cannot be honoured.
         PromptTooLongError: the prompt, with the tokens asked for, does not fit the context.
     """
-    params, prompt = request.sampling_params, request.prompt.to_numpy()
+    params = request.sampling_params
+    prompt = request.prompt.to_numpy()
     _require(len(prompt) > 0, "prompt", "[]", "at least one token (a bos token will do)", was="is empty")
     _check_tokens(prompt, base, "prompt")
     _require(1 <= request.num_samples <= MAX_SAMPLES, "num_samples", request.num_samples, f"from 1 to {MAX_SAMPLES}")
@@ -135,8 +136,10 @@ def target_pairs(tensor: TensorData, length: int, base: BaseInfo) -> np.ndarray:
     Raises:
         InvalidRequestError: it is no [P - 1, K] tensor of token ids, or names none.
     """
-    name, shape = "target_prompt_logprobs", tensor.shape
-    size, most = len(tensor.values), f"at most {MAX_ALTERNATIVES}"
+    name = "target_prompt_logprobs"
+    shape = tensor.shape
+    size = len(tensor.values)
+    most = f"at most {MAX_ALTERNATIVES}"
     _require(size <= MAX_ALTERNATIVES, name, f"{size} cells", most, was="asks for too large an answer")
     _require(tensor.dtype == "int64", name, tensor.dtype, "an int64 tensor of token ids", was="holds no ids")
     good = shape is not None and len(shape) == 2 and shape[0] == length - 1 and 1 <= shape[1] <= MAX_ALTERNATIVES
@@ -232,7 +235,8 @@ def _as_arrays(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDatu
             value=f"{n_tokens} tokens",
             remedy="Cut the example, or use a base model with a longer context",
         )
-    rule, inputs = LOSSES[loss], datum.loss_fn_inputs
+    rule = LOSSES[loss]
+    inputs = datum.loss_fn_inputs
     if not _NEEDED_INPUTS[loss] <= inputs.keys() <= _KNOWN_INPUTS:
         raise _bad_keys(inputs, loss, rule, where)
     given_shape = inputs["target_tokens"].shape
@@ -395,7 +399,8 @@ def _place(wrong: np.ndarray) -> str:
 def _weight_warnings(data: Sequence[Datum], loss: str) -> list[str]:
     rule = LOSSES[loss]
     read = {"target_tokens", "weights", *rule.required, *rule.optional}
-    without, unread = 0, set[str]()
+    without = 0
+    unread = set[str]()
     for datum in data:
         without += "weights" not in datum.loss_fn_inputs
         unread |= datum.loss_fn_inputs.keys() - read

@@ -168,7 +168,8 @@ class Worker:
 
     def _commit(self, job: TrainingJob, outcome: JobOutcome) -> None:
         """Writes the outcome to the journal, and resolves the future once that may be told."""
-        name, finish = request_id(job.model_id, job.seq_id), outcome.finish
+        name = request_id(job.model_id, job.seq_id)
+        finish = outcome.finish
         # Committed before anything is told of it: after a crash, the next process has the same result to give.
         try:
             is_known = self._journal.finish_job(finish)
