@@ -185,7 +185,7 @@ class EventStreams:
         """
         listener = Listener()
         watcher = self._watchers.get(key)
-        if watcher is None or watcher.task.done():
+        if watcher is None or watcher.task.done():  # it ends when its run is removed, and the run may be back
             watcher = self._watchers[key] = _Watcher(poll, every_s)
         watcher.listeners.add(listener)
         try:

@@ -225,6 +225,7 @@ class TorchEngine:
             CheckpointError: names or shapes differ, or one moment is missing; the model is unchanged.
         """
         model = self._model(model_id)
+        # All parts are checked before the first is written: a state that does not fit leaves the model as it was.
         weights = model.weights.assemble(state.weights, "the weights")
         if (state.exp_avg is None) != (state.exp_avg_sq is None):
             raise CheckpointError("the state has one of the optimizer's two moments, but not the other")
@@ -240,6 +241,7 @@ class TorchEngine:
     def state_digest(self, model_id: str, *, like: str | None = None) -> str:
         """A hash of weights, moments and step count, bit for bit, in the form of the digest `like`."""
         model = self._model(model_id)
+        # The gradient is left out: a digest is taken after a step, when it is zero.
         vectors = (model.weights.flat, model.adam.exp_avg, model.adam.exp_avg_sq)
         if like is not None and is_old(like):
             return old_digest_of(model.adam.step, vectors)
@@ -321,6 +323,7 @@ class TorchEngine:
             decoder = self._base(base).decoder
             cache = KVCache(decoder.config, decoder.dtype, decoder.device, self._kv_cache_bytes)
             prefixes = PrefixCache(cache, min(self._prefix_cache_bytes, self._kv_cache_bytes // 2))
+            # Caches are made at the first sample of a base; weights may have been published before.
             for published in self._published.values():
                 if published.base == base:
                     prefixes.open(published.weights)

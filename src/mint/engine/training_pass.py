@@ -55,6 +55,7 @@ def run_pass(
         OutOfMemoryError: memory does not suffice for one sequence alone, or without shrinking; nothing is added to
             `gradient`.
     """
+    # Kept because a micro-batch that fails has added a part of its gradient already.
     before = None if gradient is None else gradient.clone()
     attempt = micro_batching
     retries = 0

@@ -136,7 +136,7 @@ def peft_header(path: Path) -> tuple[bytes, int, list[str]]:
     except (OSError, ValueError, AttributeError, OverflowError, MemoryError) as error:
         raise CheckpointError(f"the tensor file {path} cannot be read: {error}") from error
     text = json.dumps(renamed, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # as safetensors does: tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text, 8 + length, module_names(header)
 
 
@@ -230,6 +230,7 @@ def read_unchecked(file: BinaryIO) -> dict[str, np.ndarray]:
 
 def rescale(weights: Mapping[str, np.ndarray], factor: float) -> dict[str, np.ndarray]:
     """The same function with a scale that is `factor` times smaller: B is multiplied by `factor`."""
+    # In float64, so that the product is rounded once.
     return {
         name: (array.astype(np.float64) * factor).astype(np.float32) if name.endswith(".lora_B.weight") else array
         for name, array in weights.items()
@@ -245,6 +246,7 @@ def fill(weights: Mapping[str, np.ndarray], layers: Mapping[str, Layer], rank: i
     parts = {layers[module].part for module in modules}
     rng = np.random.default_rng(_FILL_SEED)
     filled = dict(weights)
+    # Sorted, because all are drawn from one stream: the same file gives the same model.
     for module, layer in sorted(layers.items()):
         if layer.part in parts and module not in modules:
             bound = 1 / np.sqrt(layer.inputs)

@@ -168,7 +168,7 @@ def _members(archive: BinaryIO) -> Iterator[tuple[str, int, Iterator[bytes]]]:
         seen.add(name)
         content = stream.content(header.size, MAX_FILE_BYTES)
         yield name, header.size, content
-        for _rest in content:
+        for _rest in content:  # what the caller left unread: the next header lies behind it
             pass
     raise _refused(f"holds more than {MAX_MEMBERS} entries", "Send the lora alone")
 
@@ -180,7 +180,7 @@ class _Bounded:
         archive.seek(0, 2)
         size = archive.tell()
         archive.seek(0)
-        compressed = archive.read(2) == _GZIP_MAGIC
+        compressed = archive.read(2) == _GZIP_MAGIC  # by content: a file's name says what its sender likes
         archive.seek(0)
         self._stream = _Gunzip(archive) if compressed else archive
         self._left = FREE_EXPANSION_BYTES + MAX_EXPANSION * size

@@ -307,6 +307,7 @@ class RunReader:
             entries = self._index.of_step(step)
         if not len(entries):
             return []
+        # The rows of a step lie together in the file: one read gets all of them.
         with (self.folder / ROLLOUTS).open("rb") as file:
             file.seek(entries["offset"][0])
             lines = file.read(int(entries["size"].sum())).splitlines(keepends=True)
@@ -340,6 +341,7 @@ class RunReader:
         for count, place in enumerate(places):
             if len(found) == query.limit:
                 return RolloutPage(None, found, query.offset + count)
+            # `count and`: every page makes some progress, however slow the disk.
             if count and (read > self.search_bytes or time.monotonic() - began > self.search_s):
                 return RolloutPage(None, found, query.offset + count, is_complete=False)
             head = _line_head(file, entries[place])
@@ -374,7 +376,8 @@ class RunReader:
             except FileNotFoundError:
                 seen = None
             if seen != self._process_seen:
-                before, self._process = self._process, read_process(self.folder)
+                before = self._process
+                self._process = read_process(self.folder)
                 if _identity(before) != _identity(self._process):
                     self._restart()
                 self._process_seen = seen

@@ -154,7 +154,7 @@ class PrefixCache:
         while self._cache.free < count:
             if not self._count:
                 return False
-            self.shrink(1 + self._count // 8)
+            self.shrink(1 + self._count // 8)  # more than is missing: the next requests find room, too
         return True
 
     @property

@@ -186,7 +186,7 @@ class Sampler:
         while self._waiting:
             entry = self._waiting[0]
             if rows and rows + entry.count > self._row_limit:
-                break
+                break  # smaller jobs behind it wait, too: otherwise it could wait for ever
             reusable = entry.job.prompt[: unasked_tokens(entry.job)]
             known = self._memory.prefix_cache.find(entry.lora, entry.scope, reusable)
             ahead = entry.job.prompt[known.length : known.length + BLOCK]
@@ -212,7 +212,7 @@ class Sampler:
         memory = self._memory
         job = entry.job
         held = np.append(known.pages, known.partial) if known.rest else known.pages
-        self._lease.hold(held)
+        self._lease.hold(held)  # before `make_room`, which may evict them from the prefix cache
         whole, rest = divmod(len(job.prompt), CHUNK)
         new = whole - len(known.pages)
         needed = new + (entry.count if job.max_tokens > 1 else int(rest > 0))
@@ -222,7 +222,7 @@ class Sampler:
             return False
         entry.pages = np.concatenate([known.pages, taken[:new]])
         entry.own = taken[new:]
-        if known.rest:
+        if known.rest:  # a copy, because this job writes on in the page
             memory.kv_cache.copy(known.partial, taken[:1], known.rest)
             self._lease.release(held[-1:])
         entry.done = known.length
@@ -289,6 +289,7 @@ class Sampler:
             entry.scores = PromptScores()
             self._waiting.appendleft(entry)
             self._memory.counters["restarts"] += 1
+        # Until a job ends, no more rows than now: the preempted job would be admitted and preempted again and again.
         self._row_limit = max(1, len(self._order) + sum(other.count for other in self._prefilling))
 
     def _tidy(self, *, now: bool = False) -> None:
@@ -297,6 +298,7 @@ class Sampler:
             return
         ended = self._sequences.of["ended"][self._order]
         gone = int(ended.sum())
+        # A new order means a new decode step, which costs more than a few idle rows.
         if gone and (now or self._waiting or gone >= 0.25 * len(ended)):
             self._remove(self._order[ended])
             self._set_order(self._order[~ended])
@@ -309,6 +311,7 @@ class Sampler:
             entry = self._entries[number]
             own = sequences.pages_of(slot)
             if entry.sound:
+                # Without the last token: it was drawn, but never run, so it has no keys and values.
                 known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
                 self._memory.prefix_cache.insert(entry.lora, entry.scope, known, own)
             if not entry.closed:
@@ -371,7 +374,7 @@ class Sampler:
         started, rows = [], []
         for index, entry in enumerate(entries):
             entry.sound &= bool(finite[index])
-            if not entry.sound:
+            if not entry.sound:  # not cached either: another prompt that begins alike would read the same numbers
                 self._close(entry, SampleResult([], error=DIVERGED))
                 continue
             self._memory.prefix_cache.insert(entry.lora, entry.scope, entry.job.prompt, entry.prompt_pages)
@@ -397,7 +400,7 @@ class Sampler:
         if entry.job.max_tokens > 1:
             self._memory.kv_cache.copy(int(own[0]), own[1:], len(entry.job.prompt) % CHUNK)
             table = np.column_stack([np.tile(entry.pages, (count, 1)), own])
-        else:
+        else:  # the only token is drawn from the prompt's logits and never run, so nothing is written
             self._lease.release(own)
             table = np.tile(entry.pages, (count, 1))
         entry.rows = entry.left = count
@@ -430,7 +433,7 @@ class Sampler:
     def _collect(self, slots: np.ndarray, logits: Tensor) -> None:
         """Draws the next token of each live sequence, and records token, logprob and whether the sequence ends."""
         sequences = self._sequences
-        rows = np.flatnonzero(~sequences.of["ended"][slots])
+        rows = np.flatnonzero(~sequences.of["ended"][slots])  # ended rows are computed, too, until the next tidying
         if not len(rows):
             return
         slots = slots[rows]

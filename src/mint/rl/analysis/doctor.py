@@ -137,6 +137,7 @@ class _Prober:
             for index in indices
         ]
         groups = worker.roll_out(self.sampling_client, requests, group_size=completions)
+        # With a longer limit, the context may have no room for any prompt. That is an answer, not a failure.
         if max_tokens is None and all(group.error for group in groups):
             raise RequestFailedError(f"no prompt could be sampled; the first said: {groups[0].error}")
         return groups

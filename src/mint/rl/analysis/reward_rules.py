@@ -88,6 +88,7 @@ def _heldout_falls(view: StepView) -> Finding | None:
 
 def _one_text_wins(view: StepView) -> Finding | None:
     """The same text wins on many prompts: the reward does not depend on the prompt."""
+    # The last step alone decides whether the rows of more steps are worth reading.
     winners = [row for row in view.rows(1) if _wins(row, view)]
     texts = Counter(_normal(row["text"]) for row in winners).most_common(1)
     if not texts or texts[0][1] < SAME_TEXT_SHARE * len(winners):

@@ -190,6 +190,7 @@ def saturation(view: StepView) -> Finding | None:
 def reward_collapse(view: StepView) -> Finding | None:
     """The training reward has fallen by much, or the held-out reward by more than its intervals."""
     now = reward_window(view.last(CHANGE_WINDOW))
+    # No window has a higher mean than the best step: most steps are cleared by this, and no window is searched.
     highest = max(metric(step, "reward/mean") for step in view.metrics)
     floor = view.reward_floor
     least = COLLAPSE_SHARE_CURRICULUM if view.config.get("curriculum") else COLLAPSE_SHARE

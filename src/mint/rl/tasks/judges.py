@@ -136,6 +136,7 @@ class PairwiseJudge:
         `judge_flip_rate`, `judge_length_correlation` and, if any, `judge_alarm`. A lone response scores 0.5.
         """
         distinct = list(dict.fromkeys(responses))
+        # Not one for the whole judge: a semaphore belongs to an event loop, and groups are judged in different ones.
         slots = asyncio.Semaphore(self._concurrency)
         pairs = await asyncio.gather(
             *(self._ask_both_ways(slots, prompt, a, b) for a, b in itertools.combinations(distinct, 2))
@@ -149,7 +150,7 @@ class PairwiseJudge:
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None:
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)  # a comparison may hang in the user's code
         close = getattr(self._compare, "close", None)
         if close is not None:
             close()

@@ -85,6 +85,7 @@ class Bodies:
         try:
             content = await self._receive(request, body)
             if encoding != "identity":
+                # Its size first, in steps: a bomb is refused before its content takes memory.
                 self.hold(body, await self._decompress(_decompressed_size[encoding], content, encoding))
                 content = await self._decompress(_decompress[encoding], content, encoding)
         except BaseException:

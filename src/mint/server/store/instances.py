@@ -222,7 +222,7 @@ class Instance:
         except BlockingIOError:
             return True
         finally:
-            os.close(file)
+            os.close(file)  # which gives our own lock back
         return False
 
     def _path(self, instance_id: str) -> Path:

@@ -177,7 +177,7 @@ class ApiKeys:
         row = next((row for row in self.list() if row.key_id == key_id), None)
         if row is None:
             raise NotFoundError("is not a key here", field="key_id", value=key_id, remedy="See mint keys list")
-        with self._lock:
+        with self._lock:  # other processes notice within `FRESH_S`
             self._verified.clear()
         return row
 
@@ -194,7 +194,7 @@ class ApiKeys:
                 return known.caller
         caller = read()
         with self._lock:
-            self._verified[name] = _Verification(caller, now)
+            self._verified[name] = _Verification(caller, now)  # None, too: a wrong key does not read the file each time
             self._verified.move_to_end(name)
             if len(self._verified) > CACHED_KEYS:
                 self._verified.popitem(last=False)
@@ -239,4 +239,5 @@ def _require_strength(key: str) -> None:
 
 
 def _digest(key: str) -> str:
+    # Without a salt: a key is found by its hash, and is too random to be guessed from it.
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()

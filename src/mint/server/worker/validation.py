@@ -114,7 +114,7 @@ def check_sample(request: SampleRequest, base: BaseInfo) -> int:
     only_prompt = params.max_tokens == 0 and (scored or request.target_prompt_logprobs is not None)
     if params.max_tokens is not None and not only_prompt:
         _require(params.max_tokens >= 1, "max_tokens", params.max_tokens, "a whole number >= 1, or None")
-    wanted = 1 if params.max_tokens is None else params.max_tokens
+    wanted = 1 if params.max_tokens is None else params.max_tokens  # None: as many as fit, so at least one must
     if wanted > room:
         raise PromptTooLongError(
             f"has {len(prompt)} tokens; with max_tokens = {params.max_tokens} that is more than the context of "
@@ -210,7 +210,7 @@ def _check_target_cells(data: Sequence[Datum]) -> None:
         targets = datum.loss_fn_inputs.get("target_tokens")
         shape = None if targets is None else targets.shape
         if shape is not None and len(shape) >= 2:
-            cells += abs(math.prod(shape))
+            cells += abs(math.prod(shape))  # a negative size is refused later, with its own message
     if cells > MAX_TARGET_CELLS:
         raise InvalidRequestError(
             "are too many",
@@ -248,6 +248,7 @@ def _as_arrays(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDatu
         arrays[key] = _array(tensor, shape if key in ("target_tokens", "weights") else shape[:1], where, key)
     weights = arrays.get("weights")
     if weights is None:
+        # A position without an advantage has no gradient in any policy loss.
         weights = arrays["advantages"] != 0 if rule.required else _usual_weights(inputs["target_tokens"], shape)
         weights = weights.astype(np.float32)
     used: dict[str, np.ndarray] = {}
