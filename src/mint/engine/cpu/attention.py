@@ -191,6 +191,7 @@ def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor) -> Te
 def attend_packed_backward(kernels: NativeKernels, rows: PackedRows, heads: Tensor, grad: Tensor) -> Tensor:
     """The gradient for heads [T, H, D], in float32, from grad [rows, K·G·D] in the dtype of heads."""
     grads = torch.zeros(heads.shape)
+    # Split by kv head, not by row: many rows add to the gradient of one key, and always in the same order.
     kernels.libraries["gradients"].attend_packed_backward(
         rows.kv_heads,
         rows.rows * rows.longest * rows.query_heads,

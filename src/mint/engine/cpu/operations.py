@@ -335,5 +335,6 @@ class NativeOperations(CpuOperations):
             normalisers=normalisers,
             entropies=entropies,
         )
+        # Over the logits themselves. In bfloat16, they fill the first half of each row's memory.
         negatives = logits.view(self.dtype)[:, : logits.shape[1]]
         return normalisers, entropies, negatives if needs_gradient.all() else negatives[chosen.bool()]

@@ -132,8 +132,12 @@ def choose(
         if kind == "greedy":
             tokens[rows] = own.argmax(1)
             continue
-        draws, heat, k, p = (_column(array[chosen], logits.device) for array in (uniforms, temperature, top_k, top_p))
-        tokens[rows] = _draw(own, draws, heat) if kind == "plain" else _draw_restricted(own, draws, heat, k, p)
+        draws, temperatures, k, p = (
+            _column(array[chosen], logits.device) for array in (uniforms, temperature, top_k, top_p)
+        )
+        tokens[rows] = (
+            _draw(own, draws, temperatures) if kind == "plain" else _draw_restricted(own, draws, temperatures, k, p)
+        )
     return tokens
 
 
@@ -141,17 +145,17 @@ def processed_logprobs(
     logits: Tensor, tokens: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
 ) -> Tensor:
     """Logprob of each chosen token, float32 [R], under the distribution that `choose` drew it from; greedy: 0."""
-    heat, k, p = (_column(array, logits.device) for array in (temperature, top_k, top_p))
-    greedy = heat < GREEDY_BELOW
-    scaled = logits / heat.masked_fill(greedy, 1.0).float()
+    temperatures, k, p = (_column(array, logits.device) for array in (temperature, top_k, top_p))
+    greedy = temperatures < GREEDY_BELOW
+    scaled = logits / temperatures.masked_fill(greedy, 1.0).float()
     chosen = scaled.gather(1, tokens[:, None]).squeeze(1)
     normaliser = scaled.logsumexp(1)
     restricted = ~greedy.squeeze(1) & (((k > 0) & (k < logits.shape[1])) | (p < 1)).squeeze(1)
     if restricted.any():
         own = restricted.nonzero().squeeze(1)
-        weights, ids = _restrict(logits[own], heat[own], k[own], p[own])
-        kept = scaled[own].gather(1, ids).masked_fill_(weights == 0, -torch.inf)
-        normaliser[own] = kept.logsumexp(1)
+        weights, ids = _restrict(logits[own], temperatures[own], k[own], p[own])
+        allowed = scaled[own].gather(1, ids).masked_fill_(weights == 0, -torch.inf)
+        normaliser[own] = allowed.logsumexp(1)
     return (chosen - normaliser).masked_fill_(greedy.squeeze(1), 0.0)
 
 
@@ -175,6 +179,7 @@ def _draw_restricted(logits: Tensor, draws: Tensor, temperature: Tensor, top_k: 
 
 def _restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [R, V], best first and 0 where top-k or top-p excludes, and the tokens they belong to."""
+    # Stable: equal logits keep the order of their tokens, on every device.
     ordered, ids = logits.sort(dim=1, descending=True, stable=True)
     weights = (ordered - ordered[:, :1]).div_(temperature.float()).exp_()
     rank = torch.arange(weights.shape[1], device=logits.device)
@@ -208,10 +213,10 @@ def _search(weights: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     # Below the total even after rounding, so that a place of positive weight is found.
     wanted = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
     # Logits that are not finite find no place; any will do, because the sampler then fails that job.
-    cell = torch.searchsorted(cumulated, wanted, right=True).clamp_(max=weights.shape[1] - 1)
-    weight = weights.gather(1, cell).double()
-    start = cumulated.gather(1, cell) - weight
-    return cell, ((wanted - start) / weight).clamp_(0.0, 1.0)
+    place = torch.searchsorted(cumulated, wanted, right=True).clamp_(max=weights.shape[1] - 1)
+    weight = weights.gather(1, place).double()
+    start = cumulated.gather(1, place) - weight
+    return place, ((wanted - start) / weight).clamp_(0.0, 1.0)
 
 
 def _column(array: np.ndarray, device: torch.device) -> Tensor:

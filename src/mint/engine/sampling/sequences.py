@@ -70,7 +70,7 @@ class Sequences:
         own["top_k"], own["top_p"], own["width"] = job.top_k, job.top_p, job.topk_sample_logprobs
         own["pages"] = pages.shape[1]
         own["front"] = -1
-        if pages.shape[1]:
+        if pages.shape[1]:  # samples of one prompt read its first block in one page, and so in one product
             own["front"] = pages[0, 0] if len(job.prompt) >= BLOCK else pages[:, 0]
         own["processed"] = job.logprobs_mode == "processed"
         self.of[slots] = own
@@ -105,7 +105,7 @@ class Sequences:
         own = self.of[slots]  # read and written as a whole: one column of a structured array costs as much as all
         emitted = own["emitted"].copy()
         width = int(emitted.max()) + 1
-        if width > self._tokens.shape[1]:
+        if width > self._tokens.shape[1]:  # doubled, so that long samples are not copied at every token
             self._tokens, self._logprobs = _wide(self._tokens, 2 * width), _wide(self._logprobs, 2 * width)
         self._tokens[slots, emitted], self._logprobs[slots, emitted] = tokens, logprobs
         stopped = self._stops.stopped(slots, tokens)

@@ -115,7 +115,7 @@ class _TokenQueue:
     async def __aiter__(self) -> AsyncIterator[tuple[int, int, float] | _Done]:
         while True:
             await self._has_items.wait()
-            self._has_items.clear()
+            self._has_items.clear()  # before the items: one that comes meanwhile sets it again
             while self._items:
                 yield self._items.popleft()
 
@@ -154,7 +154,7 @@ async def generate(service: Service, generation: GenerationRequest, *, live: boo
             own = choices[item.prompt * generation.n : (item.prompt + 1) * generation.n]
             for number, delta in enumerate(_remaining_deltas(generation, item.prompt, own, item.task.result())):
                 yield delta
-                if number % DELTAS_AT_ONCE == 0:
+                if number % DELTAS_AT_ONCE == 0:  # a long result must not hold up the other requests
                     await asyncio.sleep(0)
             running -= 1
             if not running:

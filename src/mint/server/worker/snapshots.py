@@ -27,6 +27,7 @@ SMALL_STATE_BYTES = 20 * 1024 * 1024
 
 SNAPSHOT_INTERVAL_S = 10.0
 MAX_SNAPSHOTS = 3
+"""The older ones are for the case that the newest cannot be read."""
 
 
 def _written() -> Future[None]:
