@@ -25,19 +25,19 @@ static float largest(const float *row, int64_t width) {
     return larger(ones(highest), highest)[0];
 }
 
-/* exp(x - most), divided before by `heat`; what is not a number must not be hidden. */
-INLINE vf weigh(vf x, float most, float heat) {
-    vf moved = (x - most) / heat, weight = exponential(moved);
+/* exp(x - most), divided before by `divisor`, the temperature; what is not a number must not be hidden. */
+INLINE vf weigh(vf x, float most, float divisor) {
+    vf moved = (x - most) / divisor, weight = exponential(moved);
     vi nan = moved != moved;
     return (vf)(((vi)weight & ~nan) | ((vi)moved & nan));
 }
 
 /* The weights of a stretch from `at` on, in `weights` if given; returns their sum. */
-INLINE float weigh_stretch(const float *row, int64_t at, int64_t width, float most, float heat, float *weights) {
+INLINE float weigh_stretch(const float *row, int64_t at, int64_t width, float most, float divisor, float *weights) {
     vf total = {0};
 #pragma GCC unroll 4
     for (int64_t i = 0; i < STRETCH; i += LANES) {
-        vf own = at + i < width ? weigh(logits_at(row, at + i, width), most, heat) : (vf){0};
+        vf own = at + i < width ? weigh(logits_at(row, at + i, width), most, divisor) : (vf){0};
         if (weights) *(vf *)(weights + i) = own;
         total += own;
     }
@@ -46,11 +46,11 @@ INLINE float weigh_stretch(const float *row, int64_t at, int64_t width, float mo
 
 /* The sum of each stretch, in `sums`, and all weights, in `weights` (whole stretches), if given; returns the sum of all.
    Not inlined: two copies could be contracted in two ways. */
-__attribute__((noinline)) static double weigh_row(const float *row, int64_t width, float most, float heat, float *sums,
+__attribute__((noinline)) static double weigh_row(const float *row, int64_t width, float most, float divisor, float *sums,
                                                   float *weights) {
     double total = 0;
     for (int64_t at = 0; at < width; at += STRETCH) {
-        float own = weigh_stretch(row, at, width, most, heat, weights ? weights + at : 0);
+        float own = weigh_stretch(row, at, width, most, divisor, weights ? weights + at : 0);
         if (sums) sums[at / STRETCH] = own;
         total += own;
     }
@@ -109,12 +109,12 @@ int draw_rows(const DrawRows *in, int64_t first, int64_t last) {
         } else if ((top_k > 0 && top_k < width) || top_p < 1) {
             token = -1;
         } else {
-            const float heat = temperature;
-            double total = heat == 1.0f ? plain : weigh_row(row, width, most, heat, sums, 0), inside = 0;
+            const float divisor = temperature;
+            double total = divisor == 1.0f ? plain : weigh_row(row, width, most, divisor, sums, 0), inside = 0;
             uint64_t bits = mixed(*(const uint64_t *)(own + in->stream) ^ *(const uint64_t *)(own + in->emitted));
             double wanted = (double)(bits >> 11) * 0x1p-53;
             token = find(sums, stretches, total, &wanted) * STRETCH;
-            weigh_stretch(row, token, width, most, heat, weights);
+            weigh_stretch(row, token, width, most, divisor, weights);
             for (int j = 0; j < STRETCH; j++) inside += weights[j];
             token += find(weights, STRETCH, inside, &wanted);
             if (token >= width) token = width - 1;
