@@ -28,6 +28,7 @@ _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
 _SEQUENCES = (list, tuple, range)
 _NUMPY: dict[str, np.dtype] = {"int64": _INT64, "float32": _FLOAT32}
+# The first wrong number is enough: a million of them would be a million errors.
 _Integers = Annotated[list[int], Field(fail_fast=True)]
 _Numbers = Annotated[_Integers | Annotated[list[float], Field(fail_fast=True)], Field(union_mode="left_to_right")]
 

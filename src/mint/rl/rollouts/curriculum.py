@@ -74,7 +74,7 @@ class Curriculum:
         No place comes twice in a step while there are enough items.
         """
         random = np.random.default_rng([self.seed, step, self._draws])
-        self._draws += 1
+        self._draws += 1  # a refill of the same step draws from another stream
         chosen: list[int] = []
         while len(chosen) < count:
             pools = self._pools(step, random)

@@ -109,6 +109,7 @@ def rollout_rows(batch: RolloutBatch, update: PolicyUpdate, tokenizer: Any) -> l
     trained = {id(one.rollout): one for one in update.trained}
     rows: list[dict[str, Any]] = []
     for place, group in enumerate(batch.all_groups):
+        # "sample" is the item as text: the run folders of all versions have it under this name.
         shared = {"step": batch.step, "group": place, "item": group.index, "sample": str(group.item)}
         if group.error is not None:
             rows.append({**shared, "error": group.error})

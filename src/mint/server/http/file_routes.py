@@ -76,6 +76,7 @@ def download(call: Call) -> Response:
     query = call.request.query_params
     name = call.request.path_params["file"]
     try:
+        # For any reader: whoever has a signed address may read the file.
         row = checkpoints.find_checkpoint(service.journal, _path(call), reader=None)
     except (NotFoundError, InvalidRequestError):
         row = None  # the same error as for a wrong signature: another one would tell what others have

@@ -128,7 +128,7 @@ def _read(files: UntrustedFiles, base_model: str | None, find: Callable[[str], P
     state = ModelState(whole)
     optimizer = files.files.get(OPTIMIZER_FILE)
     if optimizer is not None:
-        if notes:
+        if notes:  # the moments are those of the matrices as they were before
             raise _refused(OPTIMIZER_FILE, "belongs to another lora", "Leave it out, or send an archive of mint")
         state = _read_optimizer(optimizer, whole)
     return _Content(base_name, lora, seed_given, state, tuple(notes))
