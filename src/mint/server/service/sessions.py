@@ -20,7 +20,9 @@ from mint.server.store.rows import SessionRow
 
 EXPIRY_S = 900.0
 
-CLIENT_MADE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)
+CLIENT_MADE_ID = re.compile(r"(?!sess-[0-9a-f]{32}$)[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)
+"""Ids that a client may choose. Those of the server's own form are made by it alone: an unknown one must get the same
+answer as another owner's."""
 
 
 class Sessions:
