@@ -167,6 +167,29 @@ def test_three_snapshots_are_kept_and_older_payloads_given_up(harness: Harness) 
     assert all(job.result is not None for job in jobs)
 
 
+def test_results_of_passes_are_kept_until_many_later_requests_have_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mint.server.worker.snapshots.KEPT_RESULTS", 100)
+    harness = Harness(open_service(tmp_path))
+    model_id, scored = harness.create_model(0), harness.create_model(1)
+    train(harness, model_id, 150)
+    for seq_id in range(1, 301):
+        harness.run("forward", scored, seq_id, {"forward_input": GOOD_PASS["forward_backward_input"]})
+    harness.service.stop()
+    harness = Harness(open_service(tmp_path), harness.session_id)
+    for name, kind in ((model_id, "forward_backward"), (scored, "forward")):
+        passes = [job for job in harness.service.journal.jobs(name, after=0) if job.kind == kind]
+        kept = [job.seq_id for job in passes if job.result is not None]
+        assert kept == list(range(kept[0], 301, 2 if name == model_id else 1)) and 137 <= kept[0] <= 201
+        assert harness.wait(f"{name}:{kept[0]}")["loss_fn_outputs"]
+        error = failure(lambda: harness.wait(f"{name}:1"))  # noqa: B023
+        assert isinstance(error, NotFoundError) and "no longer kept" in str(error)
+    harness.send("forward_backward", model_id, 1, pass_body(datum(1, 2, 3)))  # known: it does not run again
+    assert harness.run("optim_step", model_id, 301, STEP)["metrics"]["step"] == 151.0
+    harness.service.stop()
+
+
 def test_two_processes_share_a_folder_and_only_the_dead_are_taken_over(tmp_path: Path) -> None:
     one, two = Harness(open_service(tmp_path)), Harness(open_service(tmp_path))
     mine, theirs = one.create_model(), two.create_model()

@@ -62,6 +62,7 @@ from mint.server.store.session_catalog import SessionCatalog
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.live_models import LiveModels
 from mint.server.worker.samplers import MAX_UNNAMED, Samplers
+from mint.server.worker.snapshots import KEPT_RESULTS
 from mint.server.worker.trainer import Trainer
 from mint.server.worker.worker import Worker
 from mint.types import (
@@ -591,6 +592,13 @@ class Service:
             return result
         # no longer in memory
         row = None if parsed.is_sample else await asyncio.to_thread(self.journal.job, parsed.owner, parsed.number)
+        if row is not None and row.result is None and row.status != "pending":
+            raise NotFoundError(
+                f"has run, but its result is no longer kept: {KEPT_RESULTS} later requests of its model have run since",
+                field="request_id",
+                value=name,
+                remedy="Read the results of passes before you send so many more requests",
+            )
         if row is None or row.result is None:
             raise NotFoundError("is not a request here (any more)", field="request_id", value=name)
         return FutureResult(row.result, failed=row.status == "failed")

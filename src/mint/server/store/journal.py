@@ -41,7 +41,10 @@ class Finish:
     checkpoint: CheckpointRow | None = None
     sampler: SamplerRow | None = None
     dropped_snapshots: tuple[int, ...] = ()
-    pruned_payloads: tuple[int, int] = (0, 0)  # seq_ids in [first, last) give up their payload
+    # seq_ids in [first, last) that give up their payload; of passes with a gradient the result; of passes without, both
+    pruned_payloads: tuple[int, int] = (0, 0)
+    pruned_results: tuple[int, int] = (0, 0)
+    pruned_forwards: tuple[int, int] = (0, 0)
 
 
 # The statements of a training step.
@@ -66,6 +69,15 @@ _PUT_SAMPLER = insert(SamplerRow, "samplers", on_conflict="REPLACE")
 _DROP_SNAPSHOT = "DELETE FROM snapshots WHERE model_id = :model_id AND seq_id = :seq_id"
 _PRUNE_PAYLOADS = """
     UPDATE jobs SET payload = NULL WHERE model_id = :model_id AND seq_id >= :first AND seq_id < :last
+"""
+_PRUNE_RESULTS = """
+    UPDATE jobs SET result = NULL
+    WHERE model_id = :model_id AND seq_id >= :first AND seq_id < :last AND status = 'done' AND kind = 'forward_backward'
+"""
+_PRUNE_FORWARDS = """
+    UPDATE jobs SET payload = NULL, result = NULL
+    WHERE model_id = :model_id AND seq_id >= :first AND seq_id < :last AND status = 'done'
+    AND kind IN ('forward', 'forward_only')
 """
 
 
@@ -252,9 +264,13 @@ class Journal:
                     transaction.execute(statement, **vars(row))
             for seq_id in finish.dropped_snapshots:
                 transaction.execute(_DROP_SNAPSHOT, model_id=finish.model_id, seq_id=seq_id)
-            first, last = finish.pruned_payloads
-            if last > first:
-                transaction.execute(_PRUNE_PAYLOADS, model_id=finish.model_id, first=first, last=last)
+            for statement, (first, last) in (
+                (_PRUNE_PAYLOADS, finish.pruned_payloads),
+                (_PRUNE_RESULTS, finish.pruned_results),
+                (_PRUNE_FORWARDS, finish.pruned_forwards),
+            ):
+                if last > first:
+                    transaction.execute(statement, model_id=finish.model_id, first=first, last=last)
         return True
 
     def give_up(self, model_id: str, missing: Sequence[int], waiting: Sequence[int], result: bytes) -> None:

@@ -55,6 +55,8 @@ class RunRow:
 class JobRow:
     """One request; `status` is pending, done or failed, `result` the body of its answer, `payload` None once pruned.
 
+    `result` is None before the end of the request, and of a pass again long after it.
+
     `micro_batching` is how the engine fitted a pass into memory, so that a replay computes the same bits.
     """
 

@@ -29,6 +29,12 @@ SNAPSHOT_INTERVAL_S = 10.0
 MAX_SNAPSHOTS = 3
 """The older ones are for the case that the newest cannot be read."""
 
+KEPT_RESULTS = 4096
+"""The result of a pass is kept until so many later requests of its model have run: the queue takes no more of an owner.
+The results of steps and saves are small, and kept until the session ends."""
+
+PRUNED_AT_ONCE = 64
+
 
 def _written() -> Future[None]:
     future: Future[None] = Future()
@@ -41,14 +47,31 @@ class SnapshotHistory:
     """The snapshots of a live model.
 
     `written` is done once the newest one survives a power failure. Requests with `seq_id < pruned_below` have no
-    payload in the journal any more.
+    payload in the journal any more; the next two say this of the results of passes with and without a gradient.
     """
 
     rows: list[SnapshotRow] = field(default_factory=list)  # newest first
     saved_at: float | None = None  # monotonic seconds
     state_bytes: int = 0
     pruned_below: int = 0
+    results_pruned_below: int = 0
+    forwards_pruned_below: int = 0
     written: Future[None] = field(default_factory=_written)
+
+
+def prune_results(history: SnapshotHistory, seq_id: int) -> dict[str, tuple[int, int]]:
+    """The fields of `Finish` that remove old results of passes, together with request `seq_id`.
+
+    A replay compares the results behind the oldest snapshot, so those stay in any case.
+    """
+    changes: dict[str, tuple[int, int]] = {}
+    first, last = history.results_pruned_below, min(seq_id - KEPT_RESULTS, history.pruned_below)
+    if last - first >= PRUNED_AT_ONCE:
+        changes["pruned_results"], history.results_pruned_below = (first, last), last
+    first, last = history.forwards_pruned_below, seq_id - KEPT_RESULTS
+    if last - first >= PRUNED_AT_ONCE:
+        changes["pruned_forwards"], history.forwards_pruned_below = (first, last), last
+    return changes
 
 
 class Snapshots:

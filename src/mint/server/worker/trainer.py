@@ -33,7 +33,7 @@ from mint.server.store.rows import CheckpointRow, SamplerRow
 from mint.server.worker import validation
 from mint.server.worker.live_models import LiveModels
 from mint.server.worker.recovery import Recovery
-from mint.server.worker.snapshots import Snapshots
+from mint.server.worker.snapshots import Snapshots, prune_results
 from mint.types import (
     CreateModelResponse,
     LoadWeightsResponse,
@@ -124,7 +124,8 @@ class Trainer:
                 self.models.drop(job.model_id)  # its state is unknown: the next request restores it
             return outcome
         body = wire.encode_result(effect.result)
-        finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes)
+        pruned = prune_results(self.models[job.model_id].snapshots, job.seq_id)
+        finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes, **pruned)
         return JobOutcome(finish, effect.obsolete_files, effect.written)
 
     def _failed(self, job: TrainingJob, error: Exception) -> JobOutcome:
