@@ -35,10 +35,9 @@ def rl_step(harness: Harness, model_id: str, number: int) -> str:
     return harness.run("save_weights_for_sampler", model_id, first + 2, body)["sampling_session_id"]
 
 
-def sizes(folder: Path) -> tuple[int, int]:
-    """How many files of weights and snapshots a data directory has, and their bytes."""
-    files = [path for name in ("published", "snapshots") for path in (folder / name).glob("*")]
-    return len(files), sum(path.stat().st_size for path in files)
+def paths(folder: Path) -> list[Path]:
+    """The files of weights and snapshots in a data directory."""
+    return [path for name in ("published", "snapshots") for path in (folder / name).glob("*")]
 
 
 def test_a_sampler_keeps_weights_only_and_pins_no_snapshot(tmp_path: Path) -> None:
@@ -62,8 +61,8 @@ def test_a_long_run_keeps_as_many_files_at_its_end_as_at_its_beginning(tmp_path:
     for number in range(1, steps + 1):
         harness.sample(rl_step(harness, model_id, number - 1), 0)
         if number % (steps // 3) == 0:
-            wait_until(lambda: sizes(tmp_path)[0] <= MAX_UNNAMED + 3)
-            seen.append(sizes(tmp_path))
+            wait_until(lambda: len(paths(tmp_path)) <= MAX_UNNAMED + 3)
+            seen.append((len(paths(tmp_path)), sum(path.stat().st_size for path in paths(tmp_path))))
     assert seen[0] == seen[1] == seen[2]
     assert seen[0][0] == MAX_UNNAMED + 3
     harness.service.stop()
@@ -108,8 +107,8 @@ def test_samplers_of_an_earlier_process_go_too(tmp_path: Path) -> None:
     clock = Clock()
     harness = Harness(open_service(tmp_path, clock=clock), harness.session_id)
     rl_step(harness, model_id, 40)
-    assert sizes(tmp_path)[0] == 41 + 3
+    assert len(paths(tmp_path)) == 41 + 3
     clock.now += USED_WITHIN_S + 1
     rl_step(harness, model_id, 41)
-    wait_until(lambda: sizes(tmp_path)[0] == NEWEST_KEPT + 3)
+    wait_until(lambda: len(paths(tmp_path)) == NEWEST_KEPT + 3)
     harness.service.stop()
