@@ -51,7 +51,7 @@ OTHER_FAULTS: dict[str, tuple[str, ...]] = {
         "http kill:before_exec/optim_step#3 clock=-90000:before_migration#1",
         "embedded-sft kill:before_exec/optim_step#3 clock=90000:before_migration#1",
     ),
-    "stop": ("http stop=3:@0.4", "http stop=15:@0.8", "embedded-grpo stop=3:@0.8"),
+    "stop": ("http stop=3:@0.4", "http stop=10:@0.8", "embedded-grpo stop=3:@0.8"),
     "memory": (
         "http memory=1:before_exec/forward_backward#2",
         "http memory=1:before_exec/forward_backward#4+kill:after_commit/forward_backward#4",
