@@ -136,6 +136,7 @@ def serve_dashboard(
     def started() -> None:
         announce(server.line)
         if open_browser:
+            # On a thread: a browser in the terminal runs until it is closed.
             threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
 
     server.run(started)

@@ -84,6 +84,7 @@ class Login:
         visitor = self._admitted(self._keys.verify(key, address) if key else None)
         token = secrets.token_urlsafe(32)
         with self._lock:
+            # By its hash: the time of a look-up says nothing about a token.
             self._sessions[_digest(token)] = _BrowserSession(visitor.key_id or "", self._clock())
             while len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
@@ -127,6 +128,7 @@ class Login:
                 return None
             session.used_at = now
             self._sessions.move_to_end(_digest(token))
+        # `SameSite` of the cookie is not enough: pages on other ports of the same host are of the same site.
         if request.method not in SAFE_METHODS:
             require_own_page(request)
         return self._keys.holder(session.key_id)

@@ -108,6 +108,7 @@ class LoraWeights:
         for site in self._sites:
             bound = 1 / math.sqrt(site.inputs)
             a = self.sites[site.name].a
+            # Drawn on the CPU: a seed gives the same lora on every device.
             drawn = torch.empty(a.shape).uniform_(-bound, bound, generator=generator)
             with torch.no_grad():
                 a.copy_(drawn)
@@ -168,6 +169,7 @@ class LoraWeights:
         a = 0
         arrays = {}
         for site in self._sites:
+            # As in `_cut`: the As of all modules of a site, then their Bs.
             b = a + rank * len(site.modules) * site.inputs
             for module, outputs in zip(site.modules, site.outputs, strict=True):
                 arrays[f"{module}.lora_A.weight"] = slice(a, a + rank * site.inputs), (rank, site.inputs)

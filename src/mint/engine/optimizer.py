@@ -38,11 +38,13 @@ def step_adam(
     reported as `skipped_nonfinite`. `grad_norm` is always that before clipping. `fused` runs torch's fused kernel, as a
     GPU should. The host waits for a GPU twice: for the norm, and for the outcome of the step.
     """
+    # In float64, because squares overflow float32 long before the norm does.
     norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
     update_norm, skipped = 0.0, True
     if math.isfinite(norm):
         if 0 < adam.grad_clip_norm < norm:
             gradient.mul_(adam.grad_clip_norm / (norm + 1e-6))  # the 1e-6 is torch's
+        # On copies: whether the step is finite is known only afterwards.
         advance = _advance_fused if fused else _advance
         updated, moved = advance(weights, gradient, state, adam)
         finite = updated.isfinite().all() & moved.exp_avg_sq.isfinite().all() & moved.exp_avg.isfinite().all()
