@@ -25,6 +25,7 @@ class FairQueue:
     def charge(self, name: str, seconds: float) -> FairQueue:
         """The queue after `name`, whose turn it was, has used `seconds` more."""
         virtual_time_s = self.start_tag(name)
+        # A name that is not ahead of the virtual time would start there anyway: its entry can go.
         ahead = {other: used_s for other, used_s in self.used_s.items() if used_s > virtual_time_s}
         return FairQueue({**ahead, name: virtual_time_s + seconds}, virtual_time_s)
 

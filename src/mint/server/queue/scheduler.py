@@ -137,7 +137,7 @@ def _joining(samples: Sequence[QueuedSample], sampling: SamplingLoad) -> tuple[s
     for item in samples:
         wanted += item.sequences
         chosen.append(item.request_id)
-    if wanted <= MAX_BATCH_SEQUENCES:
+    if wanted <= MAX_BATCH_SEQUENCES:  # as nearly always: then owners need not be compared
         return tuple(chosen)
     chosen.clear()
     waiting: dict[str, list[QueuedSample]] = {}

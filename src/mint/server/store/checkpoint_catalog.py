@@ -267,6 +267,7 @@ class CheckpointCatalog:
         """Links, or else copies, the source's files to the target's folder."""
         folder = self._data_dir / target.folder
         try:
+            # Links are enough: files of a checkpoint never change, and the manifest is replaced, not written into.
             shutil.copytree(self._data_dir / source.folder, folder, copy_function=_link)
             write_manifest(folder, manifest)
         except (OSError, shutil.Error) as error:

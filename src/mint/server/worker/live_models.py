@@ -60,7 +60,7 @@ class LiveModels:
     def create(self, model_id: str, base_model: str, spec: LoraSpec, *, seed_given: bool) -> dict[str, Any]:
         """Puts a new model into the engine; returns the columns of its row, with every setting that took effect."""
         base = self.bases.load(base_model)
-        self.drop(model_id)
+        self.drop(model_id)  # recovery makes a model again after a damaged snapshot
         settings = self.engine.create_model(model_id, self.bases.key(base_model), spec)
         self._models[model_id] = LiveModel(base_model, base, spec, seed_given)
         sizes = {"context_length": base.context_length, "vocab_size": base.vocab_size, "arch": base.arch}

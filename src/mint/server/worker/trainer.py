@@ -110,7 +110,7 @@ class Trainer:
                 self._recovery.restore(job.model_id)
             if job.kind == "optim_step":
                 self.models.require_whole_gradient(job.model_id)
-            if isinstance(job.request, MintError):
+            if isinstance(job.request, MintError):  # a body that could not be decoded fails here, in its turn
                 raise job.request
             effect = self._runners[job.kind](job, job.request)
         except JournalError:
