@@ -10,7 +10,7 @@ from owners import Place, refusal
 
 import mint
 from mint.errors import InvalidRequestError, NotFoundError
-from mint.server.store.checkpoint_catalog import EXPIRY_GRACE_S, CheckpointCatalog
+from mint.server.store.checkpoint_catalog import EXPIRED_S, CheckpointCatalog
 from mint.server.store.run_catalog import RunCatalog
 from mint.server.worker.samplers import MAX_IN_ENGINE
 from mint.types.records import CopyWeightsRequest
@@ -23,12 +23,10 @@ class Clocks:
     """A time of day that can be set, and seconds that pass."""
 
     def __init__(self) -> None:
-        self.now, self.seconds = 1_800_000_000.0, 50.0
+        self.now, self.seconds, self._kept_house_at = 1_800_000_000.0, 50.0, 50.0
 
     def catalog(self, place: Place) -> CheckpointCatalog:
-        return CheckpointCatalog(
-            place.service.journal, place.data_dir, clock=lambda: self.now, ticks=lambda: self.seconds
-        )
+        return CheckpointCatalog(place.service.journal, place.data_dir, clock=lambda: self.now)
 
     def run_catalog(self, place: Place) -> RunCatalog:
         return RunCatalog(place.service.journal, place.data_dir, clock=lambda: self.now)
@@ -36,6 +34,11 @@ class Clocks:
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.seconds += seconds
+
+    def remove_expired(self, catalog: CheckpointCatalog) -> int:
+        """As the service does: with the seconds since the last time."""
+        running_s, self._kept_house_at = self.seconds - self._kept_house_at, self.seconds
+        return catalog.remove_expired(running_s)
 
 
 # --- deleting ----------------------------------------------------------------------------------------------------
@@ -69,7 +72,7 @@ def test_what_already_samples_a_deleted_checkpoint_goes_on(place: Place) -> None
     assert isinstance(refusal(lambda: client.create_sampling_client(model_path=path).result()), NotFoundError)
     assert len(place.folders()) == 1
     client.close()
-    place.service.checkpoint_catalog.remove_expired()
+    place.service.checkpoint_catalog.remove_expired(0.0)
     assert place.folders() == set()
 
 
@@ -110,10 +113,10 @@ def test_an_expired_checkpoint_is_hidden_at_once_and_its_files_go_later(place: P
     assert isinstance(refusal(lambda: catalog.checkpoint("alice", path)), NotFoundError)
     assert catalog.checkpoints("alice").checkpoints == []
     assert clocks.run_catalog(place).run("alice", trainer.model_id).last_checkpoint is None
-    assert catalog.remove_expired() == 0
+    assert clocks.remove_expired(catalog) == 0
     assert len(place.folders()) == 1
-    clocks.wait(EXPIRY_GRACE_S)
-    assert catalog.remove_expired() == 1
+    clocks.wait(EXPIRED_S)
+    assert clocks.remove_expired(catalog) == 1
     assert place.folders() == set()
 
 
@@ -124,17 +127,50 @@ def test_a_clock_that_jumps_and_comes_back_removes_nothing(place: Place) -> None
     catalog.set_ttl("alice", path, 3600)
     for jump in (10 * 365 * 86400.0, -10 * 365 * 86400.0):
         clocks.now += jump
-        for _ in range(5):
-            clocks.wait(60)
-            catalog.remove_expired()
-        clocks.now -= jump
+        for _ in range(23):
+            clocks.wait(3600)
+            clocks.remove_expired(catalog)
+        clocks.now -= jump + 23 * 3600
         clocks.wait(60)
-        catalog.remove_expired()
+        clocks.remove_expired(catalog)
     assert catalog.checkpoint("alice", path).checkpoint_id == "weights/one"
     clocks.wait(3600)
-    catalog.remove_expired()
-    clocks.wait(EXPIRY_GRACE_S)
-    assert catalog.remove_expired() == 1
+    clocks.remove_expired(catalog)
+    clocks.wait(EXPIRED_S)
+    assert clocks.remove_expired(catalog) == 1
+
+
+def test_the_time_since_a_checkpoint_expired_counts_on_after_a_restart(place: Place) -> None:
+    place.trainer("alice").save_state("one", ttl_seconds=1).result()
+    clocks = Clocks()
+    for _ in range(int(EXPIRED_S / 3600)):
+        clocks.remove_expired(clocks.catalog(place))  # each time as a new process would
+        assert len(place.folders()) == 1
+        clocks.wait(3600)
+    assert clocks.remove_expired(clocks.catalog(place)) == 1
+    assert place.folders() == set()
+
+
+def test_an_expired_checkpoint_comes_back_with_another_ttl_and_only_for_its_owner(place: Place) -> None:
+    trainer = place.trainer("alice")
+    path = trainer.save_state("one").result().path
+    clocks = Clocks()
+    catalog = clocks.catalog(place)
+    catalog.publish("alice", path, public=True)
+    catalog.set_ttl("alice", path, 1)
+    clocks.wait(EXPIRED_S)
+    clocks.remove_expired(catalog)
+    clocks.wait(EXPIRED_S - 60)
+    clocks.remove_expired(catalog)
+    assert isinstance(refusal(lambda: catalog.set_ttl("bob", path, None)), NotFoundError)
+    assert isinstance(refusal(lambda: catalog.delete("bob", path)), NotFoundError)
+    catalog.set_ttl("alice", path, None)
+    assert catalog.checkpoint("alice", path).checkpoint_id == "weights/one"
+    catalog.set_ttl("alice", path, 1)
+    clocks.wait(60)
+    assert clocks.remove_expired(catalog) == 0  # counted from its new expiry
+    catalog.delete("alice", path)
+    assert place.folders() == set()
 
 
 def test_what_a_living_session_samples_does_not_expire(place: Place) -> None:
@@ -147,13 +183,13 @@ def test_what_a_living_session_samples_does_not_expire(place: Place) -> None:
     catalog = clocks.catalog(place)
     catalog.set_ttl("alice", path, 1)
     for _ in range(3):
-        clocks.wait(EXPIRY_GRACE_S)
-        assert catalog.remove_expired() == 0
+        clocks.wait(EXPIRED_S)
+        assert clocks.remove_expired(catalog) == 0
     assert sampler.sample(PROMPT, 1, PARAMS).result() == before
     client.close()
-    catalog.remove_expired()
-    clocks.wait(EXPIRY_GRACE_S)
-    assert catalog.remove_expired() == 1
+    clocks.remove_expired(catalog)
+    clocks.wait(EXPIRED_S)
+    assert clocks.remove_expired(catalog) == 1
     assert place.folders() == set()
 
 

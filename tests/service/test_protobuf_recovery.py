@@ -20,9 +20,9 @@ from mint.wire.codec import Encoding
 from mint.wire.requests import ForwardBackwardRequest
 
 LATER_COLUMNS = {
-    "sessions": ["owner", "details", "created_at"],
+    "sessions": ["owner", "details", "created_at", "suspended_s"],
     "jobs": ["encoding", "micro_batching"],
-    "checkpoints": ["owner", "public", "expires_at", "size_bytes", "user_metadata"],
+    "checkpoints": ["owner", "public", "expires_at", "size_bytes", "user_metadata", "expired_s"],
     "samplers": ["model_id"],
 }
 

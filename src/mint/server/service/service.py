@@ -49,8 +49,8 @@ from mint.server.queue.queue import RequestQueue
 from mint.server.queue.queue_position import QueueIndex, QueuePosition
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
 from mint.server.service.new_samplers import new_sampler
-from mint.server.service.sessions import Sessions
-from mint.server.service.takeover import adopt_sessions
+from mint.server.service.sessions import SUSPENDED_S, Sessions
+from mint.server.service.takeover import UnfinishedJob, adopt_sessions, unfinished_jobs
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
@@ -121,6 +121,9 @@ MAX_CLONES = 2**32
 """A clone's number times `CLONE_SEQ_IDS` must fit 63 bits."""
 
 LONG_POLL_S = 25.0
+MAX_COUNTED_S = 600.0
+"""How much running time one round of housekeeping counts at most."""
+
 QUEUE_INDEX_AGE_S = 0.1
 """How old the index of the queue may be from which waiting clients are told: thousands of them may ask at once."""
 
@@ -148,8 +151,8 @@ class Service:
         """Opens the data directory; `start` begins to work.
 
         `offered` are the names of the base models, None for any. `is_server`: clients reach it over a socket, and come
-        back after its death. `max_unnamed_samplers` is the bound for each model. By `clock`, in seconds, the engine's
-        time is shared.
+        back after its death. `max_unnamed_samplers` is the bound for each model. `clock` counts seconds and does not
+        jump: by it the engine's time is shared, and sessions are suspended.
         """
         try:
             open_data_dir(data_dir)
@@ -165,7 +168,9 @@ class Service:
         self.base_models = BaseModels(engine, aliases, offered)
         self.futures = Futures()
         self._queue = queue or RequestQueue()
-        self._sessions = Sessions(self.journal, self.instance.instance_id)
+        self._clock = clock
+        self._kept_house_at = clock()
+        self._sessions = Sessions(self.journal, self.instance.instance_id, take_up=self._take_up_session, clock=clock)
         self._samplers = Samplers(
             engine, self.journal, self.base_models, data_dir, max_unnamed=max_unnamed_samplers, clock=clock
         )
@@ -658,20 +663,55 @@ class Service:
     # --- housekeeping --------------------------------------------------------------------------------------------
 
     def _adopt_sessions(self) -> None:
-        """Serves the sessions of dead processes from now on; ends those that had been silent for too long."""
+        """Serves the sessions of dead processes from now on."""
         for session in adopt_sessions(self.journal, self.instance):
-            self._sessions.resume(session.session_id, session.owner)
-            if session.is_stale:
-                self._end_session(session.session_id)
-            for job in session.unfinished:
-                self._enqueue(job.row, job.request, session.owner, next_seq=job.next_seq)
+            if session.is_suspended:
+                self._sessions.suspend(session.session_id, session.owner)
+            else:
+                self._sessions.resume(session.session_id, session.owner)
+            self._enqueue_unfinished(session.owner, session.unfinished)
+
+    def _enqueue_unfinished(self, owner: str, jobs: list[UnfinishedJob]) -> None:
+        for job in jobs:
+            self._enqueue(job.row, job.request, owner, next_seq=job.next_seq)
 
     def _keep_house(self) -> None:
+        now = self._clock()
+        # a process that was stopped for a while was not running
+        running_s, self._kept_house_at = min(now - self._kept_house_at, MAX_COUNTED_S), now
         self.journal.touch_sessions(self._sessions.last_seen())
-        for session_id in self._sessions.expired():
-            log.info("session %s expired", session_id)
-            self._end_session(session_id)
-        self.checkpoint_catalog.remove_expired()
+        suspended = list(self._sessions.suspended())
+        if suspended:
+            for session_id in self.journal.add_suspended_time(suspended, running_s, limit_s=SUSPENDED_S):
+                log.warning("session %s ends: its client has not come back", session_id)
+                self._end_session(session_id)
+        for session_id, owner in self._sessions.silent().items():
+            self._suspend_session(session_id, owner)
+        if self.instance.is_housekeeper():
+            self.checkpoint_catalog.remove_expired(running_s)
+
+    def _suspend_session(self, session_id: str, owner: str) -> None:
+        """Takes a session out of the queue and the engine; what was accepted stays in the journal."""
+        with self._accepting:
+            if session_id not in self._sessions.silent():  # it was heard of meanwhile
+                return
+            models = [row.model_id for row in self.journal.models_of(session_id)]
+            self._sessions.suspend(session_id, owner)
+            self._queue.drop_session(session_id, models)
+            self._worker.suspend_session(session_id, models)
+        log.info("session %s is suspended: its client is silent", session_id)
+
+    def _take_up_session(self, session_id: str) -> None:
+        """Resumes a suspended session, whose client has come back, as after a restart."""
+        with self._accepting:
+            owner = self._sessions.suspended().get(session_id)
+            if owner is None:
+                return
+            self.journal.resume_session(session_id)
+            # before the session counts as resumed: a client that asks for a result must find that one is expected
+            self._enqueue_unfinished(owner, unfinished_jobs(self.journal, session_id))
+            self._sessions.resume(session_id, owner)
+        log.info("session %s is resumed: its client is back", session_id)
 
 
 def _version_warning(sdk_version: str) -> str | None:

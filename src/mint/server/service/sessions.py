@@ -1,7 +1,9 @@
 """The sessions that this process serves, and when each was last heard of.
 
-A session ends when its client says so, or after `EXPIRY_S` without a request or heartbeat. Everything in it ends with
-it, except named checkpoints. Any thread may call.
+A session ends when its client says so. After `SILENCE_S` without a request or heartbeat it is suspended: its work
+leaves the queue and the engine, and everything in it stays on the disk. Its client's next request resumes it. After
+`SUSPENDED_S` more it ends. Both times are counted while a service runs, on a clock that does not jump: neither a wrong
+time of day nor the time for which no service runs ends a session. Any thread may call.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mint.errors import NotFoundError, SessionEndedError
@@ -18,7 +20,12 @@ from mint.server.ids import new_session_id
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SessionRow
 
-EXPIRY_S = 900.0
+SILENCE_S = 900.0
+SUSPENDED_S = 72 * 3600.0
+HOW_SESSIONS_END = (
+    f"a session ends when its client closes it, or after {SILENCE_S / 60:.0f} minutes without a request and "
+    f"{SUSPENDED_S / 3600:.0f} hours suspended"
+)
 
 CLIENT_MADE_ID = re.compile(r"(?!sess-[0-9a-f]{32}$)[A-Za-z0-9][A-Za-z0-9._-]{7,127}", re.ASCII)
 """Ids that a client may choose. Those of the server's own form are made by it alone: an unknown one must get the same
@@ -28,12 +35,18 @@ answer as another owner's."""
 class Sessions:
     """The live sessions of one process."""
 
-    def __init__(self, journal: Journal, instance_id: str) -> None:
+    def __init__(
+        self, journal: Journal, instance_id: str, *, take_up: Callable[[str], None], clock: Callable[[], float]
+    ) -> None:
+        """`take_up` resumes a suspended session with its work; `clock` counts seconds, and does not jump."""
         self._journal = journal
         self._instance_id = instance_id
+        self._take_up = take_up
+        self._clock = clock
         self._lock = threading.Lock()
-        self._heard_at: dict[str, float] = {}  # monotonic seconds
+        self._heard_at: dict[str, float] = {}  # by the clock
         self._owners: dict[str, str] = {}
+        self._suspended: dict[str, str] = {}  # session → owner
         self._session_of: dict[str, str] = {}  # of models that are in the journal: a cache
 
     def create(
@@ -55,16 +68,29 @@ class Sessions:
     def resume(self, session_id: str, owner: str) -> None:
         """Serves a session from now on; its silence is counted from here."""
         with self._lock:
-            self._heard_at[session_id] = time.monotonic()
+            self._suspended.pop(session_id, None)
+            self._heard_at[session_id] = self._clock()
             self._owners[session_id] = owner
 
+    def suspend(self, session_id: str, owner: str) -> None:
+        """Keeps a session until its client comes back."""
+        with self._lock:
+            self._owners.pop(session_id, None)
+            self._heard_at.pop(session_id, None)
+            self._suspended[session_id] = owner
+
+    def suspended(self) -> dict[str, str]:
+        """The owner of each suspended session."""
+        with self._lock:
+            return dict(self._suspended)
+
     def of(self, owner: str) -> list[str]:
-        """The live sessions of an owner, oldest first."""
+        """The live sessions of an owner that are not suspended, oldest first."""
         with self._lock:
             return [session_id for session_id, known in self._owners.items() if known == owner]
 
     def owners(self) -> dict[str, str]:
-        """The owner of each live session."""
+        """The owner of each live session that is not suspended."""
         with self._lock:
             return dict(self._owners)
 
@@ -73,7 +99,7 @@ class Sessions:
         with self._lock:
             if self._owners.get(session_id) != owner:
                 return False
-            self._heard_at[session_id] = time.monotonic()
+            self._heard_at[session_id] = self._clock()
             return True
 
     def touch_model(self, model_id: str, owner: str) -> bool:
@@ -82,7 +108,7 @@ class Sessions:
             session_id = self._session_of.get(model_id)
             if session_id is None or self._owners.get(session_id) != owner:
                 return False
-            self._heard_at[session_id] = time.monotonic()
+            self._heard_at[session_id] = self._clock()
             return True
 
     def add_model(self, model_id: str, session_id: str) -> None:
@@ -97,7 +123,7 @@ class Sessions:
                 self._session_of.pop(model_id, None)
 
     def require(self, session_id: str, owner: str) -> None:
-        """Same as `touch`; reads the journal to say why there is no such session.
+        """Same as `touch`; resumes a suspended session, and reads the journal to say why there is none.
 
         Raises:
             NotFoundError: there never was such a session of this owner, or another process serves it.
@@ -105,6 +131,10 @@ class Sessions:
         """
         if self.touch(session_id, owner):
             return
+        if self.suspended().get(session_id) == owner:
+            self._take_up(session_id)
+            if self.touch(session_id, owner):
+                return
         row = self._journal.session(session_id)
         if row is not None and row.owner != owner:
             row = None
@@ -112,7 +142,7 @@ class Sessions:
             why = "is not a session here" if row is None else "is served by another process"
             raise NotFoundError(why, field="session_id", value=session_id, remedy="Make a new ServiceClient")
         raise SessionEndedError(
-            "has ended, and its models and futures with it",
+            f"has ended, and its models and futures with it ({HOW_SESSIONS_END})",
             field="session_id",
             value=session_id,
             remedy="Make a new ServiceClient, and load a named checkpoint with create_training_client_from_state",
@@ -125,7 +155,7 @@ class Sessions:
         """
         if not self.touch(session_id, caller.owner) and CLIENT_MADE_ID.fullmatch(session_id):
             with self._lock:
-                is_known = session_id in self._owners
+                is_known = session_id in self._owners or session_id in self._suspended
             if not is_known and self._journal.session(session_id) is None:
                 caller.quotas.require_session(len(self.of(caller.owner)))
                 self.create(caller.owner, None, session_id=session_id)
@@ -134,17 +164,18 @@ class Sessions:
     def end(self, session_id: str) -> bool:
         """Forgets a session; False if it was not served here."""
         with self._lock:
-            self._owners.pop(session_id, None)
-            return self._heard_at.pop(session_id, None) is not None
+            self._heard_at.pop(session_id, None)
+            return (self._owners.pop(session_id, None) or self._suspended.pop(session_id, None)) is not None
 
-    def expired(self) -> list[str]:
-        """Sessions that have been silent for too long."""
-        limit = time.monotonic() - EXPIRY_S
+    def silent(self) -> dict[str, str]:
+        """The owner of each session that has been silent for too long."""
+        limit = self._clock() - SILENCE_S
         with self._lock:
-            return [session_id for session_id, heard_at in self._heard_at.items() if heard_at < limit]
+            silent = [session_id for session_id, heard_at in self._heard_at.items() if heard_at < limit]
+            return {session_id: self._owners[session_id] for session_id in silent}
 
     def last_seen(self) -> dict[str, float]:
         """When each live session was last heard of, in seconds since the epoch."""
-        offset = time.time() - time.monotonic()
+        offset = time.time() - self._clock()
         with self._lock:
             return {session_id: heard_at + offset for session_id, heard_at in self._heard_at.items()}

@@ -26,13 +26,10 @@ log = logging.getLogger("mint.service")
 MAX_ATTEMPTS = 5
 """A request in whose run the process has died this often is failed instead of being run again."""
 
-STALE_S = 24 * 3600.0
-"""Sessions of a dead process that had been silent for this long end instead of being served again."""
-
 
 @dataclass(frozen=True)
 class UnfinishedJob:
-    """A request of a dead process. `next_seq` is the number that its model waits for."""
+    """A request of a dead process, or of a suspended session. `next_seq` is the number that its model waits for."""
 
     row: JobRow
     request: BaseModel | MintError
@@ -41,37 +38,38 @@ class UnfinishedJob:
 
 @dataclass(frozen=True)
 class AdoptedSession:
-    """A session that this process serves now; a stale one is to be ended."""
+    """A session that this process serves now; a suspended one stays so, with its requests in the journal."""
 
     session_id: str
     owner: str
-    is_stale: bool
+    is_suspended: bool
     unfinished: list[UnfinishedJob]
 
 
 def adopt_sessions(journal: Journal, instance: Instance) -> Iterator[AdoptedSession]:
     """The sessions of dead processes, one after another. Call inside `Instance.sole_adopter`.
 
-    All of them are taken over in one durable commit, before the first one is returned.
+    All of them are taken over in one durable commit, before the first one is returned. However long no process ran, no
+    session ends by it: clocks may be wrong, and the clients could not come.
     """
     live = journal.live_sessions()
     dead = instance.dead_among(row.instance_id for row in live)
     if not dead:
         return
-    now = time.time()
     marks = [RequestId.parse(mark) for mark in dead.values()]
     running = [(name.owner, name.number) for name in marks if name is not None and not name.is_sample]
-    journal.adopt_sessions(list(dead), running=running, instance_id=instance.instance_id, now=now)
+    journal.adopt_sessions(list(dead), running=running, instance_id=instance.instance_id, now=time.time())
     instance.remove(dead)
     for session in live:
         if session.instance_id in dead:
-            is_stale = now - session.last_seen > STALE_S
-            unfinished = [] if is_stale else _unfinished_jobs(journal, session.session_id)
-            yield AdoptedSession(session.session_id, session.owner, is_stale, unfinished)
+            is_suspended = session.suspended_s is not None
+            unfinished = [] if is_suspended else unfinished_jobs(journal, session.session_id)
+            yield AdoptedSession(session.session_id, session.owner, is_suspended, unfinished)
     log.info("took over the sessions of %d dead processes", len(dead))
 
 
-def _unfinished_jobs(journal: Journal, session_id: str) -> list[UnfinishedJob]:
+def unfinished_jobs(journal: Journal, session_id: str) -> list[UnfinishedJob]:
+    """The accepted requests of a session that have no result, in the order of each model."""
     return [
         UnfinishedJob(row, _request_of(row), model.applied_seq + 1)
         for model in journal.models_of(session_id)

@@ -30,8 +30,10 @@ from mint.types.records import FIRST_PAGE, Checkpoint, CheckpointsListResponse, 
 
 log = logging.getLogger("mint.catalog")
 
-EXPIRY_GRACE_S = 600.0
-"""How long a checkpoint must be seen to be due, on a clock that does not jump, before its files are removed."""
+EXPIRED_S = 24 * 3600.0
+"""How long a service must run, and find a checkpoint expired all the time, before its files are removed."""
+
+_IS_DUE = "expires_at <= :now AND folder NOT IN (SELECT weights_id FROM samplers WHERE weights_id IS NOT NULL)"
 
 _THIS_ONE = "model_id = :model_id AND kind = :kind AND name = :name AND folder = :folder"
 """The row as it was read: one that was overwritten meanwhile is another checkpoint, in another folder."""
@@ -46,16 +48,13 @@ class CheckpointCatalog:
         data_dir: Path,
         *,
         clock: Callable[[], float] = time.time,
-        ticks: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is the time of day, which may jump; `ticks` counts seconds, and does not."""
+        """`clock` is the time of day, which may jump."""
         self._journal = journal
         self._database = journal.database
         self._data_dir = data_dir
         self._clock = clock
-        self._ticks = ticks
         self._lock = threading.Lock()
-        self._due: dict[str, float] = {}  # folder → when, in ticks, it was first seen to be due
         self._left: set[str] = set()  # folders that nobody names but a sampler
 
     def checkpoints(self, owner: str | None, page: PageQuery = FIRST_PAGE) -> CheckpointsListResponse:
@@ -102,12 +101,14 @@ class CheckpointCatalog:
         return checkpoint_record(find_checkpoint(self._journal, path, reader=owner, now=self._clock()))
 
     def delete(self, owner: str | None, path: str) -> None:
-        """Deletes a checkpoint. Models made from it are not affected; its files stay as long as a sampler reads them.
+        """Deletes a checkpoint, also an expired one. Models made from it are not affected.
+
+        Its files stay as long as a sampler reads them.
 
         Raises:
             InvalidRequestError, NotFoundError: as `checkpoint`; also for a public one of another owner.
         """
-        self._drop(self._own(owner, path))
+        self._drop(self._own(owner, path, expired=True))
 
     def publish(self, owner: str | None, path: str, *, public: bool) -> None:
         """Makes a checkpoint public: readable by everyone who knows its path; or private again.
@@ -119,15 +120,17 @@ class CheckpointCatalog:
         self._database.write(f"UPDATE checkpoints SET public = :public WHERE {_THIS_ONE}", **vars(row))
 
     def set_ttl(self, owner: str | None, path: str, ttl_seconds: int | None) -> None:
-        """Lets a checkpoint expire so many seconds from now; None is never.
+        """Lets a checkpoint expire so many seconds from now; None is never. Brings an expired one back.
 
         Raises:
             InvalidRequestError: out of range, or as `delete`.
             NotFoundError: as `delete`.
         """
         ttl = check_ttl(ttl_seconds)
-        row = replace(self._own(owner, path), expires_at=None if ttl is None else self._clock() + ttl)
-        self._database.write(f"UPDATE checkpoints SET expires_at = :expires_at WHERE {_THIS_ONE}", **vars(row))
+        row = replace(self._own(owner, path, expired=True), expires_at=None if ttl is None else self._clock() + ttl)
+        self._database.write(
+            f"UPDATE checkpoints SET expires_at = :expires_at, expired_s = NULL WHERE {_THIS_ONE}", **vars(row)
+        )
 
     def copy(
         self,
@@ -173,6 +176,7 @@ class CheckpointCatalog:
             owner=whose,
             public=False,
             expires_at=None if ttl is None else now + ttl,
+            expired_s=None,
         )
         self._share(source, row, replace(manifest, path=target.uri, created_at=now))
         details = {"display_name": f"copy of {source.kind}/{source.name}", "project_id": request.destination_project_id}
@@ -206,33 +210,41 @@ class CheckpointCatalog:
                 remedy="Delete checkpoints, or save with ttl_seconds",
             )
 
-    def remove_expired(self) -> int:
-        """Removes expired checkpoints, and folders whose last sampler is gone; returns how many expired.
+    def remove_expired(self, running_s: float) -> int:
+        """Removes checkpoints that have been expired for `EXPIRED_S`, and folders whose last sampler is gone.
 
-        To be called regularly. A checkpoint that a living sampler uses is left. So that one wrong reading of the time
-        of day removes nothing, a checkpoint must be due at every call for `EXPIRY_GRACE_S`.
+        To be called regularly by one process; `running_s` is for how long a service has run since the last call. The
+        time of day decides what has expired, and may be wrong for a while. So a checkpoint that is found not to have
+        expired, or that a living sampler uses, starts again. Returns how many checkpoints were removed.
         """
-        due = self._database.rows(
-            CheckpointRow,
-            "SELECT * FROM checkpoints WHERE expires_at <= :now "
-            "AND folder NOT IN (SELECT weights_id FROM samplers WHERE weights_id IS NOT NULL)",
-            now=self._clock(),
-        )
-        now = self._ticks()
+        now = self._clock()
+        with self._database.transaction() as transaction:
+            transaction.execute(
+                f"UPDATE checkpoints SET expired_s = NULL "
+                f"WHERE expired_s IS NOT NULL AND NOT coalesce({_IS_DUE}, FALSE)",
+                now=now,
+            )
+            transaction.execute(
+                f"UPDATE checkpoints SET expired_s = coalesce(expired_s + :running_s, 0) WHERE {_IS_DUE}",
+                now=now,
+                running_s=running_s,
+            )
+            removed = transaction.rows(
+                CheckpointRow, "SELECT * FROM checkpoints WHERE expired_s >= :limit_s", limit_s=EXPIRED_S
+            )
         with self._lock:
-            self._due = {row.folder: self._due.get(row.folder, now) for row in due}
-            ripe = [row for row in due if now - self._due[row.folder] >= EXPIRY_GRACE_S]
             left = list(self._left)
-        for row in ripe:
+        for row in removed:
             log.info("checkpoint %s/%s/%s expired", row.model_id, row.kind, row.name)
             self._drop(row)
         for folder in left:
             self._remove_unused(folder)
-        return len(ripe)
+        return len(removed)
 
-    def _own(self, owner: str | None, path: str) -> CheckpointRow:
-        """The row of a checkpoint that this owner may change."""
-        row = find_checkpoint(self._journal, path, reader=owner, now=self._clock())
+    def _own(self, owner: str | None, path: str, *, expired: bool = False) -> CheckpointRow:
+        """The row of a checkpoint that this owner may change; one that has expired only with `expired`."""
+        now = float("-inf") if expired else self._clock()
+        row = find_checkpoint(self._journal, path, reader=owner, now=now)
         if owner not in (None, row.owner):
             raise no_checkpoint(path)
         return row

@@ -166,6 +166,7 @@ class Instance:
         self._folder = data_dir / "instances"
         self._role = SERVER if is_server else ""
         self.instance_id = f"{self._role}{uuid.uuid4().hex}"
+        self._housekeeping: int | None = None
         self._file = os.open(self._path(self.instance_id), os.O_CREAT | os.O_RDWR, 0o600)
         _lock_files.add(self._file)
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -179,6 +180,24 @@ class Instance:
         """Removes the file and releases the lock."""
         self._path(self.instance_id).unlink(missing_ok=True)
         _release(self._file)
+        if self._housekeeping is not None:
+            _release(self._housekeeping)
+
+    def is_housekeeper(self) -> bool:
+        """Whether this process is the one that counts how long what all processes share has expired.
+
+        The first one that asks is, until it ends; then the next one that asks.
+        """
+        if self._housekeeping is None:
+            file = os.open(self._folder / "housekeeping.lock", os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+            else:
+                _lock_files.add(file)
+                self._housekeeping = file
+        return self._housekeeping is not None
 
     @contextmanager
     def sole_adopter(self) -> Generator[None]:

@@ -142,6 +142,26 @@ class Journal:
                     "UPDATE sessions SET last_seen = :moment WHERE session_id = :id", id=session_id, moment=moment
                 )
 
+    def add_suspended_time(self, session_ids: Sequence[str], seconds: float, *, limit_s: float) -> list[str]:
+        """Adds to the time for which sessions have been suspended; returns those that have reached the limit."""
+        with self.database.transaction() as transaction:
+            transaction.execute(
+                "UPDATE sessions SET suspended_s = coalesce(suspended_s, 0) + :seconds "
+                "WHERE session_id IN (SELECT value FROM json_each(:ids)) AND ended_at IS NULL",
+                ids=list(session_ids),
+                seconds=seconds,
+            )
+            return transaction.values(
+                "SELECT session_id FROM sessions WHERE session_id IN (SELECT value FROM json_each(:ids)) "
+                "AND ended_at IS NULL AND suspended_s >= :limit_s",
+                ids=list(session_ids),
+                limit_s=limit_s,
+            )
+
+    def resume_session(self, session_id: str) -> None:
+        """Stores that a session is not suspended (any more)."""
+        self.database.write("UPDATE sessions SET suspended_s = NULL WHERE session_id = :id", id=session_id)
+
     def end_session(self, session_id: str, now: float) -> list[str]:
         """Ends a session and forgets its models, jobs, snapshots and samplers; returns the files nobody names now."""
         of_models = "model_id IN (SELECT model_id FROM models WHERE session_id = :id)"

@@ -10,7 +10,10 @@ from mint.server.callers import LOCAL_OWNER
 
 @dataclass(frozen=True)
 class SessionRow:
-    """A session; `ended_at` is None while it lives."""
+    """A session; `ended_at` is None while it lives.
+
+    `suspended_s` is how long a service has been running while the session was suspended; None if it is not.
+    """
 
     session_id: str
     instance_id: str
@@ -20,6 +23,7 @@ class SessionRow:
     owner: str = LOCAL_OWNER
     details: dict[str, Any] | None = None
     created_at: float | None = None
+    suspended_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,10 @@ class SnapshotRow:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """A named checkpoint; `kind` is weights, sampler_weights or external_weights."""
+    """A named checkpoint; `kind` is weights, sampler_weights or external_weights.
+
+    `expired_s` is how long a service has been running since it found the checkpoint expired; None if it has not.
+    """
 
     model_id: str
     kind: str
@@ -97,6 +104,7 @@ class CheckpointRow:
     expires_at: float | None = None
     size_bytes: int | None = None
     user_metadata: dict[str, Any] | None = None
+    expired_s: float | None = None
 
 
 @dataclass(frozen=True)

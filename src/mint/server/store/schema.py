@@ -6,7 +6,7 @@ are seconds since the epoch. To add a column: add it here, raise `SCHEMA_VERSION
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Stored in the file as `PRAGMA user_version`; 0 is an empty file."""
 
 TABLES = """
@@ -18,7 +18,8 @@ CREATE TABLE IF NOT EXISTS sessions (
     ended_at FLOAT,
     owner VARCHAR DEFAULT 'local' NOT NULL,
     details JSON,
-    created_at FLOAT
+    created_at FLOAT,
+    suspended_s FLOAT
 );
 CREATE INDEX IF NOT EXISTS ix_sessions_instance_id ON sessions (instance_id);
 CREATE INDEX IF NOT EXISTS ix_sessions_owner ON sessions (owner);
@@ -69,6 +70,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     expires_at FLOAT,
     size_bytes INTEGER,
     user_metadata JSON,
+    expired_s FLOAT,
     PRIMARY KEY (model_id, kind, name)
 );
 CREATE INDEX IF NOT EXISTS ix_checkpoints_owner ON checkpoints (owner);
@@ -152,6 +154,10 @@ INSERT OR IGNORE INTO runs
     4: """
 ALTER TABLE samplers ADD COLUMN model_id VARCHAR;
 CREATE INDEX ix_samplers_model_id ON samplers (model_id);
+""",
+    5: """
+ALTER TABLE sessions ADD COLUMN suspended_s FLOAT;
+ALTER TABLE checkpoints ADD COLUMN expired_s FLOAT;
 """,
 }
 """Schema version → the statements that lead to it from the version before. New, empty tables come from `TABLES`."""

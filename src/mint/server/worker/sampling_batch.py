@@ -77,14 +77,16 @@ class SamplingBatch:
             results[name] = sample_result(sample.request, result)
         return results
 
-    def cancel_session(self, session_id: str) -> None:
-        """Cancels the requests of a session, which nobody waits for any more."""
+    def cancel_session(self, session_id: str) -> set[str]:
+        """Cancels the requests of a session; returns those that leave the batch at its next step."""
         for sample in [sample for sample in self._suspects if session_of(sample.request_id) == session_id]:
             self._suspects.remove(sample)
             self._count(sample, -1)
-        for name in self._running:
-            if session_of(name) == session_id and self._batch is not None:
+        running = {name for name in self._running if session_of(name) == session_id}
+        for name in running:
+            if self._batch is not None:
                 self._batch.cancel(name)
+        return running
 
     def _add(self, sample: QueuedSample) -> FutureResult | None:
         """Puts a request into the batch; or returns the result that says why it cannot be run."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from queue import SimpleQueue
 
 from mint.errors import JournalError, RequestFailedError
-from mint.server.ids import request_id
+from mint.server.ids import RequestId, request_id
 from mint.server.queue.eta import SAMPLE, Eta
 from mint.server.queue.fairness import Fairness
 from mint.server.queue.futures import FutureResult, Futures
@@ -106,6 +106,20 @@ class Worker:
             self._drop_models(models, files)
 
         self.call_soon(end)
+
+    def suspend_session(self, session_id: str, models: list[str]) -> None:
+        """Takes what a session has out of the engine. Its files stay, and bring all of it back when it is needed.
+
+        For this thread only. The futures of its samples are forgotten: a client that comes back sends them again.
+        """
+        while cancelled := self._batch.cancel_session(session_id):
+            self._sample((), unwanted=cancelled)
+        for name in self._futures.open_of(session_id):
+            parsed = RequestId.parse(name)
+            if parsed is not None and parsed.is_sample:
+                self._futures.forget(name)
+        self._samplers.end_session(session_id)
+        self._drop_models(models, [])
 
     def drop_model(self, model_id: str, files: list[str]) -> None:
         """Takes a model out of the engine, soon, and removes its files."""
@@ -212,8 +226,11 @@ class Worker:
         is_read_at_once = finish.model is not None or finish.sampler is not None
         return self._journal.durability.newest_commit if is_read_at_once else job.commit
 
-    def _sample(self, joining: tuple[str, ...]) -> None:
-        """Admits requests, decodes one token for each sequence, and resolves the futures of those that finished."""
+    def _sample(self, joining: tuple[str, ...], *, unwanted: Collection[str] = ()) -> None:
+        """Admits requests, decodes one token for each sequence, and resolves the futures of those that finished.
+
+        The futures of `unwanted` ones stay open.
+        """
         results: dict[str, FutureResult] = {}
         if joining:
             samples = self._queue.take_samples(joining)
@@ -222,7 +239,7 @@ class Worker:
         results |= self._batch.step()
         if results:
             self.eta.end(results)
-            self._futures.finish(results)
+            self._futures.finish({name: result for name, result in results.items() if name not in unwanted})
 
     def _give_up(self, model_id: str, missing: tuple[int, ...], waiting: tuple[TrainingJob, ...]) -> None:
         """Fails the requests of a model that wait behind missing ones, and the missing ones with them."""
