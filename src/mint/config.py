@@ -20,7 +20,8 @@
 | `MINT_SERVE_MODELS` | comma-separated `NAME[=PATH]`: the base models that it offers | all registered |
 | `MINT_SERVE_API_KEYS` | whether it requires API keys | if any was ever made |
 | `MINT_SERVE_INSECURE` | lets it listen beyond this machine without keys | `false` |
-| `MINT_SERVE_OPERATORS` | comma-separated owners whose keys open the dashboard | the owner of all keys |
+| `MINT_SERVE_PUBLIC_URL` | its address outside, behind a proxy: links to files begin with it | the address called |
+| `MINT_SERVE_OPERATORS` | comma-separated owners whose keys open dashboard and metrics | the owner of all keys |
 | `MINT_SERVE_MAX_BODY_MB`, `MINT_SERVE_BODY_TIMEOUT_S` | limits of one request's body | `64`, `30` |
 | `MINT_SERVE_STOP_WITHIN_S` | the longest time of a shutdown | `20` |
 | `MINT_SERVE_STUCK_AFTER_S` | `/readyz` fails while a request runs longer than this | `600` |
@@ -37,12 +38,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, ValidationError, field_validator
+from pydantic import AfterValidator, AliasChoices, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -137,6 +139,12 @@ def read_settings() -> Settings:
         raise InvalidRequestError(first["msg"], field=variable, value=first.get("input")) from error
 
 
+def _http_address(text: str) -> str:
+    if re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", text) is None:
+        raise ValueError("is not an address like https://mint.example.org")
+    return text.rstrip("/")
+
+
 class ServeSettings(BaseSettings):
     """The checked settings of `mint serve`, from flags, environment and file."""
 
@@ -148,6 +156,7 @@ class ServeSettings(BaseSettings):
     models: Annotated[tuple[str, ...], NoDecode] = ()
     api_keys: bool | None = None
     insecure: bool = False
+    public_url: Annotated[str, AfterValidator(_http_address)] | None = None
     operators: Annotated[tuple[str, ...], NoDecode] = ()
     max_body_mb: int = Field(64, ge=1, le=1024)
     body_timeout_s: float = Field(30.0, ge=1, le=3600)

@@ -34,6 +34,7 @@ def serve(
         bool | None, typer.Option("--api-keys/--no-api-keys", help="whether callers need a key; yes once one was made")
     ] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="listen beyond this machine without keys")] = None,
+    public_url: Annotated[str | None, typer.Option(help="how clients reach it behind a proxy: https://NAME")] = None,
     operator: Annotated[
         list[str] | None, typer.Option(help="an owner whose keys open dashboard and metrics; may be repeated")
     ] = None,
@@ -54,6 +55,7 @@ def serve(
         "models": tuple(model or ()) or None,
         "api_keys": api_keys,
         "insecure": insecure,
+        "public_url": public_url,
         "operators": tuple(operator or ()) or None,
         "log_format": log_format,
         "log_level": log_level,

@@ -104,6 +104,7 @@ class Server:
             ROUTES,
             authenticate=authenticate,
             is_operator=self._is_operator,
+            public_url=settings.public_url,
             screen=screen_of(access),
             pages=routes(self._dashboard),
             bodies=Bodies(BodyLimits(body_bytes=settings.max_body_mb * MIB, patience_s=settings.body_timeout_s)),

@@ -66,6 +66,7 @@ def create_app(
     *,
     authenticate: Authenticate | None = None,
     is_operator: Admit = lambda _caller: False,
+    public_url: str | None = None,
     screen: Screen | None = None,
     bodies: Bodies | None = None,
     observers: Sequence[AccessObserver] = (),
@@ -76,10 +77,10 @@ def create_app(
 ) -> Starlette:
     """The application over a service that the caller starts and stops.
 
-    `authenticate` None asks for no key, and then everybody is an operator. `screen` sees every request before its
-    sender is known. `pages` are further routes, which check themselves who may call them. What takes time (decoding a
-    body, the journal, the disk) runs on the threads of `executor`, so that the event loop goes on answering; None runs
-    it on the event loop, which suits an application with one client in its own process.
+    `authenticate` None asks for no key, and then everybody is an operator. `public_url` begins links to files. `screen`
+    sees every request before its sender is known. `pages` are further routes, which check themselves who may call them.
+    What takes time (decoding a body, the journal, the disk) runs on the threads of `executor`, so that the event loop
+    goes on answering; None runs it on the event loop, which suits an application with one client in its own process.
     """
     bodies = bodies or Bodies()
     run_blocking = _on_threads(executor) if executor is not None else _at_once
@@ -97,6 +98,7 @@ def create_app(
     app.state.rows = routes
     app.state.bodies = bodies
     app.state.asks_keys = authenticate is not None
+    app.state.public_url = public_url
     app.state.metrics = metrics
     app.state.readiness = readiness
     return app

@@ -81,8 +81,8 @@ def refuse_foreign_pages(*, any_host: bool = False) -> Screen:
     """Refuses what only a page of another site sends; `any_host` if the server has host names of its own."""
 
     def screen(request: Request) -> None:
-        host = _name_of(request.headers.get("host", ""))
-        if not any_host and not _names_this_machine(host):
+        host = name_of_host(request.headers.get("host", ""))
+        if not any_host and not is_loopback_name(host):
             raise ForeignPageError(
                 "this server asks for no key, and so answers only to names of this machine",
                 field="host",
@@ -116,8 +116,8 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
 
 
-def _names_this_machine(name: str) -> bool:
-    """By the name alone, without resolving it: a hostile name server could give any address."""
+def is_loopback_name(name: str) -> bool:
+    """Whether a name is one of this machine, without resolving it: a hostile name server could give any address."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -126,7 +126,7 @@ def _names_this_machine(name: str) -> bool:
         return False
 
 
-def _name_of(host: str) -> str:
+def name_of_host(host: str) -> str:
     """The name in a `Host` header, without port and brackets."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")

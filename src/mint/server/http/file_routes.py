@@ -27,6 +27,7 @@ import mint.wire as wire
 from mint.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError, NotFoundError, OverloadedError
 from mint.models.peft_format import CONFIG_FILE
 from mint.models.untrusted_files import MAX_UPLOAD_BYTES
+from mint.server.http.public_address import public_address
 from mint.server.http.route_table import Call, RouteRow, respond, respond_json
 from mint.server.http.signed_urls import LIFETIME_S, Signer
 from mint.server.service.downloads import ARCHIVE, PEFT_FILES, open_file
@@ -115,11 +116,12 @@ def _readable(call: Call, kind: str | None = None) -> CheckpointRow:
 
 
 def _signed_url(call: Call, row: CheckpointRow, file: str, expires_at: int) -> str:
-    """The signed address of a file, below the address that the client has called."""
+    """The signed address of a file, below the server's own address."""
+    address = public_address(call.request, call.request.app.state.public_url)
     signature = Signer(call.service.data_dir).sign(row.folder, file, expires_at=expires_at)
     place = "/".join(quote(part, safe=":") for part in (row.model_id, row.kind, row.name, file))
     query = urlencode({"expires": expires_at, "signature": signature})
-    return f"{str(call.request.base_url).rstrip('/')}{wire.API_PREFIX}/downloads/{place}?{query}"
+    return f"{address}{wire.API_PREFIX}/downloads/{place}?{query}"
 
 
 # --- up ----------------------------------------------------------------------------------------------------------
