@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,11 @@ MAX_THREADS = 16
 """Threads on which requests are decoded and accepted. Most of them wait for the disk, and share its fsyncs."""
 
 
+SWITCH_INTERVAL_S = 0.001
+"""How long a thread may keep the interpreter's lock while others want it. At Python's own 5 ms, the event loop waits
+that long after each system call while two threads compute."""
+
+
 def check(settings: ServeSettings) -> list[CheckResult]:
     """Whether a server with these settings would start. Changes nothing."""
     return preflight.examine(
@@ -69,6 +75,7 @@ def serve(settings: ServeSettings, *, announce: Callable[[str], None], engine: E
         JournalError: the data directory cannot be used.
     """
     configure_logs(format=settings.log_format, level=settings.log_level)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     server = Server(settings, engine=engine)
     server.run(announce)
 
@@ -92,7 +99,8 @@ class Server:
             _make_folder(folder)
             self._lock = opened.enter_context(closing(ServerLock(folder)))
             self._socket = opened.enter_context(preflight.open_socket(settings.host, settings.port))
-            self.service = _open_service(settings, metrics := Metrics(), engine)
+            self._metrics = metrics = Metrics()
+            self.service = _open_service(settings, metrics, engine)
             opened.pop_all()  # all is open: `run` closes it
         self.keys = ApiKeys(self.service.journal.database)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
@@ -125,10 +133,16 @@ class Server:
 
     def run(self, announce: Callable[[str], None] = log.info) -> None:
         """Answers until a signal or `stop`; calls `announce` with one line when it starts to."""
-        self._uvicorn.on_started = lambda: announce(self.line)
+
+        def started() -> None:
+            self._metrics.loop_pauses.start()
+            announce(self.line)
+
+        self._uvicorn.on_started = started
         try:
             self._uvicorn.run(sockets=[self._socket])
         finally:
+            self._metrics.loop_pauses.stop()
             self._threads.shutdown(wait=False)  # the responses have been sent, or cut off
             _stop(self.service, self._settings.stop_within_s * (1 - DRAIN_SHARE))
             self._lock.close()

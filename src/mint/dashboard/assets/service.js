@@ -41,6 +41,7 @@ function show(service) {
   write("up", duration(service.now_at - service.began_at));
   write("models", service.base_models.join(", "));
   write("journal", bytes(service.journal_bytes));
+  write("pause", `${Math.round(1000 * service.worst_pause_s)} ms`);
   figure("sampled", service.tokens_per_s.sampled, compact);
   figure("trained", service.tokens_per_s.trained, compact);
   figure("rows", service.queue.sampled_rows);

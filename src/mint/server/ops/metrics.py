@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mint.engine.protocol import Engine, SampleBatch, SampleResult
 from mint.server.http.access_log import NO_ROUTE, AccessRecord
+from mint.server.ops.loop_pauses import LoopPauses
 from mint.server.service.service import Service
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+PAUSE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 TIMED = frozenset(
     {
@@ -56,6 +58,18 @@ class Metrics:
         self._tokens = Counter("mint_tokens", "Tokens worked on.", ("kind",), registry=self._registry)
         for kind in ("trained", "sampled"):
             self._tokens.labels(kind)
+        pauses = Histogram(
+            "mint_event_loop_pause_seconds",
+            "How late a timer of the event loop came; 50 observations in a second.",
+            buckets=PAUSE_BUCKETS_S,
+            registry=self._registry,
+        )
+        worst = Gauge(
+            "mint_event_loop_worst_pause_seconds", "The longest pause of the last minute.", registry=self._registry
+        )
+        self.loop_pauses = LoopPauses(pauses.observe)
+        """Those of the server's event loop, from `start` on."""
+        worst.set_function(self.loop_pauses.worst_s)
         self._engine: object = None
         self._state: _ServiceState | None = None
 

@@ -57,6 +57,7 @@ class Overview:
             "futures": {"open": service.futures.open_count, "waited_for": service.futures.waiter_count},
             "memory": {"resident_bytes": resident_bytes(), "machine_bytes": machine_bytes()},
             "journal_bytes": self._metrics.journal_bytes(),
+            "worst_pause_s": self._metrics.loop_pauses.worst_s(),
             "tokens": work["tokens"],
             "tokens_per_s": self._rates(work["tokens"]),
             "busy_s": work["busy_s"],
