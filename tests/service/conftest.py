@@ -8,6 +8,14 @@ from pathlib import Path
 import pytest
 from service_harness import Harness, open_service
 
+from mint.server.worker import snapshot_policy
+
+
+@pytest.fixture(autouse=True)
+def small_states_are_saved_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake engine's steps take microseconds, so that a snapshot would always be more than a part of a step."""
+    monkeypatch.setattr(snapshot_policy, "MAX_SHARE", 1e9)
+
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:

@@ -17,14 +17,14 @@ from mint.engine.fake_engine import FakeEngine
 from mint.errors import JournalError
 from mint.server.store.durability import Durability
 from mint.server.store.journal import JOURNAL_FILE, Journal
-from mint.server.worker import snapshots
+from mint.server.worker import snapshot_policy, snapshots
 
 
 @pytest.fixture(params=[0, 10_000], ids=["small states", "large states"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Harness, Disk]:
     if request.param:
         monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 100)
-        monkeypatch.setattr(snapshots, "SNAPSHOT_INTERVAL_S", 0.0)
+        monkeypatch.setattr(snapshot_policy, "LARGE_INTERVAL_S", 0.0)
     disk = Disk(tmp_path / "data", lambda fsync: monkeypatch.setattr(os, "fsync", fsync))
     service = open_service(tmp_path / "data", engine=FakeEngine(state_bytes=request.param))
     request.addfinalizer(service.stop)

@@ -18,6 +18,7 @@ from typing import Any
 from mint.chaos.disasters import Disasters
 from mint.chaos.fault_points import FAULT_POINTS, OPERATIONS, FaultPoint, resolve
 from mint.chaos.faults import Fault
+from mint.server.worker import snapshot_policy
 
 OTHER = "other"
 """The kind of work of a thread that is at no operation."""
@@ -37,7 +38,8 @@ class Injection:
         self._here = threading.local()
 
     def install(self) -> None:
-        """Wraps all fault points."""
+        """Wraps all fault points. Small states are saved after every step, however fast this machine is."""
+        snapshot_policy.MAX_SHARE = 1e9
         for point in FAULT_POINTS:
             owner, name, function = resolve(point.target)
             setattr(owner, name, self._at_point(point, function))

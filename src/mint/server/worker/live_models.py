@@ -6,6 +6,7 @@ cleared. Used on the worker's thread only.
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -94,17 +95,23 @@ class LiveModels:
             OutOfMemoryError: memory does not suffice; nothing has changed.
         """
         live = self._models[model_id]
+        began = time.perf_counter()
         checked = validation.check_pass(content, live.base)
         result = self.engine.forward_backward(model_id, checked.data, checked.loss, micro_batching=micro_batching)
+        live.snapshots.note_pass(time.perf_counter() - began)
         return _output(live, checked, result), result.micro_batching
 
     def optim_step(
         self, model_id: str, seq_id: int, request: OptimStepRequest, *, like: str | None = None
     ) -> tuple[dict[str, float], str]:
         """Applies the gradient; returns the metrics, and the digest of the new state in the form of `like`."""
+        live = self._models[model_id]
+        began = time.perf_counter()
         metrics = self.engine.optim_step(model_id, validation.check_adam(request.adam_params))
-        self._models[model_id].weights_seq = seq_id
-        return metrics, self.engine.state_digest(model_id, like=like)
+        live.weights_seq = seq_id
+        digest = self.engine.state_digest(model_id, like=like)
+        live.snapshots.note_step(time.perf_counter() - began)
+        return metrics, digest
 
     def load(
         self, model_id: str, seq_id: int, manifest: Manifest, state: ModelState, *, like: str | None = None

@@ -1,11 +1,12 @@
 """Saves the state of a model after steps and loads, so that recovery replays few requests.
 
-A small state is saved after every step, before the step is acknowledged; a large one every few seconds, written in the
-background. So are the weights of samplers. Used on the worker's thread only.
+`snapshot_policy` says when: a small state as a rule after every step, before the step is acknowledged; a large one
+after some seconds of work, written in the background. So are the weights of samplers. Used on the worker's thread only.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -21,11 +22,11 @@ from mint.server.ids import file_stem
 from mint.server.store.durability import Durability
 from mint.server.store.rows import SnapshotRow
 from mint.server.store.snapshot_files import size_bytes, write_snapshot, write_weights
+from mint.server.worker.snapshot_policy import SnapshotTimes, is_due
 
 SMALL_STATE_BYTES = 20 * 1024 * 1024
-"""States up to this size are saved before every step is acknowledged."""
+"""States up to this size are small: they are saved before the step is acknowledged."""
 
-SNAPSHOT_INTERVAL_S = 10.0
 MAX_SNAPSHOTS = 3
 """The older ones are for the case that the newest cannot be read."""
 
@@ -46,17 +47,41 @@ def _written() -> Future[None]:
 class SnapshotHistory:
     """The snapshots of a live model.
 
-    `written` is done once the newest one survives a power failure. Requests with `seq_id < pruned_below` have no
-    payload in the journal any more; the next two say this of the results of passes with and without a gradient.
+    `written` is done once the newest one survives a power failure; it took `snapshot_s`. The passes and steps since
+    then took `replay_s`, the last step with its passes `step_s`. Requests with `seq_id < pruned_below` have no payload
+    in the journal any more; the next two say this of the results of passes with and without a gradient.
     """
 
     rows: list[SnapshotRow] = field(default_factory=list)  # newest first
-    saved_at: float | None = None  # monotonic seconds
+    snapshot_s: float | None = None  # None: there is none of this process
+    replay_s: float = 0.0
+    step_s: float = 0.0
+    open_s: float = 0.0  # passes since the last step
     state_bytes: int = 0
     pruned_below: int = 0
     results_pruned_below: int = 0
     forwards_pruned_below: int = 0
     written: Future[None] = field(default_factory=_written)
+
+    @property
+    def is_small(self) -> bool:
+        return self.state_bytes <= SMALL_STATE_BYTES
+
+    @property
+    def times(self) -> SnapshotTimes:
+        """What the policy reads."""
+        is_ready = self.is_small or self.written.done()  # the time of a large one is known when it is written
+        return SnapshotTimes(self.step_s, self.replay_s, self.snapshot_s if is_ready else math.inf)
+
+    def note_pass(self, seconds: float) -> None:
+        """Counts the time of a pass."""
+        self.open_s += seconds
+        self.replay_s += seconds
+
+    def note_step(self, seconds: float) -> None:
+        """Counts the time of a step."""
+        self.step_s, self.open_s = self.open_s + seconds, 0.0
+        self.replay_s += seconds
 
 
 def prune_results(history: SnapshotHistory, seq_id: int) -> dict[str, tuple[int, int]]:
@@ -95,21 +120,22 @@ class Snapshots:
 
         Returns the fields of `Finish` to commit, and the files to delete after that commit.
         """
-        now = time.monotonic()
-        due = history.saved_at is None or now - history.saved_at >= SNAPSHOT_INTERVAL_S
-        if not (force or due or history.state_bytes <= SMALL_STATE_BYTES):
+        if not (force or is_due(history.times, is_small=history.is_small)):
             return {}, ()
+        began = time.perf_counter()
         state = read_state(model_id)
         history.state_bytes = size_bytes(state)
-        history.saved_at = now
         file = f"snapshots/{file_stem(model_id)}-{seq_id}.safetensors"
         history.written.result()  # so that a power failure can cost only the newest: replay starts at the one before
         path = self._data_dir / file
-        if history.state_bytes <= SMALL_STATE_BYTES:
+        history.replay_s = 0.0
+        if history.is_small:
             write_snapshot(path, state, digest=digest)
+            history.snapshot_s = time.perf_counter() - began
             history.written = self._durability.submit(sync_file, path)
         else:
-            history.written = self._durability.submit(_write_durably, path, state, digest)
+            history.snapshot_s = time.perf_counter() - began
+            history.written = self._durability.submit(_write_durably, path, state, digest, history)
         row = SnapshotRow(model_id, seq_id, file, digest)
         rows = [row, *history.rows]
         history.rows, old = rows[:MAX_SNAPSHOTS], rows[MAX_SNAPSHOTS:]
@@ -133,6 +159,9 @@ class Snapshots:
         return self._durability.submit(sync_file, path)
 
 
-def _write_durably(path: Path, state: ModelState, digest: str) -> None:
+def _write_durably(path: Path, state: ModelState, digest: str, history: SnapshotHistory) -> None:
+    began = time.perf_counter()
     write_snapshot(path, state, digest=digest)
     sync_file(path)
+    # only this thread writes it until `written` is done
+    history.snapshot_s = (history.snapshot_s or 0.0) + time.perf_counter() - began
