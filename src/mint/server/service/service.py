@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -260,10 +261,13 @@ class Service:
 
     def heartbeat(self, caller: Caller, body: bytes) -> None:
         """Keeps a session alive."""
-        self._sessions.require(wire.decode(SessionRequest, body).session_id, caller.owner)
+        session_id = wire.decode(SessionRequest, body).session_id
+        if not self._sessions.touch(session_id, caller.owner):
+            self._sessions.require(self._sessions.stored_id(session_id, caller.owner), caller.owner)
 
     def finish_session(self, caller: Caller, session_id: str) -> None:
         """Ends a session: its models, futures, published weights and snapshots go; named checkpoints stay."""
+        session_id = self._sessions.stored_id(session_id, caller.owner)
         self._sessions.require(session_id, caller.owner)
         self._end_session(session_id)
 
@@ -297,18 +301,19 @@ class Service:
         """
         row, request = read_training_request(kind, body, encoding)
         with self._accepting:
-            commit = self._accept(caller, row, request)
+            row, commit = self._accept(caller, row, request)
         # Outside of the lock: requests that are accepted meanwhile share the next fsync.
         self.journal.durability.wait_durable(commit)
         return UntypedPromise(request_id=request_id(row.model_id, row.seq_id), model_id=row.model_id)
 
-    def _accept(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> int:
-        """Writes a request to the journal and to the queue; returns the commit that must be durable."""
+    def _accept(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> tuple[JobRow, int]:
+        """Writes a request to the journal and to the queue; returns its row and the commit that must be durable."""
         now = time.time()
         model = run = None
         if row.seq_id == 0:
-            session_id = session_of(row.model_id)
-            self._sessions.require_or_open(session_id, caller)
+            session_id, _, rest = row.model_id.partition(":")
+            session_id = self._sessions.require_or_open(session_id, caller)
+            row = replace(row, model_id=f"{session_id}:{rest}")
             self._require_new_model(caller, row.model_id)
             metadata = getattr(request, "user_metadata", None)
             model = ModelRow(row.model_id, session_id)
@@ -330,7 +335,7 @@ class Service:
                 value=row.seq_id,
                 remedy="Count upwards by one for every new request; send a repeated one unchanged",
             )
-        return commit
+        return row, commit
 
     def _enqueue(
         self, row: JobRow, request: BaseModel | MintError, owner: str, *, next_seq: int, commit: int = 0
@@ -451,9 +456,10 @@ class Service:
     def create_sampling_session(self, caller: Caller, body: bytes) -> CreateSamplingSessionResponse:
         """A sampler over a base model or over a checkpoint."""
         request = wire.decode(CreateSamplingSessionRequest, body)
-        name = sampler_id(request.session_id, request.sampling_session_seq_id)
         with self._accepting:
-            self._sessions.require_or_open(request.session_id, caller)
+            session_id = self._sessions.require_or_open(request.session_id, caller)
+            request = request.model_copy(update={"session_id": session_id})
+            name = sampler_id(session_id, request.sampling_session_seq_id)
             existing = self.journal.sampler(name)
             if existing is None:
                 row = new_sampler(name, request, self.journal, self.data_dir, self.base_models, reader=caller.owner)

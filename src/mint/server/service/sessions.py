@@ -8,6 +8,7 @@ time of day nor the time for which no service runs ends a session. Any thread ma
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mint.errors import NotFoundError, SessionEndedError
-from mint.server.callers import Caller
+from mint.server.callers import LOCAL_OWNER, Caller
 from mint.server.ids import new_session_id
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SessionRow
@@ -148,18 +149,39 @@ class Sessions:
             remedy="Make a new ServiceClient, and load a named checkpoint with create_training_client_from_state",
         )
 
-    def require_or_open(self, session_id: str, caller: Caller) -> None:
-        """Same as `require`, but opens a session under an unused id that the client has chosen.
+    def require_or_open(self, session_id: str, caller: Caller) -> str:
+        """Same as `require`, but opens a session under an unused id that the client has chosen; returns its id.
 
-        MinT's own scripts for raw HTTP do so. An id that is, or was, in use stays its owner's.
+        MinT's own scripts for raw HTTP do so. Whoever has a key gets a session of their own under another id, made of
+        the chosen one and the owner: two owners who choose one id neither meet nor learn of each other.
         """
-        if not self.touch(session_id, caller.owner) and CLIENT_MADE_ID.fullmatch(session_id):
-            with self._lock:
-                is_known = session_id in self._owners or session_id in self._suspended
-            if not is_known and self._journal.session(session_id) is None:
+        if self.touch(session_id, caller.owner):
+            return session_id
+        session_id = self.stored_id(session_id, caller.owner)
+        if CLIENT_MADE_ID.fullmatch(session_id) and not self._is_of(session_id, caller.owner):
+            session_id = _own_id(session_id, caller.owner)
+            if self._journal.session(session_id) is None:
                 caller.quotas.require_session(len(self.of(caller.owner)))
                 self.create(caller.owner, None, session_id=session_id)
         self.require(session_id, caller.owner)
+        return session_id
+
+    def stored_id(self, session_id: str, owner: str) -> str:
+        """The id of the session that `require_or_open` has opened for an id that its client has chosen.
+
+        The same id if there is none, or if the owner has a session of that very id.
+        """
+        own = _own_id(session_id, owner)
+        return own if not self._is_of(session_id, owner) and self._is_of(own, owner) else session_id
+
+    def _is_of(self, session_id: str, owner: str) -> bool:
+        """Whether an owner has, or had, a session of this id."""
+        with self._lock:
+            known = self._owners.get(session_id) or self._suspended.get(session_id)
+        if known is None:
+            row = self._journal.session(session_id)
+            known = None if row is None else row.owner
+        return known == owner
 
     def end(self, session_id: str) -> bool:
         """Forgets a session; False if it was not served here."""
@@ -179,3 +201,11 @@ class Sessions:
         offset = time.time() - self._clock()
         with self._lock:
             return {session_id: heard_at + offset for session_id, heard_at in self._heard_at.items()}
+
+
+def _own_id(session_id: str, owner: str) -> str:
+    """The id under which an owner's session is stored if the client has chosen `session_id`."""
+    if owner == LOCAL_OWNER:  # the only owner of a server without keys
+        return session_id
+    digest = hashlib.sha256(f"{len(owner)} {owner} {session_id}".encode()).hexdigest()
+    return f"own-{digest[:32]}"
