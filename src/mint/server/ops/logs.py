@@ -1,7 +1,8 @@
 """The server's log: one line for each event on standard error, as JSON for machines or in colour for people.
 
 Lines of Python's own `logging` are part of it. Text that looks like a key is redacted everywhere, also in tracebacks.
-Prompts, bodies and query strings are given to no logger.
+Prompts, bodies and query strings are given to no logger; an engine's error may repeat token ids, so long rows of
+numbers are redacted, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from mint.server.http.access_log import AccessRecord, request_id
 access_log = logging.getLogger("mint.access")
 
 _KEY = re.compile(r"\b(tml-|sk-|eyJ)[A-Za-z0-9_.~+/=-]{6,}|(?i:\b(bearer)\s+)[A-Za-z0-9_.~+/=-]{6,}")
+
+_NUMBER = r"[\d.]++(?:e[-+]?\d++)?+"
+_ROW_OF_NUMBERS = re.compile(rf"(?<![\d.]){_NUMBER}(?:[\s,]++[-+]?+{_NUMBER}){{4,}}+")
+"""Five numbers and more, as in lists and arrays; shapes are shorter."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 MAX_CHARS, MAX_TRACEBACK_CHARS = 1_000, 16_000
@@ -111,5 +116,6 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _clean_line(text: str) -> str:
-    without_keys = _KEY.sub(lambda found: f"{found[1] or found[2] + ' '}[redacted]", text)
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], without_keys)
+    text = _KEY.sub(lambda found: f"{found[1] or found[2] + ' '}[redacted]", text)
+    text = _ROW_OF_NUMBERS.sub("[numbers]", text)
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
