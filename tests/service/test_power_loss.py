@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import multiprocessing
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from waiting import wait_until
 from mint.chaos.power_loss import Disk, path_of
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import JournalError
-from mint.server.store.durability import Durability
+from mint.server import storage_state
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.worker import snapshot_policy, snapshots
 
@@ -125,25 +127,109 @@ def test_a_request_runs_while_it_is_synced_and_nobody_is_told_before(
     service.stop()
 
 
-def test_a_disk_that_fails_to_sync_is_written_to_no_more_and_the_next_process_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class LyingKernel:
+    """A kernel that forgets, after a failed sync, that the log was not written: the next sync says nothing of it.
+
+    What was not durable at a failed sync becomes so only if it is written again. `power_loss` gives the log as the disk
+    has it then.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+        self._log = log
+        self._durable = log.read_bytes()
+        self._lost: list[range] = []
+        self.fails = 0
+        self.failed = 0
+        self._fsync, self._pwrite = os.fsync, os.pwrite
+        monkeypatch.setattr(os, "fsync", self.fsync)
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+
+    def fsync(self, handle: int) -> None:
+        if path_of(handle) != self._log:
+            return self._fsync(handle)
+        content = self._log.read_bytes()
+        if self.fails:
+            self.fails -= 1
+            self.failed += 1
+            self._lost.append(range(len(self._durable), len(content)))
+            raise OSError(errno.EIO, "input/output error")
+        kept = bytearray(content)
+        for hole in self._lost:
+            kept[hole.start : hole.stop] = bytes(len(hole))
+        self._durable = bytes(kept)
+        return None
+
+    def pwrite(self, handle: int, content: bytes, offset: int) -> int:
+        if path_of(handle) == self._log:
+            end = offset + len(content)
+            self._lost = [hole for hole in self._lost if not (offset <= hole.start and hole.stop <= end)]
+        return self._pwrite(handle, content, offset)
+
+    def power_loss(self, found: Path) -> Path:
+        shutil.copytree(self._log.parent, found)
+        (found / "journal.sqlite3-shm").unlink()
+        (found / self._log.name).write_bytes(self._durable)
+        return found
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_after_a_failed_sync_the_log_is_written_again_and_nothing_acknowledged_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    service = open_service(tmp_path)
+    service = open_service(tmp_path / "data")
     harness = Harness(service)
     model_id = harness.create_model()
-    syncs = Syncs(monkeypatch)
-    syncs.may_end.set()
-    syncs.fails = True
+    kernel = LyingKernel(monkeypatch, tmp_path / "data" / f"{JOURNAL_FILE}-wal")
+    kernel.fails = failures
+    ops: list[Op] = [("forward_backward", GOOD_PASS), ("optim_step", STEP)] * 2
     with pytest.raises(JournalError):
-        harness.send("forward_backward", model_id, 1, GOOD_PASS)
-    syncs.fails = False  # a second sync may succeed, and says nothing about what the first has lost
-    for seq_id in (1, 2):
-        with pytest.raises(JournalError):
-            harness.send("forward_backward", model_id, seq_id, GOOD_PASS)
+        send_op(harness, model_id, ops, 0)
+    with pytest.raises(JournalError, match="storage has not been working since"):  # not even the next good sync helps
+        send_op(harness, model_id, ops, 1)
+    wait_until(lambda: service.storage_problem is None)
+    assert kernel.failed == failures
+    seen = {i: harness.answer(send_op(harness, model_id, ops, i)) for i in range(len(ops))}
+    check(kernel.power_loss(tmp_path / "found"), harness, model_id, seen)
     service.stop()
-    again = open_service(tmp_path)
-    assert Harness(again, harness.session_id).run("forward_backward", model_id, 1, GOOD_PASS)["loss_fn_outputs"]
-    again.stop()
+
+
+def test_a_log_that_is_no_longer_whole_after_a_failed_sync_is_written_to_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_dir, session_id = tmp_path / "data", tmp_path / "session"
+
+    def lose_what_was_not_synced() -> None:
+        monkeypatch.setattr(storage_state, "FIRST_PAUSE_S", 60.0)  # nothing is tried before the log is damaged
+        service = open_service(data_dir)
+        harness = Harness(service)
+        session_id.write_text(harness.session_id)
+        model_id = harness.create_model()
+        log = data_dir / f"{JOURNAL_FILE}-wal"
+        whole = log.stat().st_size
+        kernel = LyingKernel(monkeypatch, log)
+        kernel.fails = 1
+        with pytest.raises(JournalError):
+            harness.send("forward_backward", model_id, 1, GOOD_PASS)
+        with log.open("r+b") as file:  # the kernel has dropped a page that it could not write
+            file.seek(whole)
+            file.write(bytes(4096))
+        with pytest.raises(JournalError, match="lost"):
+            service.journal.database.probe()
+        with pytest.raises(JournalError):
+            harness.send("forward_backward", model_id, 1, GOOD_PASS)
+        assert service.storage_problem is not None
+        service.stop()
+        os._exit(0)
+
+    child = multiprocessing.get_context("fork").Process(target=lose_what_was_not_synced)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    service = open_service(data_dir)
+    harness = Harness(service, session_id.read_text())
+    model_id = f"{harness.session_id}:train:0"
+    assert harness.run("forward_backward", model_id, 1, GOOD_PASS)["loss_fn_outputs"]
+    service.stop()
 
 
 def test_a_transaction_is_durable_when_it_returns_unless_it_says_otherwise(tmp_path: Path) -> None:
@@ -165,19 +251,21 @@ def test_a_transaction_is_durable_when_it_returns_unless_it_says_otherwise(tmp_p
     journal.close()
 
 
-def test_a_result_whose_file_was_not_written_is_an_error(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
+def test_a_result_is_told_once_its_file_is_written_and_never_as_an_error_of_the_disk(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / JOURNAL_FILE)
+    tries: list[int] = []
 
-    durability = Durability(tmp_path / "journal.sqlite3-wal")
+    def write() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
     heard: list[JournalError | None] = []
-    for wait in (False, True):
-        file = durability.submit(fail)
-        if wait:
-            assert file.exception() is not None
-        durability.call_when_durable(0, file, heard.append)
-    durability.close()
-    assert [error is not None and "no space left" in str(error) for error in heard] == [True, True]
+    file = journal.durability.submit(journal.storage.keep_trying, "a snapshot", write)
+    journal.durability.call_when_durable(0, file, heard.append)
+    wait_until(lambda: heard)
+    assert heard == [None] and len(tries) == 3
+    journal.close()
 
 
 def test_a_model_and_a_sampler_that_were_announced_are_there_at_once_after_a_power_loss(

@@ -34,10 +34,11 @@ async function refresh() {
 }
 
 function show(service) {
-  const state = find("[data-page=state]");
-  state.textContent = service.is_working ? "running" : "stopped";
-  state.classList.toggle("tag--running", service.is_working);
-  state.classList.toggle("tag--error", !service.is_working);
+  const state = find("[data-cell=state]");
+  const trains = service.is_working && !service.storage_problem;
+  state.textContent = service.is_working ? service.storage_problem || "running" : "stopped";
+  state.classList.toggle("tag--running", trains);
+  state.classList.toggle("tag--error", !trains);
   write("up", duration(service.now_at - service.began_at));
   write("models", service.base_models.join(", "));
   write("journal", bytes(service.journal_bytes));
@@ -55,8 +56,8 @@ function show(service) {
   showRoutes(service.requests ?? [], service.now_at);
 }
 
-function write(page, text) {
-  const place = find(`[data-page=${page}]`);
+function write(cell, text) {
+  const place = find(`[data-cell=${cell}]`);
   if (place.textContent !== text) place.textContent = text;
 }
 

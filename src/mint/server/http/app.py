@@ -26,6 +26,7 @@ import mint.wire as wire
 from mint.errors import (
     AuthenticationError,
     InvalidRequestError,
+    JournalError,
     MintError,
     NotFoundError,
     OverloadedError,
@@ -41,6 +42,10 @@ from mint.server.service.service import Service
 log = logging.getLogger("mint.app")
 
 T = TypeVar("T")
+
+HELD_STATUS, SLOW_ERROR_S = 500, 1.0
+"""Some clients send a request again at once, without a pause, after a server error: so it is not answered at once."""
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -151,6 +156,8 @@ def _endpoint(
                 call = Call(service, request, caller, run_blocking, body.content, body.release)
             return await (operation(call) if is_coroutine else run_blocking(operation, call))
         except MintError as error:
+            if error.status >= HELD_STATUS:
+                await asyncio.sleep(SLOW_ERROR_S)
             return refuse(error)
         except Exception as error:  # the boundary: a route must answer, and the log must know why
             log.exception("%s %s failed", row.method, row.path)
@@ -176,6 +183,8 @@ def _respond_error(error: MintError, *, status: int | None = None) -> Response:
     response = respond_json(wire.encode_error(error), status=status or error.status)
     if isinstance(error, OverloadedError):
         response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    elif isinstance(error, JournalError):
+        response.headers["retry-after"] = "1"
     if type(error) is AuthenticationError:
         response.headers["www-authenticate"] = "Bearer"
     return response

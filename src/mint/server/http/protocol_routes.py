@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 
@@ -11,7 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 import mint.wire as wire
-from mint.errors import BodyTooLargeError, InvalidRequestError, MintError, NotFoundError, SessionEndedError
+from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError, SessionEndedError
 from mint.server.http.route_table import Call, Operation, RouteRow, respond, respond_json
 from mint.server.ids import RequestId
 from mint.server.queue.futures import FutureResult
@@ -49,9 +48,6 @@ MAX_POLL_BYTES = 64 * 1024
 
 CUSTOM_LOSS = "Use forward_backward_custom, which computes the loss on the client and sends its gradient as weights"
 KEYS = "Keys are made and revoked by the operator: mint keys create, mint keys revoke"
-
-SLOW_ERROR_S = 1.0
-"""Clients poll again at once, without a pause, when a poll is answered by a server error."""
 
 
 async def client_config(call: Call) -> Response:
@@ -175,10 +171,6 @@ async def retrieve_future(call: Call) -> Response:
         result = await call.service.retrieve(call.caller, request_id)
     except NotFoundError as error:
         return respond_json(wire.encode_error(error), status=410 if is_sample else 200)
-    except MintError as error:
-        if error.status >= 500:
-            await asyncio.sleep(SLOW_ERROR_S)
-        raise
     if result is not None:
         return await _respond_result(call, result, SampleResponse if is_sample else ForwardBackwardOutput)
     position = call.service.queue_position(call.caller, request_id)

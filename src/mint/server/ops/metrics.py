@@ -236,6 +236,11 @@ class _ServiceState(Collector):
         yield GaugeMetricFamily("mint_open_sessions", "Sessions that live.", value=len(self._service.session_owners))
         yield GaugeMetricFamily("mint_journal_bytes", "Size of the journal's files.", value=self.journal_bytes())
         yield GaugeMetricFamily(
+            "mint_storage_working",
+            "1 while the data directory can be written; training waits while it is 0.",
+            value=float(self._service.storage_problem is None),
+        )
+        yield GaugeMetricFamily(
             "mint_working", "1 while requests are being worked on.", value=float(self._service.is_working)
         )
 

@@ -47,6 +47,7 @@ class Overview:
             "began_at": self._began_at,
             "now_at": time.time(),
             "is_working": service.is_working,
+            "storage_problem": None if service.storage_problem is None else str(service.storage_problem),
             "base_models": list(service.base_models.names),
             "tenants": self._tenants(),
             "queue": {

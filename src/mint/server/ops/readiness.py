@@ -35,6 +35,11 @@ class Readiness:
     async def problems(self) -> tuple[str, ...]:
         """What is wrong, in words, now or a second ago; empty if the service is ready."""
         now = time.monotonic()
+        storage = self._service.storage_problem
+        if storage is not None:  # known without trying, and the storage tries by itself
+            self._checked_at = float("-inf")
+            worker = self._worker_problem(now)
+            return (str(storage),) if worker is None else (worker, str(storage))
         if now - self._checked_at >= CHECK_AGE_S:
             self._checked_at = now
             found = (self._worker_problem(now), await self._journal_problem())

@@ -103,20 +103,21 @@ def plan(
     sampling: SamplingLoad = NO_LOAD,
     fairness: Fairness = NEW_FAIRNESS,
     gap_timeout_s: float = GAP_TIMEOUT_S,
+    gaps_since: float = float("-inf"),
 ) -> Plan:
-    """The next thing to do."""
+    """The next thing to do. Before `gaps_since` no request could arrive, so no gap is older."""
     has_samples = bool(pending.samples or sampling.sequences)
     if not pending.training:
         return StepSamples(_joining(pending.samples, sampling)) if has_samples else Wait(None)
     for model_id, since in pending.held_up.items():
-        if since + gap_timeout_s <= now:
+        if max(since, gaps_since) + gap_timeout_s <= now:
             return _give_up(pending, model_id)
     if pending.ready and not (has_samples and fairness.training_lead_s > SLICE_S):
         is_only = len(pending.ready) == 1
         return RunTraining(pending.ready[0] if is_only else _next_in_turn(pending.ready, fairness))
     if has_samples:
         return StepSamples(_joining(pending.samples, sampling))
-    return Wait(min(pending.held_up.values()) + gap_timeout_s)
+    return Wait(max(gaps_since, min(pending.held_up.values())) + gap_timeout_s)
 
 
 def _next_in_turn(ready: Sequence[TrainingJob], fairness: Fairness) -> TrainingJob:

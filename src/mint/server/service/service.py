@@ -52,6 +52,7 @@ from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
 from mint.server.service.new_samplers import new_sampler
 from mint.server.service.sessions import SUSPENDED_S, Sessions
 from mint.server.service.takeover import UnfinishedJob, adopt_sessions, unfinished_jobs
+from mint.server.storage_state import StorageProblem
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
@@ -227,6 +228,11 @@ class Service:
         return self._worker.is_alive
 
     @property
+    def storage_problem(self) -> StorageProblem | None:
+        """Why training waits and is refused; None while the data directory can be written."""
+        return self.journal.storage.problem
+
+    @property
     def pending(self) -> Pending:
         """The requests that wait for the engine."""
         return self._queue.pending()
@@ -298,7 +304,9 @@ class Service:
             ConflictError: its place is taken by another request.
             NotFoundError, SessionEndedError: there is no such model.
             OverloadedError: a quota is used up, or too much waits already.
+            JournalError: the storage does not work now; it may be sent again.
         """
+        self.journal.storage.require_working()
         row, request = read_training_request(kind, body, encoding)
         with self._accepting:
             row, commit = self._accept(caller, row, request)

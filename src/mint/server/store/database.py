@@ -8,8 +8,13 @@ other processes on the same file are waited for.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import logging
+import os
+import secrets
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
@@ -20,16 +25,39 @@ from typing import Any, TypeVar
 
 from mint.errors import InvalidRequestError, JournalError
 from mint.server.private_files import open_private
+from mint.server.storage_state import REMEDY, StorageState, reason_of
 from mint.server.store.durability import Durability
 from mint.server.store.schema import MIGRATIONS, SCHEMA_VERSION, TABLES, statements
 
 Row = TypeVar("Row")
+log = logging.getLogger("mint.storage")
 
 BUSY_TIMEOUT_S = 30.0
 """How long to wait for another process that writes to the file."""
 
 CACHED_STATEMENTS = 256
 """Twice sqlite3's default: listings are queried in many forms, and the statements of a step should stay compiled."""
+
+LOG_PAGES = 2000
+"""How long the write-ahead log gets before its pages are moved to the database."""
+
+PROBED_FOLDER = "snapshots"
+"""Where `probe` writes its file; what a killed process leaves there is swept at a later start."""
+
+STORAGE_FAULTS = frozenset(
+    {
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+    }
+)
+"""SQLite's primary codes that say something of the disk, not of a statement."""
+
 VACUUM_PAGES = 2000
 """How many free pages are given back at once: about 8 MB, in 0.1 s."""
 
@@ -76,7 +104,9 @@ class Database:
             JournalError: it cannot be opened, or a newer mint wrote it.
         """
         open_private(path)
-        self.durability = Durability(path.with_name(f"{path.name}-wal"))
+        self.storage = StorageState(self.probe)
+        self.durability = Durability(path.with_name(f"{path.name}-wal"), self.storage)
+        self._folder = path.parent
         self._lock = threading.RLock()
         with _journal_errors():
             self._connection = sqlite3.connect(
@@ -94,7 +124,7 @@ class Database:
                     "auto_vacuum = INCREMENTAL",  # takes effect in new files only, before the first table is made
                     "journal_mode = WAL",
                     "foreign_keys = OFF",
-                    "wal_autocheckpoint = 2000",
+                    f"wal_autocheckpoint = {LOG_PAGES}",
                     "synchronous = NORMAL",  # `Durability` fsyncs the commits
                 ):
                     self._connection.execute(f"PRAGMA {setting}")
@@ -105,9 +135,15 @@ class Database:
 
     def close(self) -> None:
         """Closes the file; the database cannot be used afterwards."""
+        self.storage.close()
         self.durability.close()
         with self._lock:
-            self._connection.close()
+            if self.durability.must_write_again:
+                # Closing would move pages of the log, which nobody has checked, into the database. The end of the
+                # process does not; this keeps the interpreter from closing it before that.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+            else:
+                self._connection.close()
 
     @contextmanager
     def transaction(self, *, write: bool = True, durable: bool = True) -> Generator[Transaction]:
@@ -117,10 +153,11 @@ class Database:
         and a loss of power only after `durability.wait_durable`. Transactions cannot be nested.
 
         Raises:
-            JournalError: disk full, file locked for too long, or damaged.
+            JournalError: disk full, file locked for too long, or damaged. If it was to write, the storage is out of
+                work from then on.
         """
         commit = 0
-        with self._lock, _journal_errors():
+        with self._lock, _journal_errors(self.storage if write else None):
             if write:
                 self.durability.require_working_disk()
             # a writer takes the file's lock at once: a transaction that upgrades later can fail instead of waiting
@@ -165,17 +202,48 @@ class Database:
         with self.transaction() as transaction:
             return transaction.execute(sql, **parameters).rowcount
 
-    def probe(self) -> None:
-        """Writes something that changes nothing.
+    def probe(self, room_bytes: int = 0) -> None:
+        """Writes something that changes nothing: to a file of so many bytes beside the database, and to the database.
+
+        After a failed fsync it first writes again what that was to keep; `Durability` says why.
 
         Raises:
             JournalError: nothing can be written.
+            OSError: there is no room, or no file can be written.
         """
+        if room_bytes:
+            _require_room(self._folder / PROBED_FOLDER, room_bytes)
+        if self.durability.must_write_again:
+            self.write_log_again()
         self.write(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def write_log_again(self) -> None:
+        """Makes all commits durable, also those of which the kernel wrongly believes that they are on the disk.
+
+        Raises:
+            JournalError: the log is no longer whole, or cannot be written.
+        """
+        marker = secrets.randbits(31)
+        with self.storage.writing("the journal"), self._lock, _journal_errors():
+            self._connection.execute("PRAGMA wal_autocheckpoint = 0")  # nothing leaves the log unchecked
+            try:
+                self._connection.execute(f"PRAGMA application_id = {marker}")  # a commit that can be recognized
+                self._connection.execute("BEGIN IMMEDIATE")  # nobody writes to the log until this ends
+                try:
+                    content = self.durability.read_log()
+                    page_bytes = self._statements.value("PRAGMA page_size")
+                    if _newest_application_id(content, page_bytes) != marker:
+                        raise JournalError("the journal has lost what was not durable yet", remedy="Restart the server")
+                    self.durability.write_again(content)
+                finally:
+                    self._connection.rollback()
+            finally:
+                self._connection.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+        log.info("the journal's log was written again: %d bytes", len(content))
 
     def give_back_pages(self) -> None:
         """Gives up to `VACUUM_PAGES` pages that are free back to the file system."""
-        with self._lock, _journal_errors():
+        with self._lock, _journal_errors(self.storage):
             self.durability.require_working_disk()
             # `executescript` runs the statement to its end; `execute` would stop after the first page
             self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
@@ -263,9 +331,42 @@ def _copy(source: Path, target: Path) -> None:
         old.backup(copy)
 
 
+def _require_room(folder: Path, size_bytes: int) -> None:
+    """Writes a file of this size, durably, and removes it."""
+    folder.mkdir(exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".probe.", suffix=".tmp", dir=folder)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, size_bytes)
+        else:
+            os.truncate(handle, size_bytes)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+        Path(name).unlink()
+
+
+def _newest_application_id(log_content: bytes, page_bytes: int) -> int:
+    """The application id after all commits of a write-ahead log that SQLite's recovery finds whole.
+
+    SQLite reads no checksums while it runs, only when it opens a log that nobody has open: so this opens a copy.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log.sqlite3"
+        with closing(sqlite3.connect(path, isolation_level=None)) as empty:
+            for statement in (f"PRAGMA page_size = {page_bytes}", "PRAGMA journal_mode = WAL", "CREATE TABLE t (x)"):
+                empty.execute(statement)
+        path.with_name(f"{path.name}-wal").write_bytes(log_content)
+        with closing(sqlite3.connect(path)) as copy:
+            return copy.execute("PRAGMA application_id").fetchone()[0]
+
+
 @contextmanager
-def _journal_errors() -> Generator[None]:
+def _journal_errors(storage: StorageState | None = None) -> Generator[None]:
+    """Turns SQLite's errors into JournalErrors; a `storage` is out of work after those that are a storage's."""
     try:
         yield
     except sqlite3.Error as error:
-        raise JournalError(f"the journal cannot be used: {error}", remedy="Free disk space, or see the log") from error
+        if storage is not None and error.sqlite_errorcode & 0xFF in STORAGE_FAULTS:
+            storage.note_failure("the journal", error)
+        raise JournalError(f"the journal cannot be used: {reason_of(error)}", remedy=REMEDY) from error

@@ -9,8 +9,8 @@ How it is kept:
    because the kernel has the data, but not a loss of power.
 2. The acknowledgement waits in `wait_durable`. Requests that arrive together share one fsync.
 3. The worker commits the result, also without an fsync, and hands it to `call_when_durable` with the commit that
-   accepted the request, and with the file that the result names, if there is one. The result of a new model or sampler
-   waits for its own commit: the client uses such a row at once, without a place in the order of requests.
+   accepted the request, and with the file that the result names, if there is one. The result of a new model, sampler
+   or checkpoint waits for its own commit: it is read at once, without a place in the order of requests.
 
 Why nothing that was sent is lost:
 
@@ -20,10 +20,17 @@ Why nothing that was sent is lost:
 * The power fails before the fsync: the request may be gone, but nobody was told of it. Its sender sends it again.
 * The power fails after the fsync, before the result is durable: the request is pending again, runs again and gives the
   same bits. The next fsync makes the result durable.
-* A commit after which files are deleted, and one that gives a checkpoint its name, must be durable before anything
-  else happens: `Database.transaction(durable=True)`.
-* An fsync fails: the kernel may have dropped the data, and a second fsync would succeed without it. Therefore this
-  process commits nothing more. The next process reads what the disk has.
+* A commit after which files are deleted must be durable before they are: `call_when_durable`, or
+  `Database.transaction(durable=True)`.
+* An fsync fails: the kernel may have marked the data as written although it was not, so that a second fsync would
+  succeed and say nothing (PostgreSQL's lesson). Therefore nothing that came after the last good fsync is told to
+  anybody, and nothing is committed, until all of it was written again. `Database.probe` does that: it holds the
+  writers' lock, reads the log, lets SQLite's own recovery check by its checksums that the log is whole up to the newest
+  commit, writes the same bytes to the same place (they are new to the kernel then), and fsyncs them. If the log is no
+  longer whole, this process writes no more. The next one, after SQLite's recovery, begins with the commits that are
+  whole, and writes the log again before it serves anybody: it cannot know of what the last one died.
+
+Knows no tables and no requests.
 """
 
 from __future__ import annotations
@@ -36,6 +43,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from mint.errors import JournalError
+from mint.server.storage_state import REMEDY, StorageState, reason_of
 
 log = logging.getLogger("mint.durability")
 
@@ -46,14 +54,16 @@ class Durability:
     Any thread may call.
     """
 
-    def __init__(self, write_ahead_log: Path) -> None:
+    def __init__(self, write_ahead_log: Path, storage: StorageState) -> None:
         self._path = write_ahead_log
+        self._storage = storage
         self._file: int | None = None
         self._syncing = threading.Lock()
         self._durable = 0
         self.newest_commit = 0
         """The number of the newest commit of this process; 0 before the first one."""
-        self._has_failed = False
+        self.must_write_again = False
+        """Whether an fsync has failed, and what it was to keep was not written again yet."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mint-disk")
 
     def add_commit(self) -> int:
@@ -69,12 +79,10 @@ class Durability:
         """Refuses to go on after a failed fsync.
 
         Raises:
-            JournalError: an fsync has failed in this process.
+            JournalError: an fsync has failed, and what it was to keep was not written again yet.
         """
-        if self._has_failed:
-            raise JournalError(
-                "the disk has failed to keep what was written to the journal", remedy="Look at the disk, then restart"
-            )
+        if self.must_write_again:
+            raise JournalError("the disk has failed to keep what was written to the journal", remedy=REMEDY)
 
     def wait_durable(self, commit: int) -> None:
         """Returns once a commit, and all before it, survive a loss of power. Threads that wait together share an fsync.
@@ -90,15 +98,42 @@ class Durability:
             self.require_working_disk()
             newest = self.newest_commit  # read before the fsync: what is committed during it may not be on the disk
             try:
-                if self._file is None:
-                    self._file = os.open(self._path, os.O_RDONLY)
-                os.fsync(self._file)
+                file = self._opened()
+                try:
+                    os.fsync(file)
+                except OSError:
+                    self.must_write_again = True
+                    raise
             except OSError as error:
-                self._has_failed = True
-                raise JournalError(
-                    f"the journal cannot be used: {error}", remedy="Free disk space, or see the log"
-                ) from error
+                self._storage.note_failure("the journal", error)
+                raise JournalError(f"the journal cannot be used: {reason_of(error)}", remedy=REMEDY) from error
             self._durable = newest
+
+    def read_log(self) -> bytes:
+        """The log as the kernel gives it back. Call while no other process can write to it."""
+        with self._syncing:
+            file = self._opened()
+            return os.pread(file, os.fstat(file).st_size, 0)
+
+    def write_again(self, content: bytes) -> None:
+        """Writes the whole log once more, with the bytes that it has, and fsyncs it: all commits so far are durable.
+
+        Raises:
+            OSError: it still cannot be kept.
+        """
+        with self._syncing:
+            file = self._opened()
+            newest = self.newest_commit
+            written = 0
+            while written < len(content):
+                written += os.pwrite(file, content[written:], written)
+            os.fsync(file)
+            self._durable, self.must_write_again = newest, False
+
+    def _opened(self) -> int:
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDWR)
+        return self._file
 
     def call_when_durable(
         self, commit: int, file: Future[None] | None, callback: Callable[[JournalError | None], None]
@@ -106,7 +141,8 @@ class Durability:
         """Calls `callback(None)` once a commit is durable and a `file` of `submit` is written.
 
         Calls it at once, on this thread, if both are already true; else later, on the disk's thread. If the disk fails,
-        the callback gets the error.
+        it is called once the disk works again; never, if that is not before `close`: the next process has the result
+        again. If the file cannot be written for any other reason, the callback gets the error.
         """
         is_written = file is None or (file.done() and file.exception() is None)
         if is_written and self._durable >= commit:
@@ -136,12 +172,16 @@ class Durability:
         self, commit: int, file: Future[None] | None, callback: Callable[[JournalError | None], None]
     ) -> None:
         try:
-            if file is not None:
-                file.result()
-            self.wait_durable(commit)
+            self._storage.keep_trying("the journal", lambda: self._wait(commit, file))
+        except JournalError as error:
+            log.warning("a result is not told, because the service stops: %s", error)
         except Exception as error:  # the boundary: a request waits for this callback
-            log.exception("the disk does not keep a result")
-            remedy = "Look at the disk, then restart: what was accepted is run again"
-            callback(JournalError(f"the disk has failed to keep the result: {error}", remedy=remedy))
+            log.exception("the file of a result was not written")
+            callback(JournalError(f"the file of the result was not written: {error}", remedy="See the server's log"))
         else:
             callback(None)
+
+    def _wait(self, commit: int, file: Future[None] | None) -> None:
+        if file is not None:
+            file.result()
+        self.wait_durable(commit)

@@ -92,6 +92,7 @@ class Journal:
         """
         self.database = Database(path)
         self.durability = self.database.durability
+        self.storage = self.database.storage
 
     def close(self) -> None:
         """Closes the file; the journal cannot be used afterwards."""
@@ -116,8 +117,10 @@ class Journal:
     ) -> None:
         """Moves the live sessions of dead instances to this one; counts an attempt for the jobs they died in.
 
-        This commit is durable, and so is then all that the dead instances have accepted.
+        This commit is durable, and so is then all that the dead instances have accepted: their log is written again,
+        because one of them may have died of a failed fsync.
         """
+        self.database.write_log_again()
         with self.database.transaction() as transaction:
             for model_id, seq_id in running:
                 transaction.execute(
@@ -254,12 +257,13 @@ class Journal:
         """Commits everything that a job's end makes true; False when its session has ended meanwhile.
 
         The commit survives the end of the process, but a loss of power only after the next fsync. Until then the job
-        would be run again, and give the same. Two kinds of results are durable at once: a checkpoint, because it has
-        a name; and one that drops a snapshot while something before it is not durable, because the replay needs it.
+        would be run again, and give the same: so no file may be removed before that which it would need.
+
+        Raises:
+            JournalError: nothing was committed.
         """
-        drops_state = bool(finish.dropped_snapshots) and not self.durability.is_durable(self.durability.newest_commit)
         place = {"model_id": finish.model_id, "seq_id": finish.seq_id}
-        with self.database.transaction(durable=drops_state or finish.checkpoint is not None) as transaction:
+        with self.database.transaction(durable=False) as transaction:
             # Only a pending job can be finished: the rows of an ended session are gone, and their result is dropped.
             ended = transaction.execute(
                 _FINISH_JOB,

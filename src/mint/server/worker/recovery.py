@@ -11,7 +11,14 @@ from pathlib import Path
 
 import mint.wire as wire
 from mint.engine.protocol import LoraSpec, MicroBatching
-from mint.errors import CheckpointError, MintError, NotFoundError, OutOfMemoryError, RecoveryDivergedError
+from mint.errors import (
+    CheckpointError,
+    JournalError,
+    MintError,
+    NotFoundError,
+    OutOfMemoryError,
+    RecoveryDivergedError,
+)
 from mint.server.queue.jobs import decode_request
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.journal import Journal
@@ -38,7 +45,7 @@ class Recovery:
         Raises:
             NotFoundError: it was never created, or its creation failed.
             RecoveryDivergedError, CheckpointError: it cannot be restored; the journal remembers why.
-            OutOfMemoryError: it cannot be restored now; the next request tries again.
+            OutOfMemoryError, JournalError: it cannot be restored now; the next request tries again.
         """
         row = self._journal.model(model_id)
         if row is None or row.base_model is None or row.lora is None:
@@ -52,7 +59,7 @@ class Recovery:
             raise RecoveryDivergedError(row.diverged, remedy="Load a checkpoint into a new model")
         try:
             self._restore(row, row.base_model, LoraSpec(**row.lora))
-        except OutOfMemoryError:
+        except (OutOfMemoryError, JournalError):
             self._models.drop(model_id)
             raise
         except MintError as error:

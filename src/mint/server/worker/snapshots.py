@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from mint.engine.protocol import ModelState
 from mint.models.tensor_files import sync_file
 from mint.server.ids import file_stem
-from mint.server.store.durability import Durability
+from mint.server.store.journal import Journal
 from mint.server.store.rows import SnapshotRow
 from mint.server.store.snapshot_files import size_bytes, write_snapshot, write_weights
 from mint.server.worker.snapshot_policy import SnapshotTimes, is_due
@@ -35,6 +36,7 @@ KEPT_RESULTS = 4096
 The results of steps and saves are small, and kept until the session ends."""
 
 PRUNED_AT_ONCE = 64
+STORAGE_CHECK_S = 0.1
 
 
 def _written() -> Future[None]:
@@ -102,8 +104,9 @@ def prune_results(history: SnapshotHistory, seq_id: int) -> dict[str, tuple[int,
 class Snapshots:
     """Writes the snapshots of one data directory."""
 
-    def __init__(self, durability: Durability, data_dir: Path) -> None:
-        self._durability = durability
+    def __init__(self, journal: Journal, data_dir: Path) -> None:
+        self._durability = journal.durability
+        self._storage = journal.storage
         self._data_dir = data_dir
 
     def save(
@@ -119,6 +122,9 @@ class Snapshots:
         """Saves the state after request `seq_id`, if it is time or with `force`.
 
         Returns the fields of `Finish` to commit, and the files to delete after that commit.
+
+        Raises:
+            JournalError: the storage does not work now.
         """
         if not (force or is_due(history.times, is_small=history.is_small)):
             return {}, ()
@@ -126,16 +132,18 @@ class Snapshots:
         state = read_state(model_id)
         history.state_bytes = size_bytes(state)
         file = f"snapshots/{file_stem(model_id)}-{seq_id}.safetensors"
-        history.written.result()  # so that a power failure can cost only the newest: replay starts at the one before
+        # so that a power failure can cost only the newest: replay starts at the one before
+        self._wait_written(history)
         path = self._data_dir / file
         history.replay_s = 0.0
-        if history.is_small:
-            write_snapshot(path, state, digest=digest)
-            history.snapshot_s = time.perf_counter() - began
-            history.written = self._durability.submit(sync_file, path)
-        else:
-            history.snapshot_s = time.perf_counter() - began
-            history.written = self._durability.submit(_write_durably, path, state, digest, history)
+        history.snapshot_s = time.perf_counter() - began
+
+        def note(seconds: float) -> None:  # until `written` is done, only the thread that writes calls this
+            history.snapshot_s = (history.snapshot_s or 0.0) + seconds
+
+        history.written = self._write(
+            "a snapshot", path, history.state_bytes, lambda: write_snapshot(path, state, digest=digest), note
+        )
         row = SnapshotRow(model_id, seq_id, file, digest)
         rows = [row, *history.rows]
         history.rows, old = rows[:MAX_SNAPSHOTS], rows[MAX_SNAPSHOTS:]
@@ -151,17 +159,65 @@ class Snapshots:
         return changes, tuple(gone.file for gone in old)
 
     def save_weights(self, file: str, weights: Mapping[str, np.ndarray]) -> Future[None]:
-        """Saves weights alone, for a sampler; they survive a power failure once the result is done."""
+        """Saves weights alone, for a sampler; they survive a power failure once the result is done.
+
+        Raises:
+            JournalError: the storage does not work now.
+        """
         path = self._data_dir / file
-        if sum(array.nbytes for array in weights.values()) > SMALL_STATE_BYTES:
-            return self._durability.submit(write_weights, path, weights)
-        write_weights(path, weights, sync=False)
-        return self._durability.submit(sync_file, path)
+        size = sum(array.nbytes for array in weights.values())
+        return self._write("published weights", path, size, lambda: write_weights(path, weights, sync=False))
+
+    def _wait_written(self, history: SnapshotHistory) -> None:
+        """Returns once the newest snapshot is durable; does not wait for a storage that does not work, because that
+        would hold up sampling."""
+        while not wait([history.written], timeout=STORAGE_CHECK_S).done:
+            self._storage.require_working()
+        history.written.result()
+
+    def _write(
+        self,
+        what: str,
+        path: Path,
+        size: int,
+        write: Callable[[], None],
+        note: Callable[[float], None] = lambda _seconds: None,
+    ) -> Future[None]:
+        """Writes a file, here if it is small, and makes it durable on the disk's thread, as soon as that can be.
+
+        `note` is told the seconds that this took; syncing a small file does not count.
+        """
+        file = _PendingFile(path, write)
+        work = file.write_durably
+        if size <= SMALL_STATE_BYTES:
+            with self._storage.writing(what, size):
+                _timed(file.write, note)
+        else:
+            work = partial(_timed, file.write_durably, note)
+        return self._durability.submit(self._storage.keep_trying, what, work, size)
 
 
-def _write_durably(path: Path, state: ModelState, digest: str, history: SnapshotHistory) -> None:
+class _PendingFile:
+    """A file that is not durable yet. `write` writes all of it."""
+
+    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+        self._path = path
+        self._write = write
+        self._is_written = False
+
+    def write(self) -> None:
+        self._write()
+        self._is_written = True
+
+    def write_durably(self) -> None:
+        """Writes it if that is not done yet, and syncs it. After a failed sync the next call writes it again."""
+        if not self._is_written:
+            self.write()
+        self._is_written = False  # a second sync could succeed although the first has lost the data
+        sync_file(self._path)
+
+
+def _timed(work: Callable[[], None], note: Callable[[float], None]) -> None:
     began = time.perf_counter()
-    write_snapshot(path, state, digest=digest)
-    sync_file(path)
-    # only this thread writes it until `written` is done
-    history.snapshot_s = (history.snapshot_s or 0.0) + time.perf_counter() - began
+    work()
+    note(time.perf_counter() - began)

@@ -30,6 +30,7 @@ from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.journal import Finish, Journal
 from mint.server.store.rows import CheckpointRow, SamplerRow
+from mint.server.store.snapshot_files import size_bytes
 from mint.server.worker import validation
 from mint.server.worker.live_models import LiveModels
 from mint.server.worker.recovery import Recovery
@@ -54,6 +55,9 @@ from mint.wire.requests import (
 )
 
 log = logging.getLogger("mint.worker")
+
+
+CHANGES_STATE = frozenset({"create_model", "load_weights", "optim_step"})
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Trainer:
         self._bases = models.bases
         self._journal = journal
         self._data_dir = data_dir
-        self._snapshots = Snapshots(journal.durability, data_dir)
+        self._snapshots = Snapshots(journal, data_dir)
         self._recovery = Recovery(models, journal, data_dir)
         self._runners: dict[str, Callable[[TrainingJob, Any], _Effect]] = {
             "create_model": self._create_model,
@@ -103,7 +107,7 @@ class Trainer:
         """Runs a request whose turn it is; restores its model first, if it is not in the engine.
 
         Raises:
-            JournalError: the journal cannot be read now; nothing has changed, and the request may be run again.
+            JournalError: the storage does not work now; the request shall be run again.
         """
         try:
             if job.seq_id > 0 and job.model_id not in self.models:
@@ -114,6 +118,8 @@ class Trainer:
                 raise job.request
             effect = self._runners[job.kind](job, job.request)
         except JournalError:
+            if job.kind in CHANGES_STATE:  # the engine is ahead of the journal: restore the model, then run it again
+                self.models.drop(job.model_id)
             raise
         except MintError as error:
             return self._failed(job, error)
@@ -259,7 +265,8 @@ class Trainer:
         now = time.time()
         manifest = Manifest(path.uri, live.base_model, asdict(live.lora), live.seed_given, state.step, now)
         with_optimizer = kind == checkpoints.TRAINING
-        checkpoint_folders.write_checkpoint(self._data_dir / folder, state, manifest, optimizer=with_optimizer)
+        with self._journal.storage.writing("a checkpoint", size_bytes(state)):
+            checkpoint_folders.write_checkpoint(self._data_dir / folder, state, manifest, optimizer=with_optimizer)
         row = CheckpointRow(
             job.model_id,
             kind,

@@ -10,6 +10,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -62,11 +64,13 @@ class Worker:
         self._note_running = note_running
         self._gap_timeout_s = gap_timeout_s
         self._clock = clock
+        self._gaps_since = float("-inf")
         self._batch = SamplingBatch(trainer.models.engine, samplers)
         self._fairness = Fairness()
         self.eta = Eta(clock=clock)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = threading.Event()
+        journal.storage.on_recovery = queue.wake
         self._thread = threading.Thread(target=self._loop, name="mint-worker", daemon=True)
 
     def start(self) -> None:
@@ -139,12 +143,14 @@ class Worker:
                 while not self._calls.empty():
                     self._calls.get()()
                 if self._clock() >= housekeeping_at:
-                    self._housekeeping()
                     housekeeping_at = self._clock() + HOUSEKEEPING_S
+                    if self._journal.storage.problem is None:
+                        self._housekeeping()
                 self._run_next(housekeeping_at)
             except JournalError as error:
-                log.error("journal unavailable: %s", error)
-                self._stopping.wait(JOURNAL_RETRY_S)
+                if self._journal.storage.problem is None:  # otherwise training waits, and sampling goes on
+                    log.error("journal unavailable: %s", error)
+                    self._stopping.wait(JOURNAL_RETRY_S)
             except Exception:  # the boundary: no error between two requests may end the service
                 log.exception("the worker failed between two requests")
                 self._stopping.wait(JOURNAL_RETRY_S)
@@ -152,8 +158,18 @@ class Worker:
     def _run_next(self, housekeeping_at: float) -> None:
         now = self._clock()
         pending = self._queue.pending()
+        if self._journal.storage.problem is not None:
+            pending = replace(pending, training=())
+            self._gaps_since = now  # a missing request could not arrive either: it was refused
         sampling = self._batch.load if self._batch.sequences else NO_LOAD
-        match plan(pending, now, sampling=sampling, fairness=self._fairness, gap_timeout_s=self._gap_timeout_s):
+        match plan(
+            pending,
+            now,
+            sampling=sampling,
+            fairness=self._fairness,
+            gap_timeout_s=self._gap_timeout_s,
+            gaps_since=self._gaps_since,
+        ):
             case RunTraining(job):
                 self._train(job)
                 beside_samples = bool(pending.samples or sampling.sequences)
@@ -172,7 +188,8 @@ class Worker:
 
     def _train(self, job: TrainingJob) -> None:
         name = request_id(job.model_id, job.seq_id)
-        self._note_running(name)
+        with self._journal.storage.writing("which request runs"):
+            self._note_running(name)
         self.eta.start([name], job.kind)
         try:
             outcome = self._trainer.run(job)
@@ -200,7 +217,6 @@ class Worker:
             return
         if finish.sampler is not None:
             self._samplers.published(finish.sampler)
-        self._note_running("")  # only now: a death before the commit counts as one in this request
         self._queue.advance(job.model_id, job.seq_id)
 
         def resolve(error: JournalError | None) -> None:
@@ -209,9 +225,13 @@ class Worker:
 
         self._journal.durability.call_when_durable(self._told_after(job, finish), outcome.written, resolve)
         if obsolete:
-            discard_files(self._journal, self._data_dir, obsolete)
+            discard = partial(discard_files, self._journal, self._data_dir, obsolete)
+            newest = self._journal.durability.newest_commit
+            self._journal.durability.call_when_durable(newest, None, lambda _error: discard())
         if finish.sampler is not None:
             self._samplers.drop_superseded(finish.model_id, busy=self._busy_samplers)
+        with self._journal.storage.writing("which request runs"):
+            self._note_running("")  # only now: a death before the commit counts as one in this request
 
     def _busy_samplers(self) -> set[str]:
         """The samplers with requests that wait or run."""
@@ -220,10 +240,11 @@ class Worker:
     def _told_after(self, job: TrainingJob, finish: Finish) -> int:
         """The commit that must be durable before a result is sent: as a rule the one that accepted the request.
 
-        The rows of a new model and of a new sampler are read as soon as the client knows them: they may not be gone
-        until the request has run again. So it is the commit of the result there.
+        The rows of a new model and of a new sampler are read as soon as the client knows them, and a checkpoint has a
+        name that others may read: they may not be gone until the request has run again. So it is the commit of the
+        result there.
         """
-        is_read_at_once = finish.model is not None or finish.sampler is not None
+        is_read_at_once = any(row is not None for row in (finish.model, finish.sampler, finish.checkpoint))
         return self._journal.durability.newest_commit if is_read_at_once else job.commit
 
     def _sample(self, joining: tuple[str, ...], *, unwanted: Collection[str] = ()) -> None:

@@ -1,0 +1,163 @@
+"""Whether a data directory can be written: one state for its journal and all of its files.
+
+A write that fails (disk full, I/O error, read-only, no inode, no descriptor, a database that stays locked) puts the
+storage out of work, with the time and the reason. Until it works again, new training requests are refused with that
+reason, and what was accepted waits. A thread of its own tries to write, after pauses that grow, and asks for as many
+bytes as the largest write that failed: so a step is not run again and again for a snapshot that finds no room. Then
+everything goes on by itself.
+
+Knows no rows, no files by name, and no requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from mint.errors import JournalError
+
+log = logging.getLogger("mint.storage")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
+RELAPSE_S = 30.0
+"""A fault that comes back sooner goes on where the pauses were: the disk is still nearly full."""
+
+REMIND_S = 60.0
+"""How often the log repeats that the storage does not work."""
+
+LEAST_ROOM_BYTES = 1 << 20
+REMEDY = "Free disk space, or see the server's log; requests are accepted again by themselves"
+
+
+@dataclass(frozen=True)
+class StorageProblem:
+    """Since when (seconds since the epoch) nothing can be written, what was to be written, and why it failed."""
+
+    since: float
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        moment = datetime.fromtimestamp(self.since, UTC).isoformat(timespec="seconds")
+        return f"storage has not been working since {moment}: {self.what} cannot be written ({self.reason})"
+
+
+class StorageState:
+    """The state of one data directory. Any thread may call."""
+
+    def __init__(self, probe: Callable[[int], None]) -> None:
+        """`probe(size_bytes)` writes to the journal and to a file of that size, or raises OSError or JournalError."""
+        self._probe = probe
+        self._changed = threading.Condition()
+        self._problem: StorageProblem | None = None
+        self._room_bytes = LEAST_ROOM_BYTES
+        self._pause_s = FIRST_PAUSE_S
+        self._recovered_at = float("-inf")
+        self._is_closed = False
+        self.on_recovery: Callable[[], None] = lambda: None
+        """Called when the storage works again, on the thread that has tried it."""
+
+    @property
+    def problem(self) -> StorageProblem | None:
+        """What is wrong; None while the storage works."""
+        return self._problem
+
+    def require_working(self) -> None:
+        """Refuses to go on while the storage does not work.
+
+        Raises:
+            JournalError: it does not.
+        """
+        problem = self._problem
+        if problem is not None:
+            raise JournalError(str(problem), remedy=REMEDY)
+
+    @contextmanager
+    def writing(self, what: str, size_bytes: int = 0) -> Generator[None]:
+        """A block that writes files of `size_bytes` together; its OSError puts the storage out of work.
+
+        Raises:
+            JournalError: the block raised an OSError.
+        """
+        try:
+            yield
+        except OSError as error:
+            self.note_failure(what, error, size_bytes)
+            raise JournalError(f"{what} cannot be written: {reason_of(error)}", remedy=REMEDY) from error
+
+    def note_failure(self, what: str, error: Exception, size_bytes: int = 0) -> None:
+        """Puts the storage out of work, until it can be written again."""
+        with self._changed:
+            self._room_bytes = max(self._room_bytes, size_bytes)
+            if self._problem is not None or self._is_closed:
+                return
+            if time.monotonic() - self._recovered_at > RELAPSE_S:
+                self._pause_s = FIRST_PAUSE_S
+            self._problem = StorageProblem(time.time(), what, reason_of(error))
+            threading.Thread(target=self._try_again, name="mint-storage", daemon=True).start()
+        log.error("%s; training waits, sampling goes on", self._problem)
+
+    def keep_trying(self, what: str, write: Callable[[], None], size_bytes: int = 0) -> None:
+        """Calls `write` until the storage lets it pass, and waits while the storage does not work.
+
+        Raises:
+            JournalError: this was closed before.
+        """
+        while True:
+            try:
+                with self.writing(what, size_bytes):
+                    return write()
+            except JournalError:
+                if not self.wait_until_works():
+                    raise
+
+    def wait_until_works(self) -> bool:
+        """Returns True once the storage works, or False once this is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._problem is None or self._is_closed)
+            return not self._is_closed
+
+    def close(self) -> None:
+        """Lets all go that wait."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _try_again(self) -> None:
+        remind_at = time.monotonic() + REMIND_S
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_closed, self._pause_s):
+                    return
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+                room_bytes = self._room_bytes
+            try:
+                self._probe(room_bytes)
+                break
+            except (OSError, JournalError) as error:
+                if time.monotonic() >= remind_at:
+                    log.error("%s; now: %s", self._problem, error)
+                    remind_at = time.monotonic() + REMIND_S
+            except Exception:  # the boundary: if this thread ended, nothing would ever go on
+                log.exception("trying the storage failed")
+        with self._changed:
+            problem, self._problem = self._problem, None
+            self._room_bytes = LEAST_ROOM_BYTES
+            self._recovered_at = time.monotonic()
+            self._changed.notify_all()
+        if problem is not None:
+            log.warning("storage works again after %.1f s", time.time() - problem.since)
+        self.on_recovery()
+
+
+def reason_of(error: Exception) -> str:
+    """Why a write failed, without a path; the texts of SQLite's errors have none."""
+    if not isinstance(error, OSError):
+        return str(error)
+    return type(error).__name__ if error.errno is None else os.strerror(error.errno)

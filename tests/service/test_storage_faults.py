@@ -1,0 +1,249 @@
+"""A disk that cannot be written delays what was accepted, and fails none of it: all results keep their bits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_harness import GOOD_PASS, STEP, Harness, Op, clean_results, make_sampler, open_service, script, send_op
+from waiting import HANG_S, wait_until
+
+from mint.chaos.power_loss import path_of
+from mint.errors import JournalError
+from mint.server import storage_state
+from mint.server.store.journal import JOURNAL_FILE
+from mint.server.worker import snapshot_policy, snapshots
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_state, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(storage_state, "LONGEST_PAUSE_S", 0.02)
+
+
+class FaultyDisk:
+    """Lets writes of files and syncs fail, from the n-th on, for so many in a row; for ever until `repair`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._lock = threading.Lock()
+        self.writes = 0
+        self.first, self.last, self.error = 1 << 60, 1 << 60, errno.ENOSPC
+        fsync, replace, mkstemp = os.fsync, Path.replace, tempfile.mkstemp
+
+        def faulty_fsync(handle: int) -> None:
+            self._write(path_of(handle))
+            fsync(handle)
+
+        def faulty_replace(path: Path, target: Path) -> Path:
+            self._write(Path(target))
+            return replace(path, target)
+
+        def faulty_mkstemp(*arguments: Any, **named: Any) -> tuple[int, str]:
+            self._write(Path(named.get("dir") or "/"))
+            return mkstemp(*arguments, **named)
+
+        monkeypatch.setattr(os, "fsync", faulty_fsync)
+        monkeypatch.setattr(Path, "replace", faulty_replace)
+        monkeypatch.setattr(tempfile, "mkstemp", faulty_mkstemp)
+
+    def fail(self, first: int, count: int, error: int) -> None:
+        self.writes, self.first, self.last, self.error = 0, first, first + count - 1, error
+
+    def break_down(self) -> None:
+        self.fail(1, 1 << 60, errno.ENOSPC)
+
+    def repair(self) -> None:
+        self.first = 1 << 60
+
+    def _write(self, path: Path) -> None:
+        if not path.is_relative_to(self._data_dir):
+            return
+        with self._lock:
+            self.writes += 1
+            if self.first <= self.writes <= self.last:
+                raise OSError(self.error, os.strerror(self.error))
+
+
+def patiently(send: Callable[[], str]) -> str:
+    """Sends a request as clients do: again, while the server says 503."""
+    give_up_at = time.monotonic() + HANG_S
+    while True:
+        try:
+            return send()
+        except JournalError:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.005)
+
+
+STRIDE = 8
+"""Each of the four faults below strikes at every eighth write, and together they strike at every second one."""
+
+
+@pytest.mark.parametrize("small_bytes", [100_000_000, 100], ids=["small states", "large states"])
+@pytest.mark.parametrize(
+    ("error", "first", "count"), [(errno.ENOSPC, 1, 5), (errno.EIO, 3, 1), (errno.EROFS, 5, 3), (errno.EMFILE, 7, 2)]
+)
+def test_any_write_may_fail_and_nothing_accepted_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, first: int, count: int, small_bytes: int
+) -> None:
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", small_bytes)
+    monkeypatch.setattr(snapshot_policy, "LARGE_INTERVAL_S", 0.0)
+    ops = script(4)
+    clean = clean_results(tmp_path / "clean", ops)
+    disk = FaultyDisk(monkeypatch, tmp_path)
+    while run_struck(tmp_path / f"struck{first}", disk, ops, clean, fault=(first, count, error)):
+        first += STRIDE
+    assert first > 3 * STRIDE
+
+
+def run_struck(
+    data_dir: Path, disk: FaultyDisk, ops: list[Op], clean: tuple[dict[int, bytes], str], fault: tuple[int, int, int]
+) -> bool:
+    """Runs a script while some of its writes fail, and compares; False once it makes fewer writes."""
+    service = open_service(data_dir)
+    harness = Harness(service)
+    model_id = harness.create_model()
+    disk.fail(*fault)
+    results: dict[int, bytes] = {}
+    for i in range(len(ops)):
+        body = harness.answer(patiently(lambda i=i: send_op(harness, model_id, ops, i)))
+        results[i] = body.replace(harness.session_id.encode(), b"SESSION")
+    is_struck = disk.writes >= disk.first
+    disk.repair()
+    wait_until(lambda: service.storage_problem is None)
+    assert {i for i, body in results.items() if body != clean[0][i]} == set(), f"write {fault[0]} failed"
+    harness.restore(model_id)
+    assert harness.digest(model_id) == clean[1]
+    service.stop()
+    return is_struck
+
+
+def test_a_full_disk_delays_a_step_and_sampling_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FaultyDisk(monkeypatch, tmp_path)
+    service = open_service(tmp_path)
+    harness = Harness(service)
+    model_id, sampler = harness.create_model(), make_sampler(harness)
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    go_on = threading.Event()
+
+    def hold() -> None:
+        go_on.wait(HANG_S)
+
+    service.call_soon(hold)
+    step = harness.send("optim_step", model_id, 2, STEP)  # accepted, and then the disk is full
+    disk.break_down()
+    go_on.set()
+    wait_until(lambda: service.storage_problem is not None)
+    assert "No space left on device" in str(service.storage_problem)
+    for seq_id in range(20):
+        assert harness.sample(sampler, seq_id)["sequences"]
+    with pytest.raises(JournalError, match=r"storage has not been working since .*No space left on device"):
+        harness.send("forward_backward", model_id, 3, GOOD_PASS)
+    assert service.journal.job(model_id, 2).status == "pending"  # ty: ignore[possibly-missing-attribute]
+    disk.repair()
+    assert harness.wait(step)["state_digest"]
+    assert service.storage_problem is None
+    harness.run("forward_backward", model_id, 3, GOOD_PASS)
+    service.stop()
+
+
+def test_a_service_stops_while_its_disk_is_full_and_the_next_one_runs_what_was_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops: list[Op] = [("forward_backward", GOOD_PASS), ("optim_step", STEP)]
+    clean, _ = clean_results(tmp_path / "clean", ops)
+    disk = FaultyDisk(monkeypatch, tmp_path)
+    service = open_service(tmp_path / "data")
+    harness = Harness(service)
+    model_id = harness.create_model()
+    send_op(harness, model_id, ops, 0)
+    go_on = threading.Event()
+
+    def hold() -> None:
+        go_on.wait(HANG_S)
+
+    service.call_soon(hold)
+    step = harness.send("optim_step", model_id, 2, STEP)
+    disk.break_down()
+    go_on.set()
+    wait_until(lambda: service.storage_problem is not None)
+    service.stop()
+    disk.repair()
+    service = open_service(tmp_path / "data")
+    assert Harness(service, harness.session_id).answer(step) == clean[1]
+    service.stop()
+
+
+def test_requests_behind_one_that_was_refused_for_a_full_disk_are_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FaultyDisk(monkeypatch, tmp_path)
+    service = open_service(tmp_path, gap_timeout_s=1.0)
+    harness = Harness(service)
+    model_id = harness.create_model()
+    second = harness.send("forward_backward", model_id, 2, GOOD_PASS)
+    disk.break_down()
+    service.journal.storage.note_failure("the journal", OSError(errno.ENOSPC, ""))
+    time.sleep(1.5)  # longer than a missing request is waited for
+    disk.repair()
+    wait_until(lambda: service.storage_problem is None)
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    assert harness.wait(second)["loss_fn_outputs"]
+    service.stop()
+
+
+def test_a_database_that_is_locked_delays_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mint.server.store.database.BUSY_TIMEOUT_S", 0.1)
+    ops = script(2)
+    clean, _ = clean_results(tmp_path / "clean", ops)
+    service = open_service(tmp_path / "data")
+    harness = Harness(service)
+    model_id = harness.create_model()
+    other = sqlite3.connect(tmp_path / "data" / JOURNAL_FILE, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(JournalError):
+        send_op(harness, model_id, ops, 0)
+    assert "locked" in str(service.storage_problem)
+    threading.Timer(0.5, other.execute, ("ROLLBACK",)).start()
+    results = {i: harness.answer(patiently(lambda i=i: send_op(harness, model_id, ops, i))) for i in range(len(ops))}
+    session = harness.session_id.encode()
+    assert {i: body.replace(session, b"SESSION") for i, body in results.items()} == clean
+    other.close()
+    service.stop()
+
+
+def test_a_model_is_not_given_up_because_the_disk_fails_while_it_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = open_service(tmp_path)
+    harness = Harness(service)
+    model_id = harness.create_model()
+    for seq_id in (1, 3):
+        harness.run("forward_backward", model_id, seq_id, GOOD_PASS)
+        digest = harness.run("optim_step", model_id, seq_id + 1, STEP)["state_digest"]
+    service.stop()
+    service = open_service(tmp_path)
+    reads: list[str] = []
+    read = service.journal.snapshots
+
+    def fail_once(name: str) -> Any:
+        reads.append(name)
+        if len(reads) == 1:
+            raise JournalError("the journal cannot be used: disk I/O error")
+        return read(name)
+
+    monkeypatch.setattr(service.journal, "snapshots", fail_once)
+    monkeypatch.setattr("mint.server.worker.worker.JOURNAL_RETRY_S", 0.01)
+    harness2 = Harness(service, harness.session_id)
+    harness2.run("forward_backward", model_id, 5, GOOD_PASS)
+    assert len(reads) == 2 and harness2.digest(model_id) == digest
+    service.stop()
