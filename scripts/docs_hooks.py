@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     "ARCHITECTURE.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     "CONTRIBUTING.md",
     "benchmarks/LOG.md",
     "benchmarks/README.md",
