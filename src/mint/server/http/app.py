@@ -149,7 +149,7 @@ def _endpoint(
                     await run_blocking(require_operator, caller, is_operator)
             if not row.is_open:  # open rows read no body: a sender without a key gets no memory
                 record.owner = caller.owner
-                body = None if row.streams_body else await bodies.read(request, caller.owner)
+                body = None if row.streams_body else await bodies.read(request, caller.owner, row.max_body_bytes)
             if body is None:
                 call = Call(service, request, caller, run_blocking)
             else:

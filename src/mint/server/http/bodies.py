@@ -66,8 +66,8 @@ class Bodies:
         self.held_bytes = 0
         """The memory that all bodies hold together."""
 
-    async def read(self, request: Request, owner: str) -> Body:
-        """The whole body, decompressed; its memory counts until it is released.
+    async def read(self, request: Request, owner: str, max_bytes: int | None = None) -> Body:
+        """The whole body, decompressed; its memory counts until it is released. `max_bytes` may lower the limit.
 
         Raises:
             BodyTooLargeError: it is, or says that it is, larger than allowed, or grows to be when decompressed.
@@ -79,15 +79,16 @@ class Bodies:
         declared = request.headers.get("content-length", "0")
         if not (declared.isascii() and declared.isdigit()):
             raise InvalidRequestError("is not a length", field="content-length", value=declared, remedy="Send a number")
-        if len(declared) > 18 or int(declared) > self.limits.body_bytes:
-            raise self._too_large(f"{declared} bytes")
+        limit = self.limits.body_bytes if max_bytes is None else min(max_bytes, self.limits.body_bytes)
+        if len(declared) > 18 or int(declared) > limit:
+            raise _too_large(f"{declared} bytes", limit)
         body = Body(self, owner)
         try:
-            content = await self._receive(request, body)
+            content = await self._receive(request, body, limit)
             if encoding != "identity":
                 # Its size first, in steps: a bomb is refused before its content takes memory.
-                self.hold(body, await self._decompress(_decompressed_size[encoding], content, encoding))
-                content = await self._decompress(_decompress[encoding], content, encoding)
+                self.hold(body, await _decompress(_SIZES[encoding], content, encoding, limit))
+                content = await _decompress(_CONTENTS[encoding], content, encoding, limit)
         except BaseException:
             body.release()
             raise
@@ -112,7 +113,7 @@ class Bodies:
         if not self._held[owner]:
             del self._held[owner]
 
-    async def _receive(self, request: Request, body: Body) -> bytes:
+    async def _receive(self, request: Request, body: Body, limit: int) -> bytes:
         limits = self.limits
         started_at = time.monotonic()
         chunks = list[bytes]()
@@ -134,26 +135,27 @@ class Bodies:
             if chunk:
                 self.hold(body, len(chunk))
                 chunks.append(chunk)
-            if body.held_bytes > limits.body_bytes:
-                raise self._too_large(f"more than {limits.body_bytes} bytes")
+            if body.held_bytes > limit:
+                raise _too_large(f"more than {limit} bytes", limit)
         return b"".join(chunks)
 
-    async def _decompress(self, step: Callable[[bytes, int], T], body: bytes, encoding: str) -> T:
-        limit = self.limits.body_bytes
-        try:
-            if len(body) <= INLINE_BYTES:
-                return step(body, limit)
-            return await asyncio.to_thread(step, body, limit)
-        except (zlib.error, zstandard.ZstdError, EOFError) as error:
-            raise InvalidRequestError(
-                f"cannot be unpacked as {encoding}: {error}", field="body", remedy="Send it whole, or without encoding"
-            ) from error
-        except _BombError:
-            raise self._too_large(f"more than {limit} bytes once unpacked") from None
 
-    def _too_large(self, value: str) -> BodyTooLargeError:
-        remedy = f"Send at most {self.limits.body_bytes} bytes at once: split the data into several calls"
-        return BodyTooLargeError("is too large", field="body", value=value, remedy=remedy)
+async def _decompress(step: Callable[[bytes, int], T], body: bytes, encoding: str, limit: int) -> T:
+    try:
+        if len(body) <= INLINE_BYTES:
+            return step(body, limit)
+        return await asyncio.to_thread(step, body, limit)
+    except (zlib.error, zstandard.ZstdError, EOFError) as error:
+        raise InvalidRequestError(
+            f"cannot be unpacked as {encoding}: {error}", field="body", remedy="Send it whole, or without encoding"
+        ) from error
+    except _BombError:
+        raise _too_large(f"more than {limit} bytes once unpacked", limit) from None
+
+
+def _too_large(value: str, limit: int) -> BodyTooLargeError:
+    remedy = f"Send at most {limit} bytes at once: split the data into several calls"
+    return BodyTooLargeError("is too large", field="body", value=value, remedy=remedy)
 
 
 def _encoding(request: Request) -> str:
@@ -224,5 +226,5 @@ def _decompress_zstd(body: bytes, _limit: int) -> bytes:
     return b"".join(parts)
 
 
-_decompressed_size: Mapping[str, Callable[[bytes, int], int]] = {"gzip": _gzip_size, "zstd": _zstd_size}
-_decompress: Mapping[str, Callable[[bytes, int], bytes]] = {"gzip": _decompress_gzip, "zstd": _decompress_zstd}
+_SIZES: Mapping[str, Callable[[bytes, int], int]] = {"gzip": _gzip_size, "zstd": _zstd_size}
+_CONTENTS: Mapping[str, Callable[[bytes, int], bytes]] = {"gzip": _decompress_gzip, "zstd": _decompress_zstd}

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 import mint.wire as wire
-from mint.errors import BodyTooLargeError, InvalidRequestError, NotFoundError, SessionEndedError
-from mint.server.http.route_table import Call, Operation, RouteRow, respond, respond_json
+from mint.errors import InvalidRequestError, NotFoundError, SessionEndedError
+from mint.server.http.route_table import SMALL_BODY_BYTES, Call, Operation, RouteRow, respond, respond_json
 from mint.server.ids import RequestId
 from mint.server.queue.futures import FutureResult
 from mint.types import (
@@ -46,6 +46,9 @@ MAX_TELEMETRY_BYTES = 1024 * 1024
 MAX_POLL_BYTES = 64 * 1024
 """The largest body that the event loop decodes itself. Polls have under 1 KiB, and a thread would cost them more."""
 
+MAX_SAMPLE_BYTES = 8 * 1024 * 1024
+"""A prompt of a million tokens."""
+
 CUSTOM_LOSS = "Use forward_backward_custom, which computes the loss on the client and sends its gradient as weights"
 KEYS = "Keys are made and revoked by the operator: mint keys create, mint keys revoke"
 
@@ -54,20 +57,8 @@ async def client_config(call: Call) -> Response:
     """The client's feature flags: all keep the client's own default, except for one transport in some SDKs, which
     follows redirects although the SDK wants to see them (the address of an archive). Chunks of one call may arrive at
     the same time, because the server puts them in order."""
-    version = wire.decode(messages.ClientConfigRequest, _small_body(call) or b"{}").sdk_version
+    version = wire.decode(messages.ClientConfigRequest, call.body or b"{}").sdk_version
     return respond(ClientConfigResponse(use_pyqwest_transport=False if HIDES_REDIRECTS.match(version) else None))
-
-
-def _small_body(call: Call) -> bytes:
-    """The body of a request that is decoded on the event loop.
-
-    Raises:
-        BodyTooLargeError: decoding it would keep all other requests waiting.
-    """
-    if len(call.body) > MAX_POLL_BYTES:
-        remedy = f"Send at most {MAX_POLL_BYTES} bytes"
-        raise BodyTooLargeError("is too large", field="body", value=f"{len(call.body)} bytes", remedy=remedy)
-    return call.body
 
 
 async def telemetry(call: Call) -> Response:
@@ -143,7 +134,7 @@ async def _respond_result(call: Call, result: FutureResult, kind: ResultKind) ->
         return respond_json(result.body)
     if wire.Encoding.PROTO.value in call.request.headers.get("accept", ""):
         return Response(result.body, media_type=wire.Encoding.PROTO.value)
-    return respond_json(await call.run_blocking(wire.result_as_json, result.body, kind))
+    return respond_json(await call.run_blocking(call.service.result_as_json, result, kind))
 
 
 def get_info(call: Call) -> Response:
@@ -164,7 +155,7 @@ def sampler_info(call: Call) -> Response:
 async def retrieve_future(call: Call) -> Response:
     """Long poll: the result; the error (200 too: it is final); 408 for "ask again"; 410 for a lost sample."""
     # `allow_metadata_only` may be ignored: clients take the result itself where they asked for its size
-    request_id = wire.decode(RetrieveFutureRequest, _small_body(call)).request_id
+    request_id = wire.decode(RetrieveFutureRequest, call.body).request_id
     name = RequestId.parse(request_id)
     is_sample = name is not None and name.is_sample
     try:
@@ -180,7 +171,7 @@ async def retrieve_future(call: Call) -> Response:
 
 async def retrieve_futures(call: Call) -> Response:
     """Long poll for whichever of a sampler's results comes next; each is then fetched with `retrieve_future`."""
-    return respond(await call.service.retrieve_many(call.caller, _small_body(call)))
+    return respond(await call.service.retrieve_many(call.caller, call.body))
 
 
 def cancel_future(call: Call) -> Response:
@@ -222,8 +213,20 @@ def get_server_capabilities(call: Call) -> Response:
     return respond(call.service.capabilities())
 
 
-def _post(path: str, operation: Operation, request: Message = None, response: Message = None) -> RouteRow:
-    return RouteRow("POST", f"{wire.API_PREFIX}/{path}", operation, request, response)
+def _post(
+    path: str,
+    operation: Operation,
+    request: Message = None,
+    response: Message = None,
+    *,
+    max_body_bytes: int | None = SMALL_BODY_BYTES,
+) -> RouteRow:
+    route = f"{wire.API_PREFIX}/{path}"
+    return RouteRow("POST", route, operation, request, response, max_body_bytes=max_body_bytes)
+
+
+def _polled(path: str, operation: Operation, request: Message, response: Message = None) -> RouteRow:
+    return _post(path, operation, request, response, max_body_bytes=MAX_POLL_BYTES)
 
 
 def _refused(method: str, path: str, remedy: str) -> RouteRow:
@@ -236,25 +239,25 @@ def _refused(method: str, path: str, remedy: str) -> RouteRow:
     return RouteRow(method, f"{wire.API_PREFIX}/{path}", operation)
 
 
-def _submitted(kind: str, request: type[BaseModel]) -> RouteRow:
-    return _post(kind, submit(kind), request, UntypedPromise)
+def _submitted(kind: str, request: type[BaseModel], *, max_body_bytes: int | None = SMALL_BODY_BYTES) -> RouteRow:
+    return _post(kind, submit(kind), request, UntypedPromise, max_body_bytes=max_body_bytes)
 
 
 ROUTES: tuple[RouteRow, ...] = (
     # the router tries one row after another, so those of every training step come first
-    _submitted("forward_backward", messages.ForwardBackwardRequest),
+    _submitted("forward_backward", messages.ForwardBackwardRequest, max_body_bytes=None),
     _submitted("optim_step", messages.OptimStepRequest),
-    _post("asample", sample, messages.SampleRequest, UntypedPromise),
-    _post("retrieve_future", retrieve_future, RetrieveFutureRequest),
-    _post("client/config", client_config, messages.ClientConfigRequest, ClientConfigResponse),
-    _post("client/dynamic_config", client_config, messages.ClientConfigRequest, ClientConfigResponse),
+    _post("asample", sample, messages.SampleRequest, UntypedPromise, max_body_bytes=MAX_SAMPLE_BYTES),
+    _polled("retrieve_future", retrieve_future, RetrieveFutureRequest),
+    _polled("client/config", client_config, messages.ClientConfigRequest, ClientConfigResponse),
+    _polled("client/dynamic_config", client_config, messages.ClientConfigRequest, ClientConfigResponse),
     RouteRow("POST", f"{wire.API_PREFIX}/telemetry", telemetry, response=TelemetryResponse, streams_body=True),
     _post("create_session", create_session, messages.CreateSessionRequest, CreateSessionResponse),
     _post("session_heartbeat", session_heartbeat, messages.SessionRequest),
     _post("sessions/{session_id}/finish", finish_session, messages.FinishSessionRequest),
     _submitted("create_model", messages.CreateModelRequest),
     _post("get_info", get_info, messages.ModelRequest, GetInfoResponse),
-    _submitted("forward", messages.ForwardRequest),
+    _submitted("forward", messages.ForwardRequest, max_body_bytes=None),
     _submitted("save_weights", messages.SaveWeightsRequest),
     _submitted("save_weights_for_sampler", messages.SaveWeightsForSamplerRequest),
     _submitted("save_weights_external", messages.SaveWeightsExternalRequest),
@@ -266,7 +269,7 @@ ROUTES: tuple[RouteRow, ...] = (
         CreateSamplingSessionResponse,
     ),
     RouteRow("GET", f"{wire.API_PREFIX}/samplers/{{sampler_id}}", sampler_info, response=SamplerInfo),
-    _post("retrieve_futures", retrieve_futures, messages.RetrieveFuturesRequest, RetrieveFuturesResponse),
+    _polled("retrieve_futures", retrieve_futures, messages.RetrieveFuturesRequest, RetrieveFuturesResponse),
     _post("cancel_future", cancel_future, messages.CancelFutureRequest),
     _post(
         "join_sampling_session",

@@ -39,6 +39,9 @@ class Call:
     release_body: Callable[[], None] = lambda: None
 
 
+SMALL_BODY_BYTES = 1024 * 1024
+"""The largest body of a route that carries no data: a thread that decodes it delays the event loop by milliseconds."""
+
 Operation = Callable[[Call], Response] | Callable[[Call], Awaitable[Response]]
 """A coroutine runs on the event loop, and hands what takes time to `Call.run_blocking`; a plain function runs in it."""
 
@@ -48,8 +51,9 @@ class RouteRow:
     """One route. `request` and `response` describe the bodies; the operation's docstring says what it is for.
 
     `is_open` rows answer without a key, `for_operators` rows only with an operator's. `streams_body` rows read the body
-    themselves, and get it empty. `refuse` is for rows whose protocol writes errors in a shape of its own, which
-    `refusal` describes. A row that `streams` may answer with server-sent events instead of one message.
+    themselves, and get it empty; others get at most `max_body_bytes`, and never more than the server allows. `refuse`
+    is for rows whose protocol writes errors in a shape of its own, which `refusal` describes. A row that `streams` may
+    answer with server-sent events instead of one message.
     """
 
     method: str
@@ -60,6 +64,7 @@ class RouteRow:
     is_open: bool = False
     for_operators: bool = False
     streams_body: bool = False
+    max_body_bytes: int | None = SMALL_BODY_BYTES
     refuse: Callable[[MintError], Response] | None = None
     refusal: type[BaseModel] | None = None
     streams: bool = False

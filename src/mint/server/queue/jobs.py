@@ -95,6 +95,10 @@ def decode_request(kind: str, payload: bytes, encoding: wire.Encoding = wire.Enc
         return error
 
 
+Decode = Callable[[str, bytes, wire.Encoding], BaseModel | MintError]
+"""Decodes the body of a journaled request, as `decode_request` does."""
+
+
 def read_training_request(
     route: str, body: bytes, encoding: wire.Encoding = wire.Encoding.JSON
 ) -> tuple[JobRow, BaseModel | MintError]:
@@ -118,7 +122,7 @@ def read_training_request(
     return JobRow(owner, place, kind, body, sha256, encoding=encoding.value), request
 
 
-def is_repeat(existing: JobRow, row: JobRow, request: BaseModel | MintError) -> bool:
+def is_repeat(existing: JobRow, row: JobRow, request: BaseModel | MintError, decode: Decode = decode_request) -> bool:
     """Whether a request is the one that already has its place: the same bytes, or the same message in other bytes."""
     if existing.kind == "missing" or existing.sha256 == row.sha256:
         return True
@@ -126,7 +130,7 @@ def is_repeat(existing: JobRow, row: JobRow, request: BaseModel | MintError) -> 
         return False
     if existing.payload is None:  # pruned: one protobuf message has many spellings, one of JSON does not
         return existing.encoding == row.encoding == wire.Encoding.PROTO.value
-    known = decode_request(existing.kind, existing.payload, wire.Encoding(existing.encoding))
+    known = decode(existing.kind, existing.payload, wire.Encoding(existing.encoding))
     return not isinstance(known, MintError) and wire.is_same(known, request)
 
 

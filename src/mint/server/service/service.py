@@ -39,17 +39,12 @@ from mint.server.callers import Caller
 from mint.server.ids import RequestId, request_id, sampler_id, session_of
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import FutureResult, Futures
-from mint.server.queue.jobs import (
-    QueuedSample,
-    TrainingJob,
-    is_repeat,
-    read_sample_request,
-    read_training_request,
-)
+from mint.server.queue.jobs import QueuedSample, TrainingJob, is_repeat
 from mint.server.queue.queue import RequestQueue
 from mint.server.queue.queue_position import QueueIndex, QueuePosition
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
 from mint.server.service.new_samplers import new_sampler
+from mint.server.service.request_reader import PROCESSES, RequestReader
 from mint.server.service.sessions import SUSPENDED_S, Sessions
 from mint.server.service.takeover import UnfinishedJob, adopt_sessions, unfinished_jobs
 from mint.server.storage_state import StorageProblem
@@ -70,6 +65,7 @@ from mint.server.worker.worker import Worker
 from mint.types import (
     CreateSamplingSessionResponse,
     CreateSessionResponse,
+    ForwardBackwardOutput,
     GetInfoResponse,
     GetServerCapabilitiesResponse,
     ModelData,
@@ -169,6 +165,7 @@ class Service:
         self.session_catalog = SessionCatalog(self.journal)
         self.base_models = BaseModels(engine, aliases, offered)
         self.futures = Futures()
+        self._reader = RequestReader(PROCESSES if is_server else 0)
         self._queue = queue or RequestQueue()
         self._clock = clock
         self._kept_house_at = clock()
@@ -207,6 +204,7 @@ class Service:
     def stop(self) -> None:
         """Ends after the request that is running; what waits stays in the journal for the next process."""
         self._worker.stop()
+        self._reader.close()
         try:
             self.journal.touch_sessions(self._sessions.last_seen())
         except JournalError as error:
@@ -307,7 +305,7 @@ class Service:
             JournalError: the storage does not work now; it may be sent again.
         """
         self.journal.storage.require_working()
-        row, request = read_training_request(kind, body, encoding)
+        row, request = self._reader.read_training(kind, body, encoding)
         with self._accepting:
             row, commit = self._accept(caller, row, request)
         # Outside of the lock: requests that are accepted meanwhile share the next fsync.
@@ -336,7 +334,7 @@ class Service:
         commit = self.journal.durability.newest_commit
         if existing is None:
             self._enqueue(row, request, caller.owner, next_seq=next_seq, commit=commit)
-        elif not is_repeat(existing, row, request):
+        elif not is_repeat(existing, row, request, self._reader.decode):
             raise ConflictError(
                 f"was used before by another request ({existing.kind}) of {row.model_id}",
                 field="seq_id" if row.seq_id else "model_seq_id",
@@ -504,7 +502,7 @@ class Service:
             ConflictError: its number is taken by another request.
             OverloadedError: too much of this owner, or of all owners, waits already.
         """
-        sampler, number, count, request = read_sample_request(body)
+        sampler, number, count, request = self._reader.read_sample(body)
         self._require_sampler(caller, sampler)
         if not 0 <= number <= MAX_SAMPLE_SEQ_ID:
             remedy = "Count from 0, below 2**63"
@@ -644,6 +642,10 @@ class Service:
             ]
             if own or not found:
                 return RetrieveFuturesResponse(completions=own, cursor=cursor)
+
+    def result_as_json(self, result: FutureResult, kind: type[ForwardBackwardOutput] | type[SampleResponse]) -> bytes:
+        """A result of this kind for a client that reads only JSON."""
+        return self._reader.result_as_json(result.body, kind)
 
     def queue_position(self, caller: Caller, name: str) -> QueuePosition:
         """Where a request is that has no result yet."""

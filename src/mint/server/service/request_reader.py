@@ -1,0 +1,155 @@
+"""Reads the bodies of requests that carry data, and writes results as JSON; large ones in processes beside the server.
+
+To decode a body of JSON is one long call that holds the interpreter's lock, so that a thread does not help: the event
+loop would stand still meanwhile. A hostile body takes longest. Any thread may call, and waits for the result.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from pydantic import BaseModel
+
+import mint.wire as wire
+from mint.errors import InvalidRequestError, MintError
+from mint.server.queue.jobs import REQUESTS, read_sample_request, read_training_request
+from mint.server.service.decoding_process import Reply, decode_request
+from mint.server.store.rows import JobRow
+from mint.types import ForwardBackwardOutput, SampleResponse
+from mint.wire.requests import SampleRequest
+
+log = logging.getLogger("mint.wire")
+
+LARGE_JSON_BYTES = 1 << 20
+LARGE_PROTO_BYTES = 16 << 20
+"""From these sizes on, a body is decoded in another process; parsing protobuf takes a tenth of the time of JSON."""
+
+PROCESSES = 2
+
+
+class RequestReader:
+    """Decodes in this process, or large bodies in up to `processes` others, which start when they are needed."""
+
+    def __init__(self, processes: int = 0) -> None:
+        self._processes = [DecodingProcess() for _ in range(processes)]
+        self._free: SimpleQueue[DecodingProcess] = SimpleQueue()
+        for process in self._processes:
+            self._free.put(process)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes that have been started."""
+        found = [process.process_id for process in self._processes]
+        return [process_id for process_id in found if process_id is not None]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.close()
+
+    def read_training(self, kind: str, body: bytes, encoding: wire.Encoding) -> tuple[JobRow, BaseModel | MintError]:
+        """Same as `jobs.read_training_request`."""
+        if not self._is_large(body, encoding):
+            return read_training_request(kind, body, encoding)
+        reply, content = self._run("training", kind, encoding, body)
+        row = JobRow(**reply.place, payload=body, encoding=encoding.value)
+        return row, reply.failure or decode_request(REQUESTS[kind], content)
+
+    def decode(self, kind: str, body: bytes, encoding: wire.Encoding) -> BaseModel | MintError:
+        """Same as `jobs.decode_request`, for a body whose place could be read."""
+        return self.read_training(kind, body, encoding)[1]
+
+    def read_sample(self, body: bytes) -> tuple[str, int, int, SampleRequest | InvalidRequestError]:
+        """Same as `jobs.read_sample_request`."""
+        if not self._is_large(body, wire.Encoding.JSON):
+            return read_sample_request(body)
+        reply, content = self._run("sample", "", wire.Encoding.JSON, body)
+        request: Any = reply.failure or decode_request(SampleRequest, content)
+        return reply.place["sampler"], reply.place["number"], reply.place["count"], request
+
+    def result_as_json(self, body: bytes, kind: type[ForwardBackwardOutput] | type[SampleResponse]) -> bytes:
+        """Same as `wire.result_as_json`."""
+        if not self._is_large(body, wire.Encoding.JSON):
+            return wire.result_as_json(body, kind)
+        return self._run("result", kind.__name__, wire.Encoding.PROTO, body)[1]
+
+    def _is_large(self, body: bytes, encoding: wire.Encoding) -> bool:
+        limit = LARGE_PROTO_BYTES if encoding is wire.Encoding.PROTO else LARGE_JSON_BYTES
+        return bool(self._processes) and len(body) >= limit
+
+    def _run(self, task: str, name: str, encoding: wire.Encoding, body: bytes) -> tuple[Reply, bytes]:
+        process = self._free.get()
+        try:
+            reply, content = process.run(task, name, encoding, body)
+        finally:
+            self._free.put(process)
+        for warning in reply.warnings:
+            log.warning("%s", warning)
+        if reply.is_refused and reply.failure is not None:
+            raise reply.failure
+        return reply, content
+
+
+class DecodingProcess:
+    """One such process. One thread at a time may use it; it is started again when it has ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    @property
+    def process_id(self) -> int | None:
+        """Its id; None while there is none."""
+        return None if self._child is None else self._child.pid
+
+    def run(self, task: str, name: str, encoding: wire.Encoding, body: bytes) -> tuple[Reply, bytes]:
+        """Runs `decoding_process.work` there.
+
+        Raises:
+            InvalidRequestError: the process dies of this body.
+        """
+        for _ in range(2):  # it may have ended by itself just before
+            with suppress(EOFError, OSError):
+                connection = self._opened()
+                connection.send_bytes(json.dumps([task, name, encoding.value]).encode())
+                connection.send_bytes(body)
+                return Reply.from_bytes(connection.recv_bytes()), connection.recv_bytes()
+            self.close()
+        log.error("the process that decodes large bodies died twice over one of %d bytes", len(body))
+        raise InvalidRequestError(
+            "cannot be decoded", field="body", value=f"{len(body)} bytes", remedy="Send less data at once"
+        )
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            if self._child is not None:
+                self._child.kill()
+                self._child.wait()
+            self._connection = self._child = None
+
+    def _opened(self) -> Any:
+        with self._lock:
+            if self._connection is None:
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    self._child = subprocess.Popen(
+                        [sys.executable, "-m", "mint.server.service.decoding_process", str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,  # an interrupt from the terminal is for the server
+                    )
+                self._connection = Connection(ours.detach())
+            return self._connection
