@@ -17,7 +17,7 @@
     │   ├── RequestFailedError          an accepted request failed                                          server 500
     │   │   ├── StepRefusedError        optim_step was refused, because a gradient before it failed         user   400
     │   │   ├── RequestCancelledError   the client cancelled its request                                    user   400
-    │   │   ├── CheckpointError         a checkpoint or snapshot is damaged or does not fit                 server 500
+    │   │   ├── CheckpointError         a checkpoint or snapshot is damaged or does not fit                 server 400
     │   │   ├── RecoveryDivergedError   a replay after a crash gave other bits than before                  server 500
     │   │   ├── OutOfMemoryError        memory does not suffice for one request                             server 500
     │   │   └── JournalError            the journal cannot be written or read                               server 503
@@ -200,7 +200,12 @@ class RequestCancelledError(RequestFailedError):
 
 
 class CheckpointError(RequestFailedError):
-    """A checkpoint or snapshot is damaged, incomplete, or of a model with other shapes."""
+    """A checkpoint or snapshot is damaged, incomplete, or of a model with other shapes.
+
+    To send the request again does not help, so the status is not one that clients retry.
+    """
+
+    status = 400
 
 
 class RecoveryDivergedError(RequestFailedError):

@@ -268,7 +268,7 @@ def test_a_damaged_checkpoint_is_not_sent(world: World, trained: tuple[str, str]
     content[-1] ^= 1
     (folder / "weights.safetensors").write_bytes(content)
     answer = world.get(route(path) + "/archive")
-    assert answer.status_code == 500 and "damaged" in answer.json()["error"]
+    assert answer.status_code == 400 and "damaged" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("format", ["peft", "hf", "gguf-ready"])

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from mint.engine.protocol import LoraSpec, ModelState
-from mint.errors import CheckpointError
+from mint.errors import CheckpointError, JournalError
 from mint.models.tensor_files import write_file
 from mint.server.store.snapshot_files import read_optimizer, read_weights, write_optimizer, write_weights
+
+log = logging.getLogger("mint.store")
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -38,6 +43,9 @@ class Manifest:
     @property
     def lora_spec(self) -> LoraSpec:
         return LoraSpec(**self.lora)
+
+
+_MANIFEST, _LORA = TypeAdapter(Manifest), TypeAdapter(LoraSpec)
 
 
 def folder_size(folder: Path) -> int:
@@ -66,14 +74,21 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder.
 
     Raises:
-        CheckpointError: there is none that can be read.
+        CheckpointError: it is missing or damaged; names the checkpoint by its `ckpt_…` id.
+        JournalError: it cannot be read now.
     """
     try:
-        return Manifest(**json.loads((folder / MANIFEST_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        manifest = _MANIFEST.validate_json((folder / MANIFEST_FILE).read_bytes(), strict=True)
+        _LORA.validate_json(json.dumps(vars(manifest.lora_spec)), strict=True)
+        return manifest
+    except (FileNotFoundError, ValueError, TypeError) as error:
+        log.error("the manifest in %s is damaged or missing: %s", folder, error)
         raise CheckpointError(
-            f"the checkpoint in {folder} has no readable manifest: {error}", remedy="Use another checkpoint"
+            f"checkpoint ckpt_{folder.name.replace('-', '')} is damaged: its manifest cannot be used",
+            remedy=f"Use another checkpoint; the operator may restore checkpoints/{folder.name} from a backup",
         ) from error
+    except OSError as error:
+        raise JournalError(f"a manifest cannot be read: {error.strerror}", remedy="See the server's log") from error
 
 
 def read_checkpoint(folder: Path, *, optimizer: bool) -> tuple[Manifest, ModelState]:
