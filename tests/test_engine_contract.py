@@ -151,9 +151,12 @@ def test_a_written_state_continues_bit_for_bit(engine: Engine) -> None:
 
 def test_a_state_that_was_read_is_a_copy(engine: Engine) -> None:
     state = engine.read_state("m")
-    before = {name: array.copy() for name, array in state.weights.items()}
+    parts = (state.weights, state.exp_avg or {}, state.exp_avg_sq or {})
+    before = [{name: array.copy() for name, array in part.items()} for part in parts]
     _step(engine, "m", 6)
-    assert all(np.array_equal(before[name], array) for name, array in state.weights.items())
+    engine.write_state("m", ModelState(state.weights))
+    for then, now in zip(before, parts, strict=True):
+        assert now and all(np.array_equal(then[name], array) for name, array in now.items())
 
 
 def test_weights_alone_reset_the_optimizer(engine: Engine) -> None:

@@ -129,8 +129,15 @@ class LoraWeights:
         return other
 
     def named(self, vector: Tensor | None = None) -> dict[str, np.ndarray]:
-        """`vector` (or the weights), cut into arrays by PEFT name: `{module}.lora_A.weight` [r, I], `lora_B` [O, r]."""
-        entries = (self.flat if vector is None else vector).detach().to("cpu", copy=True).numpy()
+        """A copy of the weights, cut into arrays by PEFT name: `{module}.lora_A.weight` [r, I], `lora_B` [O, r].
+
+        If given, `vector` is cut instead, without a copy: on a CPU the arrays are read-only views of it.
+        """
+        if vector is None:
+            entries = self.flat.detach().to("cpu", copy=True).numpy()
+        else:
+            entries = vector.detach().cpu().numpy().view()
+            entries.flags.writeable = False
         return {name: entries[place].reshape(shape) for name, (place, shape) in self.arrays.items()}
 
     def assemble(self, arrays: Mapping[str, np.ndarray], what: str) -> Tensor:

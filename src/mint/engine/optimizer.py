@@ -16,7 +16,10 @@ from mint.engine.protocol import AdamSpec
 
 @dataclass
 class AdamState:
-    """The moments, as long as the weights, and the number of steps taken."""
+    """The moments, as long as the weights, and the number of steps taken.
+
+    Nothing writes into the moments: a step puts others in their place, so that readers need no copy.
+    """
 
     exp_avg: Tensor
     exp_avg_sq: Tensor

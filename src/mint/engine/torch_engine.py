@@ -211,6 +211,7 @@ class TorchEngine:
     def read_state(self, model_id: str) -> ModelState:
         """A copy of weights and optimizer."""
         model = self._model(model_id)
+        # moments need no copy: a step replaces their tensors, and never writes into them
         return ModelState(
             weights=model.weights.named(),
             step=model.adam.step,
