@@ -16,6 +16,7 @@ from mint.compose.embedded import EmbeddedService, open_embedded
 from mint.server.all_routes import ROUTES
 from mint.server.http.app import create_app
 from mint.server.http.auth import by_key
+from mint.server.http.key_guesses import GuardedKeys
 from mint.server.store.keys import ApiKeys
 
 MODEL = "mint/tiny"
@@ -44,7 +45,7 @@ def serving(folder: Path, **options: Any) -> Iterator[Server]:
     running = open_embedded(data_dir=folder, **options)
     book = ApiKeys(running.service.journal.database)
     keys = {owner: book.create(owner)[0] for owner in ("ada", "bob")}
-    app = create_app(running.service, ROUTES, authenticate=by_key(book))
+    app = create_app(running.service, ROUTES, authenticate=by_key(GuardedKeys(book)))
     try:
         with http_app(running, app) as url:
             yield Server(url, running, keys)
