@@ -46,7 +46,8 @@ DRAIN_SHARE = 0.4
 """How much of the time for a shutdown the open responses may take; the rest is for the running request."""
 
 MAX_THREADS = 16
-"""Threads on which requests are decoded and accepted. Most of them wait for the disk, and share its fsyncs."""
+"""Threads for requests that write to the journal: most of them wait for the disk, and share its fsyncs. As many again
+for the others, which so are answered while those wait."""
 
 
 SWITCH_INTERVAL_S = 0.001
@@ -104,6 +105,7 @@ class Server:
             opened.pop_all()  # all is open: `run` closes it
         self.keys = ApiKeys(self.service.journal.database)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
+        self._disk_threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-accept")
         guarded = GuardedKeys(self.keys)
         self._dashboard = over_service(self.service, metrics, access=access, keys=guarded, admits=self._is_operator)
         authenticate = key_or_session(guarded, self._dashboard) if access.asks_keys else None
@@ -120,6 +122,7 @@ class Server:
             metrics=metrics,
             readiness=Readiness(self.service, stuck_after_s=settings.stuck_after_s),
             executor=self._threads,
+            disk_executor=self._disk_threads,
         )
         self._uvicorn = HttpServer(
             http_config(app, drain_s=settings.stop_within_s * DRAIN_SHARE), self._release_clients
@@ -143,6 +146,7 @@ class Server:
             self._uvicorn.run(sockets=[self._socket])
         finally:
             self._metrics.loop_pauses.stop()
+            self._disk_threads.shutdown(wait=False)
             self._threads.shutdown(wait=False)  # the responses have been sent, or cut off
             _stop(self.service, self._settings.stop_within_s * (1 - DRAIN_SHARE))
             self._lock.close()

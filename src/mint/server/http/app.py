@@ -79,19 +79,23 @@ def create_app(
     readiness: ReadinessProbe | None = None,
     pages: Sequence[Route] = (),
     executor: Executor | None = None,
+    disk_executor: Executor | None = None,
 ) -> Starlette:
     """The application over a service that the caller starts and stops.
 
     `authenticate` None asks for no key, and then everybody is an operator. `public_url` begins links to files. `screen`
     sees every request before its sender is known. `pages` are further routes, which check themselves who may call them.
-    What takes time (decoding a body, the journal, the disk) runs on the threads of `executor`, so that the event loop
-    goes on answering; None runs it on the event loop, which suits an application with one client in its own process.
+    What takes time (decoding a body, the journal) runs on the threads of `executor`, so that the event loop goes on
+    answering; None runs it on the event loop, which suits an application with one client in its own process. Rows that
+    wait for the disk run on the threads of `disk_executor`: so a slow disk keeps nobody waiting who does not need it.
     """
     bodies = bodies or Bodies()
-    run_blocking = _on_threads(executor) if executor is not None else _at_once
+    run_quick = _at_once if executor is None else _on_threads(executor)
+    run_slow = run_quick if disk_executor is None else _on_threads(disk_executor)
 
     def route(row: RouteRow) -> Route:
-        endpoint = _endpoint(service, row, authenticate, is_operator, screen, bodies, run_blocking)
+        run_operation = run_slow if row.waits_for_disk else run_quick
+        endpoint = _endpoint(service, row, authenticate, is_operator, screen, bodies, run_quick, run_operation)
         return Route(row.path, endpoint, methods=[row.method])
 
     app = Starlette(
@@ -129,6 +133,7 @@ def _endpoint(
     is_operator: Admit,
     screen: Screen | None,
     bodies: Bodies,
+    run_check: RunBlocking,
     run_blocking: RunBlocking,
 ) -> Endpoint:
     refuse = row.refuse or _respond_error
@@ -144,9 +149,9 @@ def _endpoint(
             if screen is not None:
                 screen(request)
             if authenticate is not None and not row.is_open:
-                caller = await run_blocking(authenticate, request)
+                caller = await run_check(authenticate, request)
                 if row.for_operators:
-                    await run_blocking(require_operator, caller, is_operator)
+                    await run_check(require_operator, caller, is_operator)
             if not row.is_open:  # open rows read no body: a sender without a key gets no memory
                 record.owner = caller.owner
                 body = None if row.streams_body else await bodies.read(request, caller.owner, row.max_body_bytes)

@@ -60,7 +60,7 @@ def docs(call: Call) -> Response:
 
 
 def _open(path: str, operation: Operation, response: type[BaseModel] | None = None) -> RouteRow:
-    return RouteRow("GET", path, operation, response=response, is_open=True)
+    return RouteRow("GET", path, operation, response=response, is_open=True, waits_for_disk=False)
 
 
 ROUTES: tuple[RouteRow, ...] = (
@@ -68,7 +68,7 @@ ROUTES: tuple[RouteRow, ...] = (
     _open("/health", healthz, Health),
     _open(f"{wire.API_PREFIX}/healthz", healthz, Health),
     _open("/readyz", readyz, Health),
-    RouteRow("GET", "/metrics", metrics, for_operators=True),
+    RouteRow("GET", "/metrics", metrics, for_operators=True, waits_for_disk=False),
     _open("/openapi.json", describe),
     _open("/docs", docs),
 )

@@ -220,13 +220,16 @@ def _post(
     response: Message = None,
     *,
     max_body_bytes: int | None = SMALL_BODY_BYTES,
+    waits_for_disk: bool = True,
 ) -> RouteRow:
     route = f"{wire.API_PREFIX}/{path}"
-    return RouteRow("POST", route, operation, request, response, max_body_bytes=max_body_bytes)
+    return RouteRow(
+        "POST", route, operation, request, response, max_body_bytes=max_body_bytes, waits_for_disk=waits_for_disk
+    )
 
 
 def _polled(path: str, operation: Operation, request: Message, response: Message = None) -> RouteRow:
-    return _post(path, operation, request, response, max_body_bytes=MAX_POLL_BYTES)
+    return _post(path, operation, request, response, max_body_bytes=MAX_POLL_BYTES, waits_for_disk=False)
 
 
 def _refused(method: str, path: str, remedy: str) -> RouteRow:
@@ -247,16 +250,18 @@ ROUTES: tuple[RouteRow, ...] = (
     # the router tries one row after another, so those of every training step come first
     _submitted("forward_backward", messages.ForwardBackwardRequest, max_body_bytes=None),
     _submitted("optim_step", messages.OptimStepRequest),
-    _post("asample", sample, messages.SampleRequest, UntypedPromise, max_body_bytes=MAX_SAMPLE_BYTES),
+    _post(
+        "asample", sample, messages.SampleRequest, UntypedPromise, max_body_bytes=MAX_SAMPLE_BYTES, waits_for_disk=False
+    ),
     _polled("retrieve_future", retrieve_future, RetrieveFutureRequest),
     _polled("client/config", client_config, messages.ClientConfigRequest, ClientConfigResponse),
     _polled("client/dynamic_config", client_config, messages.ClientConfigRequest, ClientConfigResponse),
     RouteRow("POST", f"{wire.API_PREFIX}/telemetry", telemetry, response=TelemetryResponse, streams_body=True),
     _post("create_session", create_session, messages.CreateSessionRequest, CreateSessionResponse),
-    _post("session_heartbeat", session_heartbeat, messages.SessionRequest),
+    _post("session_heartbeat", session_heartbeat, messages.SessionRequest, waits_for_disk=False),
     _post("sessions/{session_id}/finish", finish_session, messages.FinishSessionRequest),
     _submitted("create_model", messages.CreateModelRequest),
-    _post("get_info", get_info, messages.ModelRequest, GetInfoResponse),
+    _post("get_info", get_info, messages.ModelRequest, GetInfoResponse, waits_for_disk=False),
     _submitted("forward", messages.ForwardRequest, max_body_bytes=None),
     _submitted("save_weights", messages.SaveWeightsRequest),
     _submitted("save_weights_for_sampler", messages.SaveWeightsForSamplerRequest),
@@ -270,12 +275,13 @@ ROUTES: tuple[RouteRow, ...] = (
     ),
     RouteRow("GET", f"{wire.API_PREFIX}/samplers/{{sampler_id}}", sampler_info, response=SamplerInfo),
     _polled("retrieve_futures", retrieve_futures, messages.RetrieveFuturesRequest, RetrieveFuturesResponse),
-    _post("cancel_future", cancel_future, messages.CancelFutureRequest),
+    _post("cancel_future", cancel_future, messages.CancelFutureRequest, waits_for_disk=False),
     _post(
         "join_sampling_session",
         join_sampling_session,
         messages.JoinSamplingSessionRequest,
         JoinSamplingSessionResponse,
+        waits_for_disk=False,
     ),
     _post("unload_model", unload_model, messages.UnloadModelRequest, UntypedPromise),
     RouteRow("GET", f"{wire.API_PREFIX}/models", list_models, response=LiveModelsResponse),
@@ -293,5 +299,6 @@ ROUTES: tuple[RouteRow, ...] = (
         f"{wire.API_PREFIX}/get_server_capabilities",
         get_server_capabilities,
         response=GetServerCapabilitiesResponse,
+        waits_for_disk=False,
     ),
 )

@@ -51,9 +51,10 @@ class RouteRow:
     """One route. `request` and `response` describe the bodies; the operation's docstring says what it is for.
 
     `is_open` rows answer without a key, `for_operators` rows only with an operator's. `streams_body` rows read the body
-    themselves, and get it empty; others get at most `max_body_bytes`, and never more than the server allows. `refuse`
-    is for rows whose protocol writes errors in a shape of its own, which `refusal` describes. A row that `streams` may
-    answer with server-sent events instead of one message.
+    themselves, and get it empty; others get at most `max_body_bytes`, and never more than the server allows. Rows that
+    write to the journal, as most do, have `waits_for_disk`; the others are answered while those wait. `refuse` is for
+    rows whose protocol writes errors in a shape of its own, which `refusal` describes. A row that `streams` may answer
+    with server-sent events instead of one message.
     """
 
     method: str
@@ -65,6 +66,7 @@ class RouteRow:
     for_operators: bool = False
     streams_body: bool = False
     max_body_bytes: int | None = SMALL_BODY_BYTES
+    waits_for_disk: bool = True
     refuse: Callable[[MintError], Response] | None = None
     refusal: type[BaseModel] | None = None
     streams: bool = False

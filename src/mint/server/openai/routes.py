@@ -171,7 +171,15 @@ def _row(
     request: type[BaseModel] | None = None,
 ) -> RouteRow:
     return RouteRow(
-        method, path, operation, request, response, refuse=refuse, refusal=ErrorBody, streams=request is not None
+        method,
+        path,
+        operation,
+        request,
+        response,
+        refuse=refuse,
+        refusal=ErrorBody,
+        streams=request is not None,
+        waits_for_disk=False,
     )
 
 

@@ -32,7 +32,12 @@ from mint.server.store.schema import MIGRATIONS, SCHEMA_VERSION, TABLES, stateme
 Row = TypeVar("Row")
 log = logging.getLogger("mint.storage")
 
-BUSY_TIMEOUT_S = 30.0
+OPEN_TIMEOUT_S = 30.0
+"""How long opening the file waits for others who use it: one may be migrating it."""
+
+BUSY_TIMEOUT_S = 2.0
+"""How long a write waits for another process's lock. The engine's thread and those of requests wait with it."""
+
 """How long to wait for another process that writes to the file."""
 
 CACHED_STATEMENTS = 256
@@ -95,7 +100,12 @@ class Transaction:
 
 
 class Database:
-    """One file, one connection."""
+    """One file, with one connection that writes and one that reads.
+
+    Readers wait for no writer: neither for one of this process, which may be waiting for the file's lock, nor for one
+    of another process, whatever it locks. A write fails after `BUSY_TIMEOUT_S` of waiting for the lock; then the
+    storage is out of work, and until it works again writes do not wait.
+    """
 
     def __init__(self, path: Path) -> None:
         """Opens or creates the file. An older schema is copied to a file beside it, and then brought forward.
@@ -107,17 +117,12 @@ class Database:
         self.storage = StorageState(self.probe)
         self.durability = Durability(path.with_name(f"{path.name}-wal"), self.storage)
         self._folder = path.parent
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of the connection that writes
+        self._reading = threading.RLock()  # of the other one
         with _journal_errors():
-            self._connection = sqlite3.connect(
-                path,
-                timeout=BUSY_TIMEOUT_S,
-                isolation_level=None,  # the driver begins no transactions by itself
-                check_same_thread=False,  # `_lock` keeps threads apart
-                cached_statements=CACHED_STATEMENTS,
-            )
-        self._connection.row_factory = sqlite3.Row
-        self._statements = Transaction(self._connection)
+            self._connection, self._reader = _connect(path), _connect(path)
+        self._statements, self._queries = Transaction(self._connection), Transaction(self._reader)
+        self._is_patient = True
         try:
             with _journal_errors():
                 for setting in (
@@ -129,6 +134,9 @@ class Database:
                 ):
                     self._connection.execute(f"PRAGMA {setting}")
             self._migrate(path)
+            with _journal_errors():
+                self._reader.execute("PRAGMA query_only = 1")
+                self._set_busy_timeout(BUSY_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
@@ -137,6 +145,8 @@ class Database:
         """Closes the file; the database cannot be used afterwards."""
         self.storage.close()
         self.durability.close()
+        with self._reading:
+            self._reader.close()
         with self._lock:
             if self.durability.must_write_again:
                 # Closing would move pages of the log, which nobody has checked, into the database. The end of the
@@ -156,20 +166,26 @@ class Database:
             JournalError: disk full, file locked for too long, or damaged. If it was to write, the storage is out of
                 work from then on.
         """
-        commit = 0
-        with self._lock, _journal_errors(self.storage if write else None):
-            if write:
-                self.durability.require_working_disk()
-            # a writer takes the file's lock at once: a transaction that upgrades later can fail instead of waiting
-            self._connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+        if not write:
+            with self._reading, _journal_errors():
+                self._reader.execute("BEGIN")
+                try:
+                    yield self._queries
+                finally:
+                    self._reader.rollback()
+            return
+        with self._lock, _journal_errors(self.storage):
+            self.durability.require_working_disk()
+            self._wait_for_the_lock_if(self.storage.problem is None)
+            # A writer takes the file's lock at once: a transaction that upgrades later can fail instead of waiting.
+            self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._statements
                 self._connection.commit()
             except BaseException:
                 self._connection.rollback()
                 raise
-            if write:
-                commit = self.durability.add_commit()
+            commit = self.durability.add_commit()
         if durable:
             self.durability.wait_durable(commit)
 
@@ -179,23 +195,23 @@ class Database:
         Raises:
             JournalError: as `transaction`; for the next methods, too.
         """
-        with self._lock, _journal_errors():
-            return self._statements.row(kind, sql, **parameters)
+        with self._reading, _journal_errors():
+            return self._queries.row(kind, sql, **parameters)
 
     def rows(self, kind: type[Row], sql: str, /, **parameters: Any) -> list[Row]:
         """The rows that one query finds."""
-        with self._lock, _journal_errors():
-            return self._statements.rows(kind, sql, **parameters)
+        with self._reading, _journal_errors():
+            return self._queries.rows(kind, sql, **parameters)
 
     def value(self, sql: str, /, **parameters: Any) -> Any:
         """The first column of the first row that one query finds, or None."""
-        with self._lock, _journal_errors():
-            return self._statements.value(sql, **parameters)
+        with self._reading, _journal_errors():
+            return self._queries.value(sql, **parameters)
 
     def values(self, sql: str, /, **parameters: Any) -> list[Any]:
         """The first column of what one query finds."""
-        with self._lock, _journal_errors():
-            return self._statements.values(sql, **parameters)
+        with self._reading, _journal_errors():
+            return self._queries.values(sql, **parameters)
 
     def write(self, sql: str, /, **parameters: Any) -> int:
         """A durable transaction of one statement; how many rows it changed."""
@@ -268,8 +284,28 @@ class Database:
                 transaction.execute(statement)
             transaction.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
+    def _wait_for_the_lock_if(self, is_patient: bool) -> None:
+        if is_patient != self._is_patient:
+            self._set_busy_timeout(BUSY_TIMEOUT_S if is_patient else 0.0)
+            self._is_patient = is_patient
+
+    def _set_busy_timeout(self, seconds: float) -> None:
+        self._connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
+
     def _version(self) -> int:
         return self.value("PRAGMA user_version")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path,
+        timeout=OPEN_TIMEOUT_S,
+        isolation_level=None,  # the driver begins no transactions by itself
+        check_same_thread=False,  # locks keep threads apart
+        cached_statements=CACHED_STATEMENTS,
+    )
+    connection.row_factory = sqlite3.Row
+    return connection
 
 
 @contextmanager

@@ -216,6 +216,9 @@ class ApiKeys:
             if now - self._noted_at.get(key_id, float("-inf")) < USE_NOTED_S:
                 return
             self._noted_at[key_id] = now
+        self._database.durability.submit(self._write_use, key_id)  # the request of this key does not wait for the disk
+
+    def _write_use(self, key_id: str) -> None:
         try:
             self._database.write(
                 "UPDATE keys SET last_used_at = :now WHERE key_id = :key_id", key_id=key_id, now=time.time()
