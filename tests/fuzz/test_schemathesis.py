@@ -2,7 +2,8 @@
 
 Installs schemathesis from the package registry into an environment of its own, and runs its command line against
 `mint serve` on the bundled model, with a key. More than 10,000 cases: generated, at the boundaries, broken, and chains
-of calls that use each other's answers.
+of calls that use each other's answers. Meanwhile another owner has a model there, which goes on afterwards as if
+nothing had been.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from mint import ServiceClient, TrainingClient
+from mint.types import AdamParams, Datum, ModelInput
+
 CASES = 10_000
 EXAMPLES_PER_OPERATION = int(os.environ.get("MINT_FUZZ_EXAMPLES", "120"))
 
@@ -31,6 +35,7 @@ class Served:
 
     url: str
     key: str
+    other_key: str
     log: Path
 
 
@@ -51,8 +56,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The real server, on a free port, with a key."""
     folder = tmp_path_factory.mktemp("served")
     mint = [sys.executable, "-c", "from mint.cli.main import app; app()"]
-    made = [*mint, "keys", "create", "--owner", "fuzzer", "--data-dir", str(folder), "--json"]
-    key = json.loads(subprocess.run(made, capture_output=True, check=True, text=True).stdout)["key"]
+
+    def make_key(owner: str) -> str:
+        made = [*mint, "keys", "create", "--owner", owner, "--data-dir", str(folder), "--json"]
+        return json.loads(subprocess.run(made, capture_output=True, check=True, text=True).stdout)["key"]
+
+    key, other_key = make_key("fuzzer"), make_key("other")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,11 +77,22 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                     break
             except httpx.TransportError:
                 time.sleep(0.1)
-        yield Served(url, key, log)
+        yield Served(url, key, other_key, log)
         assert process.poll() is None, log.read_text()[-3000:]
     finally:
         process.terminate()
         process.wait(30)
+
+
+DATA = [Datum(model_input=ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 3, 4]})]
+
+
+def next_digest(trainer: TrainingClient) -> str:
+    """The digest of the state after one more pass and step."""
+    trainer.forward_backward(DATA, "cross_entropy")
+    digest = trainer.optim_step(AdamParams(learning_rate=1e-3)).result(300).state_digest
+    assert digest is not None
+    return digest
 
 
 @pytest.mark.slow
@@ -80,6 +100,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_no_request_makes_the_server_fail_and_every_refusal_is_a_sentence(
     fuzzer: Path, served: Served, tmp_path: Path
 ) -> None:
+    client = ServiceClient(base_url=served.url, api_key=served.other_key)
+    undisturbed = client.create_lora_training_client("mint/tiny", rank=4, seed=1)
+    digests = [next_digest(undisturbed) for _ in range(2)]
+    trainer = client.create_lora_training_client("mint/tiny", rank=4, seed=1)
+    assert next_digest(trainer) == digests[0]
+
     report = tmp_path / "cases.ndjson"
     command = [
         *(str(fuzzer), "run", f"{served.url}/openapi.json", "--no-color", "--seed", "1"),
@@ -95,6 +121,8 @@ def test_no_request_makes_the_server_fail_and_every_refusal_is_a_sentence(
     assert not [status for status in statuses if status >= 500], done.stdout[-6000:]
     assert mute == [], "refused without a sentence"
     assert done.returncode == 0, done.stdout[-6000:]
+    assert next_digest(trainer) == digests[1], "another owner's model was changed"
+    client.close()
     assert httpx.get(f"{served.url}/readyz").status_code == 200
     assert "Traceback" not in served.log.read_text()
 

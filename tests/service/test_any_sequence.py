@@ -1,0 +1,33 @@
+"""Whatever two owners and the machine do, in whatever order: P2 to P5 and P11 of docs/reliability.md, from a model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from service_machine import ServiceMachine
+
+
+def run(sequences: int, steps: int, *, derandomize: bool) -> None:
+    run_state_machine_as_test(
+        ServiceMachine,
+        settings=settings(
+            max_examples=sequences,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=derandomize,
+            database=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_no_sequence_loses_doubles_reorders_or_shows_anything() -> None:
+    run(50, 15, derandomize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_sequence_of_2_000_loses_doubles_reorders_or_shows_anything() -> None:
+    run(2_000, 30, derandomize=False)
