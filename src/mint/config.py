@@ -10,6 +10,9 @@
 | `MINT_DTYPE` | dtype of the base model: `float32` or `bfloat16` | `float32` on a CPU |
 | `MINT_THREADS` | threads of the engine; results depend on it in the last bits | all cores |
 | `MINT_KV_CACHE_MIB` | memory for the KV cache and cached prompts, per base model | `4096` |
+| `MINT_MODEL_MEMORY_MIB` | memory for models with gradient and optimizer; others wait in files | half of what is free |
+| `MINT_DISK_RESERVE_MIB` | room on the disk that nothing new may use | 2 % of the disk, at most 2048 |
+| `MINT_UNNAMED_SAMPLERS` | samplers without a name that are kept for each model, at most | `64` |
 | `MINT_RECOMPUTE` | recompute activations in training: less memory, a third more time | for long sequences |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
 | `XDG_CACHE_HOME` | compiled kernels are cached in `mint/native` below it | `~/.cache` |
@@ -73,6 +76,9 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] | None = None
     threads: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1)
     kv_cache_mib: int | None = Field(None, ge=1)
+    model_memory_mib: int | None = Field(None, ge=1)
+    disk_reserve_mib: int | None = Field(None, ge=0)
+    unnamed_samplers: int = Field(64, ge=1)
     recompute: bool | None = None
     native: bool | None = None
 

@@ -11,7 +11,8 @@ from waiting import wait_until
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import NotFoundError
 from mint.models.tensor_files import read_tensors
-from mint.server.worker.samplers import MAX_UNNAMED, NEWEST_KEPT, USED_WITHIN_S, superseded
+from mint.server.limits import MAX_UNNAMED_SAMPLERS
+from mint.server.worker.samplers import NEWEST_KEPT, USED_WITHIN_S, superseded
 
 STATE_BYTES = 1 << 16
 
@@ -61,10 +62,10 @@ def test_a_long_run_keeps_as_many_files_at_its_end_as_at_its_beginning(tmp_path:
     for number in range(1, steps + 1):
         harness.sample(rl_step(harness, model_id, number - 1), 0)
         if number % (steps // 3) == 0:
-            wait_until(lambda: len(paths(tmp_path)) <= MAX_UNNAMED + 3)
+            wait_until(lambda: len(paths(tmp_path)) <= MAX_UNNAMED_SAMPLERS + 3)
             seen.append((len(paths(tmp_path)), sum(path.stat().st_size for path in paths(tmp_path))))
     assert seen[0] == seen[1] == seen[2]
-    assert seen[0][0] == MAX_UNNAMED + 3
+    assert seen[0][0] == MAX_UNNAMED_SAMPLERS + 3
     harness.service.stop()
 
 
@@ -75,7 +76,7 @@ def test_of_unnamed_samplers_those_used_last_stay_and_others_while_they_are_used
     assert set(superseded(used_at, late)) == {"s0", "s1", "s2"}
     del used_at["s0"]
     assert set(superseded({**used_at, "s0": late}, late)) == {"s1", "s2"}
-    many = {f"s{number}": float(number) for number in range(MAX_UNNAMED + 5)}
+    many = {f"s{number}": float(number) for number in range(MAX_UNNAMED_SAMPLERS + 5)}
     assert set(superseded(many, 100.0)) == {f"s{number}" for number in range(5)}
 
 
@@ -87,7 +88,7 @@ def test_a_sampler_that_is_sampled_from_regularly_never_goes(tmp_path: Path) -> 
     reference = rl_step(harness, model_id, 0)
     known = harness.sample(reference, 0, params={"seed": 1})
     unused = rl_step(harness, model_id, 1)
-    for number in range(2, 2 * MAX_UNNAMED):
+    for number in range(2, 2 * MAX_UNNAMED_SAMPLERS):
         clock.now += 120.0
         rl_step(harness, model_id, number)
         if number % 8 == 0:

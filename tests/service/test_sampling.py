@@ -15,6 +15,7 @@ from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import SampleResult
 from mint.errors import ConflictError, JournalError, NotFoundError, RequestFailedError
 from mint.server.callers import LOCAL
+from mint.server.limits import ServerLimits
 from mint.server.worker import samplers as sampling
 
 
@@ -101,7 +102,7 @@ def test_a_sampler_keeps_its_version_while_training_goes_on_and_after_a_restart(
 def test_many_versions_leave_the_engine_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "MAX_IN_ENGINE", 2)
     engine = FakeEngine()
-    harness = Harness(open_service(tmp_path, engine=engine, max_unnamed_samplers=4))
+    harness = Harness(open_service(tmp_path, engine=engine, limits=ServerLimits(max_unnamed_samplers=4)))
     model_id = harness.create_model()
     samplers, seen = [], []
     for number in range(4):

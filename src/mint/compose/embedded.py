@@ -16,6 +16,7 @@ from mint.engine.cpu.build import TESTED_HERE, NativeBuild
 from mint.engine.cpu.malloc import keep_freed_memory
 from mint.engine.protocol import Engine
 from mint.errors import MissingExtraError
+from mint.server.limits import ServerLimits
 
 _lock = threading.Lock()
 _running: dict[Hashable, EmbeddedService] = {}
@@ -34,6 +35,7 @@ class EmbeddedService:
         except ImportError as error:
             raise _missing(error) from error
         self.data_dir = data_dir
+        options.setdefault("limits", limits_of(settings))
         self.service = Service(engine, data_dir, aliases=settings.model_aliases, **options)
         self.service.start()
         self.app = create_app(self.service, ROUTES, readiness=Readiness(self.service))
@@ -65,12 +67,22 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
     with _lock:
         if engine is not None or options:
             return EmbeddedService(folder, engine or torch_engine(settings), settings, **options)
-        key = (folder, settings.models, settings.native, *_engine_settings(settings).items())
+        key = (folder, settings.models, settings.native, limits_of(settings), *_engine_settings(settings).items())
         if key in _running:
             _running[key].users += 1
         else:
             _running[key] = EmbeddedService(folder, torch_engine(settings), settings)
         return _running[key]
+
+
+def limits_of(settings: Settings) -> ServerLimits:
+    """The limits that the settings name; the others follow from the machine."""
+    memory, reserve = settings.model_memory_mib, settings.disk_reserve_mib
+    return ServerLimits(
+        model_memory_bytes=None if memory is None else memory << 20,
+        disk_reserve_bytes=None if reserve is None else reserve << 20,
+        max_unnamed_samplers=settings.unnamed_samplers,
+    )
 
 
 def torch_engine(settings: Settings) -> Engine:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from mint.compose.dashboard_server import is_operator, key_or_session, over_service, screen_of
-from mint.compose.embedded import torch_engine
+from mint.compose.embedded import limits_of, torch_engine
 from mint.compose.http_server import HttpServer, http_config, url_of
 from mint.config import ServeSettings, read_settings
 from mint.dashboard.app import routes
@@ -179,6 +179,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
         aliases={**base.model_aliases, **{name: target for name, target in offered.items() if target != name}},
         offered=offered or available(base.model_aliases),
         is_server=True,
+        limits=limits_of(base),
     )
     for name in service.base_models.names:
         service.base_models.folder(name)

@@ -41,6 +41,9 @@ from mint.errors import CheckpointError, NotFoundError, RequestFailedError
 POISON_TOKEN = 13
 """A datum with this token makes its pass fail, for tests of what follows a failed pass."""
 
+MODEL_BYTES = 1000
+"""The memory that a model pretends to take, for each rank."""
+
 _WEIGHT = "chain"
 _EMPTY = b""
 
@@ -59,8 +62,17 @@ class _TrainedModel:
 class FakeEngine:
     """`Engine` over hash chains. `vocab_size` and `context_length` are those of every base it loads."""
 
-    def __init__(self, *, vocab_size: int = 1024, context_length: int = 512, state_bytes: int = 0) -> None:
-        """`state_bytes` pads the saved state, to reach the service's rule for large states."""
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 1024,
+        context_length: int = 512,
+        state_bytes: int = 0,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """`state_bytes` pads the saved state, to reach the service's rule for large states. `memory_bytes` is what is
+        there for models, each of which takes `MODEL_BYTES` for a rank."""
+        self._memory_bytes = memory_bytes
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._padding = np.zeros(state_bytes // 4, dtype=np.float32)
@@ -80,6 +92,16 @@ class FakeEngine:
         seeded = (PurePath(base).name, lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
         self._models[model_id] = _TrainedModel(base, lora, _hash(b"create", repr(seeded)))
         return {"alpha": LORA_ALPHA, "scale": LORA_ALPHA / lora.rank, "parameters": 32}
+
+    def model_bytes(self, base: str, lora: LoraSpec) -> int:
+        """`MODEL_BYTES` for each rank."""
+        return MODEL_BYTES * lora.rank
+
+    def free_bytes(self) -> int | None:
+        """What the models leave of `memory_bytes`."""
+        if self._memory_bytes is None:
+            return None
+        return self._memory_bytes - sum(MODEL_BYTES * model.lora.rank for model in self._models.values())
 
     def drop_model(self, model_id: str) -> None:
         """Forgets a model; unknown ids are fine."""

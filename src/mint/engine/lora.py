@@ -85,6 +85,11 @@ def _mlp_sites(name: str, module: str, hidden: int, inner: int) -> list[Site]:
     return [gate_up, Site(f"{name}.down", (f"{module}.down_proj",), inner, (hidden,))]
 
 
+def parameter_count(config: DecoderConfig, lora: LoraSpec) -> int:
+    """The number of weights of a lora."""
+    return sum(_size(site, lora.rank) for site in list_sites(config, lora))
+
+
 class LoraWeights:
     """The weights of one lora: `flat` holds all, `sites` and `named` are views into it."""
 
@@ -93,7 +98,7 @@ class LoraWeights:
         self.spec = lora
         self.scale = LORA_ALPHA / lora.rank
         self._sites = list_sites(config, lora)
-        self.flat = torch.zeros(sum(_size(site, lora.rank) for site in self._sites), device=device)
+        self.flat = torch.zeros(parameter_count(config, lora), device=device)
         self.sites = self._cut(self.flat)
 
     @property

@@ -271,6 +271,14 @@ class Engine(Protocol):
         """A new lora with fresh optimizer; returns the settings that took effect (alpha, scale, parameters, …)."""
         ...
 
+    def model_bytes(self, base: str, lora: LoraSpec) -> int:
+        """The memory of a model of this shape, with gradient and optimizer; its base is loaded."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """The memory that is free where this engine keeps models; None if unknown."""
+        ...
+
     def drop_model(self, model_id: str) -> None:
         """Forgets a model; unknown ids are fine."""
         ...

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from mint.engine.cpu.build import NativeBuild
+from mint.engine.cpu.machine_memory import free_memory_bytes
 from mint.engine.devices import Device
-from mint.engine.lora import LoraWeights
+from mint.engine.lora import LoraWeights, parameter_count
 from mint.engine.memory_budget import rows_at_once
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
@@ -163,6 +164,18 @@ class TorchEngine:
             "trainable_parameters": weights.flat.numel(),
             "lora_dtype": "float32",
         }
+
+    def model_bytes(self, base: str, lora: LoraSpec) -> int:
+        """The memory of a model of this shape: weights, gradient and two moments in float32."""
+        return 4 * 4 * parameter_count(self._base(base).decoder.config, lora)
+
+    def free_bytes(self) -> int | None:
+        """The memory that is free on the device; None if unknown."""
+        device = self._device.torch
+        if device.type != "cuda":
+            return free_memory_bytes()
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def drop_model(self, model_id: str) -> None:
         """Forgets a model; unknown ids are fine."""

@@ -37,6 +37,7 @@ from mint.errors import (
 )
 from mint.server.callers import Caller
 from mint.server.ids import RequestId, request_id, sampler_id, session_of
+from mint.server.limits import ServerLimits
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import QueuedSample, TrainingJob, is_repeat
@@ -58,7 +59,7 @@ from mint.server.store.run_catalog import RunCatalog
 from mint.server.store.session_catalog import SessionCatalog
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.live_models import LiveModels
-from mint.server.worker.samplers import MAX_UNNAMED, Samplers
+from mint.server.worker.samplers import Samplers
 from mint.server.worker.snapshots import KEPT_RESULTS
 from mint.server.worker.trainer import Trainer
 from mint.server.worker.worker import Worker
@@ -143,14 +144,14 @@ class Service:
         gap_timeout_s: float = GAP_TIMEOUT_S,
         long_poll_s: float = LONG_POLL_S,
         queue: RequestQueue | None = None,
-        max_unnamed_samplers: int = MAX_UNNAMED,
+        limits: ServerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the data directory; `start` begins to work.
 
         `offered` are the names of the base models, None for any. `is_server`: clients reach it over a socket, and come
-        back after its death. `max_unnamed_samplers` is the bound for each model. `clock` counts seconds and does not
-        jump: by it the engine's time is shared, and sessions are suspended.
+        back after its death. `clock` counts seconds and does not jump: by it the engine's time is shared, and sessions
+        are suspended.
         """
         try:
             open_data_dir(data_dir)
@@ -159,6 +160,7 @@ class Service:
             raise JournalError(f"{data_dir} cannot be used: {error}", remedy="Set MINT_HOME to a folder") from error
         self.data_dir = data_dir
         self.long_poll_s = long_poll_s
+        self.limits = limits or ServerLimits()
         self.journal = Journal(data_dir / JOURNAL_FILE)
         self.run_catalog = RunCatalog(self.journal, data_dir)
         self.checkpoint_catalog = CheckpointCatalog(self.journal, data_dir)
@@ -171,12 +173,18 @@ class Service:
         self._kept_house_at = clock()
         self._sessions = Sessions(self.journal, self.instance.instance_id, take_up=self._take_up_session, clock=clock)
         self._samplers = Samplers(
-            engine, self.journal, self.base_models, data_dir, max_unnamed=max_unnamed_samplers, clock=clock
+            engine, self.journal, self.base_models, data_dir, max_unnamed=self.limits.max_unnamed_samplers, clock=clock
+        )
+        self._trainer = Trainer(
+            LiveModels(engine, self.base_models),
+            self.journal,
+            data_dir,
+            model_memory_bytes=self.limits.model_memory_bytes,
         )
         self._worker = Worker(
             self._queue,
             self.futures,
-            Trainer(LiveModels(engine, self.base_models), self.journal, data_dir),
+            self._trainer,
             self._samplers,
             self.journal,
             data_dir,

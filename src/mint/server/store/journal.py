@@ -314,6 +314,22 @@ class Journal:
 
     # --- snapshots, checkpoints, samplers ------------------------------------------------------------------------
 
+    def add_snapshot(
+        self,
+        model_id: str,
+        *,
+        snapshot: SnapshotRow,
+        dropped_snapshots: tuple[int, ...] = (),
+        pruned_payloads: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Adds a snapshot that no request has made; the other arguments are as in `Finish`."""
+        first, last = pruned_payloads
+        with self.database.transaction() as transaction:
+            transaction.execute(_PUT_SNAPSHOT, **vars(snapshot))
+            for seq_id in dropped_snapshots:
+                transaction.execute(_DROP_SNAPSHOT, model_id=model_id, seq_id=seq_id)
+            transaction.execute(_PRUNE_PAYLOADS, model_id=model_id, first=first, last=last)
+
     def snapshots(self, model_id: str) -> list[SnapshotRow]:
         """The snapshots of a model, newest first."""
         return self.database.rows(

@@ -56,6 +56,11 @@ class BaseModels:
             self._infos[key] = self._engine.load_base(key, key)
         return self._infos[key]
 
+    @property
+    def loaded_count(self) -> int:
+        """How many base models the engine holds."""
+        return len(self._infos)
+
     def context_length(self, name: str) -> int | None:
         """The longest sequence, read from the folder's config."""
         config = json.loads((self.folder(name) / "config.json").read_text())

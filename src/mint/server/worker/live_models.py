@@ -33,6 +33,7 @@ class LiveModel:
     base: BaseInfo
     lora: LoraSpec
     seed_given: bool
+    size_bytes: int = 0
     gradient_is_incomplete: bool = False
     weights_seq: int = 0
     published_seq: int = 0
@@ -50,7 +51,27 @@ class LiveModels:
     def __init__(self, engine: Engine, bases: BaseModels) -> None:
         self.engine = engine
         self.bases = bases
-        self._models: dict[str, LiveModel] = {}
+        self._models: dict[str, LiveModel] = {}  # by use: used longest ago first
+        self._published: dict[str, int] = {}  # parked model → the request that last published its weights
+
+    @property
+    def by_use(self) -> list[str]:
+        """The models in the engine, those used longest ago first; any thread may ask."""
+        return list(self._models)
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of all models in the engine; any thread may ask."""
+        return sum(live.size_bytes for live in list(self._models.values()))
+
+    def bytes_of(self, model_id: str) -> int:
+        """The memory of a model in the engine."""
+        return self._models[model_id].size_bytes
+
+    def touch(self, model_id: str) -> None:
+        """Notes that a model is used now."""
+        if model_id in self._models:
+            self._models[model_id] = self._models.pop(model_id)
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._models
@@ -60,10 +81,13 @@ class LiveModels:
 
     def create(self, model_id: str, base_model: str, spec: LoraSpec, *, seed_given: bool) -> dict[str, Any]:
         """Puts a new model into the engine; returns the columns of its row, with every setting that took effect."""
-        base = self.bases.load(base_model)
+        base, key = self.bases.load(base_model), self.bases.key(base_model)
+        published_seq = self._published.pop(model_id, 0)
         self.drop(model_id)  # recovery makes a model again after a damaged snapshot
-        settings = self.engine.create_model(model_id, self.bases.key(base_model), spec)
-        self._models[model_id] = LiveModel(base_model, base, spec, seed_given)
+        settings = self.engine.create_model(model_id, key, spec)
+        size_bytes = self.engine.model_bytes(key, spec)
+        live = LiveModel(base_model, base, spec, seed_given, size_bytes, published_seq=published_seq)
+        self._models[model_id] = live
         sizes = {"context_length": base.context_length, "vocab_size": base.vocab_size, "arch": base.arch}
         effective = {**base.settings, **sizes, **asdict(spec), **settings}
         return {"base_model": base_model, "lora": asdict(spec), "seed_given": seed_given, "effective": effective}
@@ -72,6 +96,13 @@ class LiveModels:
         """Takes a model out of the engine; when it is next needed, it is restored from the journal."""
         self.engine.drop_model(model_id)
         self._models.pop(model_id, None)
+        self._published.pop(model_id, None)
+
+    def park(self, model_id: str) -> None:
+        """Same as `drop`, for a model that is to come back with all that the journal does not say of it."""
+        published_seq = self._models[model_id].published_seq
+        self.drop(model_id)
+        self._published[model_id] = published_seq
 
     def forward(self, model_id: str, content: ForwardBackwardInput) -> ForwardBackwardOutput:
         """A forward pass.

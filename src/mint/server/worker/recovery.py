@@ -25,6 +25,7 @@ from mint.server.store.journal import Journal
 from mint.server.store.rows import JobRow, ModelRow, SnapshotRow
 from mint.server.store.snapshot_files import read_snapshot
 from mint.server.worker.live_models import LiveModels
+from mint.server.worker.model_memory import ModelMemory
 from mint.types import ForwardBackwardOutput
 from mint.wire.requests import ForwardBackwardRequest, LoadWeightsRequest, OptimStepRequest
 
@@ -34,8 +35,9 @@ log = logging.getLogger("mint.recovery")
 class Recovery:
     """Restores the models of one data directory."""
 
-    def __init__(self, models: LiveModels, journal: Journal, data_dir: Path) -> None:
+    def __init__(self, models: LiveModels, memory: ModelMemory, journal: Journal, data_dir: Path) -> None:
         self._models = models
+        self._memory = memory
         self._journal = journal
         self._data_dir = data_dir
 
@@ -45,6 +47,7 @@ class Recovery:
         Raises:
             NotFoundError: it was never created, or its creation failed.
             RecoveryDivergedError, CheckpointError: it cannot be restored; the journal remembers why.
+            InvalidRequestError: it does not fit into the memory for models.
             OutOfMemoryError, JournalError: it cannot be restored now; the next request tries again.
         """
         row = self._journal.model(model_id)
@@ -57,8 +60,10 @@ class Recovery:
             )
         if row.diverged is not None:
             raise RecoveryDivergedError(row.diverged, remedy="Load a checkpoint into a new model")
+        lora = LoraSpec(**row.lora)
+        self._memory.make_room(model_id, row.base_model, lora)
         try:
-            self._restore(row, row.base_model, LoraSpec(**row.lora))
+            self._restore(row, row.base_model, lora)
         except (OutOfMemoryError, JournalError):
             self._models.drop(model_id)
             raise

@@ -21,6 +21,7 @@ import numpy as np
 from mint.engine.protocol import Engine, LoraSpec, SampleJob
 from mint.errors import JournalError, NotFoundError
 from mint.server.ids import session_of
+from mint.server.limits import MAX_UNNAMED_SAMPLERS
 from mint.server.queue.jobs import QueuedSample
 from mint.server.store import checkpoint_folders
 from mint.server.store.journal import Journal
@@ -43,13 +44,10 @@ NEWEST_KEPT = 16
 USED_WITHIN_S = 1800.0
 """Other unnamed samplers are kept while they were used within this time, in which the server ran."""
 
-MAX_UNNAMED = 64
-"""Unnamed samplers of a model that are kept at most, by default."""
-
 log = logging.getLogger("mint.samplers")
 
 
-def superseded(used_at: Mapping[str, float], now: float, *, most: int = MAX_UNNAMED) -> list[str]:
+def superseded(used_at: Mapping[str, float], now: float, *, most: int = MAX_UNNAMED_SAMPLERS) -> list[str]:
     """The samplers of one model that go; `used_at` has the time of each one's last use, in seconds and in that order.
 
     The `NEWEST_KEPT` that were used last stay. Others stay while they were used within `USED_WITHIN_S`, as long as they
@@ -71,7 +69,7 @@ class Samplers:
         bases: BaseModels,
         data_dir: Path,
         *,
-        max_unnamed: int = MAX_UNNAMED,
+        max_unnamed: int = MAX_UNNAMED_SAMPLERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_unnamed` bounds the unnamed samplers of a model; `clock` gives seconds in which this process ran."""

@@ -133,7 +133,7 @@ class Snapshots:
         history.state_bytes = size_bytes(state)
         file = f"snapshots/{file_stem(model_id)}-{seq_id}.safetensors"
         # so that a power failure can cost only the newest: replay starts at the one before
-        self._wait_written(history)
+        self.wait_written(history)
         path = self._data_dir / file
         history.replay_s = 0.0
         history.snapshot_s = time.perf_counter() - began
@@ -168,9 +168,13 @@ class Snapshots:
         size = sum(array.nbytes for array in weights.values())
         return self._write("published weights", path, size, lambda: write_weights(path, weights, sync=False))
 
-    def _wait_written(self, history: SnapshotHistory) -> None:
+    def wait_written(self, history: SnapshotHistory) -> None:
         """Returns once the newest snapshot is durable; does not wait for a storage that does not work, because that
-        would hold up sampling."""
+        would hold up sampling.
+
+        Raises:
+            JournalError: the storage does not work now.
+        """
         while not wait([history.written], timeout=STORAGE_CHECK_S).done:
             self._storage.require_working()
         history.written.result()

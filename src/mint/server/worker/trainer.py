@@ -33,6 +33,7 @@ from mint.server.store.rows import CheckpointRow, SamplerRow
 from mint.server.store.snapshot_files import size_bytes
 from mint.server.worker import validation
 from mint.server.worker.live_models import LiveModels
+from mint.server.worker.model_memory import ModelMemory
 from mint.server.worker.recovery import Recovery
 from mint.server.worker.snapshots import Snapshots, prune_results
 from mint.types import (
@@ -84,13 +85,17 @@ class _Effect:
 class Trainer:
     """Runs the training requests of one data directory."""
 
-    def __init__(self, models: LiveModels, journal: Journal, data_dir: Path) -> None:
+    def __init__(
+        self, models: LiveModels, journal: Journal, data_dir: Path, *, model_memory_bytes: int | None = None
+    ) -> None:
+        """`model_memory_bytes` is the limit of `ModelMemory`."""
         self.models = models
         self._bases = models.bases
         self._journal = journal
         self._data_dir = data_dir
         self._snapshots = Snapshots(journal, data_dir)
-        self._recovery = Recovery(models, journal, data_dir)
+        self.memory = ModelMemory(models, journal, self._snapshots, data_dir, limit_bytes=model_memory_bytes)
+        self._recovery = Recovery(models, self.memory, journal, data_dir)
         self._runners: dict[str, Callable[[TrainingJob, Any], _Effect]] = {
             "create_model": self._create_model,
             "forward": self._forward,
@@ -112,6 +117,7 @@ class Trainer:
         try:
             if job.seq_id > 0 and job.model_id not in self.models:
                 self._recovery.restore(job.model_id)
+            self.models.touch(job.model_id)
             if job.kind == "optim_step":
                 self.models.require_whole_gradient(job.model_id)
             if isinstance(job.request, MintError):  # a body that could not be decoded fails here, in its turn
@@ -175,6 +181,7 @@ class Trainer:
         config = validation.check_lora(request.lora_config)
         seed = secrets.randbits(31) if config.seed is None else config.seed
         spec = LoraSpec(config.rank, seed, config.train_attn, config.train_mlp, config.train_unembed)
+        self.memory.make_room(job.model_id, request.base_model, spec)
         columns = self.models.create(job.model_id, request.base_model, spec, seed_given=config.seed is not None)
         return _Effect(CreateModelResponse(model_id=job.model_id), changes={"model": columns})
 
@@ -198,6 +205,7 @@ class Trainer:
             )
         created: dict[str, Any] = {}
         if job.seq_id == 0:
+            self.memory.make_room(job.model_id, manifest.base_model, manifest.lora_spec)
             columns = self.models.create(
                 job.model_id, manifest.base_model, manifest.lora_spec, seed_given=manifest.seed_given
             )

@@ -1,0 +1,92 @@
+"""The memory that this machine has, and what of it is free; the limits of containers count."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def memory_bytes(root: Path = ROOT) -> int | None:
+    """The memory that this process may use: the machine's, or its container's if that is less. None if unknown."""
+    limits = [limit for limit, _ in _groups(root)]
+    total = _meminfo(root).get("MemTotal")
+    if total is None:
+        try:
+            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError):
+            return min(limits, default=None)
+    return min([total, *limits])
+
+
+def free_memory_bytes(root: Path = ROOT) -> int | None:
+    """The memory that this process could still take without swapping; None if unknown.
+
+    Counts files in the page cache as free, as the kernel does.
+    """
+    found = [limit - used for limit, used in _groups(root)]
+    available = _meminfo(root).get("MemAvailable")
+    if available is not None:
+        found.append(available)
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        found.append(address_space - _virtual_bytes(root))
+    return max(0, min(found)) if found else None
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """The numbers of `/proc/meminfo` in bytes, by name."""
+    found: dict[str, int] = {}
+    for line in _text(root / "proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            found[name] = int(words[0]) * 1024
+    return found
+
+
+def _virtual_bytes(root: Path) -> int:
+    pages = _text(root / "proc/self/statm").split()
+    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
+def _groups(root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each control group that this process is in, and what the group uses without its page cache."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = top if ".." in path else top / path.lstrip("/")
+        # a container often sees its own group at the top, whatever its path is called outside
+        for folder in dict.fromkeys((group, *group.parents)):
+            if not folder.is_relative_to(top):
+                break
+            limit, used = _number(folder / names[0]), _number(folder / names[1])
+            if limit is not None and used is not None:
+                yield limit, used - _cached(folder / "memory.stat", names[2])
+
+
+def _cached(file: Path, name: str) -> int:
+    rows = dict(line.split(maxsplit=1) for line in _text(file).splitlines() if " " in line)
+    return int(rows.get(name, 0))
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None if there is none, as where a group has no limit ("max")."""
+    text = _text(file).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,123 @@
+"""Keeps the models in the engine within their memory: those that were used longest ago are parked.
+
+A parked model is not in the engine. Its state is in a snapshot and in the journal, and its next request restores it bit
+for bit, as after a restart. Used on the worker's thread, except the properties. Knows no queue and no HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+
+from mint.engine.protocol import LoraSpec
+from mint.errors import InvalidRequestError
+from mint.server.callers import LOCAL_OWNER
+from mint.server.limits import MODEL_MEMORY_SHARE
+from mint.server.store.journal import Journal
+from mint.server.store.obsolete_files import discard_files
+from mint.server.worker.live_models import LiveModels
+from mint.server.worker.snapshots import Snapshots
+
+log = logging.getLogger("mint.memory")
+
+
+class ModelMemory:
+    """The memory for the models of one service."""
+
+    def __init__(
+        self,
+        models: LiveModels,
+        journal: Journal,
+        snapshots: Snapshots,
+        data_dir: Path,
+        *,
+        limit_bytes: int | None,
+    ) -> None:
+        """`limit_bytes` None: a share of what is free once a base model is loaded."""
+        self._models = models
+        self._journal = journal
+        self._snapshots = snapshots
+        self._data_dir = data_dir
+        self._is_derived = limit_bytes is None
+        self._bases_at_measurement = 0
+        self.limit_bytes = limit_bytes
+        """The memory that models may take together; None while it is not known."""
+        self.parked_count = 0
+        """How often a model was parked."""
+
+    @property
+    def used_bytes(self) -> int:
+        """The memory of the models in the engine."""
+        return self._models.size_bytes
+
+    @property
+    def model_count(self) -> int:
+        """The models in the engine."""
+        return len(self._models.by_use)
+
+    def make_room(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
+        """Parks other models until this one fits.
+
+        Raises:
+            InvalidRequestError: it would not fit alone.
+            UnknownBaseModelError: there is no such base model.
+            JournalError: the state of a model cannot be saved now.
+        """
+        self._models.bases.load(base_model)
+        self._measure()
+        if self.limit_bytes is None:
+            return
+        needed = self._models.engine.model_bytes(self._models.bases.key(base_model), spec)
+        if needed > self.limit_bytes:
+            raise InvalidRequestError(
+                f"is the memory for models, in bytes, and a model of rank {spec.rank} takes {needed}",
+                field="model_memory",
+                value=self.limit_bytes,
+                remedy="Choose a lower rank or train fewer modules; the operator can raise MINT_MODEL_MEMORY_MIB",
+            )
+        others = [name for name in self._models.by_use if name != model_id]
+        while others and sum(map(self._models.bytes_of, others)) + needed > self.limit_bytes:
+            name = self._next_to_park(others)
+            self._park(name)
+            others.remove(name)
+
+    def _measure(self) -> None:
+        """Derives the limit again after another base model was loaded."""
+        if not self._is_derived or self._bases_at_measurement == self._models.bases.loaded_count:
+            return
+        self._bases_at_measurement = self._models.bases.loaded_count
+        free = self._models.engine.free_bytes()
+        self.limit_bytes = None if free is None else int(MODEL_MEMORY_SHARE * (free + self.used_bytes))
+        log.info("models may take %s bytes of memory", self.limit_bytes)
+
+    def _next_to_park(self, candidates: list[str]) -> str:
+        """Of the owner whose models take most, the model that was used longest ago."""
+        owners = {name: self._owner(name) for name in candidates}
+        used = Counter[str]()
+        for name, owner in owners.items():
+            used[owner] += self._models.bytes_of(name)
+        largest = max(used.values())
+        return next(name for name in candidates if used[owners[name]] == largest)
+
+    def _park(self, model_id: str) -> None:
+        """Takes a model out of the engine, and saves its state first if no snapshot holds it."""
+        live = self._models[model_id]
+        history = live.snapshots
+        saved_seq = history.rows[0].seq_id if history.rows else 0
+        if live.weights_seq > saved_seq:
+            digest, read_state = self._models.engine.state_digest(model_id), self._models.engine.read_state
+            changes, obsolete = self._snapshots.save(
+                history, model_id, live.weights_seq, read_state, digest, force=True
+            )
+            self._snapshots.wait_written(history)
+            self._journal.add_snapshot(model_id, **changes)
+            discard_files(self._journal, self._data_dir, obsolete)
+        self._snapshots.wait_written(history)
+        self._models.park(model_id)
+        self.parked_count += 1
+        log.info("model %s parked", model_id)
+
+    def _owner(self, model_id: str) -> str:
+        run = self._journal.run(model_id)
+        return LOCAL_OWNER if run is None else run.owner
