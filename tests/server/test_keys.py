@@ -116,6 +116,37 @@ def test_an_owner_has_a_name_that_can_be_shown(database: Database, owner: str) -
         ApiKeys(database).create(owner)
 
 
+def test_a_key_without_quotas_has_the_servers_and_its_own_come_first(database: Database) -> None:
+    keys = ApiKeys(database, defaults=Quotas(max_sessions=9, max_models=5))
+    key, row = keys.create("ann", Quotas(max_models=7))
+    caller = keys.verify(key)
+    assert caller is not None and caller.quotas == Quotas(max_sessions=9, max_models=7)
+    keys.set_quotas(row.key_id, Quotas(max_sessions=2))
+    caller = keys.verify(key)
+    assert caller is not None and caller.quotas == Quotas(max_sessions=2, max_models=5)
+    assert keys.row(row.key_id).quotas == Quotas(max_sessions=2)
+
+
+def test_the_command_line_shows_and_changes_quotas_beside_a_running_server(tmp_path: Path) -> None:
+    made = json.loads(mint("keys", "create", "--owner", "ann", "--data-dir", str(tmp_path), "--json"))
+    place = (made["key_id"], "--data-dir", str(tmp_path))
+    with running(tmp_path) as server:
+        ann = Person(server, made["key"])
+        assert ann.session()
+        mint("keys", "update", *place, "--max-sessions", "1", "--max-models", "3")
+        time.sleep(FRESH_S)
+        refused = ann.send("POST", f"{API}/create_session", {})
+        assert refused.status_code == 429 and "mint keys update" in refused.text
+        shown = json.loads(mint("keys", "show", *place, "--json"))
+        assert shown["used"]["max_sessions"] == 1 and shown["quotas"]["max_models"] == 3
+        assert "max_models" in mint("keys", "show", *place)
+        mint("keys", "update", *place, "--reset", "--max-models", "4")
+        time.sleep(FRESH_S)
+        assert ann.session()
+        shown = json.loads(mint("keys", "show", *place, "--json"))
+        assert shown["quotas"]["max_sessions"] is None and shown["quotas"]["max_models"] == 4
+
+
 def test_an_unknown_key_cannot_be_revoked(database: Database) -> None:
     with pytest.raises(NotFoundError):
         ApiKeys(database).revoke("nothing")

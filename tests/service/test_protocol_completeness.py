@@ -24,6 +24,7 @@ from mint.errors import (
     SessionEndedError,
 )
 from mint.server.callers import LOCAL, Caller, Quotas
+from mint.server.limits import ServerLimits
 from mint.types import ForwardBackwardOutput
 from mint.wire import tinker_public_pb2 as pb
 from mint.wire.codec import Encoding
@@ -325,6 +326,26 @@ def test_a_quota_of_sessions_and_models_is_named_when_it_is_used_up(harness: Har
     assert isinstance(error, OverloadedError) and error.field == "max_models"
     harness.service.finish_session(caller, session_id)
     harness.service.create_session(caller, b"{}")
+
+
+def test_the_limits_of_all_owners_together_are_named_with_the_setting_that_raises_them(tmp_path: Path) -> None:
+    service = open_service(tmp_path, limits=ServerLimits(max_sessions=2, max_models=1))
+    harness = Harness(service)
+    harness.create_model()
+    service.create_session(Caller("other"), b"{}")
+    error = failure(lambda: service.create_session(Caller("third"), b"{}"))
+    assert isinstance(error, OverloadedError) and "MINT_SERVE_MAX_SESSIONS" in str(error)
+    error = failure(lambda: harness.create_model(1))
+    assert isinstance(error, OverloadedError) and "MINT_SERVE_MAX_MODELS" in str(error)
+    service.stop()
+
+
+def test_weights_without_a_name_do_not_count_as_checkpoints(harness: Harness) -> None:
+    model_id = harness.create_model()
+    harness.run("save_weights", model_id, 1, {"path": "a"})
+    caller = Caller("local", quotas=Quotas(max_checkpoint_bytes=1))
+    body = json.dumps({"model_id": model_id, "seq_id": 2, "sampling_session_seq_id": 0}).encode()
+    assert harness.wait(harness.service.submit(caller, "save_weights_for_sampler", body).request_id)
 
 
 def test_a_full_queue_refuses_what_is_new_but_never_what_runs_next(harness: Harness) -> None:

@@ -22,7 +22,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys of a data directory,
 
 DataDir = Annotated[Path | None, typer.Option(help="where the server's data lies; MINT_HOME if not given")]
 Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
-Quota = typer.Option(min=0, help="a bound of this key's owner; none if not given")
+Quota = typer.Option(min=0, help="a limit of this key's owner; the server's default if not given")
 
 
 def serve(
@@ -137,6 +137,60 @@ def list_keys(data_dir: DataDir = None, as_json: Json = False) -> None:
         times = (_day(row.created_at), _day(row.last_used_at), _day(row.revoked_at))
         table.add_row(escape(row.owner), bounds, row.key_id, escape(row.hint), *times)
     Console().print(table)
+
+
+@keys_app.command()
+def show(
+    key_id: Annotated[str, typer.Argument(help="as `mint keys list` shows it")],
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """The quotas of a key, and how much its owner uses of them."""
+    from mint.server.store.keys import ApiKeys  # deferred: loads the database
+
+    try:
+        with closing(_database(data_dir)) as database:
+            row = (keys := ApiKeys(database)).row(key_id)
+            used = keys.use_of(row.owner)
+    except MintError as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps({**asdict(row), "used": asdict(used)}))
+        return
+    table = Table("quota", "limit", "used", title=f"{row.key_id} of {row.owner}", box=None)
+    for name, limit in asdict(row.quotas).items():
+        use = getattr(used, name)
+        table.add_row(
+            name, "the server's default" if limit is None else f"{limit:,}", "" if use is None else f"{use:,}"
+        )
+    Console().print(table)
+
+
+@keys_app.command()
+def update(
+    key_id: Annotated[str, typer.Argument(help="as `mint keys list` shows it")],
+    data_dir: DataDir = None,
+    max_sessions: Annotated[int | None, Quota] = None,
+    max_models: Annotated[int | None, Quota] = None,
+    max_waiting_requests: Annotated[int | None, Quota] = None,
+    max_checkpoint_bytes: Annotated[int | None, Quota] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="first take all quotas back to the server's defaults")] = False,
+    as_json: Json = False,
+) -> None:
+    """Changes quotas of a key, also on a server that runs, within a second. What is not given stays as it is."""
+    from mint.server.callers import Quotas  # deferred: loads the database
+    from mint.server.store.keys import ApiKeys
+
+    given = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
+    try:
+        with closing(_database(data_dir)) as database:
+            keys = ApiKeys(database)
+            row = keys.row(key_id)
+            row = keys.set_quotas(key_id, given if reset else given.with_defaults(row.quotas))
+    except MintError as error:
+        fail(error)
+    shown = ", ".join(f"{name} {value}" for name, value in asdict(row.quotas).items() if value is not None)
+    typer.echo(json.dumps(asdict(row)) if as_json else f"Key {row.key_id} of {row.owner}: {shown or 'no own quotas'}.")
 
 
 @keys_app.command()

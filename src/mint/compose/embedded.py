@@ -13,10 +13,11 @@ from typing import Any
 
 from mint.config import Settings, allocator_is_set, read_settings, shorten_thread_spinning
 from mint.engine.cpu.build import TESTED_HERE, NativeBuild
+from mint.engine.cpu.machine_memory import memory_bytes
 from mint.engine.cpu.malloc import keep_freed_memory
 from mint.engine.protocol import Engine
 from mint.errors import MissingExtraError
-from mint.server.limits import ServerLimits
+from mint.server.limits import ServerLimits, default_waiting_bytes
 
 _lock = threading.Lock()
 _running: dict[Hashable, EmbeddedService] = {}
@@ -81,6 +82,7 @@ def limits_of(settings: Settings) -> ServerLimits:
     return ServerLimits(
         model_memory_bytes=None if memory is None else memory << 20,
         disk_reserve_bytes=None if reserve is None else reserve << 20,
+        waiting_bytes=default_waiting_bytes(memory_bytes()),
         max_unnamed_samplers=settings.unnamed_samplers,
     )
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 from mint.compose.dashboard_server import is_operator, key_or_session, over_service, screen_of
@@ -27,9 +28,11 @@ from mint.engine.protocol import Engine
 from mint.errors import InvalidRequestError
 from mint.models.registry import available
 from mint.server.all_routes import ROUTES
+from mint.server.callers import Quotas
 from mint.server.http.app import create_app
 from mint.server.http.bodies import MIB, Bodies, BodyLimits
 from mint.server.http.key_guesses import GuardedKeys
+from mint.server.limits import default_checkpoint_bytes
 from mint.server.ops import preflight
 from mint.server.ops.logs import configure_logs, log_access
 from mint.server.ops.metrics import Metrics
@@ -103,7 +106,7 @@ class Server:
             self._metrics = metrics = Metrics()
             self.service = _open_service(settings, metrics, engine)
             opened.pop_all()  # all is open: `run` closes it
-        self.keys = ApiKeys(self.service.journal.database)
+        self.keys = ApiKeys(self.service.journal.database, defaults=_owner_quotas(settings, self.service))
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
         self._disk_threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-accept")
         guarded = GuardedKeys(self.keys)
@@ -163,6 +166,16 @@ class Server:
         self._dashboard.close()
 
 
+def _owner_quotas(settings: ServeSettings, service: Service) -> Quotas:
+    """The quotas of an owner whose key has none of its own."""
+    if settings.owner_checkpoints_mib is None:
+        # what is stored already counts as free, so that a restart changes nothing
+        most = default_checkpoint_bytes(service.disk.free_bytes + service.journal.checkpoint_bytes())
+    else:
+        most = settings.owner_checkpoints_mib * MIB
+    return Quotas(settings.owner_sessions, settings.owner_models, None, most)
+
+
 def _make_folder(folder: Path) -> None:
     try:
         open_data_dir(folder)
@@ -179,7 +192,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
         aliases={**base.model_aliases, **{name: target for name, target in offered.items() if target != name}},
         offered=offered or available(base.model_aliases),
         is_server=True,
-        limits=limits_of(base),
+        limits=replace(limits_of(base), max_sessions=settings.max_sessions, max_models=settings.max_models),
     )
     for name in service.base_models.names:
         service.base_models.folder(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from mint.errors import InvalidRequestError, OverloadedError
 
@@ -19,6 +19,12 @@ class Quotas:
     max_waiting_requests: int | None = None
     max_checkpoint_bytes: int | None = None
 
+    def with_defaults(self, defaults: Quotas) -> Quotas:
+        """These quotas, and those of `defaults` where there is none."""
+        return Quotas(
+            **{name: getattr(defaults, name) if value is None else value for name, value in asdict(self).items()}
+        )
+
     def require_session(self, used: int) -> None:
         """Checks that one more session may be opened, while `used` are open.
 
@@ -30,7 +36,7 @@ class Quotas:
                 f"{self.max_sessions} sessions may live at once, and so many do",
                 field="max_sessions",
                 value=used + 1,
-                remedy="Close one (ServiceClient.close), or ask the operator for more",
+                remedy="Close one (ServiceClient.close), or ask the operator for more (mint keys update)",
             )
 
     def require_model(self, used: int) -> None:
@@ -44,7 +50,7 @@ class Quotas:
                 f"{self.max_models} models may live at once, and so many do",
                 field="max_models",
                 value=used + 1,
-                remedy="Unload one or close its ServiceClient, or ask the operator for more",
+                remedy="Unload one or close its ServiceClient, or ask the operator for more (mint keys update)",
             )
 
     def save_error(self, used_bytes: int) -> InvalidRequestError | None:
@@ -55,7 +61,7 @@ class Quotas:
             f"is the quota of bytes in checkpoints, and {used_bytes} are used",
             field="max_checkpoint_bytes",
             value=self.max_checkpoint_bytes,
-            remedy="Delete checkpoints that are not needed (mint checkpoints delete), or ask the operator for more",
+            remedy="Delete checkpoints (mint checkpoints delete), or ask the operator for more (mint keys update)",
         )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mint.server.callers import Quotas
-
 MIB = 1 << 20
 
 MODEL_MEMORY_SHARE = 0.5
@@ -17,9 +15,12 @@ RESERVE_SHARE, MAX_RESERVE_BYTES = 0.02, 2048 * MIB
 MAX_UNNAMED_SAMPLERS = 64
 """Unnamed samplers of a model that are kept at most, by default."""
 
-SESSIONS_PER_OWNER, MODELS_PER_OWNER = 256, 64
 CHECKPOINT_SHARE = 0.25
 """The share of a disk's free room that the checkpoints of one owner may take, by default."""
+
+
+WAITING_SHARE, MAX_WAITING_BYTES = 0.125, 2048 * MIB
+"""What waiting requests may take of the machine's memory by default, and at most."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,13 @@ class ServerLimits:
     disk_reserve_bytes: int | None = None
     max_sessions: int = 4096
     max_models: int = 1024
+    waiting_bytes: int = MAX_WAITING_BYTES
     max_unnamed_samplers: int = MAX_UNNAMED_SAMPLERS
+
+
+def default_waiting_bytes(memory_bytes: int | None) -> int:
+    """The memory for waiting requests on a machine with so much; None is unknown."""
+    return MAX_WAITING_BYTES if memory_bytes is None else min(int(WAITING_SHARE * memory_bytes), MAX_WAITING_BYTES)
 
 
 def default_reserve(disk_bytes: int) -> int:
@@ -42,10 +49,6 @@ def default_reserve(disk_bytes: int) -> int:
     return min(int(RESERVE_SHARE * disk_bytes), MAX_RESERVE_BYTES)
 
 
-def default_quotas(free_disk_bytes: int) -> Quotas:
-    """The quotas of an owner of a server with keys, where neither the key nor a setting names others."""
-    return Quotas(
-        max_sessions=SESSIONS_PER_OWNER,
-        max_models=MODELS_PER_OWNER,
-        max_checkpoint_bytes=int(CHECKPOINT_SHARE * free_disk_bytes),
-    )
+def default_checkpoint_bytes(free_disk_bytes: int) -> int:
+    """The room for the checkpoints of one owner of a server with keys."""
+    return int(CHECKPOINT_SHARE * free_disk_bytes)

@@ -234,6 +234,19 @@ class _ServiceState(Collector):
         rows = self._service.sampled_sequences
         yield GaugeMetricFamily("mint_sampled_rows", "Sequences that are being sampled together.", value=rows)
         yield GaugeMetricFamily("mint_open_sessions", "Sessions that live.", value=len(self._service.session_owners))
+        memory, disk = self._service.memory, self._service.disk
+        yield GaugeMetricFamily("mint_models", "Models in the engine.", value=memory.model_count)
+        yield CounterMetricFamily("mint_models_parked", "How often a model left memory.", value=memory.parked_count)
+        in_memory = GaugeMetricFamily(
+            "mint_model_memory_bytes", "Memory of the models, and their limit.", labels=("of",)
+        )
+        in_memory.add_metric(("used",), memory.used_bytes)
+        in_memory.add_metric(("limit",), float("inf") if memory.limit_bytes is None else memory.limit_bytes)
+        yield in_memory
+        room = GaugeMetricFamily("mint_disk_bytes", "Free room, and what of it stays in reserve.", labels=("of",))
+        room.add_metric(("free",), disk.free_bytes)
+        room.add_metric(("reserve",), disk.reserve_bytes)
+        yield room
         yield GaugeMetricFamily("mint_journal_bytes", "Size of the journal's files.", value=self.journal_bytes())
         yield GaugeMetricFamily(
             "mint_storage_working",

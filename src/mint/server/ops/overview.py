@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mint.engine.cpu.machine_memory import memory_bytes
 from mint.server.ops.metrics import Metrics
 from mint.server.service.service import Service
 from mint.version import VERSION
@@ -56,7 +57,8 @@ class Overview:
                 "sampled_rows": service.sampled_sequences,
             },
             "futures": {"open": service.futures.open_count, "waited_for": service.futures.waiter_count},
-            "memory": {"resident_bytes": resident_bytes(), "machine_bytes": machine_bytes()},
+            "memory": {"resident_bytes": resident_bytes(), "machine_bytes": memory_bytes()},
+            "limits": self._limits(),
             "journal_bytes": self._metrics.journal_bytes(),
             "worst_pause_s": self._metrics.loop_pauses.worst_s(),
             "tokens": work["tokens"],
@@ -65,6 +67,17 @@ class Overview:
             "sampling": work["sampling"],
             "kv_pages": work["kv_pages"],
             "requests": self._metrics.requests(),
+        }
+
+    def _limits(self) -> dict[str, dict[str, int | None]]:
+        """What is used of each limit of the server; a limit of None is not known yet."""
+        service, limits = self._service, self._service.limits
+        memory, disk = service.memory, service.disk
+        return {
+            "model_memory_bytes": {"used": memory.used_bytes, "limit": memory.limit_bytes},
+            "models": {"used": service.journal.model_count(), "limit": limits.max_models},
+            "sessions": {"used": len(service.session_owners), "limit": limits.max_sessions},
+            "disk_bytes": {"free": disk.free_bytes, "reserve": disk.reserve_bytes},
         }
 
     def _tenants(self) -> list[dict[str, Any]]:
@@ -81,6 +94,7 @@ class Overview:
                 "owner": owner,
                 "sessions": sessions[owner],
                 "models": models[owner],
+                "checkpoint_bytes": service.journal.checkpoint_bytes(owner),
                 "waiting_training": training[owner],
                 "waiting_samples": samples[owner],
             }
@@ -108,11 +122,3 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def machine_bytes() -> int | None:
-    """The memory of the machine; None if unknown."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None

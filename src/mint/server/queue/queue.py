@@ -21,12 +21,15 @@ MAX_BURST_PAUSES = 5
 by one, and computing their prompts together is faster than one after another."""
 
 
+OWNER_BYTES = 256 * 1024 * 1024
+
+
 @dataclass(frozen=True)
 class QueueLimits:
     """How many requests of one owner may wait, how large they may be together, and those of all owners."""
 
     owner_requests: int = 4096
-    owner_bytes: int = 256 * 1024 * 1024
+    owner_bytes: int = OWNER_BYTES
     total_bytes: int = 2 * 1024 * 1024 * 1024
 
 

@@ -36,12 +36,13 @@ from mint.errors import (
     from_wire,
 )
 from mint.server.callers import Caller
+from mint.server.disk_space import DiskSpace
 from mint.server.ids import RequestId, request_id, sampler_id, session_of
 from mint.server.limits import ServerLimits
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import QueuedSample, TrainingJob, is_repeat
-from mint.server.queue.queue import RequestQueue
+from mint.server.queue.queue import OWNER_BYTES, QueueLimits, RequestQueue
 from mint.server.queue.queue_position import QueueIndex, QueuePosition
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
 from mint.server.service.new_samplers import new_sampler
@@ -59,6 +60,7 @@ from mint.server.store.run_catalog import RunCatalog
 from mint.server.store.session_catalog import SessionCatalog
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.live_models import LiveModels
+from mint.server.worker.model_memory import ModelMemory
 from mint.server.worker.samplers import Samplers
 from mint.server.worker.snapshots import KEPT_RESULTS
 from mint.server.worker.trainer import Trainer
@@ -84,6 +86,7 @@ from mint.wire.requests import (
     ModelRequest,
     RetrieveFuturesRequest,
     SampleRequest,
+    SaveWeightsForSamplerRequest,
     SessionRequest,
     WeightsInfoRequest,
 )
@@ -168,12 +171,20 @@ class Service:
         self.base_models = BaseModels(engine, aliases, offered)
         self.futures = Futures()
         self._reader = RequestReader(PROCESSES if is_server else 0)
-        self._queue = queue or RequestQueue()
+        self.disk = DiskSpace(data_dir, self.limits.disk_reserve_bytes)
+        waiting = self.limits.waiting_bytes
+        self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
         self._clock = clock
         self._kept_house_at = clock()
         self._sessions = Sessions(self.journal, self.instance.instance_id, take_up=self._take_up_session, clock=clock)
         self._samplers = Samplers(
-            engine, self.journal, self.base_models, data_dir, max_unnamed=self.limits.max_unnamed_samplers, clock=clock
+            engine,
+            self.journal,
+            self.base_models,
+            data_dir,
+            max_unnamed=self.limits.max_unnamed_samplers,
+            disk=self.disk,
+            clock=clock,
         )
         self._trainer = Trainer(
             LiveModels(engine, self.base_models),
@@ -249,6 +260,11 @@ class Service:
         return self._worker.sampled_sequences
 
     @property
+    def memory(self) -> ModelMemory:
+        """The memory of the models."""
+        return self._trainer.memory
+
+    @property
     def session_owners(self) -> dict[str, str]:
         """The owner of each session that lives here."""
         return self._sessions.owners()
@@ -268,6 +284,7 @@ class Service:
         details = request.model_dump(include={"tags", "sdk_version", "project_id", "display_name"}, exclude_none=True)
         with self._accepting:
             caller.quotas.require_session(len(self._sessions.of(caller.owner)))
+            self._require_below("max_sessions", len(self._sessions.owners()), self.limits.max_sessions)
             session_id = self._sessions.create(caller.owner, request.user_metadata, details)
         return CreateSessionResponse(session_id=session_id, warning_message=_version_warning(request.sdk_version))
 
@@ -335,8 +352,8 @@ class Service:
         elif not self._sessions.touch_model(row.model_id, caller.owner):
             self._require_model(caller, row.model_id)
         next_seq = self._require_room(caller, row)
-        if row.kind in SAVES:
-            request = self._save_error(caller) or request
+        if row.seq_id == 0 or row.kind in SAVES:
+            request = self._storage_error(caller, row, request) or request
         existing = self.journal.add_job(row, now=now, model=model, run=run)
         # For a repeated request, too: its first copy may have been committed and not yet be durable.
         commit = self.journal.durability.newest_commit
@@ -365,8 +382,24 @@ class Service:
         if run is not None and run.ended_at is not None:
             remedy = "Make the next one under another number"
             raise NotFoundError("was unloaded", field="model_id", value=name, remedy=remedy)
-        if run is None and caller.quotas.max_models is not None:
-            caller.quotas.require_model(len(self._models_of(caller)))
+        if run is None:
+            if caller.quotas.max_models is not None:
+                caller.quotas.require_model(len(self._models_of(caller)))
+            self._require_below("max_models", self.journal.model_count(), self.limits.max_models)
+
+    def _require_below(self, name: str, used: int, limit: int) -> None:
+        """Checks that all owners together may have one more.
+
+        Raises:
+            OverloadedError: a limit of the server is reached.
+        """
+        if used >= limit:
+            raise OverloadedError(
+                f"{limit} may live at once on this server, and so many do",
+                field=f"{name} of this server",
+                value=used + 1,
+                remedy=f"Try again later; the operator can raise MINT_SERVE_{name.upper()}",
+            )
 
     def _require_model(self, caller: Caller, name: str) -> None:
         """Checks that the caller has this model, and remembers it."""
@@ -401,9 +434,15 @@ class Service:
                 raise
         return next_seq
 
-    def _save_error(self, caller: Caller) -> MintError | None:
-        """Why the caller may save no more, if so: the request takes its place, and its future fails with this."""
-        if caller.quotas.max_checkpoint_bytes is None:
+    def _storage_error(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> MintError | None:
+        """Why nothing new of this kind may be stored, if so: the request takes its place, and its future fails with
+        this. Weights without a name are bounded, and a loop needs them: they are stored in any case."""
+        if isinstance(request, SaveWeightsForSamplerRequest) and request.sampling_session_seq_id is not None:
+            return None
+        shortage = self.disk.shortage()
+        if shortage is not None:
+            return shortage
+        if row.kind not in SAVES or caller.quotas.max_checkpoint_bytes is None:
             return None
         return caller.quotas.save_error(self.journal.checkpoint_bytes(caller.owner))
 

@@ -245,6 +245,10 @@ class Journal:
             ModelRow, "SELECT * FROM models WHERE session_id = :id ORDER BY model_id", id=session_id
         )
 
+    def model_count(self) -> int:
+        """How many models live, of all sessions that have not ended."""
+        return self.database.value("SELECT count(*) FROM models")
+
     def run(self, run_id: str) -> RunRow | None:
         """What is known of a model, living or not."""
         return self.database.row(RunRow, "SELECT * FROM runs WHERE run_id = :id", id=run_id)
@@ -360,10 +364,10 @@ class Journal:
         )
         return [result for result in found if result]
 
-    def checkpoint_bytes(self, owner: str) -> int:
-        """How many bytes an owner's checkpoints have together."""
+    def checkpoint_bytes(self, owner: str | None = None) -> int:
+        """How many bytes the checkpoints of an owner, or of all, have together."""
         return self.database.value(
-            "SELECT coalesce(sum(size_bytes), 0) FROM checkpoints WHERE owner = :owner", owner=owner
+            "SELECT coalesce(sum(size_bytes), 0) FROM checkpoints WHERE :owner IS NULL OR owner = :owner", owner=owner
         )
 
     def add_sampler(self, row: SamplerRow) -> None:

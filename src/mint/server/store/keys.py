@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,12 @@ def count_keys(data_dir: Path) -> KeyCount:
 class ApiKeys:
     """The keys of one data directory. Any thread may call."""
 
-    def __init__(self, database: Database, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, database: Database, *, defaults: Quotas | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`defaults` are the quotas of a caller whose key has none of its own."""
         self._database = database
+        self._defaults = defaults or Quotas()
         self._clock = clock
         self._lock = threading.Lock()
         self._verified: OrderedDict[str, _Verification] = OrderedDict()
@@ -174,12 +178,45 @@ class ApiKeys:
             key_id=key_id,
             now=time.time(),
         )
-        row = next((row for row in self.list() if row.key_id == key_id), None)
-        if row is None:
-            raise NotFoundError("is not a key here", field="key_id", value=key_id, remedy="See mint keys list")
         with self._lock:  # other processes notice within `FRESH_S`
             self._verified.clear()
+        return self.row(key_id)
+
+    def set_quotas(self, key_id: str, quotas: Quotas) -> KeyRow:
+        """Replaces the quotas of a key; None is the server's default. Nothing that is above a new one is removed.
+
+        Raises:
+            NotFoundError: there is no such key.
+        """
+        row = replace(self.row(key_id), quotas=quotas)
+        self._database.write(
+            "UPDATE keys SET quotas = :quotas WHERE key_id = :key_id", key_id=key_id, quotas=asdict(quotas)
+        )
+        with self._lock:
+            self._verified.clear()
         return row
+
+    def row(self, key_id: str) -> KeyRow:
+        """One key, revoked or not.
+
+        Raises:
+            NotFoundError: there is no such key.
+        """
+        stored = self._database.row(_StoredKey, "SELECT * FROM keys WHERE key_id = :key_id", key_id=key_id)
+        if stored is None:
+            raise NotFoundError("is not a key here", field="key_id", value=key_id, remedy="See mint keys list")
+        return stored.row
+
+    def use_of(self, owner: str) -> Quotas:
+        """How much an owner uses of each quota now; of waiting requests nothing is known here."""
+        with self._database.transaction(write=False) as transaction:
+            live = "session_id IN (SELECT session_id FROM sessions WHERE owner = :owner AND ended_at IS NULL)"
+            sessions = transaction.value(f"SELECT count(*) FROM sessions WHERE {live}", owner=owner)
+            models = transaction.value(f"SELECT count(*) FROM models WHERE {live}", owner=owner)
+            stored = transaction.value(
+                "SELECT coalesce(sum(size_bytes), 0) FROM checkpoints WHERE owner = :owner", owner=owner
+            )
+        return Quotas(max_sessions=sessions, max_models=models, max_checkpoint_bytes=stored)
 
     def list(self) -> Sequence[KeyRow]:
         """All keys ever created, oldest first."""
@@ -209,7 +246,7 @@ class ApiKeys:
         # the index has compared the hashes already; its time tells of a hash, which nobody can choose byte by byte
         if sha256 is not None and not hmac.compare_digest(stored.sha256, sha256):
             return None
-        return Caller(stored.owner, stored.key_id, stored.row.quotas)
+        return Caller(stored.owner, stored.key_id, stored.row.quotas.with_defaults(self._defaults))
 
     def _note_use(self, key_id: str, now: float) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ import numpy as np
 
 from mint.engine.protocol import Engine, LoraSpec, SampleJob
 from mint.errors import JournalError, NotFoundError
+from mint.server.disk_space import DiskSpace
 from mint.server.ids import session_of
 from mint.server.limits import MAX_UNNAMED_SAMPLERS
 from mint.server.queue.jobs import QueuedSample
@@ -70,9 +71,14 @@ class Samplers:
         data_dir: Path,
         *,
         max_unnamed: int = MAX_UNNAMED_SAMPLERS,
+        disk: DiskSpace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_unnamed` bounds the unnamed samplers of a model; `clock` gives seconds in which this process ran."""
+        """`max_unnamed` bounds the unnamed samplers of a model; while `disk` is short, only `NEWEST_KEPT` are kept.
+
+        `clock` gives seconds in which this process ran.
+        """
+        self._disk = disk
         self._engine = engine
         self._journal = journal
         self._bases = bases
@@ -132,8 +138,10 @@ class Samplers:
             with self._lock:  # those of an earlier process count as used now
                 self._used_at[model_id] = {**dict.fromkeys(known, self._clock()), **self._used_at[model_id]}
             self._recalled.add(model_id)
+        is_short = self._disk is not None and self._disk.is_short
+        most = min(NEWEST_KEPT, self._max_unnamed) if is_short else self._max_unnamed
         with self._lock:
-            gone = superseded(self._used_at[model_id], self._clock(), most=self._max_unnamed)
+            gone = superseded(self._used_at[model_id], self._clock(), most=most)
         if gone:
             gone = sorted(set(gone) - set(busy()))
         if not gone:

@@ -1,0 +1,60 @@
+"""What is new is refused before the disk is full; what runs goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from service_harness import GOOD_PASS, STEP, Harness, failure, open_service
+from waiting import wait_until
+
+from mint.errors import OverloadedError
+from mint.server.disk_space import DiskSpace
+from mint.server.limits import ServerLimits, default_reserve
+from mint.server.worker.samplers import NEWEST_KEPT
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the disk has less room than the reserve: set it with `short[0]`."""
+    state = [False]
+    monkeypatch.setattr(DiskSpace, "free_bytes", property(lambda disk: disk.reserve_bytes - 1 if state[0] else 1 << 40))
+    return state
+
+
+def test_new_models_and_named_saves_fail_with_the_reserve_and_running_ones_go_on(
+    tmp_path: Path, short: list[bool]
+) -> None:
+    harness = Harness(open_service(tmp_path, limits=ServerLimits(disk_reserve_bytes=7 * MIB)))
+    model_id = harness.create_model()
+    short[0] = True
+    error = failure(lambda: harness.create_model(1))
+    assert isinstance(error, OverloadedError) and error.field == "disk_reserve" and str(7 * MIB) in str(error)
+    assert "MINT_DISK_RESERVE_MIB" in str(error)
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    harness.run("optim_step", model_id, 2, STEP)
+    assert isinstance(failure(lambda: harness.run("save_weights", model_id, 3, {"path": "a"})), OverloadedError)
+    sampler = harness.run("save_weights_for_sampler", model_id, 4, {"sampling_session_seq_id": 0})
+    assert harness.sample(sampler["sampling_session_id"], 0)
+    short[0] = False
+    assert harness.run("save_weights", model_id, 5, {"path": "a"})["path"]
+    assert harness.create_model(2)
+    harness.service.stop()
+
+
+def test_while_the_disk_is_short_fewer_unnamed_samplers_are_kept(tmp_path: Path, short: list[bool]) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    for number in range(NEWEST_KEPT + 10):
+        short[0] = number == NEWEST_KEPT + 9
+        harness.run("save_weights_for_sampler", model_id, number + 1, {"sampling_session_seq_id": number})
+    wait_until(lambda: len(list((tmp_path / "published").iterdir())) == NEWEST_KEPT)
+    harness.service.stop()
+
+
+def test_the_reserve_is_a_share_of_the_disk_and_no_more_than_two_gigabytes(tmp_path: Path) -> None:
+    assert default_reserve(64 * MIB) == int(0.02 * 64 * MIB)
+    assert default_reserve(10_000_000 * MIB) == 2048 * MIB
+    assert 0 < DiskSpace(tmp_path).reserve_bytes <= 2048 * MIB < 1 << 40
