@@ -121,6 +121,16 @@ def numbers(person: Person) -> dict[tuple[str, ...], float]:
     }
 
 
+def test_the_numbers_show_use_beside_its_limit(tmp_path: Path) -> None:
+    with running(tmp_path, engine=FakeEngine(memory_bytes=1_000_000)) as server:
+        person = Person(server)
+        person.model(person.session())
+        found = numbers(person)
+        assert found["mint_models",] == 1 and found["mint_models_parked_total",] == 0
+        assert 0 < found["mint_model_memory_bytes", "of=used"] < found["mint_model_memory_bytes", "of=limit"] == 500_000
+        assert found["mint_disk_bytes", "of=free"] > 0 and found["mint_disk_bytes", "of=reserve"] > 0
+
+
 def test_the_numbers_say_what_was_done(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         person = Person(server)

@@ -75,7 +75,7 @@ class Overview:
         memory, disk = service.memory, service.disk
         return {
             "model_memory_bytes": {"used": memory.used_bytes, "limit": memory.limit_bytes},
-            "models": {"used": service.journal.model_count(), "limit": limits.max_models},
+            "models": {"used": service.model_count, "limit": limits.max_models},
             "sessions": {"used": len(service.session_owners), "limit": limits.max_sessions},
             "disk_bytes": {"free": disk.free_bytes, "reserve": disk.reserve_bytes},
         }

@@ -265,6 +265,11 @@ class Service:
         return self._trainer.memory
 
     @property
+    def model_count(self) -> int:
+        """How many models the sessions have that live here."""
+        return self.journal.model_count(self._sessions.owners())
+
+    @property
     def session_owners(self) -> dict[str, str]:
         """The owner of each session that lives here."""
         return self._sessions.owners()
@@ -385,7 +390,7 @@ class Service:
         if run is None:
             if caller.quotas.max_models is not None:
                 caller.quotas.require_model(len(self._models_of(caller)))
-            self._require_below("max_models", self.journal.model_count(), self.limits.max_models)
+            self._require_below("max_models", self.model_count, self.limits.max_models)
 
     def _require_below(self, name: str, used: int, limit: int) -> None:
         """Checks that all owners together may have one more.

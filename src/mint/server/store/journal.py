@@ -245,9 +245,11 @@ class Journal:
             ModelRow, "SELECT * FROM models WHERE session_id = :id ORDER BY model_id", id=session_id
         )
 
-    def model_count(self) -> int:
-        """How many models live, of all sessions that have not ended."""
-        return self.database.value("SELECT count(*) FROM models")
+    def model_count(self, session_ids: Iterable[str]) -> int:
+        """How many models these sessions have together."""
+        return self.database.value(
+            "SELECT count(*) FROM models WHERE session_id IN (SELECT value FROM json_each(:ids))", ids=list(session_ids)
+        )
 
     def run(self, run_id: str) -> RunRow | None:
         """What is known of a model, living or not."""

@@ -210,7 +210,10 @@ class ApiKeys:
     def use_of(self, owner: str) -> Quotas:
         """How much an owner uses of each quota now; of waiting requests nothing is known here."""
         with self._database.transaction(write=False) as transaction:
-            live = "session_id IN (SELECT session_id FROM sessions WHERE owner = :owner AND ended_at IS NULL)"
+            live = (
+                "session_id IN (SELECT session_id FROM sessions "
+                "WHERE owner = :owner AND ended_at IS NULL AND suspended_s IS NULL)"
+            )
             sessions = transaction.value(f"SELECT count(*) FROM sessions WHERE {live}", owner=owner)
             models = transaction.value(f"SELECT count(*) FROM models WHERE {live}", owner=owner)
             stored = transaction.value(
