@@ -19,6 +19,7 @@
     │   │   ├── RequestCancelledError   the client cancelled its request                                    user   400
     │   │   ├── CheckpointError         a checkpoint or snapshot is damaged or does not fit                 server 400
     │   │   ├── RecoveryDivergedError   a replay after a crash gave other bits than before                  server 500
+    │   │   ├── DamagedDataError        stored bytes are not those that were written                        server 500
     │   │   ├── OutOfMemoryError        memory does not suffice for one request                             server 500
     │   │   └── JournalError            the journal cannot be written or read                               server 503
     │   └── BillingError                never raised here; for scripts that catch it                        user   402
@@ -210,6 +211,10 @@ class CheckpointError(RequestFailedError):
 
 class RecoveryDivergedError(RequestFailedError):
     """Replaying the journal gave another state than the acknowledged one."""
+
+
+class DamagedDataError(RequestFailedError):
+    """Bytes in the journal are not those that were written; the message names them."""
 
 
 class OutOfMemoryError(RequestFailedError):

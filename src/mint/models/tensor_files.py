@@ -5,6 +5,7 @@ Never unpickles. Knows names and arrays only; nothing of models, loras or checkp
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -13,7 +14,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -36,6 +37,9 @@ WRITTEN = {
 }
 """The numpy dtypes that a file can hold → their names in the format."""
 
+
+SEAL = "_sha256"
+"""How the names of checksums in the metadata end."""
 
 BUFFER_BYTES = 1 << 20
 """A lora has many small tensors: a large buffer makes few writes of them."""
@@ -62,9 +66,16 @@ class StoredTensor:
 
 
 def write_tensors(
-    path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], *, sync: bool = True
+    path: Path,
+    arrays: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
+    *,
+    sync: bool = True,
+    seal: Literal["header", "content"] | None = None,
 ) -> None:
     """Writes the arrays to `path`, replacing it in one step; without `sync` as `write_file`.
+
+    `seal` adds a checksum to the metadata: of the header alone, if something else covers the arrays, or of all.
 
     Raises:
         CheckpointError: an array's dtype does not exist in the format.
@@ -72,13 +83,40 @@ def write_tensors(
     for name, array in arrays.items():
         if array.dtype not in WRITTEN:
             raise CheckpointError(f"tensor {name} has dtype {array.dtype}, which safetensors does not have")
-    # largest items first, then by name: every array begins at a multiple of its own item size
-    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    write_file(path, _parts(dict(ordered), metadata), sync=sync)
+    ordered = _ordered(arrays)
+    if seal is not None:
+        metadata = {**metadata, f"{seal}{SEAL}": _checksum(ordered, metadata, with_content=seal == "content")}
+    write_file(path, _parts(ordered, metadata), sync=sync)
+
+
+def _ordered(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Largest items first, then by name: every array begins at a multiple of its own item size."""
+    return dict(sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+
+
+def _checksum(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], *, with_content: bool) -> str:
+    """SHA-256 of the file as it would be with this metadata, or of its header."""
+    whole = hashlib.sha256(_header(arrays, metadata))
+    for array in arrays.values() if with_content else ():
+        whole.update(_bytes(array))
+    return whole.hexdigest()
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.asarray(array, order="C").reshape(-1).view(np.uint8).data
 
 
 def _parts(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Generator[bytes | memoryview]:
     """Yields the file: the header's size in 8 bytes, the header as JSON, then the arrays' memory, not copied."""
+    header = _header(arrays, metadata)
+    yield header[:8]
+    yield header[8:]
+    for array in arrays.values():
+        if array.nbytes:
+            yield _bytes(array)
+
+
+def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for name, array in arrays.items():
@@ -87,21 +125,30 @@ def _parts(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> Gen
         header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield struct.pack("<Q", len(text))
-    yield text
-    for array in arrays.values():
-        if array.nbytes:
-            yield np.asarray(array, order="C").reshape(-1).view(np.uint8).data
+    return struct.pack("<Q", len(text)) + text
 
 
 def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays (writable copies) and the metadata of a file without bfloat16.
+    """The arrays (writable copies) and the metadata of a file without bfloat16; a seal is checked.
 
     Raises:
         CheckpointError: the file is missing or damaged, or has a dtype that numpy does not have.
     """
     with _read_errors(path), safe_open(path, framework="np") as file:
-        return {name: np.array(file.get_tensor(name)) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+        arrays = {name: np.array(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        metadata = dict(file.metadata() or {})
+    seal = next((kind for kind in ("header", "content") if f"{kind}{SEAL}" in metadata), None)
+    if seal is None:
+        return arrays, metadata
+    ordered = _ordered(arrays)
+    header = _header(ordered, metadata)  # the file may have no other byte than those that follow from what was read
+    with _read_errors(path), path.open("rb") as content:
+        is_whole = content.read(len(header)) == header
+    unsealed = {name: value for name, value in metadata.items() if name != f"{seal}{SEAL}"}
+    found = _checksum(ordered, unsealed, with_content=seal == "content")
+    if not is_whole or found != metadata[f"{seal}{SEAL}"]:
+        raise CheckpointError(f"the tensor file {path} is damaged: its checksum differs")
+    return arrays, metadata
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:

@@ -5,7 +5,6 @@ A training job can be decoded from its journal row again, so a later process can
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pydantic import BaseModel
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError
 from mint.server.ids import model_id
-from mint.server.store.rows import JobRow, SamplerRow
+from mint.server.store.rows import JobRow, SamplerRow, payload_sha256
 from mint.wire.requests import (
     CreateModelRequest,
     ForwardBackwardRequest,
@@ -118,7 +117,7 @@ def read_training_request(
     forward_only = isinstance(request, ForwardBackwardRequest) and request.forward_only
     kind = "forward_only" if forward_only else route
     # With the kind, because two routes may get the same bytes.
-    sha256 = hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
+    sha256 = payload_sha256(kind, body)
     return JobRow(owner, place, kind, body, sha256, encoding=encoding.value), request
 
 

@@ -26,6 +26,7 @@ from mint.engine.protocol import Engine
 from mint.errors import (
     ConflictError,
     ConnectionLostError,
+    DamagedDataError,
     InvalidRequestError,
     JournalError,
     MintError,
@@ -661,6 +662,12 @@ class Service:
             return result
         # no longer in memory
         row = None if parsed.is_sample else await asyncio.to_thread(self.journal.job, parsed.owner, parsed.number)
+        try:
+            if row is not None:
+                await asyncio.to_thread(row.require_sound)
+        except DamagedDataError as error:  # final: clients would ask again for ever if it was a server's error
+            log.error("%s", error)
+            return FutureResult.of_error(error)
         if row is not None and row.result is None and row.status != "pending":
             raise NotFoundError(
                 f"has run, but its result is no longer kept: {KEPT_RESULTS} later requests of its model have run since",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 import mint.wire as wire
-from mint.errors import MintError, RequestFailedError
+from mint.errors import DamagedDataError, MintError, RequestFailedError
 from mint.server.ids import RequestId
 from mint.server.queue.jobs import decode_request
 from mint.server.store.instances import Instance
@@ -70,6 +70,14 @@ def adopt_sessions(journal: Journal, instance: Instance) -> Iterator[AdoptedSess
 
 def unfinished_jobs(journal: Journal, session_id: str) -> list[UnfinishedJob]:
     """The accepted requests of a session that have no result, in the order of each model."""
+    try:
+        return _unfinished_jobs(journal, session_id)
+    except DamagedDataError as error:  # the other sessions go on; whoever asks for these is told
+        log.error("the requests of session %s cannot be read: %s", session_id, error)
+        return []
+
+
+def _unfinished_jobs(journal: Journal, session_id: str) -> list[UnfinishedJob]:
     return [
         UnfinishedJob(row, _request_of(row), model.applied_seq + 1)
         for model in journal.models_of(session_id)
@@ -78,9 +86,16 @@ def unfinished_jobs(journal: Journal, session_id: str) -> list[UnfinishedJob]:
 
 
 def _request_of(row: JobRow) -> BaseModel | MintError:
-    """The request of a dead process, or an error if it is what keeps killing processes."""
+    """The request of a dead process, or an error if it is damaged, or is what keeps killing processes."""
+    try:
+        row.require_sound()
+        encoding = wire.Encoding(row.encoding)
+    except DamagedDataError as error:
+        return error
+    except ValueError:
+        return DamagedDataError(f"request {row.seq_id} of {row.model_id} in the journal is damaged: its encoding")
     if row.attempts < MAX_ATTEMPTS:
-        return decode_request(row.kind, row.payload or b"", wire.Encoding(row.encoding))
+        return decode_request(row.kind, row.payload or b"", encoding)
     return RequestFailedError(
         f"the process died {row.attempts} times while it ran this request", remedy="See the server's log"
     )

@@ -26,6 +26,7 @@ log = logging.getLogger("mint.store")
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MANIFEST_FILE = "manifest.json"
+REMEDY = "Use another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -67,21 +68,37 @@ def write_checkpoint(folder: Path, state: ModelState, manifest: Manifest, *, opt
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes manifest.json; replaces an old one in one step."""
-    write_file(folder / MANIFEST_FILE, [json.dumps(asdict(manifest), indent=2).encode()])
+    content = asdict(manifest)
+    write_file(folder / MANIFEST_FILE, [_json(content | {"sha256": _checksum(content)})])
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode()
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(_json(content)).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder.
+    """The manifest of a folder; that of an older mint has no checksum.
 
     Raises:
         CheckpointError: it is missing or damaged; names the checkpoint by its `ckpt_…` id.
         JournalError: it cannot be read now.
     """
     try:
-        manifest = _MANIFEST.validate_json((folder / MANIFEST_FILE).read_bytes(), strict=True)
+        text = (folder / MANIFEST_FILE).read_bytes()
+        content = json.loads(text)
+        known = content.pop("sha256", None)
+        if known is not None and (known != _checksum(content) or text != _json(content | {"sha256": known})):
+            raise ValueError("its checksum differs")
+        if known is None:
+            Manifest(**content)  # no other field, such as a checksum whose name is damaged
+        manifest = _MANIFEST.validate_json(_json(content), strict=True)
         _LORA.validate_json(json.dumps(vars(manifest.lora_spec)), strict=True)
         return manifest
-    except (FileNotFoundError, ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError, AttributeError) as error:
         log.error("the manifest in %s is damaged or missing: %s", folder, error)
         raise CheckpointError(
             f"checkpoint ckpt_{folder.name.replace('-', '')} is damaged: its manifest cannot be used",
@@ -120,7 +137,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
         if _sha256(folder / name) != manifest.files.get(name):
             raise CheckpointError(
                 f"{manifest.path} is damaged: {folder / name} does not have the hash that its manifest names",
-                remedy="Use another checkpoint",
+                remedy=REMEDY,
             )
 
 
@@ -129,4 +146,4 @@ def _sha256(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise CheckpointError(f"the file {path} cannot be read: {error}", remedy="Use another checkpoint") from error
+        raise CheckpointError(f"the file {path} cannot be read: {error}", remedy=REMEDY) from error

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mint.errors import InvalidRequestError, JournalError
+from mint.errors import DamagedDataError, InvalidRequestError, JournalError
 from mint.server.private_files import open_private
 from mint.server.storage_state import REMEDY, StorageState, reason_of
 from mint.server.store.durability import Durability
@@ -344,7 +344,10 @@ def decode(kind: type[Row], found: sqlite3.Row) -> Row:
     columns = dict(zip(found.keys(), found, strict=True))
     for name, decoder in _decoders(kind).items():
         if columns[name] is not None:
-            columns[name] = decoder(columns[name])
+            try:
+                columns[name] = decoder(columns[name])
+            except ValueError as error:
+                raise DamagedDataError(f"a {kind.__name__} in the journal is damaged: {name} is not JSON") from error
     return kind(**columns)
 
 

@@ -20,6 +20,8 @@ from mint.server.store.rows import (
     SamplerRow,
     SessionRow,
     SnapshotRow,
+    result_sha256,
+    settings_sha256,
 )
 
 JOURNAL_FILE = "journal.sqlite3"
@@ -54,12 +56,14 @@ _TOUCH_RUN = "UPDATE runs SET last_request_at = :now WHERE run_id = :model_id"
 _ADD_JOB = insert(JobRow, "jobs", on_conflict="IGNORE")
 _READ_JOB = "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id = :seq_id"
 _FINISH_JOB = """
-    UPDATE jobs SET status = :status, result = :result, digest = :digest, micro_batching = :micro_batching
+    UPDATE jobs SET status = :status, result = :result, digest = :digest, micro_batching = :micro_batching,
+        result_sha256 = :result_sha256
     WHERE model_id = :model_id AND seq_id = :seq_id AND status = 'pending'
 """
 _ADVANCE_MODEL = "UPDATE models SET applied_seq = :seq_id WHERE model_id = :model_id"
 _DESCRIBE_MODEL = """
-    UPDATE models SET base_model = :base_model, lora = :lora, seed_given = :seed_given, effective = :effective
+    UPDATE models SET base_model = :base_model, lora = :lora, seed_given = :seed_given, effective = :effective,
+        settings_sha256 = :settings_sha256
     WHERE model_id = :model_id
 """
 _DESCRIBE_RUN = "UPDATE runs SET base_model = :base_model, lora = :lora WHERE run_id = :model_id"
@@ -278,17 +282,19 @@ class Journal:
                 result=finish.result,
                 digest=finish.digest,
                 micro_batching=finish.micro_batching,
+                result_sha256=result_sha256(finish.status, finish.result, finish.digest, finish.micro_batching),
             )
             if not ended.rowcount:
                 return False
             transaction.execute(_ADVANCE_MODEL, **place)
             if finish.model is not None:
-                transaction.execute(_DESCRIBE_MODEL, model_id=finish.model_id, **finish.model)
+                settings = settings_sha256(finish.model["base_model"], finish.model["lora"], finish.model["seed_given"])
+                transaction.execute(_DESCRIBE_MODEL, model_id=finish.model_id, **finish.model, settings_sha256=settings)
                 transaction.execute(_DESCRIBE_RUN, model_id=finish.model_id, **finish.model)
             for statement, row in (
                 (_PUT_SNAPSHOT, finish.snapshot),
                 (_PUT_CHECKPOINT, finish.checkpoint),
-                (_PUT_SAMPLER, finish.sampler),
+                (_PUT_SAMPLER, None if finish.sampler is None else finish.sampler.sealed()),
             ):
                 if row is not None:
                     transaction.execute(statement, **vars(row))
@@ -374,7 +380,7 @@ class Journal:
 
     def add_sampler(self, row: SamplerRow) -> None:
         """Adds a sampler; an existing one of that id is left as it is."""
-        self.database.write(insert(SamplerRow, "samplers", on_conflict="IGNORE"), **vars(row))
+        self.database.write(insert(SamplerRow, "samplers", on_conflict="IGNORE"), **vars(row.sealed()))
 
     def sampler(self, sampler_id: str) -> SamplerRow | None:
         """One sampler."""

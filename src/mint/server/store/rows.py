@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import dataclass, replace
 from typing import Any
 
+from mint.errors import DamagedDataError
 from mint.server.callers import LOCAL_OWNER
+
+REMEDY = "Look at the disk, restore a backup, or load a checkpoint into a new model"
+
+
+def payload_sha256(kind: str, payload: bytes) -> str:
+    """The checksum of a request."""
+    return hashlib.sha256(kind.encode() + b"\0" + payload).hexdigest()
+
+
+def result_sha256(status: str, result: bytes, digest: str | None, micro_batching: dict[str, Any] | None) -> str:
+    """The checksum of what became of a request."""
+    return _sha256(status, hashlib.sha256(result).hexdigest(), digest, micro_batching)
+
+
+def settings_sha256(base_model: str | None, lora: dict[str, Any] | None, seed_given: bool | None) -> str:
+    """The checksum of what decides a new model's bits."""
+    return _sha256(base_model, lora, seed_given)
+
+
+def _sha256(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -38,6 +62,20 @@ class ModelRow:
     effective: dict[str, Any] | None = None
     applied_seq: int = -1
     diverged: str | None = None
+    settings_sha256: str | None = None
+
+    def require_sound(self) -> None:
+        """Compares the settings with their checksum; a row of an older mint has none.
+
+        Raises:
+            DamagedDataError: they differ.
+        """
+        found = settings_sha256(self.base_model, self.lora, self.seed_given)
+        if self.settings_sha256 not in (None, found):
+            raise DamagedDataError(
+                f"the settings of model {self.model_id} in the journal are damaged: their checksum differs",
+                remedy=REMEDY,
+            )
 
 
 @dataclass(frozen=True)
@@ -75,6 +113,35 @@ class JobRow:
     attempts: int = 0
     encoding: str = "application/json"
     micro_batching: dict[str, Any] | None = None
+    result_sha256: str | None = None
+
+    def require_sound(self) -> None:
+        """Compares payload and result, as far as they are kept, with their checksums.
+
+        A row of an older mint has no checksum of the result.
+
+        Raises:
+            DamagedDataError: one of them differs.
+        """
+        payload, result = self.payload, self.result
+        if payload is not None and not (
+            isinstance(payload, bytes) and payload_sha256(self.kind, payload) == self.sha256
+        ):
+            raise self._damaged("the payload")
+        if result is None or self.result_sha256 is None:
+            return
+        if not (  # a damaged file may hold a value of any type
+            isinstance(result, bytes)
+            and result_sha256(self.status, result, self.digest, self.micro_batching) == self.result_sha256
+        ):
+            raise self._damaged("the result")
+
+    def _damaged(self, what: str) -> DamagedDataError:
+        return DamagedDataError(
+            f"{what} of request {self.seq_id} ({self.kind}) of {self.model_id} in the journal is damaged: "
+            "its checksum differs",
+            remedy=REMEDY,
+        )
 
 
 @dataclass(frozen=True)
@@ -121,3 +188,23 @@ class SamplerRow:
     lora: dict[str, Any] | None
     seed_root: str
     model_id: str | None = None
+    sha256: str | None = None
+
+    def sealed(self) -> SamplerRow:
+        """The same row with its checksum."""
+        return replace(self, sha256=self._checksum())
+
+    def require_sound(self) -> None:
+        """Compares the row with its checksum; one of an older mint has none.
+
+        Raises:
+            DamagedDataError: they differ.
+        """
+        if self.sha256 not in (None, self._checksum()):
+            raise DamagedDataError(
+                f"the sampler {self.sampler_id} in the journal is damaged: its checksum differs", remedy=REMEDY
+            )
+
+    def _checksum(self) -> str:
+        values = vars(self)
+        return _sha256(*(values[name] for name in sorted(values) if name != "sha256"))

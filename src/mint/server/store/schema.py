@@ -6,7 +6,7 @@ are seconds since the epoch. To add a column: add it here, raise `SCHEMA_VERSION
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Stored in the file as `PRAGMA user_version`; 0 is an empty file."""
 
 TABLES = """
@@ -32,7 +32,8 @@ CREATE TABLE IF NOT EXISTS models (
     seed_given BOOLEAN,
     effective JSON,
     applied_seq INTEGER NOT NULL,
-    diverged VARCHAR
+    diverged VARCHAR,
+    settings_sha256 VARCHAR
 );
 CREATE INDEX IF NOT EXISTS ix_models_session_id ON models (session_id);
 
@@ -48,6 +49,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     attempts INTEGER NOT NULL,
     encoding VARCHAR DEFAULT 'application/json' NOT NULL,
     micro_batching JSON,
+    result_sha256 VARCHAR,
     PRIMARY KEY (model_id, seq_id)
 );
 
@@ -84,7 +86,8 @@ CREATE TABLE IF NOT EXISTS samplers (
     file VARCHAR,
     lora JSON,
     seed_root VARCHAR NOT NULL,
-    model_id VARCHAR
+    model_id VARCHAR,
+    sha256 VARCHAR
 );
 CREATE INDEX IF NOT EXISTS ix_samplers_session_id ON samplers (session_id);
 CREATE INDEX IF NOT EXISTS ix_samplers_model_id ON samplers (model_id);
@@ -158,6 +161,11 @@ CREATE INDEX ix_samplers_model_id ON samplers (model_id);
     5: """
 ALTER TABLE sessions ADD COLUMN suspended_s FLOAT;
 ALTER TABLE checkpoints ADD COLUMN expired_s FLOAT;
+""",
+    6: """
+ALTER TABLE jobs ADD COLUMN result_sha256 VARCHAR;
+ALTER TABLE models ADD COLUMN settings_sha256 VARCHAR;
+ALTER TABLE samplers ADD COLUMN sha256 VARCHAR;
 """,
 }
 """Schema version → the statements that lead to it from the version before. New, empty tables come from `TABLES`."""

@@ -9,45 +9,60 @@ import numpy as np
 
 from mint.engine.protocol import ModelState
 from mint.errors import CheckpointError
-from mint.models.tensor_files import read_tensors, write_tensors
+from mint.models.tensor_files import SEAL, read_tensors, write_tensors
+
+STATE_FORMAT, SNAPSHOT_FORMAT = "mint-state-1", "mint-state-2"
 
 
 def write_snapshot(path: Path, state: ModelState, *, digest: str) -> None:
     """Writes weights and optimizer to one file. It survives a loss of power only after `sync_file`."""
     parts = {"weights": state.weights, "exp_avg": state.exp_avg or {}, "exp_avg_sq": state.exp_avg_sq or {}}
-    _write_parts(path, parts, state.step, digest, sync=False)
+    metadata = {"format": SNAPSHOT_FORMAT, "step": str(state.step), "digest": digest}
+    write_tensors(path, _joined(parts), metadata, sync=False, seal="header")  # the digest covers the arrays
 
 
-def read_snapshot(path: Path) -> ModelState:
-    """Reads what `write_snapshot` wrote.
+def read_snapshot(path: Path, *, digest: str) -> ModelState:
+    """Reads what `write_snapshot` wrote with this digest. It covers the arrays: the caller compares theirs with it.
 
     Raises:
         CheckpointError: the file is missing or damaged.
     """
     arrays, metadata = read_tensors(path)
+    is_sealed = metadata.get("format") == STATE_FORMAT or f"header{SEAL}" in metadata  # the older form has no seal
+    if (
+        metadata.get("format") not in (STATE_FORMAT, SNAPSHOT_FORMAT)
+        or metadata.get("digest") != digest
+        or not is_sealed
+    ):
+        raise CheckpointError(f"{path} is damaged: its header is not that of this snapshot")
     return ModelState(
         _picked("weights", arrays), _step(metadata, path), _picked("exp_avg", arrays), _picked("exp_avg_sq", arrays)
     )
 
 
-def write_weights(path: Path, weights: Mapping[str, np.ndarray], *, sync: bool = True) -> None:
-    """Writes weights alone, under their own names; durable when this returns, without `sync` after `sync_file`."""
-    write_tensors(path, weights, {}, sync=sync)
+def write_weights(path: Path, weights: Mapping[str, np.ndarray], *, sync: bool = True, is_sealed: bool = False) -> None:
+    """Writes weights alone, under their own names; durable when this returns, without `sync` after `sync_file`.
+
+    `is_sealed` adds a checksum, for a file of which nothing else has one.
+    """
+    write_tensors(path, weights, {}, sync=sync, seal="content" if is_sealed else None)
 
 
 def write_optimizer(path: Path, state: ModelState) -> None:
     """Writes moments and step count; durable when this returns."""
     parts = {"exp_avg": state.exp_avg or {}, "exp_avg_sq": state.exp_avg_sq or {}}
-    _write_parts(path, parts, state.step, digest="", sync=True)
+    write_tensors(path, _joined(parts), {"format": STATE_FORMAT, "step": str(state.step), "digest": ""})
 
 
-def read_weights(path: Path) -> dict[str, np.ndarray]:
-    """Reads what `write_weights` wrote, or the weights of a snapshot.
+def read_weights(path: Path, *, must_be_sealed: bool = False) -> dict[str, np.ndarray]:
+    """Reads what `write_weights` wrote, or the weights of a snapshot of an older mint.
 
     Raises:
         CheckpointError: the file is missing or damaged.
     """
     arrays, metadata = read_tensors(path)
+    if must_be_sealed and f"content{SEAL}" not in metadata:
+        raise CheckpointError(f"{path} is damaged: its checksum is gone")
     return _picked("weights", arrays) if "step" in metadata else arrays
 
 
@@ -70,15 +85,13 @@ def size_bytes(state: ModelState) -> int:
     return total
 
 
-def _write_parts(
-    path: Path, parts: Mapping[str, Mapping[str, np.ndarray]], step: int, digest: str, *, sync: bool
-) -> None:
-    """Writes the arrays of all parts under `part/name`."""
+def _joined(parts: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The arrays of all parts under `part/name`."""
     arrays: dict[str, np.ndarray] = {}
     for part, named in parts.items():
         for name, array in named.items():
             arrays[f"{part}/{name}"] = array
-    write_tensors(path, arrays, {"format": "mint-state-1", "step": str(step), "digest": digest}, sync=sync)
+    return arrays
 
 
 def _picked(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -46,7 +46,7 @@ class Recovery:
 
         Raises:
             NotFoundError: it was never created, or its creation failed.
-            RecoveryDivergedError, CheckpointError: it cannot be restored; the journal remembers why.
+            RecoveryDivergedError, CheckpointError, DamagedDataError: it cannot be restored; the journal remembers why.
             InvalidRequestError: it does not fit into the memory for models.
             OutOfMemoryError, JournalError: it cannot be restored now; the next request tries again.
         """
@@ -60,6 +60,7 @@ class Recovery:
             )
         if row.diverged is not None:
             raise RecoveryDivergedError(row.diverged, remedy="Load a checkpoint into a new model")
+        row.require_sound()
         lora = LoraSpec(**row.lora)
         self._memory.make_room(model_id, row.base_model, lora)
         try:
@@ -97,7 +98,7 @@ class Recovery:
         """Whether the snapshot was good; a bad one is logged, and an older one is tried."""
         engine = self._models.engine
         try:
-            engine.write_state(snapshot.model_id, read_snapshot(self._data_dir / snapshot.file))
+            engine.write_state(snapshot.model_id, read_snapshot(self._data_dir / snapshot.file, digest=snapshot.digest))
         except CheckpointError as error:
             log.warning("snapshot %s cannot be read: %s", snapshot.file, error)
             return False
@@ -108,6 +109,7 @@ class Recovery:
 
     def _replay(self, job: JobRow) -> None:
         """Applies a finished request again, and compares the result with the one that was acknowledged."""
+        job.require_sound()
         if job.status == "failed":
             self._models.note_failed(job.model_id, job.kind)
         elif job.kind in ("forward_backward", "optim_step", "load_weights") and not self._gives_the_same(job):

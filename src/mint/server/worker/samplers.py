@@ -97,12 +97,14 @@ class Samplers:
 
         Raises:
             NotFoundError: there is none of that id (any more).
+            DamagedDataError: its row does not have its checksum.
         """
         while True:
             times_dropped = self._times_dropped
             row = self._rows.get(sampler_id) or self._journal.sampler(sampler_id)
             if row is None:
                 break
+            row.require_sound()
             with self._lock:
                 if times_dropped == self._times_dropped:  # else the row may be gone: look again
                     self._rows[sampler_id] = row
@@ -205,7 +207,7 @@ class Samplers:
 
     def _read(self, row: SamplerRow) -> dict[str, np.ndarray]:
         if row.file is not None:
-            return read_weights(self._data_dir / row.file)
+            return read_weights(self._data_dir / row.file, must_be_sealed=row.sha256 is not None)
         # by its folder, not by its path: the name may have been deleted, or given to another checkpoint, meanwhile
         _, state = checkpoint_folders.read_checkpoint(self._data_dir / (row.weights_id or ""), optimizer=False)
         return dict(state.weights)

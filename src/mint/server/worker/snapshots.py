@@ -166,7 +166,9 @@ class Snapshots:
         """
         path = self._data_dir / file
         size = sum(array.nbytes for array in weights.values())
-        return self._write("published weights", path, size, lambda: write_weights(path, weights, sync=False))
+        return self._write(
+            "published weights", path, size, lambda: write_weights(path, weights, sync=False, is_sealed=True)
+        )
 
     def wait_written(self, history: SnapshotHistory) -> None:
         """Returns once the newest snapshot is durable; does not wait for a storage that does not work, because that

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import mint.wire as wire
 from mint.engine.protocol import LoraSpec
-from mint.errors import ConflictError, InvalidRequestError, JournalError, MintError
+from mint.errors import ConflictError, DamagedDataError, InvalidRequestError, JournalError, MintError
 from mint.server.callers import LOCAL_OWNER
 from mint.server.ids import file_stem, sampler_id, seed_root, session_of
 from mint.server.queue.futures import FutureResult
@@ -127,6 +127,11 @@ class Trainer:
             if job.kind in CHANGES_STATE:  # the engine is ahead of the journal: restore the model, then run it again
                 self.models.drop(job.model_id)
             raise
+        except DamagedDataError as error:  # without this request, all that follow would compute other bits
+            log.error("model %s stops: %s", job.model_id, error)
+            self.models.drop(job.model_id)
+            self._journal.mark_diverged(job.model_id, str(error))
+            return self._failed(job, error)
         except MintError as error:
             return self._failed(job, error)
         except Exception as error:  # the boundary: an engine may raise anything, and the client must be told

@@ -1,0 +1,200 @@
+"""Bytes that are not those that were written are found when they are read: named, never used, never served."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_harness import GOOD_PASS, STEP, Harness, failure, make_sampler, open_service
+
+from mint.engine.torch_engine import TorchEngine
+from mint.errors import CheckpointError, DamagedDataError, RecoveryDivergedError
+from mint.server.ids import file_stem
+from mint.server.store.checkpoint_folders import MANIFEST_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, read_checkpoint
+from mint.server.store.journal import JOURNAL_FILE, Journal
+from mint.server.store.snapshot_files import read_weights
+
+FLIPS = 200
+"""Of each of six kinds of bytes: 1,200 together."""
+
+
+def edit(data_dir: Path, statement: str, *values: Any) -> None:
+    with closing(sqlite3.connect(data_dir / JOURNAL_FILE)) as database:
+        assert database.execute(statement, values).rowcount == 1
+        database.commit()
+
+
+def stop_with_a_pending_step(harness: Harness, model_id: str) -> None:
+    """Stops a service that has accepted a step after one that is done, and has not run it."""
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    harness.run("optim_step", model_id, 2, STEP)
+    harness.run("forward_backward", model_id, 3, GOOD_PASS)
+    harness.service.call_soon(harness.service._worker._stopping.set)
+    harness.service._worker._thread.join()
+    harness.send("optim_step", model_id, 4, STEP)
+    harness.service.stop()
+
+
+def test_a_pending_payload_that_was_changed_is_not_run_and_its_model_stops(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id, other = harness.create_model(0), harness.create_model(1)
+    harness.run("forward_backward", other, 1, GOOD_PASS)
+    stop_with_a_pending_step(harness, model_id)
+    edit(tmp_path, "UPDATE jobs SET payload = replace(payload, '0.001', '0.901') WHERE seq_id = 4")
+    service = open_service(tmp_path)
+    harness = Harness(service, harness.session_id)
+    error = failure(lambda: harness.wait(f"{model_id}:4"))
+    assert isinstance(error, DamagedDataError) and "payload of request 4 (optim_step)" in str(error) and error.remedy
+    after = failure(lambda: harness.run("optim_step", model_id, 5, STEP))
+    assert isinstance(after, RecoveryDivergedError) and "damaged" in str(after)
+    assert harness.run("optim_step", other, 2, STEP)["state_digest"]
+    service.stop()
+
+
+def test_a_stored_result_that_was_changed_is_not_served(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    harness.service.stop()
+    with closing(sqlite3.connect(tmp_path / JOURNAL_FILE)) as database:
+        result = bytearray(database.execute("SELECT result FROM jobs WHERE seq_id = 1").fetchone()[0])
+    result[len(result) // 2] ^= 1
+    edit(tmp_path, "UPDATE jobs SET result = ? WHERE seq_id = 1", bytes(result))
+    service = open_service(tmp_path)
+    harness = Harness(service, harness.session_id)
+    error = failure(lambda: harness.wait(f"{model_id}:1"))
+    assert isinstance(error, DamagedDataError) and "result of request 1" in str(error)
+    replayed = failure(lambda: harness.run("optim_step", model_id, 2, STEP))
+    assert isinstance(replayed, DamagedDataError)
+    service.stop()
+
+
+@pytest.mark.parametrize("table", ["models", "samplers"])
+def test_settings_that_were_changed_stop_the_model_and_the_sampler(tmp_path: Path, table: str) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    sampler = harness.run("save_weights_for_sampler", model_id, 1, {"sampling_session_seq_id": 0})
+    harness.service.stop()
+    edit(tmp_path, f"UPDATE {table} SET lora = replace(lora, '\"rank\": 8', '\"rank\": 9')")
+    service = open_service(tmp_path)
+    harness = Harness(service, harness.session_id)
+    if table == "models":
+        error = failure(lambda: harness.run("forward_backward", model_id, 2, GOOD_PASS))
+    else:
+        error = failure(lambda: harness.sample(sampler["sampling_session_id"], 0))
+    assert isinstance(error, DamagedDataError)
+    assert harness.sample(make_sampler(harness, 1), 0)["sequences"]
+    service.stop()
+
+
+def test_rows_and_files_of_an_older_mint_without_checksums_are_read(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    harness.service.stop()
+    with closing(sqlite3.connect(tmp_path / JOURNAL_FILE)) as database:
+        database.execute("UPDATE jobs SET result_sha256 = NULL")
+        database.execute("UPDATE models SET settings_sha256 = NULL")
+        database.commit()
+    service = open_service(tmp_path)
+    harness = Harness(service, harness.session_id)
+    assert harness.wait(f"{model_id}:1") and harness.run("optim_step", model_id, 2, STEP)
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Harness, str]]:
+    """A small model of the real engine, with everything that is stored of it. No flip leaves a trace."""
+    harness = Harness(open_service(tmp_path_factory.mktemp("trained"), engine=TorchEngine()))
+    model_id = harness.create_model(rank=2)
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    harness.run("optim_step", model_id, 2, STEP)
+    harness.run("save_weights", model_id, 3, {"path": "kept"})
+    harness.run("save_weights_for_sampler", model_id, 4, {"sampling_session_seq_id": 0})
+    harness.run("forward_backward", model_id, 5, GOOD_PASS)
+    yield harness, model_id
+    harness.service.stop()
+
+
+def flip_bits(path: Path, read: Callable[[], object], seed: int) -> int:
+    """Flips one random bit of a file after another, half of them in its first 4 KiB; how many `read` accepts."""
+    rng = random.Random(seed)
+    sound = path.read_bytes()
+    accepted = 0
+    for number in range(FLIPS):
+        place = rng.randrange(min(len(sound), 4096) if number % 2 else len(sound))
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(bytes([sound[place] ^ 1 << rng.randrange(8)]))
+        try:
+            accepted += bool(read())
+        except (CheckpointError, DamagedDataError):
+            pass
+        finally:
+            with path.open("r+b") as file:
+                file.seek(place)
+                file.write(sound[place : place + 1])
+    assert read(), "the file is sound again"
+    return accepted
+
+
+def test_no_flipped_bit_of_a_snapshot_is_accepted(trained: tuple[Harness, str]) -> None:
+    harness, model_id = trained
+    service = harness.service
+    row = service.journal.snapshots(model_id)[0]
+    recovery = service._worker._trainer._recovery
+    read = lambda: recovery._load_snapshot(row)  # noqa: E731
+    assert flip_bits(service.data_dir / row.file, read, seed=1) == 0
+
+
+@pytest.mark.parametrize("name", [WEIGHTS_FILE, OPTIMIZER_FILE, MANIFEST_FILE])
+def test_no_flipped_bit_of_a_checkpoint_is_accepted(trained: tuple[Harness, str], name: str) -> None:
+    harness, model_id = trained
+    row = harness.service.journal.checkpoint(model_id, "weights", "kept")
+    assert row is not None
+    folder = harness.service.data_dir / row.folder
+    assert flip_bits(folder / name, lambda: read_checkpoint(folder, optimizer=True), seed=2) == 0
+
+
+def test_no_flipped_bit_of_published_weights_is_accepted(trained: tuple[Harness, str]) -> None:
+    harness, _ = trained
+    name = f"published/{file_stem(f'{harness.session_id}:sample:0')}.safetensors"
+    path = harness.service.data_dir / name
+    assert flip_bits(path, lambda: read_weights(path, must_be_sealed=True), seed=3) == 0
+
+
+def test_no_flipped_bit_of_a_payload_or_a_result_is_accepted(trained: tuple[Harness, str], tmp_path: Path) -> None:
+    harness, model_id = trained
+    with closing(sqlite3.connect(tmp_path / JOURNAL_FILE)) as copy:
+        with closing(sqlite3.connect(harness.service.data_dir / JOURNAL_FILE)) as source:
+            source.backup(copy)
+        sound = {
+            (seq_id, column): bytes(value)
+            for seq_id, *values in copy.execute("SELECT seq_id, payload, result FROM jobs ORDER BY seq_id")
+            for column, value in zip(("payload", "result"), values, strict=True)
+            if value
+        }
+    rng = random.Random(4)
+    journal = Journal(tmp_path / JOURNAL_FILE)
+    for _ in range(FLIPS):
+        (seq_id, column), content = rng.choice(list(sound.items()))
+        flipped = bytearray(content)
+        flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        statement = f"UPDATE jobs SET {column} = :value WHERE seq_id = :seq_id"
+        with journal.database.transaction(durable=False) as transaction:
+            transaction.execute(statement, value=bytes(flipped), seq_id=seq_id)
+        row = journal.job(model_id, seq_id)
+        assert row is not None
+        with pytest.raises(DamagedDataError, match=f"the {column} of request {seq_id}"):
+            row.require_sound()
+        with journal.database.transaction(durable=False) as transaction:
+            transaction.execute(statement, value=content, seq_id=seq_id)
+        restored = journal.job(model_id, seq_id)
+        assert restored is not None
+        restored.require_sound()
+    journal.close()
