@@ -18,6 +18,7 @@ from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import SampleResult
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import JournalError
+from mint.server.http.access_log import request_id
 from mint.server.ops.logs import configure_logs
 from tests.server.server_harness import API, Person, make_key, pass_input, running, sample_body
 
@@ -288,3 +289,17 @@ def test_what_strangers_send_feigns_no_line_and_fills_no_disk(format: str) -> No
     logging.getLogger("a.library").warning("unknown: %s", "\n2026 [info] all is well \x1b[2J" + "x" * 100_000)
     text = stream.getvalue()
     assert len(text.splitlines()) == 1 and len(text) < 2_000 and "\x1b" not in text
+
+
+def test_a_log_that_a_thread_writes_has_every_line_in_order_with_the_id_of_its_request() -> None:
+    stream = io.StringIO()
+    configure_logs(format="json", level="info", stream=stream, on_thread=True)
+    token = request_id.set("of-a-request")
+    for number in range(100):
+        logging.getLogger("mint.some").info("line %d", number)
+    request_id.reset(token)
+    [handler] = logging.getLogger().handlers
+    handler.close()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == [f"line {number}" for number in range(100)]
+    assert {line["request_id"] for line in lines} == {"of-a-request"}

@@ -68,3 +68,24 @@ def test_a_training_result_that_was_dropped_is_read_from_the_journal_again_and_a
     assert harness.answer(first) == answer
     with pytest.raises(NotFoundError):
         asyncio.run(harness.service.retrieve(LOCAL, sample))
+
+
+def test_the_event_loop_does_other_work_between_many_results_that_come_at_once() -> None:
+    book = Futures()
+    names = [f"a:sample:0:{number}" for number in range(20 * futures.RESOLVED_AT_ONCE)]
+    for name in names:
+        book.open(name, owner="ann")
+
+    async def run() -> tuple[int, list[FutureResult | None]]:
+        waiting = asyncio.gather(*(book.wait(name, 60.0) for name in names))
+        await asyncio.sleep(0)
+        book.finish({name: FutureResult(name.encode()) for name in names})
+        turns = 0
+        while not waiting.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return turns, await waiting
+
+    turns, results = asyncio.run(run())
+    assert turns >= 20
+    assert results == [FutureResult(name.encode()) for name in names]

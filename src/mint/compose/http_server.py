@@ -18,6 +18,12 @@ MAX_HEADERS_BYTES = 64 * 1024
 KEEP_ALIVE_S = 75.0
 """Longer than clients keep unused connections, so that the client closes them and no request is lost."""
 
+WAITING_CONNECTIONS = 2048
+"""Connections that the kernel keeps until they are accepted."""
+
+ACCEPTED_AT_ONCE = 16
+"""Connections that the event loop accepts before it looks for other work."""
+
 MAX_OPEN_FILES = 65_536
 
 
@@ -36,6 +42,7 @@ def http_config(app: Any, *, drain_s: float) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
+        backlog=ACCEPTED_AT_ONCE,  # asyncio accepts so many at once, and also tells the kernel: see `startup`
         access_log=False,
         server_header=False,
         headers=[("x-content-type-options", "nosniff")],
@@ -63,6 +70,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to answer."""
         await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(WAITING_CONNECTIONS)
         self.on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

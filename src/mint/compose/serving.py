@@ -78,7 +78,7 @@ def serve(settings: ServeSettings, *, announce: Callable[[str], None], engine: E
         InvalidRequestError: the settings contradict each other, or the address cannot be used.
         JournalError: the data directory cannot be used.
     """
-    configure_logs(format=settings.log_format, level=settings.log_level)
+    configure_logs(format=settings.log_format, level=settings.log_level, on_thread=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     server = Server(settings, engine=engine)
     server.run(announce)

@@ -8,9 +8,11 @@ numbers are redacted, too.
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import re
 import sys
 from collections.abc import MutableMapping
+from queue import SimpleQueue
 from typing import Any, TextIO
 
 import structlog
@@ -31,8 +33,35 @@ MAX_CHARS, MAX_TRACEBACK_CHARS = 1_000, 16_000
 Event = MutableMapping[str, Any]
 
 
-def configure_logs(*, format: str, level: str, stream: TextIO | None = None) -> None:
-    """Sends every logger's lines to `stream` (None: standard error); `format` is console or json."""
+class _OnThread(logging.handlers.QueueHandler):
+    """Passes records to a handler on a thread of its own: to format a line takes the time of a small request."""
+
+    def __init__(self, handler: logging.Handler) -> None:
+        records: SimpleQueue[logging.LogRecord] = SimpleQueue()
+        super().__init__(records)
+        self._listener: logging.handlers.QueueListener | None = logging.handlers.QueueListener(records, handler)
+        self._listener.start()
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """The record as it is, with what the other thread cannot see."""
+        current = request_id.get()
+        if current is not None and not hasattr(record, "request_id"):
+            record.request_id = current
+        return record
+
+    def close(self) -> None:
+        """Returns once all records are written."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.stop()
+        super().close()
+
+
+def configure_logs(*, format: str, level: str, stream: TextIO | None = None, on_thread: bool = False) -> None:
+    """Sends every logger's lines to `stream` (None: standard error); `format` is console or json.
+
+    `on_thread`: a thread writes them; the last ones are written when the interpreter exits.
+    """
     stream = stream or sys.stderr
     before: list[Any] = [
         structlog.stdlib.add_logger_name,
@@ -58,7 +87,7 @@ def configure_logs(*, format: str, level: str, stream: TextIO | None = None) -> 
         )
     )
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [_OnThread(handler) if on_thread else handler]
     root.setLevel(level.upper())
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)

@@ -22,6 +22,8 @@ KEEP_BYTES = 64 * 1024 * 1024
 """Results of one owner that are kept, at most; beyond that the oldest are forgotten, but never the newest."""
 
 RELEASED_WAIT_S = 1.0
+RESOLVED_AT_ONCE = 16
+"""How many waiters an event loop resumes before it looks for other work: each of them sends a response."""
 
 
 @dataclass(frozen=True)
@@ -232,10 +234,12 @@ def _resolve(resolved: Iterable[tuple[FutureResult | None, list[_Waiter]]]) -> N
             by_loop[waiter.get_loop()].append((waiter, result))
     for loop, pairs in by_loop.items():
         if not loop.is_closed():  # an embedded client may have ended while it waited
-            loop.call_soon_threadsafe(_set_results, pairs)
+            loop.call_soon_threadsafe(_set_results, loop, pairs)
 
 
-def _set_results(pairs: list[tuple[_Waiter, FutureResult | None]]) -> None:
-    for waiter, result in pairs:
-        if not waiter.done():  # timed out or cancelled since
+def _set_results(loop: asyncio.AbstractEventLoop, pairs: list[tuple[_Waiter, FutureResult | None]]) -> None:
+    for waiter, result in pairs[:RESOLVED_AT_ONCE]:
+        if not waiter.done():
             waiter.set_result(result)
+    if len(pairs) > RESOLVED_AT_ONCE:
+        loop.call_soon(_set_results, loop, pairs[RESOLVED_AT_ONCE:])
