@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,13 @@ class ServerProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def pause(self, seconds: float) -> None:
+        """Stops the process for a time. The system goes on taking connections for it."""
+        self._process.send_signal(signal.SIGSTOP)
+        timer = threading.Timer(seconds, self._process.send_signal, (signal.SIGCONT,))
+        timer.daemon = True
+        timer.start()
 
     def __enter__(self) -> ServerProcess:
         return self

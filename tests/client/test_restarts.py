@@ -147,10 +147,24 @@ def test_closing_waits_for_no_server_that_is_gone_and_not_for_long_for_one_that_
             deaf_client.close()
 
 
+@pytest.mark.parametrize("strike", ["pause", "kill"])
+def test_a_session_is_opened_while_its_server_is_paused_or_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: str
+) -> None:
+    monkeypatch.setattr("mint.client.session.CONNECT_PATIENCE_S", 0.2)
+    with ServerProcess(tmp_path) as server, mint.ServiceClient(base_url=server.url) as client:
+        server.pause(3600.0 if strike == "kill" else 1.5)
+        if strike == "kill":  # with the connection of a client that waits
+            threading.Timer(0.5, lambda: (server.kill(), time.sleep(0.7), server.start())).start()
+        began = time.monotonic()
+        assert client.session_id
+        assert time.monotonic() - began > 1.0
+
+
 def test_a_server_that_takes_connections_and_never_answers_is_an_error_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mint.client.session.CONNECT_PATIENCE_S", 0.5)
+    monkeypatch.setattr("mint.client.session.OPEN_PATIENCE_S", 0.5)
     with deaf_at(0) as deaf, pytest.raises(mint.APIConnectionError, match="ReadTimeout"):
         mint.ServiceClient(base_url=f"http://127.0.0.1:{deaf.getsockname()[1]}").get_server_capabilities()
 

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import mint.wire as wire
 from mint.client.connection.endpoint import Endpoint
-from mint.client.connection.server_connection import GONE, ServerConnection
-from mint.client.connection.transport import InProcessTransport, Transport
+from mint.client.connection.server_connection import GONE, SUBMIT_PATIENCE_S, ServerConnection
+from mint.client.connection.transport import TIMEOUT_S, InProcessTransport, Transport
 from mint.client.connection.wait_log import log
 from mint.errors import SessionEndedError
 from mint.types import CreateSessionResponse
@@ -26,7 +26,10 @@ R = TypeVar("R")
 Outcome = Literal["success", "errored", "interrupted"]
 
 CONNECT_PATIENCE_S = 15.0
-"""Much shorter than for other requests: a wrong address should be reported soon."""
+"""While nobody takes a connection. Much shorter than for other requests: a wrong address should be reported soon."""
+
+OPEN_PATIENCE_S = SUBMIT_PATIENCE_S
+"""Once somebody takes connections: a server that is paused, restarted or busy is waited for, as by other requests."""
 
 HEARTBEAT_S = 10.0
 CLOSE_S = 3.0
@@ -124,7 +127,12 @@ class Session:
             self._session_id = self._joined
             return
         response = await self.server.call(
-            "POST", "create_session", self._request, patience_s=CONNECT_PATIENCE_S, timeout_s=CONNECT_PATIENCE_S
+            "POST",
+            "create_session",
+            self._request,
+            patience_s=OPEN_PATIENCE_S,
+            connect_patience_s=CONNECT_PATIENCE_S,
+            timeout_s=min(TIMEOUT_S, OPEN_PATIENCE_S),
         )
         opened = wire.decode(CreateSessionResponse, response.content)
         self._session_id = opened.session_id

@@ -83,11 +83,14 @@ class ServerConnection:
         message: BaseModel | None = None,
         *,
         patience_s: float | None = None,
+        connect_patience_s: float | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Response:
-        """The good answer of any route. Raises the error in a bad one."""
+        """The good answer of any route. Raises the error in a bad one. See `_exchange` for the times."""
         encoded = None if message is None else self.encode(message)
-        return await self._exchange(method, path, encoded, patience_s=patience_s, timeout_s=timeout_s)
+        return await self._exchange(
+            method, path, encoded, patience_s=patience_s, connect_patience_s=connect_patience_s, timeout_s=timeout_s
+        )
 
     async def notify(self, path: str, message: BaseModel) -> Response | None:
         """Sends a message once. None where no answer came: the server can do without the message."""
@@ -189,6 +192,7 @@ class ServerConnection:
         encoded: EncodedRequest | None,
         *,
         patience_s: float | None = None,
+        connect_patience_s: float | None = None,
         accept: str = wire.MEDIA_TYPE,
         timeout_s: float = TIMEOUT_S,
         prefers_result: bool = False,
@@ -196,11 +200,14 @@ class ServerConnection:
     ) -> Response:
         """A good answer; sends again for `patience_s` (None: `SUBMIT_PATIENCE_S`) while the server cannot be reached.
 
+        With `connect_patience_s` it gives up after that time already if none of its connections was taken.
         `prefers_result` asks for the result instead of a promise, from servers that can wait. `takes_not_yet` takes
         "not yet" for a good answer.
         """
         backoff: Backoff | None = None
-        give_up_at = time.monotonic() + (SUBMIT_PATIENCE_S if patience_s is None else patience_s)
+        began = time.monotonic()
+        give_up_at = began + (SUBMIT_PATIENCE_S if patience_s is None else patience_s)
+        connect_by = give_up_at if connect_patience_s is None else began + connect_patience_s
         headers = {**self._headers, "accept": accept}
         if prefers_result:
             headers[wire.PREFER] = wire.WAIT
@@ -215,10 +222,13 @@ class ServerConnection:
                 response = await self._transport.send(Request(method, path, headers, content, timeout_s))
             except TransportError as error:
                 problem = error
+                if error.may_have_arrived:
+                    connect_by = give_up_at
                 if prefers_result and error.may_have_arrived:
                     # It may have been accepted: then it is as durable as a promise.
                     give_up_at = max(give_up_at, time.monotonic() + RETRIEVE_PATIENCE_S)
             else:
+                connect_by = give_up_at
                 # Nearly every answer is a good one; only the others are worth a closer look.
                 if response.status_code < 300 and b'"error"' not in response.content[:LONGEST_ERROR_BYTES]:
                     if self._wait_log.has_logged:
@@ -237,7 +247,7 @@ class ServerConnection:
                 retry_after = response.headers.get("retry-after")
             backoff = backoff or Backoff()
             pause_s = backoff.next_s(retry_after)
-            if time.monotonic() + pause_s > give_up_at:
+            if time.monotonic() + pause_s > min(connect_by, give_up_at):
                 raise problem
             self._wait_log.unreachable(problem.message, pause_s)
             await asyncio.sleep(pause_s)
