@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mint.errors import CheckpointError
+from mint.errors import CheckpointError, JournalError
 from mint.models.tensor_files import open_tensors, read_tensors, write_tensors
 
 ARRAYS = {
@@ -97,3 +98,17 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
 def test_a_missing_file_is_a_checkpoint_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_tensors(tmp_path / "nothing")
+
+
+def test_a_file_that_cannot_be_opened_for_want_of_descriptors_is_not_called_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    write_tensors(file, ARRAYS, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(JournalError, match="ulimit"):
+            read_tensors(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with pytest.raises(CheckpointError):
+        read_tensors(tmp_path / "missing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import sqlite3
 import tempfile
 import threading
@@ -19,8 +20,9 @@ from waiting import HANG_S, wait_until
 from mint.chaos.power_loss import path_of
 from mint.errors import JournalError
 from mint.server import storage_state
+from mint.server.store import checkpoint_folders
 from mint.server.store.journal import JOURNAL_FILE
-from mint.server.worker import snapshot_policy, snapshots
+from mint.server.worker import recovery, snapshot_policy, snapshots
 
 
 @pytest.fixture(autouse=True)
@@ -247,3 +249,50 @@ def test_a_model_is_not_given_up_because_the_disk_fails_while_it_comes_back(
     harness2.run("forward_backward", model_id, 5, GOOD_PASS)
     assert len(reads) == 2 and harness2.digest(model_id) == digest
     service.stop()
+
+
+OUT_OF_DESCRIPTORS_CALLS = snapshots.MAX_SNAPSHOTS + 1
+
+
+def test_a_model_is_not_given_up_because_descriptors_run_out_while_it_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mint.server.worker.worker.JOURNAL_RETRY_S", 0.01)
+    service = open_service(tmp_path)
+    harness = Harness(service)
+    model_id = harness.create_model()
+    for seq_id in (1, 3, 5, 7):
+        harness.run("forward_backward", model_id, seq_id, GOOD_PASS)
+        digest = harness.run("optim_step", model_id, seq_id + 1, STEP)["state_digest"]
+    harness.run("save_weights", model_id, 9, {"path": "kept"})
+    service.stop()
+    service = open_service(tmp_path)
+    struck = [
+        run_out_of_descriptors(monkeypatch, recovery, "read_snapshot"),
+        run_out_of_descriptors(monkeypatch, checkpoint_folders, "check_files"),
+    ]
+    harness2 = Harness(service, harness.session_id)
+    harness2.restore(model_id)
+    harness2.run("load_weights", model_id, 11, {"path": f"mint://{model_id}/weights/kept", "optimizer": True})
+    assert min(map(len, struck)) > OUT_OF_DESCRIPTORS_CALLS
+    assert harness2.digest(model_id) == digest
+    service.stop()
+
+
+def run_out_of_descriptors(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[str]:
+    """The first calls of a function find no descriptor; returns the list of its calls."""
+    calls: list[str] = []
+    function = getattr(module, name)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls.append(name)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(calls) <= OUT_OF_DESCRIPTORS_CALLS:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            return function(*arguments, **named)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    monkeypatch.setattr(module, name, call)
+    return calls

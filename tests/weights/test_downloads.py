@@ -6,6 +6,7 @@ import errno
 import gzip
 import io
 import json
+import os
 import tarfile
 import urllib.request
 from collections.abc import Iterator
@@ -246,16 +247,22 @@ def test_uploads_count_against_the_quota(world: World, trained: tuple[str, str])
     assert 400 <= refused.status_code < 500 and "quota" in refused.json()["error"]
 
 
-def test_a_full_disk_is_said_in_words(world: World, trained: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(errno.ENOSPC, "Free disk space"), (errno.EMFILE, "Too many open files"), (errno.EIO, "Input/output error")],
+)
+def test_an_upload_that_cannot_be_stored_is_told_why(
+    world: World, trained: tuple[str, str], monkeypatch: pytest.MonkeyPatch, error: int, words: str
+) -> None:
     archive = world.archive(trained[0])
 
-    def full(*_arguments: object, **_options: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr("mint.server.store.checkpoint_folders.write_weights", full)
+    monkeypatch.setattr("mint.server.store.checkpoint_folders.write_weights", fail)
     before = set((world.data_dir / "checkpoints").iterdir())
     answer = world.upload(archive)
-    assert answer.status_code == 503 and "Free disk space" in answer.json()["error"]
+    assert answer.status_code == 503 and words in answer.json()["error"]
     assert set((world.data_dir / "checkpoints").iterdir()) == before
 
 

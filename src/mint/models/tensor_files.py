@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mint.errors import CheckpointError
+from mint.errors import CheckpointError, JournalError
 
 WRITTEN = {
     np.dtype(name): code
@@ -133,6 +133,7 @@ def read_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
     Raises:
         CheckpointError: the file is missing or damaged, or has a dtype that numpy does not have.
+        JournalError: the file cannot be opened now, for want of descriptors.
     """
     with _read_errors(path), safe_open(path, framework="np") as file:
         arrays = {name: np.array(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - not a mapping
@@ -215,4 +216,8 @@ def _read_errors(path: Path) -> Generator[None]:
     try:
         yield
     except (SafetensorError, OSError, ValueError, TypeError) as error:  # TypeError: a dtype that numpy does not have
+        # safetensors says of every file that it cannot open that it is not there
+        if isinstance(error, FileNotFoundError) and os.access(path, os.R_OK):
+            remedy = "Allow the process more open files (ulimit -n)"
+            raise JournalError(f"the tensor file {path} cannot be opened now", remedy=remedy) from error
         raise CheckpointError(f"the tensor file {path} cannot be read: {error}") from error

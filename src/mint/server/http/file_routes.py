@@ -32,7 +32,7 @@ from mint.server.http.route_table import Call, RouteRow, respond, respond_json
 from mint.server.http.signed_urls import LIFETIME_S, Signer
 from mint.server.service.downloads import ARCHIVE, PEFT_FILES, open_file
 from mint.server.service.service import Service
-from mint.server.service.uploads import SCRATCH_FOLDER, import_checkpoint, report_full_disk
+from mint.server.service.uploads import SCRATCH_FOLDER, import_checkpoint, report_storage_faults
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.rows import CheckpointRow
@@ -135,7 +135,7 @@ async def upload(call: Call) -> Response:
     try:
         scratch = call.service.data_dir / SCRATCH_FOLDER
         await asyncio.to_thread(scratch.mkdir, parents=True, exist_ok=True)
-        with report_full_disk(), tempfile.TemporaryFile(dir=scratch) as spool:
+        with report_storage_faults(), tempfile.TemporaryFile(dir=scratch) as spool:
             fields = await _receive(call, spool)
             row = await asyncio.to_thread(_import, call, spool, fields)
     finally:

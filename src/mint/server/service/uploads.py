@@ -78,11 +78,11 @@ def import_checkpoint(
     Raises:
         InvalidRequestError: `source` is no lora, is hostile, does not fit the base model, or is more than the owner
             may store.
-        JournalError: the disk is full.
+        JournalError: the files cannot be stored now.
     """
     name = checkpoints.check_name(name or DEFAULT_NAME)
     find = folder_of or _registered
-    with report_full_disk():
+    with report_storage_faults():
         with UntrustedFiles(source, data_dir / SCRATCH_FOLDER) as files:
             content = _read(files, base_model, find)
         catalog = CheckpointCatalog(journal, data_dir)
@@ -91,14 +91,17 @@ def import_checkpoint(
 
 
 @contextmanager
-def report_full_disk() -> Generator[None]:
-    """Turns the errors of a full disk or quota into a JournalError that says so."""
+def report_storage_faults() -> Generator[None]:
+    """Turns the errors of a disk that is full or fails, and of a lack of descriptors, into a JournalError."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise JournalError("no room is left for the upload", remedy="Free disk space on the server") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise JournalError("no room is left for the upload", remedy="Free disk space on the server") from error
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.EROFS):
+            remedy = "Upload it again; if that fails, see the server's log"
+            raise JournalError(f"the upload cannot be stored: {error.strerror}", remedy=remedy) from error
+        raise
 
 
 def _registered(name: str) -> Path:

@@ -6,6 +6,7 @@ written last: a folder without a manifest is no checkpoint. Users' names never b
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -146,4 +147,7 @@ def _sha256(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = "Allow the process more open files (ulimit -n)"
+            raise JournalError(f"the file {path} cannot be opened now", remedy=remedy) from error
         raise CheckpointError(f"the file {path} cannot be read: {error}", remedy=REMEDY) from error
