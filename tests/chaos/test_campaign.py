@@ -12,6 +12,7 @@ import pytest
 
 from mint.chaos.faults import read_case
 from mint.chaos.outcome import TrialOutcome, differences
+from mint.chaos.plan import shortages
 
 COMMAND = """
 import sys
@@ -61,6 +62,22 @@ def test_a_planted_bug_is_found(planted: str, case: str) -> None:
     code, report = run_chaos("--case", case, planted=planted)
     assert code == 1
     assert [violated["case"] for violated in report["violations"]] == [case]
+
+
+def test_after_a_shortage_of_memory_the_values_are_those_of_a_run_with_that_shortage() -> None:
+    clean, short = outcome(loss=0.1, digest="a"), outcome(loss=0.2, digest="b")
+    assert differences(clean, outcome(loss=0.2, digest="b"), [short]) == []
+    assert differences(clean, outcome(loss=0.1, digest="a"), [short]) == []
+    assert differences(clean, outcome(loss=0.2, digest="a"), [short]) == ["sft: 'loss' has other bits"]
+    assert len(differences(clean, outcome(loss=0.2, digest="b"))) == 2
+
+
+def test_a_shortage_is_run_alone_at_every_pass_of_each_tenant_that_it_may_have_struck() -> None:
+    short = "memory=2:before_exec/forward_backward"
+    assert [str(case) for case in shortages(read_case(f"http {short}#2+kill:after_commit#1"))] == [
+        f"embedded-{tenant} {short}#{hit}" for tenant in ("sft", "grpo") for hit in (1, 2)
+    ]
+    assert shortages(read_case("http memory=1:before_exec/forward_backward#2")) == []  # recomputation changes no bit
 
 
 def outcome(**values: Any) -> TrialOutcome:

@@ -22,7 +22,7 @@ from mint.chaos.outcome import Hits, TrialOutcome, differences
 from mint.chaos.trial import run_case
 from mint.errors import MissingExtraError
 
-CLEAN, POINTS, KILLS = "undisturbed", "every point", "random kills"
+CLEAN, POINTS, KILLS, SHORTAGES = "undisturbed", "every point", "random kills", "shortages alone"
 QUICK_CASES = (
     "http kill:before_exec/optim_step#2 kill:after_commit/optim_step#1 kill:after_accept_before_reply#3",
     "embedded-sft kill:renamed_not_synced/snapshots#2 kill:checkpoint_before_commit#1",
@@ -128,6 +128,7 @@ class Campaign:
         self._numbers = count()
         self._clean: dict[str, TrialOutcome] = {}
         self._recovering: dict[str, TrialOutcome] = {}
+        self._shortages: dict[Case, TrialOutcome] = {}
         self._began = time.monotonic()
 
     def run(self, *, kills: int, every_point: bool, faults: Sequence[str]) -> CampaignReport:
@@ -198,13 +199,20 @@ class Campaign:
     def _run(self, name: str, cases: Sequence[Case]) -> PartReport:
         part = self._part(name)
         with ThreadPoolExecutor(self._at_once) as threads:
+            needed = dict.fromkeys(short for case in cases for short in plan.shortages(case))
+            for outcome in threads.map(self._case, [short for short in needed if short not in self._shortages]):
+                self._note(self._part(SHORTAGES), outcome)
+                self._shortages[outcome.case] = outcome
             for outcome in threads.map(self._case, cases):
                 self._note(part, outcome)
         return part
 
     def _case(self, case: Case) -> TrialOutcome:
         folder = self._folder / f"case{next(self._numbers)}"
-        outcome = run_case(case, folder, clean=self._clean.get(case.scenario))
+        needed = plan.shortages(case)
+        known = [self._shortages[short] for short in needed if short in self._shortages]
+        clean = self._clean.get(case.scenario) if len(known) == len(needed) else None  # not before they have run
+        outcome = run_case(case, folder, clean=clean, shortages=known)
         if outcome.violations:
             self.report.logs[str(case)] = last_lines(folder)
         if not (self._keep and outcome.violations):

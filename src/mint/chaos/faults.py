@@ -69,11 +69,6 @@ class Case:
     scenario: str
     lives: tuple[tuple[Fault, ...], ...] = ()
 
-    @property
-    def may_change_bits(self) -> bool:
-        """Whether a shortage makes a pass add up in another order. Its replays must do the same."""
-        return any(fault.action == "memory" and fault.value > 1 for life in self.lives for fault in life)
-
     def __str__(self) -> str:
         return " ".join([self.scenario, *("+".join(map(str, faults)) for faults in self.lives)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from mint.chaos.fault_points import FAULT_POINTS
 from mint.chaos.faults import SCENARIOS, Case, Fault, read_case
@@ -51,7 +52,7 @@ OTHER_FAULTS: dict[str, tuple[str, ...]] = {
         "http kill:before_exec/optim_step#3 clock=-90000:before_migration#1",
         "embedded-sft kill:before_exec/optim_step#3 clock=90000:before_migration#1",
     ),
-    "stop": ("http stop=3:@0.4", "http stop=10:@0.8", "embedded-grpo stop=3:@0.8"),
+    "stop": ("http stop=3:@0.4", "http stop=15:@0.8", "embedded-grpo stop=3:@0.8"),
     "memory": (
         "http memory=1:before_exec/forward_backward#2",
         "http memory=1:before_exec/forward_backward#4+kill:after_commit/forward_backward#4",
@@ -130,3 +131,19 @@ def alone(case: Case, fault_text: str) -> Iterator[Case]:
             before = read_case(f"{case.scenario} {REPLAYED}").lives if fault.point in RECOVERY_POINTS else ()
             if str(fault) == fault_text and case.lives != (*before, (fault,)):
                 yield Case(case.scenario, (*before, (fault,)))
+
+
+def shortages(case: Case) -> list[Case]:
+    """The shortages of memory of a case that change bits, each alone, at each place where it may strike.
+
+    A server counts the passes of both tenants together; which tenant's pass is struck is up to the machine. A program
+    with the service in itself counts its own.
+    """
+    return [
+        Case(scenario, ((replace(fault, hit=hit),),))
+        for life in case.lives
+        for fault in life
+        if fault.action == "memory" and fault.value > 1
+        for scenario in SCENARIOS[1:]
+        for hit in range(1, fault.hit + 1)
+    ]

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -39,8 +40,13 @@ SHUTDOWN_S = 20.0
 SERVER = "server"
 
 
-def run_case(case: Case, folder: Path, *, clean: TrialOutcome | None = None) -> TrialOutcome:
-    """Runs a case in an empty folder; compares its values and its journal with those of the `clean` outcome."""
+def run_case(
+    case: Case, folder: Path, *, clean: TrialOutcome | None = None, shortages: Sequence[TrialOutcome] = ()
+) -> TrialOutcome:
+    """Runs a case in an empty folder; compares its values and its journal with those of the `clean` outcome.
+
+    `shortages`: see `differences`.
+    """
     trial = _Trial(case, folder)
     began = time.monotonic()
     try:
@@ -50,7 +56,7 @@ def run_case(case: Case, folder: Path, *, clean: TrialOutcome | None = None) -> 
     outcome = trial.outcome
     outcome.seconds = time.monotonic() - began
     if clean is not None and not outcome.violations:
-        outcome.violations += differences(clean, outcome)
+        outcome.violations += differences(clean, outcome, shortages)
     return outcome
 
 

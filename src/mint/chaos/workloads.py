@@ -7,6 +7,7 @@ the supervised one from the path of its last saved state, the other one with `ru
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from mint.client.futures import APIFuture
 from mint.client.service_client import ServiceClient
 from mint.client.training_client import TrainingClient
-from mint.errors import ConnectionLostError
+from mint.errors import ConnectionLostError, JournalError
 from mint.rl.adapter import RLAdapter
 from mint.rl.config import RLConfig
 from mint.rl.loop import run_grpo
@@ -24,6 +25,7 @@ from mint.types import AdamParams, Datum, ForwardBackwardOutput, ModelInput, Sam
 BASE = "mint/tiny"
 RANK = 4
 STEPS = 4
+TRANSFER_PAUSE_S = 0.05
 
 Record = Callable[[str, Any], None]
 """Notes a value of the run by its name. A name comes again, with the same value, if a program does a step again."""
@@ -93,12 +95,15 @@ def _move_checkpoints(
 
 
 def _transfer(transfer: Callable[[], Any]) -> Any:
-    """Files are sent once: their bytes are not kept, so the SDK does not send them again, and its user does."""
+    """Files are sent once: their bytes are not kept, so the SDK does not send them again, and its user does.
+
+    So it is after the death of a server, and while a server has no room or no descriptor for them.
+    """
     while True:
         try:
             return transfer()
-        except ConnectionLostError:
-            continue
+        except (ConnectionLostError, JournalError):
+            time.sleep(TRANSFER_PAUSE_S)
 
 
 class Parity(RLAdapter):
