@@ -70,6 +70,18 @@ def test_every_relative_link_and_anchor_leads_somewhere() -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("page", ["SECURITY.md", "docs/reliability.md"])
+def test_every_test_that_a_promise_names_exists(page: str) -> None:
+    missing = []
+    for path, chosen in re.findall(r"((?:\w+/)+test_\w+\.py)(?: -k ('[^'`]+'|\w+))?", (ROOT / page).read_text()):
+        file = ROOT / "tests" / path.removeprefix("tests/")
+        names = re.findall(r"def (test_\w+)", file.read_text()) if file.is_file() else []
+        words = chosen.strip("'").split(" or ")
+        if not any(word in name for name in names for word in words):
+            missing.append(f"{path} -k {chosen}")
+    assert missing == []
+
+
 def reference() -> list[str]:
     """The names that the API reference documents."""
     return [
