@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,36 @@ def test_a_model_and_a_sampler_that_were_announced_are_there_at_once_after_a_pow
         if number:
             assert journal.sampler(sampler["sampling_session_id"]) is not None
         journal.close()
+
+
+def test_a_sampler_whose_weights_were_not_synced_is_published_again_after_a_power_loss(
+    opened: tuple[Harness, Disk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal is synced by others' requests while the weights still wait for the disk."""
+    harness, disk = opened
+    model_id, other = harness.create_model(), harness.create_model(1)
+    may_sync, sync = threading.Event(), os.fsync
+
+    def slow(handle: int) -> None:
+        if path_of(handle).parent.name == "published":
+            may_sync.wait(60)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    name = harness.send("save_weights_for_sampler", model_id, 1, {"sampling_session_seq_id": 0})
+    written = harness.service.data_dir / "published"
+    wait_until(lambda: any(written.iterdir()))
+    for _ in range(50):  # until the publication is committed, should it be so before the weights are durable
+        row = harness.service.journal.job(model_id, 1)
+        if row is not None and row.status == "done":
+            break
+        time.sleep(0.01)
+    harness.send("forward_backward", other, 1, GOOD_PASS)
+    found = disk.after_power_loss(tmp_path / "found")
+    may_sync.set()
+    harness.wait(name)
+    service = open_service(found)
+    again = Harness(service, harness.session_id)
+    sampler = again.wait(name)["sampling_session_id"]
+    assert again.sample(sampler, 0)["sequences"]
+    service.stop()

@@ -159,16 +159,21 @@ class Snapshots:
         return changes, tuple(gone.file for gone in old)
 
     def save_weights(self, file: str, weights: Mapping[str, np.ndarray]) -> Future[None]:
-        """Saves weights alone, for a sampler; they survive a power failure once the result is done.
+        """Saves weights alone, for a sampler. Returns when they survive a power failure.
+
+        Only then may the sampler's row be committed: any later fsync of the journal makes that durable, and the weights
+        of that moment cannot be made again from a row.
 
         Raises:
             JournalError: the storage does not work now.
         """
         path = self._data_dir / file
         size = sum(array.nbytes for array in weights.values())
-        return self._write(
+        written = self._write(
             "published weights", path, size, lambda: write_weights(path, weights, sync=False, is_sealed=True)
         )
+        self._wait_durable(written)
+        return written
 
     def wait_written(self, history: SnapshotHistory) -> None:
         """Returns once the newest snapshot is durable; does not wait for a storage that does not work, because that
@@ -177,9 +182,12 @@ class Snapshots:
         Raises:
             JournalError: the storage does not work now.
         """
-        while not wait([history.written], timeout=STORAGE_CHECK_S).done:
+        self._wait_durable(history.written)
+
+    def _wait_durable(self, written: Future[None]) -> None:
+        while not wait([written], timeout=STORAGE_CHECK_S).done:
             self._storage.require_working()
-        history.written.result()
+        written.result()
 
     def _write(
         self,
