@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
+from mint.errors import InvalidRequestError
 from mint.types.checkpoint_uri import CheckpointUri
 from mint.types.tensors import TensorData, flat_array
 from mint.types.value_classes import ArrayValue, Params, Result
@@ -18,6 +19,7 @@ from mint.types.value_classes import ArrayValue, Params, Result
 StopReason = Literal["stop", "length"]
 
 _INT32 = np.dtype(np.int32)
+_INT32_MAX = 2**31 - 1
 _FLOAT32 = np.dtype(np.float32)
 _EMPTY_CELL = (0, -99999.0)
 
@@ -70,13 +72,20 @@ class TopkLogprobs(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[tuple[int, float]] | None]) -> Self:
-        """From pairs (token, logprob); a row that is None or short gets empty cells, and K is at least 1."""
+        """From pairs (token, logprob); a row that is None or short gets empty cells, and K is at least 1.
+
+        Raises:
+            InvalidRequestError: a token id does not fit int32.
+        """
         filled = [row or () for row in rows]
         width = max(1, *map(len, filled)) if filled else 1
         token_ids = np.full((len(filled), width), _EMPTY_CELL[0], np.int32)
         logprobs = np.full((len(filled), width), _EMPTY_CELL[1], np.float32)
         for place, row in enumerate(filled):
             for column, (token, logprob) in enumerate(row):
+                if abs(token) > _INT32_MAX:
+                    remedy = f"Token ids are at most {_INT32_MAX}"
+                    raise InvalidRequestError("is not a token id", field="topk_logprobs", value=token, remedy=remedy)
                 token_ids[place, column], logprobs[place, column] = token, logprob
         return cls(token_ids, logprobs)
 
