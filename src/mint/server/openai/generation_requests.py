@@ -1,21 +1,19 @@
 """Completion and chat requests as what the engine needs: prompts of token ids, and sampling settings.
 
-Finds the model, tokenizes, and renders conversations with the model's chat template.
+Finds the model, and tokenizes.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from mint.errors import InvalidRequestError, MintError
+from mint.errors import InvalidRequestError
 from mint.server.callers import Caller
+from mint.server.openai.chat_template import render_conversation
 from mint.server.openai.detokenizer import Vocabulary, read_vocabulary
 from mint.server.openai.models import find_weights
-from mint.server.openai.schemas import ChatMessage, ChatRequest, CompletionRequest
+from mint.server.openai.schemas import ChatRequest, CompletionRequest
 from mint.server.openai.tool_parser import THINK_OPEN
 from mint.server.service.service import Service
 from mint.server.store.rows import SamplerRow
@@ -98,7 +96,7 @@ def read_chat(service: Service, caller: Caller, request: ChatRequest) -> Generat
     """
     weights = find_weights(service, caller, request.model)
     vocabulary = read_vocabulary(service.base_models.folder(weights.base_model))
-    text = _render(vocabulary.tokenizer, request)
+    text = render_conversation(vocabulary.tokenizer, request)
     reads_calls = bool(request.offered_tools)
     hidden = vocabulary.hidden(skip_special=request.skip_special_tokens, calls=reads_calls)
     return GenerationRequest(
@@ -126,58 +124,3 @@ def _params(request: CompletionRequest | ChatRequest, max_tokens: int | None) ->
         stop=request.stop_strings or None,
         stop_token_ids=request.stop_token_ids,
     )
-
-
-def _render(tokenizer: Any, request: ChatRequest) -> str:
-    """The conversation as the model's own template writes it (transformers renders it in a sandbox)."""
-    if tokenizer.chat_template is None:
-        remedy = "Use /v1/completions, or a model whose folder has a chat template"
-        raise InvalidRequestError("has no chat template", field="model", value=request.model, remedy=remedy)
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in request.chat_template_kwargs:
-        if name in taken or name == "messages":
-            remedy = "Pass only what the template itself reads, such as enable_thinking"
-            raise InvalidRequestError("is not for templates", field="chat_template_kwargs", value=name, remedy=remedy)
-    try:
-        return tokenizer.apply_chat_template(
-            [_message(message) for message in request.messages],
-            tools=[tool.model_dump(exclude_none=True) for tool in request.offered_tools] or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **request.chat_template_kwargs,
-        )
-    except MintError:
-        raise
-    except Exception as error:  # the boundary: a template is a program from elsewhere and may raise anything
-        roles = [message.role for message in request.messages]
-        remedy = "Use roles and an generation of them that the model's chat template knows"
-        raise InvalidRequestError(
-            f"cannot be rendered by the model's chat template ({error})", field="messages", value=roles, remedy=remedy
-        ) from error
-
-
-def _message(message: ChatMessage) -> dict[str, Any]:
-    """Converts a message for the chat template: one text, and the arguments of calls as objects."""
-    shown: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-    if message.name is not None:
-        shown["name"] = message.name
-    if message.tool_call_id is not None:
-        shown["tool_call_id"] = message.tool_call_id
-    if message.tool_calls is not None:
-        shown["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return shown
-
-
-def _arguments(text: str) -> Any:
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):  # the model's own words: templates write texts as they stand
-        return text
-    return arguments if isinstance(arguments, dict) else text

@@ -1,0 +1,87 @@
+"""The chat template of a stranger: it may refuse, it may be slow; it reaches nothing, and it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import wait_until
+
+from mint.errors import InvalidRequestError
+from mint.models.registry import resolve
+from mint.server.openai.chat_template import render_conversation
+from mint.server.openai.schemas import ChatRequest
+from mint.tokenizer import load_tokenizer
+
+REQUEST = ChatRequest(model="m", messages=[{"role": "user", "content": "{{ 7 * 7 }}{% for i in x %}"}])
+SECRET = "the-secret-of-this-machine"
+
+ESCAPES = {
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "classes by a filter": "{{ ('' | attr('__class__')).__mro__ }}",
+    "classes by format": "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "classes by a mapped attribute": "{{ [''] | map(attribute='__class__') | list }}",
+    "globals of a function": "{{ raise_exception.__globals__ }}",
+    "globals of a macro": "{% macro f() %}{% endmacro %}{{ f.__init__.__globals__ }}",
+    "globals of cycler": "{{ cycler.__init__.__globals__.os.environ }}",
+    "the template itself": "{{ self.__init__.__globals__ }}",
+    "the context": "{{ self._TemplateReference__context.environment }}",
+    "a generator's frame": "{{ (messages | map('length')).gi_frame.f_globals }}",
+    "import": "{% import 'os' as os %}{{ os.environ }}",
+    "include": "{% include 'FILE' %}",
+    "extends": "{% extends 'FILE' %}",
+    "change the messages": "{% set _ = messages.append(1) %}{{ messages }}",
+    "change a message": "{% set _ = messages[0].update({'role': 'system'}) %}{{ messages }}",
+    "a large range": "{% for i in range(10**9) %}{% endfor %}",
+    "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a digit too many": "{{ 10 ** 5000 }}",
+    "no template": "{% if %}",
+}
+HARMLESS = {"classes by a mapped attribute", "globals of a function"}
+"""Rendered, as a value that is not defined; all others are refused."""
+
+SLOW = {
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+}
+
+
+@pytest.fixture
+def tokenizer() -> Iterator[Any]:
+    """A copy of the bundled model's, for another template."""
+    yield copy(load_tokenizer(str(resolve("mint/tiny", {})), "mint/tiny"))
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_template_reaches_nothing_beyond_the_conversation(
+    tokenizer: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINT_SECRET", SECRET)
+    file = tmp_path / "secret.txt"
+    file.write_text(SECRET)
+    tokenizer.chat_template = ESCAPES[name].replace("FILE", str(file))
+    began = time.process_time()
+    try:
+        shown = render_conversation(tokenizer, REQUEST)
+        assert name in HARMLESS
+    except InvalidRequestError as refused:
+        shown = str(refused)
+    assert not any(mark in shown for mark in (SECRET, "<class", "<module", " at 0x"))
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_template_that_does_not_end_is_stopped(tokenizer: Any, name: str) -> None:
+    tokenizer.chat_template = SLOW[name]
+    with pytest.raises(InvalidRequestError, match=r"takes more than 0\.2 s"):
+        render_conversation(tokenizer, REQUEST, limit_s=0.2)
+    wait_until(lambda: all(thread.name != "mint-template" for thread in threading.enumerate()))
+
+
+def test_a_template_is_not_made_of_what_users_write(tokenizer: Any) -> None:
+    assert REQUEST.messages[0].text in render_conversation(tokenizer, REQUEST)
