@@ -14,6 +14,8 @@ from mint.chaos.faults import read_case
 from mint.chaos.outcome import TrialOutcome, differences
 from mint.chaos.plan import shortages
 
+PLANTED = Path(__file__).parents[1] / "planted"
+
 COMMAND = """
 import sys
 from mint.chaos import supervised_process
@@ -27,7 +29,7 @@ app()
 def run_chaos(*arguments: str, planted: str = "") -> tuple[int, dict[str, Any]]:
     """The exit code and the report of `mint chaos`."""
     command = [sys.executable, "-c", COMMAND, planted, "chaos", "--json", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=PLANTED)
     assert ended.stdout, ended.stderr
     return ended.returncode, json.loads(ended.stdout)
 
@@ -53,9 +55,9 @@ def test_a_hundred_kills_change_no_bit() -> None:
 @pytest.mark.parametrize(
     ("planted", "case"),
     [
-        ("planted_no_sync", "http power-loss:after_accept_before_reply/optim_step#3"),
-        ("planted_no_replay", "http kill:after_commit/forward_backward#3"),
-        ("planted_no_deduplication", "http kill:after_accept_before_reply/optim_step#2"),
+        ("acknowledged_before_sync", "http power-loss:after_accept_before_reply/optim_step#3"),
+        ("no_replay", "http kill:after_commit/forward_backward#3"),
+        ("no_deduplication", "http kill:after_accept_before_reply/optim_step#2"),
     ],
 )
 def test_a_planted_bug_is_found(planted: str, case: str) -> None:

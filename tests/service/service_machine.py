@@ -29,6 +29,7 @@ from mint.chaos.power_loss import Disk
 from mint.engine.fake_engine import POISON_TOKEN, FakeEngine
 from mint.errors import ConflictError, MintError, NotFoundError, RequestCancelledError, SessionEndedError, from_wire
 from mint.server.callers import Caller
+from mint.server.ids import sample_seed, seed_root
 from mint.server.queue.futures import FutureResult
 from mint.server.queue.scheduler import GAP_TIMEOUT_S
 from mint.server.service.service import Service
@@ -118,6 +119,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.ended: list[Training] = []
         self.sessions: dict[str, str] = {}  # owner → session
         self.samplers: dict[str, list[tuple[str, str]]] = {owner: [] for owner in OWNERS}  # session, sampler
+        self.seeds: dict[str, int] = {}  # of the models that samplers were made from
         self.counter = 0
         self.lives = 0
         self.late_s = 0.0
@@ -307,6 +309,7 @@ class ServiceMachine(RuleBasedStateMachine):
         assert difference == "", f"request {seq_id} of {training.model_id}, {operation}: {difference}"
         if expected.sampler_id is not None:
             self.samplers[training.owner].append((training.session_id, expected.sampler_id))
+            self.seeds[expected.sampler_id] = int(training.model_id.rpartition(":")[2])
 
     def journal_kind(self, training: Training, seq_id: int) -> str:
         row = self.service.journal.job(training.model_id, seq_id)
@@ -345,10 +348,10 @@ class ServiceMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         owner=st.sampled_from(OWNERS),
-        seed=st.integers(0, 9),
+        seed=st.none() | st.integers(0, 9),
         ended=st.sampled_from(["", "", "cancel", "crash"]),
     )
-    def sample(self, data: st.DataObject, owner: str, seed: int, ended: str) -> None:
+    def sample(self, data: st.DataObject, owner: str, seed: int | None, ended: str) -> None:
         for training in self.trainings:
             self.collect(training)
         if not self.samplers[owner]:
@@ -380,7 +383,12 @@ class ServiceMachine(RuleBasedStateMachine):
         else:
             assert error is None, error
             tokens = wire.decode_result(SampleResponse, answer.body).sequences[0].tokens
-            assert list(tokens) == self.reference.sample(sampler, prompt, max_tokens=3, seed=seed)
+            drawn = self.seed_of(sampler, self.counter) if seed is None else seed
+            assert list(tokens) == self.reference.sample(sampler, prompt, max_tokens=3, seed=drawn)
+
+    def seed_of(self, sampler: str, seq_id: int) -> int:
+        """That of a sample request without a seed: it follows from the seed of its model, and from the numbers."""
+        return sample_seed(seed_root(self.seeds[sampler], int(sampler.rpartition(":")[2])), seq_id)
 
     @rule(data=st.data(), operation=OPERATIONS)
     def act_as_the_other_owner(self, data: st.DataObject, operation: Operation) -> None:

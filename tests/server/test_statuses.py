@@ -1,0 +1,54 @@
+"""Statuses: what can never succeed is refused with one after which no SDK sends the request again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mint import errors
+from mint.errors import MintError
+from tests.server.server_harness import API, Person, make_key, running, sample_body
+
+SENT_AGAIN = {408, 409, 425, 429}
+"""The public SDK sends a request again after these, and after every 5xx."""
+
+
+def subclasses(kind: type[MintError]) -> set[type[MintError]]:
+    return {kind}.union(*map(subclasses, kind.__subclasses__()))
+
+
+OF_SERVERS = sorted(
+    {kind for kind in subclasses(MintError) if kind.__module__ == errors.__name__}
+    - {errors.ResultTimeoutError, errors.MissingExtraError},  # raised by clients only
+    key=lambda kind: kind.__name__,
+)
+
+
+@pytest.mark.parametrize("kind", OF_SERVERS)
+def test_the_fault_of_a_user_has_a_status_that_ends_the_request(kind: type[MintError]) -> None:
+    assert kind.category != "user" or (kind.status < 500 and kind.status not in SENT_AGAIN)
+
+
+def test_a_request_that_can_never_succeed_is_refused_for_good(tmp_path: Path) -> None:
+    key = make_key(tmp_path, "somebody")
+    with running(tmp_path) as server:
+        person = Person(server, key)
+        session_id = person.session()
+        model_id, sampler_id = person.model(session_id), person.sampler(session_id)
+        place = {"model_id": model_id, "seq_id": 1}
+        person.done("optim_step", {**place, "adam_params": {"learning_rate": 0.1}})
+        person.done("asample", sample_body(sampler_id))
+        other_sampler = {
+            "session_id": session_id,
+            "sampling_session_seq_id": 0,
+            "model_path": f"mint://{model_id}/weights/a",
+        }
+        refused = [
+            ("optim_step", {**place, "adam_params": {"learning_rate": 0.2}}),
+            ("asample", sample_body(sampler_id, tokens=[7, 8])),
+            ("create_sampling_session", other_sampler),
+        ]
+        for route, body in refused:
+            response = person.send("POST", f"{API}/{route}", body)
+            assert (response.status_code, response.json()["code"]) == (400, "ConflictError"), response.text
