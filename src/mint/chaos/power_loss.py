@@ -54,7 +54,11 @@ class Disk:
             self._fsync(handle)
             self._keep(*before)
         elif path.is_dir():
-            found = {entry: _identity(entry.stat()) for entry in path.iterdir() if not entry.name.endswith(".tmp")}
+            found = {}
+            for entry in path.iterdir():
+                with suppress(FileNotFoundError):  # another thread may remove it meanwhile
+                    if not entry.name.endswith(".tmp"):
+                        found[entry] = _identity(entry.stat())
             self._fsync(handle)
             for entry, identity in found.items():
                 if entry.is_dir() or identity in self._contents:
