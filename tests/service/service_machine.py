@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ from mint.server.callers import Caller
 from mint.server.ids import sample_seed, seed_root
 from mint.server.queue.futures import FutureResult
 from mint.server.queue.scheduler import GAP_TIMEOUT_S
+from mint.server.service import takeover
 from mint.server.service.service import Service
-from mint.server.store.journal import Journal
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.worker import snapshot_policy, snapshots
 from mint.server.worker.trainer import Trainer
 from mint.types import ForwardBackwardOutput, SampleResponse
@@ -136,6 +138,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.power = power
         self.state_bytes = LARGE_STATE_BYTES if large else 0
         self.replace(snapshots, "SMALL_STATE_BYTES", 100 if large else snapshots.SMALL_STATE_BYTES)
+        self.replace(takeover, "MAX_ATTEMPTS", 10**6)  # crashes here are no fault of the request
         if often:
             self.replace(snapshot_policy, "LARGE_INTERVAL_S", 0.0)
             self.replace(snapshot_policy, "MAX_SHARE", float("inf"))
@@ -162,10 +165,20 @@ class ServiceMachine(RuleBasedStateMachine):
         """A copy of the data directory as a crash at this moment leaves it."""
         if self.power:
             self.disk.after_power_loss(folder)
-        else:
+            return
+        while True:  # until files and journal are of one moment: nothing was committed during the copy
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(mode=0o700)
-            shutil.copytree(self.data_dir, folder, ignore=shutil.ignore_patterns("*-shm"), dirs_exist_ok=True)
+            before = self.journal_stamp()
+            with suppress(shutil.Error):  # a file went meanwhile, behind the commit that dropped it
+                shutil.copytree(self.data_dir, folder, ignore=shutil.ignore_patterns("*-shm"), dirs_exist_ok=True)
+                if self.journal_stamp() == before:
+                    return
+
+    def journal_stamp(self) -> dict[str, tuple[int, int]]:
+        """Changes with every commit."""
+        states = {path.name: path.stat() for path in self.data_dir.glob(f"{JOURNAL_FILE}*")}
+        return {name: (state.st_size, state.st_mtime_ns) for name, state in states.items() if "-shm" not in name}
 
     def open_session(self, owner: str) -> None:
         self.sessions[owner] = self.service.create_session(Caller(owner), b"{}").session_id
