@@ -26,7 +26,7 @@ from mint.engine.model.decoder import Decoder
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.packing import AttentionBlock, pack
-from mint.engine.protocol import LoraSpec
+from mint.engine.protocol import LoraSpec, MicroBatching
 from mint.engine.training_pass import run_pass
 from mint.models.folder import ModelFolder
 
@@ -114,8 +114,9 @@ def test_a_training_step_mixes_no_devices(
     data = random_data(0, count=12, shared=16)
     batches = len(pack(data, 64))
     assert batches > 2
+    micro_batching = MicroBatching(64, recompute)
     with OneDevice() as mode:
-        result = run_pass(decoder, lora, data, CROSS_ENTROPY, gradient=gradient, rows=64, recompute=recompute)
+        result = run_pass(decoder, lora, data, CROSS_ENTROPY, gradient=gradient, micro_batching=micro_batching)
     assert [row.shape for row in result.logprobs] == [datum.targets.shape for datum in data]
     assert mode.counts["read"] == batches  # the host waits once in a micro-batch
     assert mode.counts["uploaded"] <= batches * 12
