@@ -21,9 +21,10 @@ from mint.wire.requests import ForwardBackwardRequest
 
 LATER_COLUMNS = {
     "sessions": ["owner", "details", "created_at", "suspended_s"],
-    "jobs": ["encoding", "micro_batching"],
+    "jobs": ["encoding", "micro_batching", "result_sha256"],
+    "models": ["settings_sha256"],
     "checkpoints": ["owner", "public", "expires_at", "size_bytes", "user_metadata", "expired_s"],
-    "samplers": ["model_id"],
+    "samplers": ["model_id", "sha256"],
 }
 
 
@@ -57,13 +58,13 @@ def change(folder: Path, *statements: str) -> None:
 
 
 def results_as_json(folder: Path) -> int:
-    """Rewrites the stored results as older versions wrote them; how many."""
+    """Rewrites the stored results as older versions wrote them, without checksums; how many."""
     with closing(sqlite3.connect(folder / JOURNAL_FILE)) as database:
         rows = database.execute("SELECT rowid, result FROM jobs WHERE kind = 'forward_backward'").fetchall()
         for rowid, result in rows:
             assert not result.startswith(b"{")
             old = wire.result_as_json(result, ForwardBackwardOutput)
-            database.execute("UPDATE jobs SET result = ? WHERE rowid = ?", (old, rowid))
+            database.execute("UPDATE jobs SET result = ?, result_sha256 = NULL WHERE rowid = ?", (old, rowid))
         database.commit()
         return len(rows)
 
@@ -118,7 +119,10 @@ def test_a_result_of_other_bits_is_noticed_in_either_encoding(tmp_path: Path) ->
                 "UPDATE jobs SET result = CAST(replace(CAST(result AS TEXT), '-', '') AS BLOB) WHERE seq_id = 4",
             )
         else:
-            change(tmp_path / name, "UPDATE jobs SET result = (SELECT zeroblob(0)) WHERE seq_id = 4")
+            change(
+                tmp_path / name,
+                "UPDATE jobs SET result = (SELECT zeroblob(0)), result_sha256 = NULL WHERE seq_id = 4",
+            )
         again = reopen(harness, tmp_path / name)
         error = failure(lambda: again.run("optim_step", model_id, 5, STEP))  # noqa: B023
         assert isinstance(error, RecoveryDivergedError) and "request 4" in str(error)

@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _MANIFEST.validate_json(_json(content), strict=True)
         _LORA.validate_json(json.dumps(vars(manifest.lora_spec)), strict=True)
         return manifest
-    except (FileNotFoundError, ValueError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError) as error:
         log.error("the manifest in %s is damaged or missing: %s", folder, error)
         raise CheckpointError(
             f"checkpoint ckpt_{folder.name.replace('-', '')} is damaged: its manifest cannot be used",
