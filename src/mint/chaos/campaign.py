@@ -49,7 +49,7 @@ class PartReport:
 
 @dataclass
 class CampaignReport:
-    """What a campaign has found. `logs` are the last lines of the logs of violated cases, by the case's line."""
+    """The result of a campaign. `logs` maps the line of each violated case to the last lines of its logs."""
 
     seed: int
     parts: list[PartReport] = field(default_factory=list)

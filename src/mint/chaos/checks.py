@@ -1,4 +1,4 @@
-"""What a case has left behind on the disk: results, journal, files, logs."""
+"""Reads and checks the results, journal, files and logs of a case after it has ended."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_jobs(data_dir: Path, sessions: Mapping[str, str]) -> tuple[dict[str, i
 
 
 def check_folder(data_dir: Path) -> list[str]:
-    """What is wrong with a data directory that nobody uses any more."""
+    """The problems of a data directory, after its processes have ended."""
     wrong = []
     _, verdict = check_file(data_dir / JOURNAL_FILE)
     if verdict != "ok":

@@ -29,7 +29,7 @@ ALL_PAGES = 4_294_967_294
 
 
 class Disasters:
-    """What can happen to this process, whose service works on `data_dir`."""
+    """Brings faults on this process; its service uses `data_dir`."""
 
     def __init__(self, data_dir: Path, *, keeps_unsynced_apart: bool) -> None:
         """`keeps_unsynced_apart`: a power loss is to come, so every sync is watched from now on."""

@@ -1,4 +1,4 @@
-"""What became of a case, and in what two outcomes differ. Pure."""
+"""The outcome of a case, and the comparison of two outcomes. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Hits = Sequence[tuple[str, str]]
 
 @dataclass
 class TrialOutcome:
-    """What became of a case."""
+    """The values and violations of one case."""
 
     case: Case
     values: Values = field(default_factory=dict)

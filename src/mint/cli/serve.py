@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import closing
+from collections.abc import Generator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +18,9 @@ from rich.table import Table
 
 from mint.cli.terminal import fail
 from mint.errors import InvalidRequestError, MintError
+
+if TYPE_CHECKING:
+    from mint.server.store.keys import ApiKeys
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of a data directory, also while a server runs there.")
 
@@ -94,15 +98,11 @@ def create(
 ) -> None:
     """Makes a key and prints it. Only its hash is stored, so it cannot be shown again."""
     from mint.server.callers import Quotas  # deferred: loads the database
-    from mint.server.store.keys import ApiKeys
 
-    try:
+    quotas = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
+    with _opened_keys(data_dir, make=True) as keys:
         own = _own_key(from_stdin=key_stdin, file=key_file)
-        quotas = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
-        with closing(_database(data_dir, make=True)) as database:
-            key, row = ApiKeys(database).create(owner, quotas, key=own)
-    except MintError as error:
-        fail(error)
+        key, row = keys.create(owner, quotas, key=own)
     if as_json:
         shown = None if own is not None else key
         typer.echo(json.dumps({"key": shown, "owner": row.owner, "key_id": row.key_id, "quotas": asdict(row.quotas)}))
@@ -119,13 +119,8 @@ def create(
 @keys_app.command(name="list")
 def list_keys(data_dir: DataDir = None, as_json: Json = False) -> None:
     """All keys ever made, by how they begin."""
-    from mint.server.store.keys import ApiKeys  # deferred: loads the database
-
-    try:
-        with closing(_database(data_dir)) as database:
-            rows = ApiKeys(database).list()
-    except MintError as error:
-        fail(error)
+    with _opened_keys(data_dir) as keys:
+        rows = keys.list()
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows]))
         return
@@ -146,14 +141,9 @@ def show(
     as_json: Json = False,
 ) -> None:
     """The quotas of a key, and how much its owner uses of them."""
-    from mint.server.store.keys import ApiKeys  # deferred: loads the database
-
-    try:
-        with closing(_database(data_dir)) as database:
-            row = (keys := ApiKeys(database)).row(key_id)
-            used = keys.use_of(row.owner)
-    except MintError as error:
-        fail(error)
+    with _opened_keys(data_dir) as keys:
+        row = keys.row(key_id)
+        used = keys.use_of(row.owner)
     if as_json:
         typer.echo(json.dumps({**asdict(row), "used": asdict(used)}))
         return
@@ -179,16 +169,11 @@ def update(
 ) -> None:
     """Changes quotas of a key, also on a server that runs, within a second. What is not given stays as it is."""
     from mint.server.callers import Quotas  # deferred: loads the database
-    from mint.server.store.keys import ApiKeys
 
     given = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
-    try:
-        with closing(_database(data_dir)) as database:
-            keys = ApiKeys(database)
-            row = keys.row(key_id)
-            row = keys.set_quotas(key_id, given if reset else given.with_defaults(row.quotas))
-    except MintError as error:
-        fail(error)
+    with _opened_keys(data_dir) as keys:
+        row = keys.row(key_id)
+        row = keys.set_quotas(key_id, given if reset else given.with_defaults(row.quotas))
     shown = ", ".join(f"{name} {value}" for name, value in asdict(row.quotas).items() if value is not None)
     typer.echo(json.dumps(asdict(row)) if as_json else f"Key {row.key_id} of {row.owner}: {shown or 'no own quotas'}.")
 
@@ -200,13 +185,8 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Ends a key within a second, also on a server that runs. Its owner's work stays."""
-    from mint.server.store.keys import ApiKeys  # deferred: loads the database
-
-    try:
-        with closing(_database(data_dir)) as database:
-            row = ApiKeys(database).revoke(key_id)
-    except MintError as error:
-        fail(error)
+    with _opened_keys(data_dir) as keys:
+        row = keys.revoke(key_id)
     typer.echo(json.dumps(asdict(row)) if as_json else f"Key {row.key_id} of {row.owner} is revoked.")
 
 
@@ -224,23 +204,29 @@ def _own_key(*, from_stdin: bool, file: Path | None) -> str | None:
         raise InvalidRequestError(f"cannot be read: {error}", field="--key-file", value=file) from error
 
 
-def _database(data_dir: Path | None, *, make: bool = False) -> Any:
+@contextmanager
+def _opened_keys(data_dir: Path | None, *, make: bool = False) -> Generator[ApiKeys]:
+    """The keys of a data directory; an error in the block ends the command with one sentence."""
     from mint.config import read_settings  # deferred: loads the database
     from mint.server.private_files import open_data_dir
     from mint.server.store.database import Database
     from mint.server.store.journal import JOURNAL_FILE
+    from mint.server.store.keys import ApiKeys
 
     folder = (data_dir or read_settings().home).expanduser().resolve()
-    if make:
-        try:
-            open_data_dir(folder)
-        except OSError as error:
-            raise InvalidRequestError(f"cannot be made: {error}", field="--data-dir", value=folder) from error
-    elif not (folder / JOURNAL_FILE).is_file():
-        raise InvalidRequestError(
-            "holds no server's data", field="--data-dir", value=folder, remedy="Give the directory that mint serve uses"
-        )
-    return Database(folder / JOURNAL_FILE)
+    try:
+        if make:
+            try:
+                open_data_dir(folder)
+            except OSError as error:
+                raise InvalidRequestError(f"cannot be made: {error}", field="--data-dir", value=folder) from error
+        elif not (folder / JOURNAL_FILE).is_file():
+            remedy = "Give the directory that mint serve uses"
+            raise InvalidRequestError("holds no server's data", field="--data-dir", value=folder, remedy=remedy)
+        with closing(Database(folder / JOURNAL_FILE)) as database:
+            yield ApiKeys(database)
+    except MintError as error:
+        fail(error)
 
 
 def _day(seconds: float | None) -> str:

@@ -38,8 +38,6 @@ OPEN_TIMEOUT_S = 30.0
 BUSY_TIMEOUT_S = 2.0
 """How long a write waits for another process's lock. The engine's thread and those of requests wait with it."""
 
-"""How long to wait for another process that writes to the file."""
-
 CACHED_STATEMENTS = 256
 """Twice sqlite3's default: listings are queried in many forms, and the statements of a step should stay compiled."""
 

@@ -9,8 +9,8 @@ How it is kept:
    because the kernel has the data, but not a loss of power.
 2. The acknowledgement waits in `wait_durable`. Requests that arrive together share one fsync.
 3. The worker commits the result, also without an fsync, and hands it to `call_when_durable` with the commit that
-   accepted the request, and with the file that the result names, if there is one. The result of a new model, sampler
-   or checkpoint waits for its own commit: it is read at once, without a place in the order of requests.
+   accepted the request. The result of a new model, sampler or checkpoint waits for its own commit: it is read at once,
+   without a place in the order of requests. Weights that a row names are durable before the row is committed.
 
 Why nothing that was sent is lost:
 
@@ -135,20 +135,16 @@ class Durability:
             self._file = os.open(self._path, os.O_RDWR)
         return self._file
 
-    def call_when_durable(
-        self, commit: int, file: Future[None] | None, callback: Callable[[JournalError | None], None]
-    ) -> None:
-        """Calls `callback(None)` once a commit is durable and a `file` of `submit` is written.
+    def call_when_durable(self, commit: int, callback: Callable[[], None]) -> None:
+        """Calls `callback` once a commit is durable.
 
-        Calls it at once, on this thread, if both are already true; else later, on the disk's thread. If the disk fails,
-        it is called once the disk works again; never, if that is not before `close`: the next process has the result
-        again. If the file cannot be written for any other reason, the callback gets the error.
+        Calls it at once, on this thread, if it is already; else later, on the disk's thread. If the disk fails, it is
+        called once the disk works again; never, if that is not before `close`: the next process has the result again.
         """
-        is_written = file is None or (file.done() and file.exception() is None)
-        if is_written and self._durable >= commit:
-            callback(None)
+        if self._durable >= commit:
+            callback()
         else:
-            self.submit(self._wait_and_call, commit, file, callback)
+            self.submit(self._wait_and_call, commit, callback)
 
     def submit(self, work: Callable[..., None], *arguments: object) -> Future[None]:
         """Runs `work` on the disk's thread, after all that was submitted before: writing a file, for instance."""
@@ -168,20 +164,10 @@ class Durability:
                 os.close(self._file)
                 self._file = None
 
-    def _wait_and_call(
-        self, commit: int, file: Future[None] | None, callback: Callable[[JournalError | None], None]
-    ) -> None:
+    def _wait_and_call(self, commit: int, callback: Callable[[], None]) -> None:
         try:
-            self._storage.keep_trying("the journal", lambda: self._wait(commit, file))
+            self._storage.keep_trying("the journal", lambda: self.wait_durable(commit))
         except JournalError as error:
             log.warning("a result is not told, because the service stops: %s", error)
-        except Exception as error:  # the boundary: a request waits for this callback
-            log.exception("the file of a result was not written")
-            callback(JournalError(f"the file of the result was not written: {error}", remedy="See the server's log"))
         else:
-            callback(None)
-
-    def _wait(self, commit: int, file: Future[None] | None) -> None:
-        if file is not None:
-            file.result()
-        self.wait_durable(commit)
+            callback()

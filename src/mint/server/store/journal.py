@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mint.server.callers import LOCAL_OWNER
 from mint.server.store.database import Database, insert
 from mint.server.store.rows import (
     CheckpointRow,
@@ -258,6 +259,11 @@ class Journal:
     def run(self, run_id: str) -> RunRow | None:
         """What is known of a model, living or not."""
         return self.database.row(RunRow, "SELECT * FROM runs WHERE run_id = :id", id=run_id)
+
+    def owner(self, model_id: str) -> str:
+        """Who owns a model, living or not."""
+        run = self.run(model_id)
+        return LOCAL_OWNER if run is None else run.owner
 
     def mark_diverged(self, model_id: str, reason: str) -> None:
         """Stops a model: its replay did not give what was acknowledged."""

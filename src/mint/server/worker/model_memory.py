@@ -12,7 +12,6 @@ from pathlib import Path
 
 from mint.engine.protocol import LoraSpec
 from mint.errors import InvalidRequestError
-from mint.server.callers import LOCAL_OWNER
 from mint.server.limits import MODEL_MEMORY_SHARE
 from mint.server.store.journal import Journal
 from mint.server.store.obsolete_files import discard_files
@@ -93,7 +92,7 @@ class ModelMemory:
 
     def _next_to_park(self, candidates: list[str]) -> str:
         """Of the owner whose models take most, the model that was used longest ago."""
-        owners = {name: self._owner(name) for name in candidates}
+        owners = {name: self._journal.owner(name) for name in candidates}
         used = Counter[str]()
         for name, owner in owners.items():
             used[owner] += self._models.bytes_of(name)
@@ -117,7 +116,3 @@ class ModelMemory:
         self._models.park(model_id)
         self.parked_count += 1
         log.info("model %s parked", model_id)
-
-    def _owner(self, model_id: str) -> str:
-        run = self._journal.run(model_id)
-        return LOCAL_OWNER if run is None else run.owner

@@ -14,12 +14,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mint.engine.protocol import Engine, LoraSpec, SampleJob
-from mint.errors import JournalError, NotFoundError
+from mint.errors import NotFoundError
 from mint.server.disk_space import DiskSpace
 from mint.server.ids import session_of
 from mint.server.limits import MAX_UNNAMED_SAMPLERS
@@ -157,13 +158,9 @@ class Samplers:
                 self._used_at[model_id].pop(name, None)
         self._drop([name for name in gone if name in self._in_engine])
         files = [row.file or "" for row in rows if row is not None]
-
-        def discard(error: JournalError | None) -> None:
-            if error is None:
-                discard_files(self._journal, self._data_dir, files)
-
         durability = self._journal.durability
-        durability.call_when_durable(durability.newest_commit, None, discard)
+        discard = partial(discard_files, self._journal, self._data_dir, files)
+        durability.call_when_durable(durability.newest_commit, discard)
 
     def end_session(self, session_id: str) -> None:
         """Forgets everything that a session has published."""

@@ -158,7 +158,7 @@ class Snapshots:
         }
         return changes, tuple(gone.file for gone in old)
 
-    def save_weights(self, file: str, weights: Mapping[str, np.ndarray]) -> Future[None]:
+    def save_weights(self, file: str, weights: Mapping[str, np.ndarray]) -> None:
         """Saves weights alone, for a sampler. Returns when they survive a power failure.
 
         Only then may the sampler's row be committed: any later fsync of the journal makes that durable, and the weights
@@ -173,7 +173,6 @@ class Snapshots:
             "published weights", path, size, lambda: write_weights(path, weights, sync=False, is_sealed=True)
         )
         self._wait_durable(written)
-        return written
 
     def wait_written(self, history: SnapshotHistory) -> None:
         """Returns once the newest snapshot is durable; does not wait for a storage that does not work, because that

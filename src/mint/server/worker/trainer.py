@@ -11,7 +11,6 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from pydantic import BaseModel
 import mint.wire as wire
 from mint.engine.protocol import LoraSpec
 from mint.errors import ConflictError, DamagedDataError, InvalidRequestError, JournalError, MintError
-from mint.server.callers import LOCAL_OWNER
 from mint.server.ids import file_stem, sampler_id, seed_root, session_of
 from mint.server.queue.futures import FutureResult
 from mint.server.queue.jobs import TrainingJob
@@ -63,12 +61,10 @@ CHANGES_STATE = frozenset({"create_model", "load_weights", "optim_step"})
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """What the journal shall commit, the files to delete after that, and the file that must be written before the
-    result is sent."""
+    """What the journal shall commit, and the files to delete after that."""
 
     finish: Finish
     obsolete_files: tuple[str, ...] = ()
-    written: Future[None] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,6 @@ class _Effect:
     digest: str | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     obsolete_files: tuple[str, ...] = ()
-    written: Future[None] | None = None
 
 
 class Trainer:
@@ -143,7 +138,7 @@ class Trainer:
         body = wire.encode_result(effect.result)
         pruned = prune_results(self.models[job.model_id].snapshots, job.seq_id)
         finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes, **pruned)
-        return JobOutcome(finish, effect.obsolete_files, effect.written)
+        return JobOutcome(finish, effect.obsolete_files)
 
     def _failed(self, job: TrainingJob, error: Exception) -> JobOutcome:
         if job.kind == "forward_backward":
@@ -198,7 +193,7 @@ class Trainer:
                 value="(given)",
                 remedy="Leave it out: load your own checkpoints, or those that their owners have published",
             )
-        row = checkpoints.find_checkpoint(self._journal, request.path, reader=self._owner(job.model_id))
+        row = checkpoints.find_checkpoint(self._journal, request.path, reader=self._journal.owner(job.model_id))
         manifest, state = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
         key = self._bases.key
         if request.base_model is not None and key(request.base_model) != key(manifest.base_model):
@@ -286,17 +281,12 @@ class Trainer:
             name,
             folder,
             now,
-            owner=self._owner(job.model_id),
+            owner=self._journal.owner(job.model_id),
             expires_at=None if ttl_s is None else now + ttl_s,
             size_bytes=checkpoint_folders.folder_size(self._data_dir / folder),
             user_metadata=request.user_metadata,
         )
         return row, (existing.folder,) if existing else ()
-
-    def _owner(self, model_id: str) -> str:
-        """Who owns the model. The journal knows, because a training run outlives its session."""
-        run = self._journal.run(model_id)
-        return LOCAL_OWNER if run is None else run.owner
 
     def _publish(self, job: TrainingJob, number: int) -> _Effect:
         """Freezes the weights for a new sampling session, in the engine and in a file."""
@@ -306,14 +296,14 @@ class Trainer:
             raise ConflictError("is taken", field="sampling_session_seq_id", value=number, remedy="Count upwards")
         live = self.models[job.model_id]
         file = f"published/{file_stem(published_id)}.safetensors"
-        written = self._snapshots.save_weights(file, self.models.engine.read_state(job.model_id).weights)
+        self._snapshots.save_weights(file, self.models.engine.read_state(job.model_id).weights)
         self.models.engine.publish(job.model_id, published_id)
         live.published_seq = job.seq_id
         root = seed_root(live.lora.seed if live.seed_given else None, number)
         lora = asdict(live.lora)
         row = SamplerRow(published_id, session_id, live.base_model, None, published_id, file, lora, root, job.model_id)
         result = SaveWeightsForSamplerResponse(sampling_session_id=published_id)
-        return _Effect(result, changes={"sampler": row}, written=written)
+        return _Effect(result, changes={"sampler": row})
 
 
 def _refuse_other_optimizer(field: str, config: dict[str, Any]) -> None:

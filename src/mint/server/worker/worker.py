@@ -207,27 +207,22 @@ class Worker:
         except JournalError:
             self._trainer.models.drop(job.model_id)  # the engine is ahead of the journal: restore, then run it again
             raise
-        obsolete = list(outcome.obsolete_files)
         if not is_known:  # its session has ended meanwhile
             self._trainer.models.drop(job.model_id)
             if finish.sampler is not None:
                 self._samplers.withdraw(finish.sampler)
-                files = [finish.sampler.file or ""]  # behind the writing of the file, on the same thread
-                self._journal.durability.submit(discard_files, self._journal, self._data_dir, files)
+                discard_files(self._journal, self._data_dir, [finish.sampler.file or ""])
             return
         if finish.sampler is not None:
             self._samplers.published(finish.sampler)
         self._queue.advance(job.model_id, job.seq_id)
 
-        def resolve(error: JournalError | None) -> None:
-            result = FutureResult(finish.result, failed=finish.status == "failed")
-            self._futures.finish({name: result if error is None else FutureResult.of_error(error)})
-
-        self._journal.durability.call_when_durable(self._told_after(job, finish), outcome.written, resolve)
-        if obsolete:
-            discard = partial(discard_files, self._journal, self._data_dir, obsolete)
-            newest = self._journal.durability.newest_commit
-            self._journal.durability.call_when_durable(newest, None, lambda _error: discard())
+        durability = self._journal.durability
+        result = FutureResult(finish.result, failed=finish.status == "failed")
+        durability.call_when_durable(self._told_after(job, finish), partial(self._futures.finish, {name: result}))
+        if outcome.obsolete_files:
+            discard = partial(discard_files, self._journal, self._data_dir, outcome.obsolete_files)
+            durability.call_when_durable(durability.newest_commit, discard)
         if finish.sampler is not None:
             self._samplers.drop_superseded(finish.model_id, busy=self._busy_samplers)
         with self._journal.storage.writing("which request runs"):
