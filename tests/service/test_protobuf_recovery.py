@@ -21,7 +21,7 @@ from mint.wire.requests import ForwardBackwardRequest
 
 LATER_COLUMNS = {
     "sessions": ["owner", "details", "created_at", "suspended_s"],
-    "jobs": ["encoding", "micro_batching", "result_sha256"],
+    "jobs": ["encoding", "micro_batching", "result_sha256", "replay"],
     "models": ["settings_sha256"],
     "checkpoints": ["owner", "public", "expires_at", "size_bytes", "user_metadata", "expired_s"],
     "samplers": ["model_id", "sha256"],

@@ -7,6 +7,7 @@ import typer
 from mint.cli import analysis, dashboard, export, runs, serve, train
 from mint.cli.bench import bench
 from mint.cli.chaos import chaos
+from mint.cli.recover import recover
 from mint.cli.storage import commands as storage
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(train.demo)
 app.command()(train.train)
 app.command()(serve.serve)
+app.command()(recover)
 app.add_typer(serve.keys_app, name="keys")
 app.add_typer(storage.models_app, name="models")
 app.add_typer(storage.runs_app, name="runs")

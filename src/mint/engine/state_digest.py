@@ -23,8 +23,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from mint.engine.protocol import ModelState
 
 BLOCK = 65_536
 """Float32 values of a block."""
@@ -47,6 +50,20 @@ def digest_of(step: int, arrays: Mapping[str, tuple[slice, tuple[int, ...]]], ve
     for digests in _hash_blocks(bounds, vectors):
         whole.update(digests)
     return f"b1:{whole.hexdigest()[:32]}"
+
+
+def digest_of_state(state: ModelState) -> str:
+    """The digest in the form `b1` of a state with both moments."""
+    arrays: dict[str, tuple[slice, tuple[int, ...]]] = {}
+    start = 0
+    for name, array in state.weights.items():
+        arrays[name] = slice(start, start + array.size), array.shape
+        start += array.size
+    vectors = [
+        torch.cat([torch.from_numpy(np.ascontiguousarray(part[name])).flatten() for name in arrays])
+        for part in (state.weights, state.exp_avg or {}, state.exp_avg_sq or {})
+    ]
+    return digest_of(state.step, arrays, vectors)
 
 
 def old_digest_of(step: int, vectors: Sequence[Tensor]) -> str:

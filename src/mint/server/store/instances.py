@@ -218,7 +218,7 @@ class Instance:
         others = sorted(
             name for name in set(instance_ids) - {self.instance_id} if name.startswith(SERVER) == bool(self._role)
         )
-        return {instance_id: self._last_mark(instance_id) for instance_id in others if not self._is_held(instance_id)}
+        return {instance_id: self._last_mark(instance_id) for instance_id in others if not self.is_held(instance_id)}
 
     def remove(self, instance_ids: Iterable[str]) -> None:
         """Removes the files of dead instances, after their sessions were taken over."""
@@ -231,7 +231,8 @@ class Instance:
         except FileNotFoundError:
             return ""
 
-    def _is_held(self, instance_id: str) -> bool:
+    def is_held(self, instance_id: str) -> bool:
+        """Whether the process of an instance lives. Call inside `sole_adopter`."""
         try:
             file = os.open(self._path(instance_id), os.O_RDWR)
         except FileNotFoundError:

@@ -269,6 +269,29 @@ class Journal:
         """Stops a model: its replay did not give what was acknowledged."""
         self.database.write("UPDATE models SET diverged = :reason WHERE model_id = :id", id=model_id, reason=reason)
 
+    def stopped_models(self) -> list[ModelRow]:
+        """The models that are stopped, by id."""
+        return self.database.rows(ModelRow, "SELECT * FROM models WHERE diverged IS NOT NULL ORDER BY model_id")
+
+    def restart_model(self, model_id: str, *, replay: Mapping[int, str]) -> None:
+        """Lets a stopped model be restored again; stores what was decided about the replay of some of its requests."""
+        with self.database.transaction() as transaction:
+            for seq_id, decision in replay.items():
+                job = transaction.row(JobRow, _READ_JOB, model_id=model_id, seq_id=seq_id)
+                if job is None:
+                    continue
+                sealed = job.result_sha256 is not None and job.result is not None
+                content = (job.status, job.result or b"", job.digest, job.micro_batching, decision)
+                transaction.execute(
+                    "UPDATE jobs SET replay = :decision, result_sha256 = :sha256 "
+                    "WHERE model_id = :model_id AND seq_id = :seq_id",
+                    decision=decision,
+                    sha256=result_sha256(*content) if sealed else job.result_sha256,
+                    model_id=model_id,
+                    seq_id=seq_id,
+                )
+            transaction.execute("UPDATE models SET diverged = NULL WHERE model_id = :id", id=model_id)
+
     def finish_job(self, finish: Finish) -> bool:
         """Commits everything that a job's end makes true; False when its session has ended meanwhile.
 

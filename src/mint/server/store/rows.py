@@ -10,6 +10,12 @@ from typing import Any
 from mint.errors import DamagedDataError
 from mint.server.callers import LOCAL_OWNER
 
+REPLAY_ACCEPTED = "accepted"
+"""The request is replayed, and may give other bits than were acknowledged."""
+
+REPLAY_LOST = "lost"
+"""The request is not replayed: it counts as failed, though its client has its result."""
+
 REMEDY = "Look at the disk, restore a backup, or load a checkpoint into a new model"
 
 
@@ -18,9 +24,16 @@ def payload_sha256(kind: str, payload: bytes) -> str:
     return hashlib.sha256(kind.encode() + b"\0" + payload).hexdigest()
 
 
-def result_sha256(status: str, result: bytes, digest: str | None, micro_batching: dict[str, Any] | None) -> str:
+def result_sha256(
+    status: str,
+    result: bytes,
+    digest: str | None,
+    micro_batching: dict[str, Any] | None,
+    replay: str | None = None,
+) -> str:
     """The checksum of what became of a request."""
-    return _sha256(status, hashlib.sha256(result).hexdigest(), digest, micro_batching)
+    chosen = () if replay is None else (replay,)
+    return _sha256(status, hashlib.sha256(result).hexdigest(), digest, micro_batching, *chosen)
 
 
 def settings_sha256(base_model: str | None, lora: dict[str, Any] | None, seed_given: bool | None) -> str:
@@ -100,6 +113,9 @@ class JobRow:
     `result` is None before the end of the request, and of a pass again long after it.
 
     `micro_batching` is how the engine fitted a pass into memory, so that a replay computes the same bits.
+
+    `replay` is what an operator has decided about the replay of a finished request: `REPLAY_ACCEPTED`, `REPLAY_LOST`,
+    or None: it must give what was acknowledged.
     """
 
     model_id: str
@@ -114,6 +130,7 @@ class JobRow:
     encoding: str = "application/json"
     micro_batching: dict[str, Any] | None = None
     result_sha256: str | None = None
+    replay: str | None = None
 
     def require_sound(self) -> None:
         """Compares payload and result, as far as they are kept, with their checksums.
@@ -132,7 +149,7 @@ class JobRow:
             return
         if not (  # a damaged file may hold a value of any type
             isinstance(result, bytes)
-            and result_sha256(self.status, result, self.digest, self.micro_batching) == self.result_sha256
+            and result_sha256(self.status, result, self.digest, self.micro_batching, self.replay) == self.result_sha256
         ):
             raise self._damaged("the result")
 

@@ -6,7 +6,7 @@ are seconds since the epoch. To add a column: add it here, raise `SCHEMA_VERSION
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Stored in the file as `PRAGMA user_version`; 0 is an empty file."""
 
 TABLES = """
@@ -50,6 +50,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     encoding VARCHAR DEFAULT 'application/json' NOT NULL,
     micro_batching JSON,
     result_sha256 VARCHAR,
+    replay VARCHAR,
     PRIMARY KEY (model_id, seq_id)
 );
 
@@ -167,6 +168,7 @@ ALTER TABLE jobs ADD COLUMN result_sha256 VARCHAR;
 ALTER TABLE models ADD COLUMN settings_sha256 VARCHAR;
 ALTER TABLE samplers ADD COLUMN sha256 VARCHAR;
 """,
+    7: "ALTER TABLE jobs ADD COLUMN replay VARCHAR",
 }
 """Schema version → the statements that lead to it from the version before. New, empty tables come from `TABLES`."""
 

@@ -81,6 +81,24 @@ class ModelMemory:
             self._park(name)
             others.remove(name)
 
+    def save(self, model_id: str) -> None:
+        """Saves the state after the last step of a model in the engine, if no snapshot holds it. Passes since then stay
+        in the journal.
+
+        Raises:
+            JournalError: the storage does not work now.
+        """
+        live = self._models[model_id]
+        history = live.snapshots
+        saved_seq = history.rows[0].seq_id if history.rows else 0
+        if live.weights_seq <= saved_seq:
+            return
+        digest, read_state = self._models.engine.state_digest(model_id), self._models.engine.read_state
+        changes, obsolete = self._snapshots.save(history, model_id, live.weights_seq, read_state, digest, force=True)
+        self._snapshots.wait_written(history)
+        self._journal.add_snapshot(model_id, **changes)
+        discard_files(self._journal, self._data_dir, obsolete)
+
     def _measure(self) -> None:
         """Derives the limit again after another base model was loaded."""
         if not self._is_derived or self._bases_at_measurement == self._models.bases.loaded_count:
@@ -101,18 +119,8 @@ class ModelMemory:
 
     def _park(self, model_id: str) -> None:
         """Takes a model out of the engine, and saves its state first if no snapshot holds it."""
-        live = self._models[model_id]
-        history = live.snapshots
-        saved_seq = history.rows[0].seq_id if history.rows else 0
-        if live.weights_seq > saved_seq:
-            digest, read_state = self._models.engine.state_digest(model_id), self._models.engine.read_state
-            changes, obsolete = self._snapshots.save(
-                history, model_id, live.weights_seq, read_state, digest, force=True
-            )
-            self._snapshots.wait_written(history)
-            self._journal.add_snapshot(model_id, **changes)
-            discard_files(self._journal, self._data_dir, obsolete)
-        self._snapshots.wait_written(history)
+        self.save(model_id)
+        self._snapshots.wait_written(self._models[model_id].snapshots)
         self._models.park(model_id)
         self.parked_count += 1
         log.info("model %s parked", model_id)

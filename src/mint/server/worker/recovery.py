@@ -1,11 +1,13 @@
 """Brings a model back after a restart: its newest good snapshot, then the finished requests since, bit for bit.
 
 A replay is checked: the digest of every step and the logprobs of every pass must equal those that were acknowledged. If
-they differ, that model stops with an error, and the others go on. Used on the worker's thread only.
+they differ, that model stops until an operator decides (`server/ops/stopped_models`), and the others go on. Used on the
+worker's thread only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from mint.errors import (
 from mint.server.queue.jobs import decode_request
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.journal import Journal
-from mint.server.store.rows import JobRow, ModelRow, SnapshotRow
+from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, JobRow, ModelRow, SnapshotRow
 from mint.server.store.snapshot_files import read_snapshot
 from mint.server.worker.live_models import LiveModels
 from mint.server.worker.model_memory import ModelMemory
@@ -59,7 +61,7 @@ class Recovery:
                 remedy="Look at the error of the call that made it",
             )
         if row.diverged is not None:
-            raise RecoveryDivergedError(row.diverged, remedy="Load a checkpoint into a new model")
+            raise RecoveryDivergedError(row.diverged, remedy=_remedy(model_id))
         row.require_sound()
         lora = LoraSpec(**row.lora)
         self._memory.make_room(model_id, row.base_model, lora)
@@ -69,10 +71,15 @@ class Recovery:
             self._models.drop(model_id)
             raise
         except MintError as error:
-            self._models.drop(model_id)
-            self._journal.mark_diverged(model_id, str(error))
-            log.error("model %s not restored: %s", model_id, error)
-            raise
+            raise self.stop(model_id, error) from error
+
+    def stop(self, model_id: str, error: MintError) -> MintError:
+        """Stops a model: its requests fail until an operator decides. Returns the error of this request."""
+        reason = str(error) if error.remedy is None else str(error).removesuffix(f". {error.remedy}")
+        self._models.drop(model_id)
+        self._journal.mark_diverged(model_id, reason)
+        log.error("model %s has stopped: %s; see mint recover", model_id, reason)
+        return type(error)(reason, remedy=_remedy(model_id))
 
     def _restore(self, row: ModelRow, base_model: str, lora: LoraSpec) -> None:
         snapshots = self._journal.snapshots(row.model_id)
@@ -92,6 +99,8 @@ class Recovery:
         for job in jobs:
             if job.seq_id > 0 or job.kind == "load_weights":
                 self._replay(job)
+        if any(job.replay == REPLAY_ACCEPTED for job in jobs):
+            self._memory.save(row.model_id)  # the next restart needs no luck to give these bits again
         log.info("model %s restored from snapshot %d and %d requests", row.model_id, start, len(jobs))
 
     def _load_snapshot(self, snapshot: SnapshotRow) -> bool:
@@ -109,21 +118,34 @@ class Recovery:
 
     def _replay(self, job: JobRow) -> None:
         """Applies a finished request again, and compares the result with the one that was acknowledged."""
+        if job.replay == REPLAY_LOST:
+            self._models.note_failed(job.model_id, job.kind)
+            return
         job.require_sound()
         if job.status == "failed":
             self._models.note_failed(job.model_id, job.kind)
-        elif job.kind in ("forward_backward", "optim_step", "load_weights") and not self._gives_the_same(job):
-            raise RecoveryDivergedError(
-                f"replaying request {job.seq_id} ({job.kind}) of {job.model_id} gave other bits than were acknowledged;"
-                " was the machine, the thread count, MINT_NATIVE, mint or torch changed?",
-                remedy="Load a checkpoint into a new model",
-            )
+            return
+        if job.kind not in ("forward_backward", "optim_step", "load_weights"):
+            return
+        acknowledged, replayed = self._digests(job)
+        if acknowledged == replayed:
+            return
+        difference = f"replaying request {job.seq_id} ({job.kind}) of {job.model_id} gave {replayed}"
+        if job.replay == REPLAY_ACCEPTED:
+            log.warning("%s; %s was acknowledged, and the operator has accepted this", difference, acknowledged)
+            return
+        raise RecoveryDivergedError(
+            f"{difference}, but {acknowledged} was acknowledged; "
+            "was the machine, the thread count, MINT_NATIVE, mint or torch changed?",
+            remedy=_remedy(job.model_id),
+        )
 
-    def _gives_the_same(self, job: JobRow) -> bool:
+    def _digests(self, job: JobRow) -> tuple[str | None, str | None]:
+        """The digest of what was acknowledged, and that of what the request gives now; of a pass, of its logprobs."""
         if job.payload is None:
             raise CheckpointError(
                 f"model {job.model_id} cannot be restored: no snapshot is good, and request {job.seq_id} is pruned",
-                remedy="Load a checkpoint into a new model",
+                remedy="Restore a backup, or load a checkpoint into a new model",
             )
         match decode_request(job.kind, job.payload, wire.Encoding(job.encoding)):
             case ForwardBackwardRequest() as request:
@@ -132,15 +154,15 @@ class Recovery:
                 content = request.forward_backward_input
                 result, _ = self._models.forward_backward(job.model_id, content, micro_batching=decided)
                 known = wire.decode_result(ForwardBackwardOutput, job.result or b"")
-                return wire.is_same(_logprobs_of(known), _logprobs_of(result))
+                return _digest_of(known), _digest_of(result)
             case OptimStepRequest() as request:
                 _, digest = self._models.optim_step(job.model_id, job.seq_id, request, like=job.digest)
-                return digest == job.digest
+                return job.digest, digest
             case LoadWeightsRequest() as request:
                 # For any reader: this one was allowed to when the request ran.
                 row = checkpoints.find_checkpoint(self._journal, request.path, reader=None)
                 saved = checkpoint_folders.read_checkpoint(self._data_dir / row.folder, optimizer=request.optimizer)
-                return self._models.load(job.model_id, job.seq_id, *saved, like=job.digest) == job.digest
+                return job.digest, self._models.load(job.model_id, job.seq_id, *saved, like=job.digest)
             case _:
                 raise CheckpointError(f"request {job.seq_id} of {job.model_id} is in the journal but cannot be read")
 
@@ -149,3 +171,11 @@ def _logprobs_of(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
     """The part that a replay must give again; another version of mint may send other things beside the logprobs."""
     logprobs = [{"logprobs": row["logprobs"]} for row in output.loss_fn_outputs]
     return ForwardBackwardOutput(loss_fn_output_type="", loss_fn_outputs=logprobs)
+
+
+def _digest_of(output: ForwardBackwardOutput) -> str:
+    return hashlib.sha256(wire.encode_result(_logprobs_of(output))).hexdigest()[:32]
+
+
+def _remedy(model_id: str) -> str:
+    return f"The operator can let it go on with `mint recover {model_id}`; or load a checkpoint into a new model"

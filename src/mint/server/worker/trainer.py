@@ -123,10 +123,7 @@ class Trainer:
                 self.models.drop(job.model_id)
             raise
         except DamagedDataError as error:  # without this request, all that follow would compute other bits
-            log.error("model %s stops: %s", job.model_id, error)
-            self.models.drop(job.model_id)
-            self._journal.mark_diverged(job.model_id, str(error))
-            return self._failed(job, error)
+            return self._failed(job, self._recovery.stop(job.model_id, error))
         except MintError as error:
             return self._failed(job, error)
         except Exception as error:  # the boundary: an engine may raise anything, and the client must be told

@@ -1,0 +1,110 @@
+"""`mint recover`: lists the models that have stopped, and lets one go on as the operator decides."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mint.cli.terminal import fail
+from mint.errors import InvalidRequestError, MintError
+
+if TYPE_CHECKING:
+    from mint.engine.protocol import ModelState
+    from mint.server.ops.stopped_models import Decision, StoppedModel
+
+
+def recover(
+    model: Annotated[str | None, typer.Argument(help="a model that has stopped; all are listed if not given")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="try again, and compare as before")] = False,
+    accept: Annotated[bool, typer.Option("--accept", help="go on from the state that the replay gives here")] = False,
+    at_snapshot: Annotated[
+        bool, typer.Option("--at-snapshot", help="go back to the newest sound snapshot; later requests are lost")
+    ] = False,
+    data_dir: Annotated[Path | None, typer.Option(help="where the data lies; MINT_HOME if not given")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")] = False,
+) -> None:
+    """Lists the models that have stopped because a replay gave other bits, or decides how one goes on."""
+    from mint.config import read_settings  # deferred: loads the database
+    from mint.server.ops import stopped_models
+
+    folder = (data_dir or read_settings().home).expanduser().resolve()
+    try:
+        decision = _decision(retry=retry, accept=accept, at_snapshot=at_snapshot)
+        if decision is None:
+            found = stopped_models.stopped_models(folder, _is_sound)
+            _list(found if model is None else [_find(found, model)], as_json)
+        elif model is None:
+            raise InvalidRequestError("is missing", field="MODEL", value="(none)", remedy="`mint recover` lists them")
+        else:
+            _report(stopped_models.decide(folder, model, decision, _is_sound), decision, as_json)
+    except MintError as error:
+        fail(error)
+
+
+def _decision(*, retry: bool, accept: bool, at_snapshot: bool) -> Decision | None:
+    from mint.server.ops.stopped_models import Decision  # deferred: loads the database
+
+    choices = {Decision.RETRY: retry, Decision.ACCEPT: accept, Decision.AT_SNAPSHOT: at_snapshot}
+    given = [decision for decision, is_given in choices.items() if is_given]
+    if len(given) > 1:
+        value = " and ".join(f"--{decision}" for decision in given)
+        raise InvalidRequestError("exclude each other", field="options", value=value, remedy="Give one of them")
+    return given[0] if given else None
+
+
+def _is_sound(state: ModelState, digest: str) -> bool:
+    """Whether the arrays have this digest; True for one of a form that only an engine can compute."""
+    if not digest.startswith("b1:"):
+        return True
+    from mint.engine.state_digest import digest_of_state  # deferred: loads torch
+
+    return digest_of_state(state) == digest
+
+
+def _find(found: list[StoppedModel], model: str) -> StoppedModel:
+    for one in found:
+        if one.model_id == model:
+            return one
+    remedy = "`mint recover` without a model lists those that have"
+    raise InvalidRequestError("has not stopped, or is not a model here", field="model", value=model, remedy=remedy)
+
+
+def _list(found: list[StoppedModel], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"stopped_models": [asdict(one) for one in found]}))
+        return
+    if not found:
+        typer.echo("No model has stopped.")
+    for one in found:
+        typer.echo(f"{one.model_id} of {one.owner}: {one.reason}")
+        typer.echo(f"  newest sound snapshot: {_snapshot(one)}; done since: {_requests(one)}")
+        if one.obstacle is not None:
+            typer.echo(f"  these cannot be replayed: {one.obstacle}")
+    if found:
+        typer.echo("Change back what had changed, and use --retry; or --accept; or --at-snapshot: docs/operations.md")
+
+
+def _report(stopped: StoppedModel, decision: Decision, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"decision": decision, **asdict(stopped)}))
+        return
+    sentences = {
+        "retry": "is restored at its next request, and must give what was acknowledged",
+        "accept": f"goes on from what the replay gives here. What was acknowledged may differ: {_requests(stopped)}",
+        "at-snapshot": f"goes back to {_snapshot(stopped)}. Acknowledged, and lost now: {_requests(stopped)}",
+    }
+    typer.echo(f"{stopped.model_id} {sentences[decision]}")
+
+
+def _snapshot(stopped: StoppedModel) -> str:
+    if stopped.snapshot is None:
+        return "none"
+    return "the new model" if stopped.snapshot == 0 else f"the state after request {stopped.snapshot}"
+
+
+def _requests(stopped: StoppedModel) -> str:
+    return ", ".join(f"{request.seq_id} ({request.kind})" for request in stopped.requests) or "no request"

@@ -1,0 +1,167 @@
+"""The models of a data directory that have stopped, and what an operator decides about them.
+
+A model stops when its state cannot be restored as it was acknowledged (`server/worker/recovery`). A decision is stored
+in the journal; the next process that serves the model acts on it, at the model's next request. Knows no engine: the
+caller says how the arrays of a snapshot are verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from mint.engine.protocol import ModelState
+from mint.errors import CheckpointError, DamagedDataError, InvalidRequestError
+from mint.server.store.instances import Instance, ServerLock
+from mint.server.store.journal import JOURNAL_FILE, Journal
+from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, JobRow, ModelRow, SnapshotRow
+from mint.server.store.snapshot_files import read_snapshot
+
+CHANGING_KINDS = frozenset({"forward_backward", "optim_step", "load_weights"})
+"""The requests that are run again in a replay."""
+
+IsSound = Callable[[ModelState, str], bool]
+"""Whether the arrays of a state have this digest."""
+
+
+class Decision(StrEnum):
+    """What to do with a stopped model."""
+
+    RETRY = "retry"
+    """Restore it again, and compare as before: for when what had changed was changed back."""
+
+    ACCEPT = "accept"
+    """Replay the finished requests, and go on from the state to which they lead here."""
+
+    AT_SNAPSHOT = "at-snapshot"
+    """Go back to the newest sound snapshot. The finished requests after it count as failed."""
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """A request that was acknowledged."""
+
+    seq_id: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class StoppedModel:
+    """A model that has stopped: why, its newest sound snapshot (0 is the new model), and the requests done after that.
+
+    `snapshot` is None if none is sound. `obstacle` says why those requests cannot be replayed.
+    """
+
+    model_id: str
+    owner: str
+    reason: str
+    snapshot: int | None
+    requests: tuple[FinishedRequest, ...]
+    obstacle: str | None
+
+
+def stopped_models(data_dir: Path, is_sound: IsSound) -> list[StoppedModel]:
+    """The stopped models of a data directory; also beside a running server.
+
+    Raises:
+        InvalidRequestError: it holds no data of mint.
+        JournalError: it cannot be read.
+    """
+    with closing(Journal(_journal_file(data_dir))) as journal:
+        return [_describe(journal, data_dir, row, is_sound) for row in journal.stopped_models()]
+
+
+def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound) -> StoppedModel:
+    """Stores a decision; returns what it concerns.
+
+    Raises:
+        InvalidRequestError: the data directory is in use, the model has not stopped, or it cannot go on in this way.
+        DamagedDataError: the settings of the model are damaged.
+        JournalError: the decision cannot be stored.
+    """
+    file = _journal_file(data_dir)
+    with (
+        closing(ServerLock(data_dir)),
+        closing(Journal(file)) as journal,
+        closing(Instance(data_dir)) as instance,
+        instance.sole_adopter(),
+    ):
+        row = journal.model(model_id)
+        if row is None or row.diverged is None:
+            problem = "is not a model here" if row is None else "has not stopped"
+            remedy = "`mint recover` without a model lists those that have"
+            raise InvalidRequestError(problem, field="model", value=model_id, remedy=remedy)
+        session = journal.session(row.session_id)
+        if session is not None and instance.is_held(session.instance_id):
+            remedy = "End that program first"
+            raise InvalidRequestError("is in use by a running program", field="model", value=model_id, remedy=remedy)
+        stopped = _describe(journal, data_dir, row, is_sound)
+        if decision is not Decision.RETRY:
+            row.require_sound()
+            _require_possible(stopped, decision)
+        journal.restart_model(model_id, replay=_replay(journal, stopped, decision))
+        return stopped
+
+
+def _require_possible(stopped: StoppedModel, decision: Decision) -> None:
+    if stopped.snapshot is None:
+        remedy = "Restore a backup, or load a checkpoint into a new model"
+        raise InvalidRequestError("has no sound snapshot", field="model", value=stopped.model_id, remedy=remedy)
+    if decision is Decision.ACCEPT and stopped.obstacle is not None:
+        remedy = "Choose --at-snapshot, or restore a backup"
+        raise InvalidRequestError(stopped.obstacle, field="--accept", value=stopped.model_id, remedy=remedy)
+
+
+def _replay(journal: Journal, stopped: StoppedModel, decision: Decision) -> dict[int, str]:
+    """What the journal shall say of each finished request after the snapshot."""
+    if decision is Decision.RETRY:
+        return {}
+    return {
+        # what has failed is not run in any case: this spares it the check of its payload, which may be why it failed
+        job.seq_id: REPLAY_ACCEPTED if decision is Decision.ACCEPT and _is_done(job) else REPLAY_LOST
+        for job in journal.jobs(stopped.model_id, after=stopped.snapshot or 0, status=("done", "failed"))
+    }
+
+
+def _describe(journal: Journal, data_dir: Path, row: ModelRow, is_sound: IsSound) -> StoppedModel:
+    snapshots = journal.snapshots(row.model_id)
+    newest = next((each.seq_id for each in snapshots if _is_good(each, data_dir, is_sound)), None if snapshots else 0)
+    finished = journal.jobs(row.model_id, after=newest or 0, status=("done", "failed"))
+    done = [job for job in finished if _is_done(job)]
+    requests = tuple(FinishedRequest(job.seq_id, job.kind) for job in done)
+    owner = journal.owner(row.model_id)
+    return StoppedModel(row.model_id, owner, row.diverged or "", newest, requests, _obstacle(done))
+
+
+def _is_done(job: JobRow) -> bool:
+    return job.status == "done" and job.replay != REPLAY_LOST
+
+
+def _obstacle(done: list[JobRow]) -> str | None:
+    """Why these requests cannot be replayed."""
+    for job in done:
+        try:
+            job.require_sound()
+        except DamagedDataError as error:
+            return error.message
+        if job.payload is None and job.kind in CHANGING_KINDS:
+            return f"request {job.seq_id} is no longer in the journal"
+    return None
+
+
+def _is_good(snapshot: SnapshotRow, data_dir: Path, is_sound: IsSound) -> bool:
+    try:
+        return is_sound(read_snapshot(data_dir / snapshot.file, digest=snapshot.digest), snapshot.digest)
+    except CheckpointError:
+        return False
+
+
+def _journal_file(data_dir: Path) -> Path:
+    file = data_dir / JOURNAL_FILE
+    if not file.is_file():
+        remedy = "Give the directory that mint serve uses, or the MINT_HOME of the program"
+        raise InvalidRequestError("holds no data of mint", field="--data-dir", value=data_dir, remedy=remedy)
+    return file
