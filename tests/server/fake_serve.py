@@ -11,7 +11,7 @@ from mint.config import read_serve_settings
 from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import AdamSpec, SampleResult
 from mint.server.ops.logs import configure_logs
-from mint.server.worker import snapshot_policy
+from mint.server.worker import snapshot_policy, snapshots
 
 
 class SlowEngine(FakeEngine):
@@ -46,6 +46,8 @@ class SlowBatch(FakeBatch):
 if __name__ == "__main__":
     flags = json.loads(sys.argv[1])
     snapshot_policy.MAX_SHARE = 1e9  # small states are saved after every step, however fast this machine is
+    if flags.pop("large_states", False):  # only the first step is saved, and then one every 10 s
+        snapshots.SMALL_STATE_BYTES = 0
     engine = SlowEngine(flags.pop("slow", 0.0))
     settings = read_serve_settings(flags)
     configure_logs(format=settings.log_format, level=settings.log_level)

@@ -110,6 +110,39 @@ def test_a_loop_goes_on_over_a_restart_as_if_nothing_had_happened(tmp_path: Path
     assert [int(found[1]) <= 1 for found in restored if found is not None] == [True], log
 
 
+def train(port: int, steps: int) -> tuple[mint.ServiceClient, mint.TrainingClient, list[str | None]]:
+    client = mint.ServiceClient(base_url=f"http://127.0.0.1:{port}")
+    model = client.create_lora_training_client("mint/tiny", rank=4, seed=1)
+    return client, model, [take_step(model) for _ in range(steps)]
+
+
+def take_step(model: mint.TrainingClient) -> str | None:
+    model.forward_backward([datum()], "cross_entropy")
+    return model.optim_step(AdamParams(learning_rate=0.01)).result(timeout=HANG_S).state_digest
+
+
+def replayed(log: list[dict[str, Any]]) -> list[int]:
+    """How many requests were replayed for each model that was restored."""
+    found = [re.search(r"restored from snapshot \d+ and (\d+) requests", line["event"]) for line in log]
+    return [int(match[1]) for match in found if match is not None]
+
+
+def test_large_states_are_saved_at_a_stop_so_that_the_next_start_replays_nothing(tmp_path: Path) -> None:
+    port = free_port()
+    with process(tmp_path / "stopped", port, large_states=True) as first:
+        client, model, _ = train(port, 5)
+        stop(first)
+    with process(tmp_path / "stopped", port, large_states=True) as second:
+        digest = take_step(model)
+        client.close()
+        assert replayed(stop(second)) == [0]
+    with process(tmp_path / "clean", port) as clean:
+        client, _, digests = train(port, 6)
+        client.close()
+        stop(clean)
+    assert digests[-1] == digest
+
+
 def test_what_runs_for_too_long_is_left_to_the_next_process(tmp_path: Path) -> None:
     port = free_port()
     with process(tmp_path, port, slow=3600.0, stop_within_s=1.0) as first:

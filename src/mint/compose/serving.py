@@ -1,8 +1,8 @@
 """Builds the server process from its settings: engine, service and application behind a socket, until a signal.
 
 A shutdown stops listening, answers waiting clients with "try again" (they reconnect to the next process), finishes the
-request that is running, and leaves the rest in the journal. A request that does not end in time is cut off; the next
-process runs it again.
+request that is running, saves the models, and leaves the rest in the journal. A request that does not end in time is
+cut off; the next process runs it again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mint.compose.dashboard_server import is_operator, key_or_session, over_service, screen_of
@@ -47,6 +48,9 @@ log = logging.getLogger("mint.serving")
 
 DRAIN_SHARE = 0.4
 """How much of the time for a shutdown the open responses may take; the rest is for the running request."""
+
+SAVE_SHARE = 0.8
+"""The part of the time for the running request in which models are saved, too; the next process replays what is not."""
 
 MAX_THREADS = 16
 """Threads for requests that write to the journal: most of them wait for the disk, and share its fsyncs. As many again
@@ -203,7 +207,8 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
 
 def _stop(service: Service, within_s: float) -> None:
     """Stops the service. If the running request takes longer, the process ends, and the next one runs it again."""
-    stopping = threading.Thread(target=service.stop, name="mint-stop", daemon=True)
+    stop = partial(service.stop, save_within_s=within_s * SAVE_SHARE)
+    stopping = threading.Thread(target=stop, name="mint-stop", daemon=True)
     started_at = time.monotonic()
     stopping.start()
     stopping.join(within_s)

@@ -221,9 +221,12 @@ class Service:
             sweep_orphans(self.journal, self.data_dir)
         self._worker.start()
 
-    def stop(self) -> None:
-        """Ends after the request that is running; what waits stays in the journal for the next process."""
-        self._worker.stop()
+    def stop(self, *, save_within_s: float = 0.0) -> None:
+        """Ends after the request that is running; what waits stays in the journal for the next process.
+
+        Models are saved as far as that fits into the time, so that the next process need not replay requests.
+        """
+        self._worker.stop(save_within_s=save_within_s)
         self._reader.close()
         try:
             self.journal.touch_sessions(self._sessions.last_seen())

@@ -7,6 +7,7 @@ for bit, as after a restart. Used on the worker's thread, except the properties.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from mint.server.worker.live_models import LiveModels
 from mint.server.worker.snapshots import Snapshots
 
 log = logging.getLogger("mint.memory")
+
+EXPECTED_BYTES_PER_S = 50e6
+"""How fast a snapshot is written, before one was: a slow disk."""
 
 
 class ModelMemory:
@@ -98,6 +102,21 @@ class ModelMemory:
         self._snapshots.wait_written(history)
         self._journal.add_snapshot(model_id, **changes)
         discard_files(self._journal, self._data_dir, obsolete)
+
+    def save_all(self, *, until: float) -> None:
+        """Saves as `save`, those first whose replay would take longest, until this moment of the monotonic clock: no
+        snapshot is begun that would probably take longer.
+
+        Raises:
+            JournalError: the storage does not work now.
+        """
+        histories = {name: self._models[name].snapshots for name in self._models.by_use}
+        for model_id in sorted(histories, key=lambda name: histories[name].replay_s, reverse=True):
+            expected_s = histories[model_id].snapshot_s
+            if expected_s is None:
+                expected_s = self._models.bytes_of(model_id) / EXPECTED_BYTES_PER_S
+            if time.monotonic() + expected_s < until:
+                self.save(model_id)
 
     def _measure(self) -> None:
         """Derives the limit again after another base model was loaded."""

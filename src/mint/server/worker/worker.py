@@ -70,14 +70,20 @@ class Worker:
         self.eta = Eta(clock=clock)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = threading.Event()
+        self._save_until = 0.0
         journal.storage.on_recovery = queue.wake
         self._thread = threading.Thread(target=self._loop, name="mint-worker", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Returns after the request that is running; what waits stays in the journal."""
+    def stop(self, *, save_within_s: float = 0.0) -> None:
+        """Returns after the request that is running; what waits stays in the journal.
+
+        Saves the models whose state no snapshot holds, as far as that fits into the time, so that the next process need
+        not replay their requests.
+        """
+        self._save_until = time.monotonic() + save_within_s
         self._stopping.set()
         self._queue.wake()
         if self._thread.is_alive():
@@ -154,6 +160,11 @@ class Worker:
             except Exception:  # the boundary: no error between two requests may end the service
                 log.exception("the worker failed between two requests")
                 self._stopping.wait(JOURNAL_RETRY_S)
+
+        try:
+            self._trainer.memory.save_all(until=self._save_until)
+        except JournalError as error:
+            log.warning("not all models are saved, and some requests will be replayed: %s", error)
 
     def _run_next(self, housekeeping_at: float) -> None:
         now = self._clock()
