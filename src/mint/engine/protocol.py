@@ -1,4 +1,4 @@
-"""The contract of every engine (torch, fake, cluster): its operations, and the values that go in and out, in numpy.
+"""The contract of every engine (torch, fake): its operations, and the values that go in and out, in numpy.
 
 The service has validated everything that arrives here. An engine is called from one thread at a time.
 

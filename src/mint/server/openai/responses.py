@@ -44,7 +44,7 @@ class UsageCounter:
         self._sampled = 0
 
     def add(self, delta: ChoiceDelta) -> None:
-        """UsageCounter a delta."""
+        """Counts the sampled tokens of a delta."""
         self._sampled += len(delta.sampled)
 
     @property
