@@ -364,7 +364,7 @@ def load_state(lab: Lab) -> None:
     assert go_on(lab, trainer)[0] == losses[0]
 
 
-@case("Checkpoints", "load_state_with_optimizer goes on exactly")
+@case("Checkpoints", "load_state_with_optimizer continues with the same bits")
 def load_with_optimizer(lab: Lab) -> str:
     trainer, path, losses = trained_and_saved(lab, "b")
     trainer.load_state_with_optimizer(path).result()
@@ -380,7 +380,7 @@ def from_state(lab: Lab) -> None:
 
 @case(
     "Checkpoints",
-    "create_training_client_from_state_with_optimizer goes on exactly",
+    "create_training_client_from_state_with_optimizer continues with the same bits",
     needs="ServiceClient.create_training_client_from_state_with_optimizer",
 )
 def from_state_with_optimizer(lab: Lab) -> str:

@@ -30,7 +30,7 @@ CASES = (
     "SFT lowers the loss",
     "GRPO loop: ppo",
     "n, max_tokens",
-    "goes on exactly",
+    "continues with the same bits",
     "ephemeral",
     "get_training_run",
     "prompt logprobs",

@@ -1,4 +1,4 @@
-"""What would be left of a data directory after a loss of power: the worst case, nothing is written by luck.
+"""What would be left of a data directory after a loss of power. It assumes that no unsynced write survives.
 
 `Disk` sees every `os.fsync` of this process, and keeps apart what was synced. A process that is killed by a signal
 loses nothing that it has written, because the kernel still writes it; so a kill does not test a sync, and this does.

@@ -95,9 +95,10 @@ def _move_checkpoints(
 
 
 def _transfer(transfer: Callable[[], Any]) -> Any:
-    """Files are sent once: their bytes are not kept, so the SDK does not send them again, and its user does.
+    """Repeats a transfer of a file until it succeeds.
 
-    So it is after the death of a server, and while a server has no room or no descriptor for them.
+    The SDK does not repeat it, because it does not keep the bytes; a user's program must. A transfer fails if the
+    server dies, and while the server has no disk space or no file descriptor.
     """
     while True:
         try:

@@ -103,7 +103,8 @@ class ServiceClient:
         return self._session.open()
 
     def close(self, status: Outcome = "success", detail: str | None = None) -> None:
-        """Ends the session with its outcome; takes a few seconds where the server is gone. Again does nothing."""
+        """Ends the session with its outcome; takes a few seconds where the server is gone. A second call does
+        nothing."""
         self._session.close(status, detail)
 
     def __enter__(self) -> Self:

@@ -56,7 +56,7 @@ LossConfig = Mapping[str, float | str]
 
 
 class TrainingClient(ClientFuture):
-    """A model in training, and the future of its making."""
+    """A model in training. It may be used before the server has created it."""
 
     def __init__(self, session: Session, model_id: str, made: concurrent.futures.Future[Any]) -> None:
         """Made by `ServiceClient.create_lora_training_client` and its siblings."""

@@ -1,7 +1,7 @@
 """The routes of the dashboard, and what all of them share: access, headers, errors, and threads for reading files.
 
-The answers come from run folders (`api`, `pages`, `run_downloads`), from live streams (`event_streams`), and from callables
-that the composition root passes in. Knows neither the service nor its engine.
+The answers come from run folders (`api`, `pages`, `run_downloads`), from live streams (`event_streams`), and from
+callables that the composition root passes in. Knows neither the service nor its engine.
 """
 
 from __future__ import annotations

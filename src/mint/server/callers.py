@@ -33,7 +33,7 @@ class Quotas:
         """
         if self.max_sessions is not None and used >= self.max_sessions:
             raise OverloadedError(
-                f"{self.max_sessions} sessions may live at once, and so many do",
+                f"the limit of {self.max_sessions} open sessions is reached",
                 field="max_sessions",
                 value=used + 1,
                 remedy="Close one (ServiceClient.close), or ask the operator for more (mint keys update)",
@@ -47,18 +47,18 @@ class Quotas:
         """
         if self.max_models is not None and used >= self.max_models:
             raise OverloadedError(
-                f"{self.max_models} models may live at once, and so many do",
+                f"the limit of {self.max_models} models is reached",
                 field="max_models",
                 value=used + 1,
                 remedy="Unload one or close its ServiceClient, or ask the operator for more (mint keys update)",
             )
 
     def save_error(self, used_bytes: int) -> InvalidRequestError | None:
-        """Why no further checkpoint may be saved, if so; checkpoints of `used_bytes` exist."""
+        """The error if no further checkpoint may be saved, else None; checkpoints of `used_bytes` exist."""
         if self.max_checkpoint_bytes is None or used_bytes < self.max_checkpoint_bytes:
             return None
         return InvalidRequestError(
-            f"is the quota of bytes in checkpoints, and {used_bytes} are used",
+            f"checkpoint quota exceeded: {used_bytes} bytes used",
             field="max_checkpoint_bytes",
             value=self.max_checkpoint_bytes,
             remedy="Delete checkpoints (mint checkpoints delete), or ask the operator for more (mint keys update)",
@@ -67,7 +67,7 @@ class Quotas:
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request. To them, what others own does not exist."""
+    """The sender of a request. Other owners' objects give 404."""
 
     owner: str
     key_id: str | None = None

@@ -46,7 +46,7 @@ class DiskSpace:
         return self.free_bytes < self.reserve_bytes
 
     def shortage(self) -> OverloadedError | None:
-        """Why nothing new may be stored, if so."""
+        """The error if nothing new may be stored, else None."""
         if not self.is_short:
             return None
         return OverloadedError(

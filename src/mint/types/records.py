@@ -1,4 +1,4 @@
-"""What is kept, as management sees it: training runs, checkpoints, sessions; and the questions about them.
+"""Stored training runs, checkpoints and sessions, and their list requests.
 
 The names are those of the public protocol's types; `mint.types` has them too. Times are aware datetimes, RFC 3339 on
 the wire.
@@ -96,7 +96,7 @@ class CheckpointsListResponse(Result):
 
 
 class TrainingRun(Result):
-    """What stays known of a model after its session. `corrupted`: its replay gave other bits than acknowledged."""
+    """The record of a model, also after its session ends. `corrupted`: its replay gave other bits than acknowledged."""
 
     training_run_id: str
     base_model: str

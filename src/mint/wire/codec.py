@@ -26,13 +26,9 @@ class Message(Protocol):
     """A request or a result: a pydantic model, or an `ArrayValue`."""
 
     @classmethod
-    def model_validate_json(cls, body: bytes, /) -> Self:
-        """Reads it."""
-        ...
+    def model_validate_json(cls, body: bytes, /) -> Self: ...
 
-    def model_dump_json(self, *, exclude_none: bool = False) -> str:
-        """Writes it."""
-        ...
+    def model_dump_json(self, *, exclude_none: bool = False) -> str: ...
 
 
 T = TypeVar("T", bound=Message)
@@ -199,7 +195,7 @@ def decode_error(body: bytes) -> dict[str, Any] | None:
 
 
 def read_identity(body: bytes, name: str, number: str, encoding: Encoding = Encoding.JSON) -> tuple[str, int] | None:
-    """The string field `name` and the integer field `number` of a body that may be wrong everywhere else.
+    """The string field `name` and the integer field `number` of an otherwise invalid body.
 
     A request whose place in the order can be read has taken that place, even if the rest of it is wrong.
     """

@@ -1,5 +1,4 @@
-"""Draws the next tokens of sequences by `choice.c`; by torch where top-k or top-p restrict, which the kernel does not
-know.
+"""Draws the next tokens of sequences by `choice.c`. The kernel has no top-k or top-p; torch does those.
 
 Letters: R rows of logits · N sequences that draw · V vocabulary.
 """

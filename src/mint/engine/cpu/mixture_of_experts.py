@@ -151,7 +151,7 @@ class _Mixture(AutogradFunction):
     def forward(
         ctx: Any, x: Tensor, trained: Tensor | None, experts: NativeMixtureOfExperts, loras: Sequence[LoraRows]
     ) -> Tensor:
-        """[T, E] from x [T, E]; `trained` has autograd go through here where x needs no gradient, but the loras do."""
+        """[T, E] from x [T, E]; `trained` forces a backward when only the loras need gradients."""
         out, inverse, scores, wide, routing = experts.forward(x, loras)
         ctx.save_for_backward(x, inverse, scores, wide.to(experts.dtype))
         ctx.experts, ctx.lora, ctx.routing = experts, loras[0].weights, routing

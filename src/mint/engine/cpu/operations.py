@@ -74,9 +74,11 @@ class CpuOperations(TorchOperations):
 
     @override
     def silu(self, gate: Tensor) -> Tensor:
-        """The vector and the scalar code of `F.silu` differ in the last bit. On columns of a wider matrix it goes row
-        by row, so that a column always gets the same of the two, unless threads split a row. So it runs in parts that
-        are too small for several threads."""
+        """In parts that are too small for several threads: otherwise a row's last bits depend on the number of rows.
+
+        The vector and the scalar code of `F.silu` differ in the last bit. On columns of a wider matrix, `F.silu` goes
+        row by row. A column then always gets the same of the two codes, unless threads split a row.
+        """
         if torch.get_num_threads() == 1 or gate.numel() <= SERIAL_ENTRIES:
             return F.silu(gate)
         out = torch.empty(gate.shape, dtype=gate.dtype)

@@ -83,7 +83,7 @@ class FlexPackedAttention:
 
 @dataclass(frozen=True)
 class Seen:
-    """Row q sees the keys `own[q]` to q, and `first[q]` up to before `stop[q]`; int64 [P]. Padding sees nothing."""
+    """Row q attends to `own[q]`..q and `first[q]`..`stop[q]` - 1; int64 [P]. Padding attends to nothing."""
 
     own: np.ndarray
     first: np.ndarray

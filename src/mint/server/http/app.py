@@ -61,7 +61,7 @@ class ReadinessProbe(Protocol):
     """Whether requests are being worked on."""
 
     async def problems(self) -> Sequence[str]:
-        """Why not, in words; empty if they are."""
+        """The reasons why the service is not ready; empty if it is."""
         ...
 
 

@@ -22,7 +22,7 @@ def find_weights(service: Service, caller: Caller, model: str) -> SamplerRow:
     """What to sample from: a checkpoint (`mint://…`, `tinker://…`, `ckpt_…`), a run's newest weights, or a base.
 
     Raises:
-        NotFoundError: there is no such model for this caller; what others own does not exist, unless published.
+        NotFoundError: there is no such model. Other owners' objects give 404, unless they are published.
         CheckpointError: the checkpoint is damaged.
     """
     try:

@@ -86,7 +86,7 @@ class Futures:
             self._open[request_id] = _Open(fingerprint, owner)
 
     def fingerprint(self, request_id: str) -> str | None:
-        """That of the request whose result is known or expected; None if there is none."""
+        """The fingerprint of a pending or finished request; None if there is none."""
         with self._lock:
             known = self._finished.get(request_id) or self._open.get(request_id)
             return None if known is None else known.fingerprint

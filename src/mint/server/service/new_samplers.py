@@ -1,4 +1,4 @@
-"""What a new sampler samples from, and how its seeds begin: a checkpoint, or a base model.
+"""What a new sampler samples from (a checkpoint or a base model), and the root of its seeds.
 
 Samplers of weights that a model publishes are made by the worker. Changes nothing.
 """

@@ -1,4 +1,4 @@
-"""The operations of the server: who asks, is it possible, accept, look up.
+"""The operations of the server: authenticate, validate, accept, return results.
 
 Operations take the caller first. They take the bytes of a request where bytes arrive, return a message, and raise a
 `MintError` to refuse. What an accepted request does is the worker's business. Knows no HTTP.
@@ -404,7 +404,7 @@ class Service:
         """
         if used >= limit:
             raise OverloadedError(
-                f"{limit} may live at once on this server, and so many do",
+                f"the limit of {limit} {name.removeprefix('max_')} on this server is reached",
                 field=f"{name} of this server",
                 value=used + 1,
                 remedy=f"Try again later; the operator can raise MINT_SERVE_{name.upper()}",
@@ -444,8 +444,8 @@ class Service:
         return next_seq
 
     def _storage_error(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> MintError | None:
-        """Why nothing new of this kind may be stored, if so: the request takes its place, and its future fails with
-        this. Weights without a name are bounded, and a loop needs them: they are stored in any case."""
+        """The error if nothing new of this kind may be stored, else None: the request takes its place, and its future
+        fails with it. Weights without a name are bounded, and a loop needs them: they are stored in any case."""
         if isinstance(request, SaveWeightsForSamplerRequest) and request.sampling_session_seq_id is not None:
             return None
         shortage = self.disk.shortage()
@@ -643,7 +643,7 @@ class Service:
         event = self._cancels.get(name)
         if event is not None:
             event.set()
-        error = RequestCancelledError("the request was called off by its client", request_id=name)
+        error = RequestCancelledError("the request was cancelled by its client", request_id=name)
         self.futures.finish({name: FutureResult.of_error(error)})
 
     # --- results -------------------------------------------------------------------------------------------------
@@ -679,7 +679,7 @@ class Service:
                 remedy="Read the results of passes before you send so many more requests",
             )
         if row is None or row.result is None:
-            raise NotFoundError("is not a request here (any more)", field="request_id", value=name)
+            raise NotFoundError("does not exist or was deleted", field="request_id", value=name)
         return FutureResult(row.result, failed=row.status == "failed")
 
     async def retrieve_many(self, caller: Caller, body: bytes) -> RetrieveFuturesResponse:

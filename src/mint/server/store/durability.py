@@ -1,4 +1,4 @@
-"""Which commits of the journal survive a loss of power, and who may be told of them. The rule is kept here:
+"""Which commits of the journal survive a loss of power, and when a result may be sent. The rule is kept here:
 
     A request may start before its journal entry is fsynced;
     its acknowledgement and its result are sent only after.
@@ -168,6 +168,6 @@ class Durability:
         try:
             self._storage.keep_trying("the journal", lambda: self.wait_durable(commit))
         except JournalError as error:
-            log.warning("a result is not told, because the service stops: %s", error)
+            log.warning("a result is not sent, because the service stops: %s", error)
         else:
             callback()

@@ -1,7 +1,7 @@
 """The journal: every accepted request that changes state, what became of it, and the rows that belong to it.
 
-A commit here is the moment at which a request is accepted, or a result is true. When it may be told is the business of
-`durability`. Knows no engine, no HTTP and no meaning of a payload. Any thread may call.
+A commit accepts a request or makes a result final. `durability` decides when to send it. Knows no engine, no HTTP and
+no meaning of a payload. Any thread may call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ JOURNAL_FILE = "journal.sqlite3"
 
 @dataclass(frozen=True)
 class Finish:
-    """What becomes true, in one transaction, when a job ends."""
+    """The changes committed when a job ends, in one transaction."""
 
     model_id: str
     seq_id: int

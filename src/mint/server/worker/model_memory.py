@@ -128,7 +128,7 @@ class ModelMemory:
         log.info("models may take %s bytes of memory", self.limit_bytes)
 
     def _next_to_park(self, candidates: list[str]) -> str:
-        """Of the owner whose models take most, the model that was used longest ago."""
+        """The least recently used model of the owner with the most model memory."""
         owners = {name: self._journal.owner(name) for name in candidates}
         used = Counter[str]()
         for name, owner in owners.items():

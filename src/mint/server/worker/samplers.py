@@ -50,7 +50,7 @@ log = logging.getLogger("mint.samplers")
 
 
 def superseded(used_at: Mapping[str, float], now: float, *, most: int = MAX_UNNAMED_SAMPLERS) -> list[str]:
-    """The samplers of one model that go; `used_at` has the time of each one's last use, in seconds and in that order.
+    """The samplers of one model to delete; `used_at` has the time of each one's last use, in seconds and in that order.
 
     The `NEWEST_KEPT` that were used last stay. Others stay while they were used within `USED_WITHIN_S`, as long as they
     are among the `most` that were used last.

@@ -1,7 +1,7 @@
 """Runs training requests, one at a time and in order, and says what the journal shall commit for each.
 
-A step is committed together with a digest of the state it led to, and with a snapshot of a small state. Nothing is true
-before the journal has committed the `JobOutcome`. Used on the worker's thread only.
+A step is committed together with a digest of the state it led to, and with a snapshot of a small state. A result is
+final only after the journal has committed it (`JobOutcome`). Used on the worker's thread only.
 """
 
 from __future__ import annotations

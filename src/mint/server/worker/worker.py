@@ -247,8 +247,7 @@ class Worker:
         """The commit that must be durable before a result is sent: as a rule the one that accepted the request.
 
         The rows of a new model and of a new sampler are read as soon as the client knows them, and a checkpoint has a
-        name that others may read: they may not be gone until the request has run again. So it is the commit of the
-        result there.
+        name that others may read. These rows must not be lost in a power failure. So wait for the result's own commit.
         """
         is_read_at_once = any(row is not None for row in (finish.model, finish.sampler, finish.checkpoint))
         return self._journal.durability.newest_commit if is_read_at_once else job.commit
