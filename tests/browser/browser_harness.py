@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 RUN_PAGES = ("", "/rollouts", "/diagnosis", "/checkpoints")
@@ -26,6 +26,12 @@ window.violations = [];
 document.addEventListener("securitypolicyviolation", (event) =>
   window.violations.push(`${event.violatedDirective}: ${event.blockedURI}`));
 """
+
+
+ROLLOUTS_SHOWN = """
+performance.getEntriesByName("rollouts shown").length > 0 || !document.querySelector("#notice").hidden
+"""
+"""Whether the script of the page of rollouts has drawn it, or has said why it cannot."""
 
 
 class Tab:
@@ -64,7 +70,8 @@ class Tab:
         if self.page.locator("#charts").count():
             self.page.wait_for_selector("#charts[aria-busy=false]", state="attached")
         if self.page.locator("#stage").count():
-            self.page.wait_for_selector(".sample, .visit, #stage .empty, #entries .empty")
+            # Samples alone say nothing: the server writes them, too, for readers without scripts.
+            wait_until(lambda: self.page.evaluate(ROLLOUTS_SHOWN))
         count, still_since = -1, time.monotonic()
         while time.monotonic() - still_since < 0.25:
             if len(self.asked) != count:

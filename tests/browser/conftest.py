@@ -14,7 +14,7 @@ from mint.recipes.tools import DEMO as TOOLS
 from mint.recipes.tools import ToolsAdapter
 from mint.rl import RLConfig, run_grpo
 from tests.browser.browser_harness import CHROMIUM, Tab, started
-from tests.browser.hostile_run import write_hostile_run
+from tests.browser.hostile_run import add_hostile_model, write_hostile_run
 
 SMALL = {"group_size": 4, "batch_size": 4, "steps": 6, "eval_every": 3, "save_every": 3}
 
@@ -29,7 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         train(folder, "tools", ToolsAdapter(train_size=8, heldout_size=16), TOOLS, kl_penalty_coef=0.05)
         train(folder, "math", MathAdapter(heldout_size=16), MATH)
         train(folder, "stuck", _Stuck(heldout_size=8), MATH, steps=3, max_tokens=2, learning_rate=0.05)
-        write_hostile_run(folder / "runs" / "tools", folder / "runs" / "hostile <b> & co")
+        add_hostile_model(write_hostile_run(folder / "runs" / "tools", folder / "runs" / "hostile <b> & co"))
         yield folder
 
 

@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mint import ServiceClient
 from mint.runs.log import RunLog
+from mint.types import AdamParams, Datum, ModelInput
 
 MARKUP = (
     "</main></script><script>HACKED = 1; alert(1)</script><img src=x onerror='HACKED = 1'>\"><svg onload='HACKED=1'>"
@@ -52,6 +54,31 @@ def write_hostile_run(real: Path, folder: Path) -> Path:
     log.append("findings.jsonl", {**severe, "numbers": {}})
     log.append("checkpoints.jsonl", {"step": step, "checkpoint": f"mint://{MARKUP}/weights/x"})
     return folder
+
+
+def add_hostile_model(run: Path) -> str:
+    """Trains a model that answers "Hello" with markup, and adds it to the checkpoints of a run: its path."""
+    with ServiceClient() as client:
+        trainer = client.create_lora_training_client(base_model="mint/tiny", rank=16, seed=0)
+        tokenizer = trainer.get_tokenizer()
+        question = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
+        )
+        asked = tokenizer.encode(question, add_special_tokens=False)
+        said = tokenizer.encode(f"{MARKUP}<|im_end|>", add_special_tokens=False)
+        tokens, weights = asked + said, [0.0] * (len(asked) - 1) + [1.0] * len(said)
+        datum = Datum(
+            model_input=ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
+        )
+        for _ in range(60):
+            trainer.forward_backward([datum], "cross_entropy")
+            step = trainer.optim_step(AdamParams(learning_rate=1e-2))
+        step.result()
+        path = trainer.save_weights_for_sampler("hostile").result().path
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    RunLog(run).append("checkpoints.jsonl", {"step": int(last), "checkpoint": path})
+    return path
 
 
 def _row(model: dict[str, Any], step: int, text: str, tokens: list[int], reward: float) -> dict[str, Any]:

@@ -37,6 +37,9 @@ STEPS = 4
 BESIDE_THE_RULES = {"heldout_overlap", "template_rewrites_history", "tracker_failed"}
 HOSTILE = '<img src=x onerror="alert(1)">'
 SHELL = "mint://m/weights/4'; rm -rf ~ #"
+SLOW_NETWORK = {"offline": False, "latency": 0, "downloadThroughput": 200, "uploadThroughput": -1}
+"""Bytes a second, as chromium's tools for developers take them."""
+
 LEDGER = {"generated": 100.0, "graded": 90.0, "informative": 60.0, "trained": 50.0, "gradient": 25.0}
 
 
@@ -349,9 +352,11 @@ def test_a_chat_appears_as_it_comes_and_is_remembered_until_it_is_cleared(tab: T
 def test_an_answer_can_be_stopped(tab: Tab) -> None:
     page = tab.open("/runs/math/checkpoints")
     page.locator("#chat-model").select_option("mint/tiny")
-    page.fill("#chat-tokens", "900")
-    page.fill("#chat-temperature", "5")
-    page.fill("#chat-input", "Tell me something long")
+    page.fill("#chat-temperature", "0")
+    page.fill("#chat-input", "Hello")
+    network = page.context.new_cdp_session(page)
+    network.send("Network.enable")
+    network.send("Network.emulateNetworkConditions", SLOW_NETWORK)  # the 18 tokens of this answer take 20 s
     page.press("#chat-input", "Enter")
     wait_until(lambda: len(page.locator(".chat-message--assistant .chat-text").text_content()) > 2)
     page.press("#chat-input", "Escape")
