@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
@@ -50,6 +53,21 @@ SLOW = {
     "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
 }
 
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+ALL_THAT_IT_GETS = "{{ tools | tojson }}{{ bos_token }}{{ eos_token }}{{ depth }}{{ messages }}"
+LARGE = {
+    "a doubled text": (
+        "{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s | length }}",
+        "512 MiB of memory",
+    ),
+    "a long list": ("{{ ([0] * 10**9) | length }}", "512 MiB of memory"),
+    "many small lists": (
+        "{% set n = namespace(s=[]) %}{% for i in range(99999) %}{% set n.s = [n.s, 'x' * (9999 + i)] %}{% endfor %}",
+        "512 MiB of memory",
+    ),
+    "a long conversation": ("{{ 'x' * (17 * 1024 ** 2) }}", "16,777,216 characters"),
+}
+
 
 @pytest.fixture
 def tokenizer() -> Iterator[Any]:
@@ -80,7 +98,61 @@ def test_a_template_that_does_not_end_is_stopped(tokenizer: Any, name: str) -> N
     tokenizer.chat_template = SLOW[name]
     with pytest.raises(InvalidRequestError, match=r"takes more than 0\.2 s"):
         render_conversation(tokenizer, REQUEST, limit_s=0.2)
-    wait_until(lambda: all(thread.name != "mint-template" for thread in threading.enumerate()))
+    wait_until(lambda: not _rendering_processes())
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_a_template_takes_is_limited_and_is_not_the_servers(tokenizer: Any, name: str) -> None:
+    before = getrusage(RUSAGE_SELF).ru_maxrss
+    tokenizer.chat_template, problem = LARGE[name]
+    with pytest.raises(InvalidRequestError, match=f"has a chat template that takes more than {problem}"):
+        render_conversation(tokenizer, REQUEST)
+    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 128 << 10  # KiB
+    tokenizer.chat_template = PLAIN
+    assert REQUEST.messages[0].text in render_conversation(tokenizer, REQUEST)
+
+
+def test_a_template_that_ends_its_process_ends_nothing_else(tokenizer: Any) -> None:
+    tokenizer.chat_template = PLAIN
+    render_conversation(tokenizer, REQUEST)
+    [process] = _rendering_processes()
+    os.kill(process, signal.SIGKILL)
+    assert REQUEST.messages[0].text in render_conversation(tokenizer, REQUEST)
+
+
+@pytest.mark.parametrize("template", [PLAIN, ALL_THAT_IT_GETS])
+def test_a_template_says_beside_the_server_what_transformers_says(tokenizer: Any, template: str) -> None:
+    add = {"name": "add", "description": "é \ud83e", "parameters": {"type": "object", "properties": {"a": {}}}}
+    tools = [{"type": "function", "function": add}]
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": [1, None, 1.5]}}}
+    sent = {**call, "function": {"name": "add", "arguments": '{"a": [1, null, 1.5]}'}}
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "שלום \u202e"}]
+    result = {"role": "tool", "content": "3", "tool_call_id": "c"}
+    depth = [1, {"x": None}]
+    request = ChatRequest(
+        model="m",
+        messages=[*said, {"role": "assistant", "content": None, "tool_calls": [sent]}, result],
+        tools=tools,
+        chat_template_kwargs={"depth": depth},
+    )
+    tokenizer.chat_template = template
+    messages = [*said, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    wanted = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True, depth=depth
+    )
+    assert render_conversation(tokenizer, request) == wanted
+
+
+def test_the_template_of_a_bundled_model_needs_no_process(tokenizer: Any) -> None:
+    before = _rendering_processes()
+    assert REQUEST.messages[0].text in render_conversation(tokenizer, REQUEST)
+    assert _rendering_processes() == before
+
+
+def _rendering_processes() -> list[int]:
+    command = ["pgrep", "-P", str(os.getpid()), "-f", "rendering_process"]
+    children = subprocess.run(command, capture_output=True, text=True)
+    return [int(line) for line in children.stdout.split()]
 
 
 def test_a_template_is_not_made_of_what_users_write(tokenizer: Any) -> None:

@@ -1,35 +1,47 @@
 """Conversations as the model's own chat template writes them.
 
-A template comes with the model, so it may be a stranger's program. Transformers renders it in jinja's sandbox: it
-cannot import, read files, or reach the attributes of Python's objects. Here its time is limited. Its memory is not.
+A template that came with mint is rendered here. Any other may be a stranger's program, and is rendered in a process
+beside the server (`rendering_process.py`), with limits on time, memory and the length of the text.
 """
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import json
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache
+from queue import LifoQueue
 from typing import Any
 
 from mint.errors import InvalidRequestError
+from mint.models.registry import BUNDLED
 from mint.server.openai.schemas import ChatMessage, ChatRequest
+from mint.server.service.child_process import ChildProcess
+from mint.tokenizer import load_tokenizer
 
 LIMIT_S = 10.0
 """A template that takes longer is stopped; an honest one takes milliseconds."""
 
+MAX_MEMORY_BYTES = 512 << 20
+"""What the conversation and the template may take together."""
 
-class _TooSlow(BaseException):
-    """Raised inside the template. Not an `Exception`, so that nothing on the way handles it."""
+MAX_CHARACTERS = 16 << 20
+"""A rendered conversation may have so many: several times what the longest contexts hold."""
+
+MAX_ANSWER_BYTES = 12 * MAX_CHARACTERS
+"""As JSON, a character takes at most so much."""
+
+PROCESSES = 2
+"""So that others are rendered while one template takes its time."""
+
+_ALTERNATIVE = "Use another model, or /v1/completions with a prompt of your own"
 
 
 def render_conversation(tokenizer: Any, request: ChatRequest, *, limit_s: float = LIMIT_S) -> str:
     """The text of the prompt.
 
     Raises:
-        InvalidRequestError: the model has no chat template, or it cannot render the conversation in the time.
+        InvalidRequestError: the model has no chat template, or it cannot render the conversation within the limits.
     """
     if tokenizer.chat_template is None:
         remedy = "Use /v1/completions, or a model whose folder has a chat template"
@@ -41,45 +53,74 @@ def render_conversation(tokenizer: Any, request: ChatRequest, *, limit_s: float 
             raise InvalidRequestError("is not for templates", field="chat_template_kwargs", value=name, remedy=remedy)
     messages = [_message(message) for message in request.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools] or None
-
-    def render() -> str:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **request.chat_template_kwargs
-        )
-
-    rendered = _run_within(limit_s, render)
-    if rendered is None:
-        remedy = "Use another model, or /v1/completions with a prompt of your own"
-        problem = f"has a chat template that takes more than {limit_s:g} s"
-        raise InvalidRequestError(problem, field="model", value=request.model, remedy=remedy)
+    variables = request.chat_template_kwargs
     try:
-        return rendered.result()
-    except Exception as error:  # the boundary: a template is a program from elsewhere and may raise anything
-        roles = [message.role for message in request.messages]
-        remedy = "Use roles and an order of them that the model's chat template knows"
-        raise InvalidRequestError(
-            f"cannot be rendered by the model's chat template ({error})", field="messages", value=roles, remedy=remedy
-        ) from error
+        template = tokenizer.get_chat_template(tools=tools)
+        if template in _bundled_templates():
+            return tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
+            )
+        found = _render_beside(
+            {
+                **tokenizer.special_tokens_map,
+                **variables,
+                "conversations": [messages],
+                "tools": tools,
+                "chat_template": template,
+                "add_generation_prompt": True,
+            },
+            limit_s,
+        )
+    except Exception as error:  # the boundary: the conversation is the caller's, and a template may raise anything
+        raise _refusal(request, str(error)) from error
+    if "excess" in found:
+        problem = f"has a chat template that takes {found['excess']}"
+        raise InvalidRequestError(problem, field="model", value=request.model, remedy=_ALTERNATIVE)
+    if "error" in found:
+        raise _refusal(request, found["error"])
+    return found["text"]
 
 
-def _run_within(limit_s: float, work: Callable[[], str]) -> Future[str] | None:
-    """The outcome of `work`; None if it took too long. It is stopped then, at its next step in Python."""
-    outcome: Future[str] = Future()
+def _refusal(request: ChatRequest, reason: str) -> InvalidRequestError:
+    roles = [message.role for message in request.messages]
+    remedy = "Use roles and an order of them that the model's chat template knows"
+    problem = f"cannot be rendered by the model's chat template ({reason})"
+    return InvalidRequestError(problem, field="messages", value=roles, remedy=remedy)
 
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the boundary: whatever it is, it is the outcome
-            outcome.set_exception(error)
 
-    # A thread of its own: the exception that stops it may come late, and must not hit anything else.
-    thread = threading.Thread(target=run, name="mint-template", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if not thread.is_alive() or outcome.done():
-        return outcome
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_TooSlow))
-    return None
+@cache
+def _bundled_templates() -> frozenset[str]:
+    return frozenset(load_tokenizer(str(folder), name).chat_template for name, folder in BUNDLED.items())
+
+
+@cache
+def _free_processes() -> LifoQueue[ChildProcess]:
+    """The processes of this process; the one that rendered last comes first, so that few are started."""
+    free: LifoQueue[ChildProcess] = LifoQueue()
+    for _ in range(PROCESSES):
+        free.put(ChildProcess("mint.server.openai.rendering_process", str(MAX_MEMORY_BYTES), str(MAX_CHARACTERS)))
+    return free
+
+
+def _render_beside(task: dict[str, Any], limit_s: float) -> dict[str, str]:
+    """What `rendering_process.render` says."""
+    message = json.dumps(task).encode()
+    process = _free_processes().get()
+    try:
+        for _ in range(2):  # it may have been ended just before
+            with suppress(EOFError, OSError):
+                answer = process.ask([message], 1, limit_s=limit_s, max_bytes=MAX_ANSWER_BYTES)
+                if answer is None:
+                    process.close()
+                    return {"excess": f"more than {limit_s:g} s"}
+                found: dict[str, str] = json.loads(answer[0])
+                if "excess" in found:
+                    process.close()  # what it has taken is free again
+                return found
+            process.close()
+        return {"excess": "the process down that renders it"}
+    finally:
+        _free_processes().put(process)
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:

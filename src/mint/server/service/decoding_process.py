@@ -18,6 +18,7 @@ from typing import Any
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError, from_wire
 from mint.server.queue.jobs import read_sample_request, read_training_request
+from mint.server.service.child_process import READY
 from mint.types import ForwardBackwardOutput, SampleResponse
 from mint.wire.requests import ForwardBackwardRequest, ForwardRequest
 
@@ -122,6 +123,7 @@ def main(handle: int) -> None:
     collector = _Collector()
     logging.getLogger("mint").addHandler(collector)
     with Connection(handle) as connection:
+        connection.send_bytes(READY)
         while connection.poll(IDLE_S):
             try:
                 task, name, encoding = json.loads(connection.recv_bytes())

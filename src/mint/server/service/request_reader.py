@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
-import subprocess
-import sys
-import threading
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,6 +17,7 @@ from pydantic import BaseModel
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError
 from mint.server.queue.jobs import REQUESTS, read_sample_request, read_training_request
+from mint.server.service.child_process import ChildProcess
 from mint.server.service.decoding_process import Reply, decode_request
 from mint.server.store.rows import JobRow
 from mint.types import ForwardBackwardOutput, SampleResponse
@@ -100,17 +96,15 @@ class RequestReader:
 
 
 class DecodingProcess:
-    """One such process. One thread at a time may use it; it is started again when it has ended."""
+    """One such process. One thread at a time may use it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._process = ChildProcess("mint.server.service.decoding_process")
 
     @property
     def process_id(self) -> int | None:
         """Its id; None while there is none."""
-        return None if self._child is None else self._child.pid
+        return self._process.process_id
 
     def run(self, task: str, name: str, encoding: wire.Encoding, body: bytes) -> tuple[Reply, bytes]:
         """Runs `decoding_process.work` there.
@@ -118,12 +112,12 @@ class DecodingProcess:
         Raises:
             InvalidRequestError: the process dies of this body.
         """
+        question = [json.dumps([task, name, encoding.value]).encode(), body]
         for _ in range(2):  # it may have ended by itself just before
             with suppress(EOFError, OSError):
-                connection = self._opened()
-                connection.send_bytes(json.dumps([task, name, encoding.value]).encode())
-                connection.send_bytes(body)
-                return Reply.from_bytes(connection.recv_bytes()), connection.recv_bytes()
+                answer = self._process.ask(question, 2)
+                if answer is not None:
+                    return Reply.from_bytes(answer[0]), answer[1]
             self.close()
         log.error("the process that decodes large bodies died twice over one of %d bytes", len(body))
         raise InvalidRequestError(
@@ -132,24 +126,4 @@ class DecodingProcess:
 
     def close(self) -> None:
         """Ends the process."""
-        with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-            if self._child is not None:
-                self._child.kill()
-                self._child.wait()
-            self._connection = self._child = None
-
-    def _opened(self) -> Any:
-        with self._lock:
-            if self._connection is None:
-                ours, theirs = socket.socketpair()
-                with theirs:
-                    self._child = subprocess.Popen(
-                        [sys.executable, "-m", "mint.server.service.decoding_process", str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,  # an interrupt from the terminal is for the server
-                    )
-                self._connection = Connection(ours.detach())
-            return self._connection
+        self._process.close()
