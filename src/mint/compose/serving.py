@@ -184,7 +184,10 @@ def _make_folder(folder: Path) -> None:
     try:
         open_data_dir(folder)
     except OSError as error:
-        raise InvalidRequestError(f"cannot be made: {error}", field="--data-dir", value=folder) from error
+        remedy = "Free disk space, or choose another one"
+        raise InvalidRequestError(
+            f"cannot be made: {error}", field="--data-dir", value=folder, remedy=remedy
+        ) from error
 
 
 def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | None) -> Service:

@@ -32,6 +32,7 @@ REMIND_S = 60.0
 """How often the log repeats that the storage does not work."""
 
 LEAST_ROOM_BYTES = 1 << 20
+START_REMEDY = "Free disk space, or choose another data directory (--data-dir, MINT_HOME), and start again"
 REMEDY = "Free disk space, or see the server's log; requests are accepted again by themselves"
 
 
@@ -101,7 +102,6 @@ class StorageState:
                 self._pause_s = FIRST_PAUSE_S
             self._problem = StorageProblem(time.time(), what, reason_of(error))
             threading.Thread(target=self._try_again, name="mint-storage", daemon=True).start()
-        log.error("%s; training waits, sampling goes on", self._problem)
 
     def keep_trying(self, what: str, write: Callable[[], None], size_bytes: int = 0) -> None:
         """Calls `write` until the storage lets it pass, and waits while the storage does not work.
@@ -130,20 +130,21 @@ class StorageState:
             self._changed.notify_all()
 
     def _try_again(self) -> None:
-        remind_at = time.monotonic() + REMIND_S
+        remind_at = float("-inf")  # at once, unless a process that cannot start has closed this
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_closed, self._pause_s):
                     return
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
                 room_bytes = self._room_bytes
+            if time.monotonic() >= remind_at:
+                log.error("%s; training waits, sampling goes on", self._problem)
+                remind_at = time.monotonic() + REMIND_S
             try:
                 self._probe(room_bytes)
                 break
             except (OSError, JournalError) as error:
-                if time.monotonic() >= remind_at:
-                    log.error("%s; now: %s", self._problem, error)
-                    remind_at = time.monotonic() + REMIND_S
+                log.debug("the storage does not work yet: %s", error)
             except Exception:  # the boundary: if this thread ended, nothing would ever go on
                 log.exception("trying the storage failed")
         with self._changed:
@@ -154,6 +155,21 @@ class StorageState:
         if problem is not None:
             log.warning("storage works again after %.1f s", time.time() - problem.since)
         self.on_recovery()
+
+
+@contextmanager
+def starting() -> Generator[None]:
+    """A block without which a service cannot start: nothing goes on by itself after an error of its storage.
+
+    Raises:
+        JournalError: the block raised one; it says what to do before the next start.
+    """
+    try:
+        yield
+    except JournalError as error:
+        if error.remedy != REMEDY:
+            raise
+        raise JournalError(error.message, remedy=START_REMEDY) from error
 
 
 def reason_of(error: Exception) -> str:

@@ -50,12 +50,12 @@ from mint.server.service.new_samplers import new_sampler
 from mint.server.service.request_reader import PROCESSES, RequestReader
 from mint.server.service.sessions import SUSPENDED_S, Sessions
 from mint.server.service.takeover import UnfinishedJob, adopt_sessions, unfinished_jobs
-from mint.server.storage_state import StorageProblem
+from mint.server.storage_state import START_REMEDY, StorageProblem, starting
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
 from mint.server.store.journal import JOURNAL_FILE, Journal
-from mint.server.store.obsolete_files import sweep_orphans
+from mint.server.store.obsolete_files import OrphanSweep
 from mint.server.store.rows import JobRow, ModelRow, RunRow, SamplerRow
 from mint.server.store.run_catalog import RunCatalog
 from mint.server.store.session_catalog import SessionCatalog
@@ -161,7 +161,7 @@ class Service:
             open_data_dir(data_dir)
             self.instance = Instance(data_dir, is_server=is_server)
         except OSError as error:
-            raise JournalError(f"{data_dir} cannot be used: {error}", remedy="Set MINT_HOME to a folder") from error
+            raise JournalError(f"{data_dir} cannot be used: {error}", remedy=START_REMEDY) from error
         self.data_dir = data_dir
         self.long_poll_s = long_poll_s
         self.limits = limits or ServerLimits()
@@ -169,6 +169,7 @@ class Service:
         self.run_catalog = RunCatalog(self.journal, data_dir)
         self.checkpoint_catalog = CheckpointCatalog(self.journal, data_dir)
         self.session_catalog = SessionCatalog(self.journal)
+        self._orphans = OrphanSweep(self.journal, data_dir)
         self.base_models = BaseModels(engine, aliases, offered)
         self.futures = Futures()
         self._reader = RequestReader(PROCESSES if is_server else 0)
@@ -216,9 +217,8 @@ class Service:
     def start(self) -> None:
         """Takes over the sessions of dead processes, and begins to work."""
         # Two processes that start on one data directory must not both take over the same session.
-        with self.instance.sole_adopter():
+        with starting(), self.instance.sole_adopter():
             self._adopt_sessions()
-            sweep_orphans(self.journal, self.data_dir)
         self._worker.start()
 
     def stop(self, *, save_within_s: float = 0.0) -> None:
@@ -766,6 +766,8 @@ class Service:
         for session_id, owner in self._sessions.silent().items():
             self._suspend_session(session_id, owner)
         if self.instance.is_housekeeper():
+            with self.journal.storage.writing("the list of orphans"):
+                self._orphans.advance(running_s)
             self.checkpoint_catalog.remove_expired(running_s)
 
     def _suspend_session(self, session_id: str, owner: str) -> None:

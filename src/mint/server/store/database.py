@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from mint.errors import DamagedDataError, InvalidRequestError, JournalError
 from mint.server.private_files import open_private
-from mint.server.storage_state import REMEDY, StorageState, reason_of
+from mint.server.storage_state import REMEDY, StorageState, reason_of, starting
 from mint.server.store.durability import Durability
 from mint.server.store.schema import MIGRATIONS, SCHEMA_VERSION, TABLES, statements
 
@@ -45,7 +45,7 @@ LOG_PAGES = 2000
 """How long the write-ahead log gets before its pages are moved to the database."""
 
 PROBED_FOLDER = "snapshots"
-"""Where `probe` writes its file; what a killed process leaves there is swept at a later start."""
+"""Where `probe` writes its file; what a killed process leaves there is swept later."""
 
 STORAGE_FAULTS = frozenset(
     {
@@ -117,24 +117,13 @@ class Database:
         self._folder = path.parent
         self._lock = threading.RLock()  # of the connection that writes
         self._reading = threading.RLock()  # of the other one
-        with _journal_errors():
+        with starting(), _journal_errors():
             self._connection, self._reader = _connect(path), _connect(path)
         self._statements, self._queries = Transaction(self._connection), Transaction(self._reader)
         self._is_patient = True
         try:
-            with _journal_errors():
-                for setting in (
-                    "auto_vacuum = INCREMENTAL",  # takes effect in new files only, before the first table is made
-                    "journal_mode = WAL",
-                    "foreign_keys = OFF",
-                    f"wal_autocheckpoint = {LOG_PAGES}",
-                    "synchronous = NORMAL",  # `Durability` fsyncs the commits
-                ):
-                    self._connection.execute(f"PRAGMA {setting}")
-            self._migrate(path)
-            with _journal_errors():
-                self._reader.execute("PRAGMA query_only = 1")
-                self._set_busy_timeout(BUSY_TIMEOUT_S)
+            with starting():
+                self._begin(path)
         except BaseException:
             self.close()
             raise
@@ -262,6 +251,21 @@ class Database:
             # `executescript` runs the statement to its end; `execute` would stop after the first page
             self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
             self.durability.add_commit()
+
+    def _begin(self, path: Path) -> None:
+        with _journal_errors():
+            for setting in (
+                "auto_vacuum = INCREMENTAL",  # takes effect in new files only, before the first table is made
+                "journal_mode = WAL",
+                "foreign_keys = OFF",
+                f"wal_autocheckpoint = {LOG_PAGES}",
+                "synchronous = NORMAL",  # `Durability` fsyncs the commits
+            ):
+                self._connection.execute(f"PRAGMA {setting}")
+        self._migrate(path)
+        with _journal_errors():
+            self._reader.execute("PRAGMA query_only = 1")
+            self._set_busy_timeout(BUSY_TIMEOUT_S)
 
     def _migrate(self, path: Path) -> None:
         if self._version() == SCHEMA_VERSION:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from mint.server.store.journal import Journal
 log = logging.getLogger("mint.store")
 
 ORPHAN_AGE_S = 3600.0
+SEEN_FILE = Path("tmp", "orphans.json")
 FOLDERS = ("snapshots", "published", "checkpoints")
 
 
@@ -20,7 +21,7 @@ def discard_files(journal: Journal, data_dir: Path, names: Iterable[str]) -> Non
     """Removes files and folders, given relative to the data directory, unless a row names them.
 
     A sampler may still read a snapshot, or the folder of a checkpoint that was replaced: such a file goes with its last
-    user, or at the next start.
+    user, or as an orphan.
     """
     candidates = {name for name in names if name}  # never the data directory itself
     if not candidates:
@@ -29,15 +30,55 @@ def discard_files(journal: Journal, data_dir: Path, names: Iterable[str]) -> Non
         _remove(data_dir / name)
 
 
-def sweep_orphans(journal: Journal, data_dir: Path) -> None:
-    """Removes what a killed process wrote and never committed; young files may still be in the making."""
-    named = journal.named_files()
-    limit = time.time() - ORPHAN_AGE_S
-    for folder in FOLDERS:
-        for path in (data_dir / folder).glob("*"):
-            if str(path.relative_to(data_dir)) not in named and path.stat().st_mtime < limit:
-                log.info("orphan %s removed", path)
-                _remove(path)
+class OrphanSweep:
+    """Removes what a killed process wrote and never committed.
+
+    A file that no row names may still be in the making, by this or another process. So it must have been seen there,
+    unchanged, for an hour in which a service ran. No time of day counts, because a clock that jumps would delete files
+    in use. One process at a time may sweep.
+    """
+
+    def __init__(self, journal: Journal, data_dir: Path) -> None:
+        self._journal = journal
+        self._data_dir = data_dir
+        self._file = data_dir / SEEN_FILE  # so that the hour may be that of several short processes
+
+    def advance(self, running_s: float) -> None:
+        """Looks again, after a service has run for so long, and removes what is old enough."""
+        before = self._seen()
+        now: dict[str, tuple[str, float]] = {}
+        named = self._journal.named_files()
+        for folder in FOLDERS:
+            for path in (self._data_dir / folder).glob("*"):
+                name = str(path.relative_to(self._data_dir))
+                if name in named:
+                    continue
+                state = _state_of(path)
+                known, seen_s = before.get(name, (state, 0.0))
+                age_s = seen_s + running_s if name in before and known == state else 0.0
+                if age_s >= ORPHAN_AGE_S:
+                    log.info("orphan %s removed", path)
+                    _remove(path)
+                else:
+                    now[name] = state, age_s
+        if now != before:
+            self._file.write_text(json.dumps(now))
+
+    def _seen(self) -> dict[str, tuple[str, float]]:
+        try:
+            seen = json.loads(self._file.read_text())
+            return {name: (str(state), float(age_s)) for name, (state, age_s) in seen.items()}
+        except (OSError, ValueError, TypeError, AttributeError):  # not there yet, or cut by a crash: begin again
+            return {}
+
+
+def _state_of(path: Path) -> str:
+    """Changes when the file does."""
+    try:
+        status = path.stat()
+    except OSError:  # removed just now
+        return ""
+    return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 def _remove(path: Path) -> None:
