@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mint.errors import DamagedDataError, InvalidRequestError, JournalError
+from mint.models.tensor_files import sync_file
 from mint.server.private_files import open_private
 from mint.server.storage_state import REMEDY, StorageState, reason_of, starting
 from mint.server.store.durability import Durability
@@ -366,10 +367,18 @@ def _decoders(kind: type[Any]) -> Mapping[str, Callable[[Any], Any]]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies the database as it was last committed: the file beside it is about to change."""
-    open_private(target)
-    with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as copy:
+    """Copies the database as it was last committed: the file beside it is about to change.
+
+    The copy is whole, or is not there, after a kill or a loss of power, too.
+    """
+    unfinished = target.with_name(f"{target.name}.tmp")
+    for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):  # by a process that was killed
+        left.unlink(missing_ok=True)
+    open_private(unfinished)
+    with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(unfinished)) as copy:
         old.backup(copy)
+    unfinished.replace(target)
+    sync_file(target)
 
 
 def _require_room(folder: Path, size_bytes: int) -> None:

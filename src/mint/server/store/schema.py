@@ -1,7 +1,8 @@
 """The tables of a data directory as SQL, and the steps that bring an older schema forward.
 
 The column types are names only: SQLite stores what it is given. JSON columns hold text, BOOLEAN columns 0 or 1, times
-are seconds since the epoch. To add a column: add it here, raise `SCHEMA_VERSION`, and write its step.
+are seconds since the epoch. To add a column: add it here, raise `SCHEMA_VERSION`, write its step, and keep
+a data directory of the version before (`tests/service/make_data_directory.py`).
 """
 
 from __future__ import annotations
