@@ -7,7 +7,7 @@ import pytest
 from mint.server.queue.fairness import Fairness, FairQueue
 from mint.server.queue.jobs import QueuedSample, TrainingJob
 from mint.server.queue.scheduler import (
-    MAX_BATCH_SEQUENCES,
+    MAX_OWNER_SEQUENCES,
     SLICE_S,
     GiveUp,
     Pending,
@@ -70,18 +70,18 @@ CASES: dict[str, tuple[Pending, object]] = {
     "training goes before samples that have not waited their share": (
         Pending({"a": 1}, [A], [sample("x", 3.0)]), ("a", 1),
     ),
-    "a batch has a limit": (
+    "an owner's part of the batch has a limit": (
         Pending({}, [], [sample("x", 1.0, 1000), sample("y", 1.0, 24), sample("z", 1.0)]), StepSamples(("x", "y")),
     ),
     "one request is always taken": (
-        Pending({}, [], [sample("x", 1.0, 2 * MAX_BATCH_SEQUENCES), sample("y", 1.0)]), StepSamples(("x",)),
+        Pending({}, [], [sample("x", 1.0, 2 * MAX_OWNER_SEQUENCES), sample("y", 1.0)]), StepSamples(("x",)),
     ),
     "no smaller request overtakes one that has no room": (
         Pending({}, [], [sample("x", 1.0, 600), sample("y", 2.0, 600), sample("z", 3.0)]), StepSamples(("x",)),
     ),
-    "where there is no room for all, owners take turns": (
-        Pending({}, [], [sample("x", 1.0, 500, "one"), sample("y", 2.0, 500, "one"), sample("z", 3.0, 500, "two")]),
-        StepSamples(("x", "z")),
+    "who comes behind another's flood joins with its first": (
+        Pending({}, [], [*(sample(f"x{n}", 1.0, 600, "one") for n in range(9)), sample("y", 3.0, 500, "two")]),
+        StepSamples(("x0", "y")),
     ),
 }  # fmt: skip
 
@@ -112,12 +112,12 @@ BESIDE: dict[str, tuple[Pending, SamplingLoad, Fairness, object]] = {
     "training that is ahead goes on where nothing is sampled": (
         Pending({"a": 1}, [A]), SamplingLoad(), BEHIND, ("a", 1),
     ),
-    "a full batch goes on while others wait": (
-        Pending({}, [], [sample("x", 1.0)]), SamplingLoad({"": MAX_BATCH_SEQUENCES}), Fairness(), StepSamples(),
+    "a full batch goes on while more of its owner wait": (
+        Pending({}, [], [sample("x", 1.0)]), SamplingLoad({"": MAX_OWNER_SEQUENCES}), Fairness(), StepSamples(),
     ),
-    "an owner with less in the batch goes first": (
-        Pending({}, [], [sample("x", 1.0, 400, "one"), sample("y", 2.0, 400, "two")]),
-        SamplingLoad({"one": 300, "two": 200}), Fairness(), StepSamples(("y",)),
+    "who has nothing in the batch joins at once, however full it is": (
+        Pending({}, [], [sample("x", 1.0, 1, "one"), sample("y", 2.0, MAX_OWNER_SEQUENCES, "two")]),
+        SamplingLoad({"one": MAX_OWNER_SEQUENCES}), Fairness(), StepSamples(("y",)),
     ),
     "the owner who has had less goes first": (
         Pending({"a": 1, "b": 1}, [train("a", 1, 4.0, "one"), train("b", 1, 1.0, "two")]),

@@ -152,7 +152,7 @@ class SampleJob:
     after the first, with replacement, at `temperature` without top-k and top-p.
 
     What is cached of prompts is reused only among jobs of one `cache_scope`, an opaque name: neither the time of a job
-    nor the engine's counts tell it of the prompts of other scopes."""
+    nor the engine's counts tell it of the prompts of other scopes. Scopes get equal shares of a batch."""
 
     base: str
     weights_id: str | None

@@ -10,7 +10,7 @@ Letters: R rows (sequences in the batch) · S samples of a job · V vocabulary �
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -23,6 +23,7 @@ from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.model.attention import BLOCK, CHUNK
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener
+from mint.engine.sampling.admission import SPARE_ROWS, WaitingJobs, fair_shares, may_begin
 from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps
 from mint.engine.sampling.draw import Draw, processed
 from mint.engine.sampling.kv_cache import KVCache, Lease
@@ -32,10 +33,15 @@ from mint.engine.sampling.prompt_scoring import PromptScores, asks, score_prompt
 from mint.engine.sampling.sequences import Sequences
 
 MAX_ROWS = 512
-"""Sequences that are decoded together; further jobs wait. A single job with more samples runs alone."""
+"""Sequences that are decoded together; further jobs wait. A job with more samples runs once no other has rows.
+`admission` has the exception for scopes that have less than their share."""
 
 PREFILL_TOKENS, PREFILL_TOKENS_BESIDE = 2048, 512
 """Prompt tokens of one step: without sequences to decode, and with some, which would wait for them."""
+
+LEAST_PREFILL = 16
+"""A shorter prompt counts as so many tokens, for what it costs beside the forward. So a flood of short prompts joins in
+slices, too, and its samples do not all end in one step."""
 
 DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
 NO_ROOM = (
@@ -112,7 +118,7 @@ class Sampler:
         self._entries: dict[int, _Entry] = {}
         self._keys: dict[str, _Entry] = {}
         self._listening: set[int] = set()
-        self._waiting: deque[_Entry] = deque()
+        self._waiting = WaitingJobs[_Entry]()
         self._prefilling: list[_Entry] = []
         self._arrivals = 0
         self._cancelled: list[_Entry] = []
@@ -137,7 +143,7 @@ class Sampler:
             self._listening.add(self._arrivals)
         self._arrivals += 1
         self._keys[key] = self._entries[entry.arrival] = entry
-        self._waiting.append(entry)
+        self._waiting.add(entry)
 
     def cancel(self, key: str) -> None:
         """Removes the job at the next step; unknown keys are ignored."""
@@ -174,18 +180,17 @@ class Sampler:
     # --- admission ---
 
     def _admit(self) -> None:
-        """Admits waiting jobs in the order of their arrival, as long as they fit."""
+        """Admits waiting jobs as long as they fit, in the order of `admission`."""
         if not self._waiting:
             return
         later: list[_Entry] = []
-        rows = len(self._order)
-        beginnings = set[tuple[LoraWeights | None, str, bytes]]()
-        for entry in self._prefilling:
-            rows += entry.count
-            beginnings.add((entry.lora, entry.scope, entry.beginning))
+        rows = self._rows_by_scope()
+        scopes = len(rows.keys() | self._waiting.scopes)
+        spare = 0 if self._row_limit < MAX_ROWS else SPARE_ROWS  # memory was short: no more rows than before
+        beginnings = {(entry.lora, entry.scope, entry.beginning) for entry in self._prefilling}
         while self._waiting:
-            entry = self._waiting[0]
-            if rows and rows + entry.count > self._row_limit:
+            entry = self._waiting.first(rows)
+            if not may_begin(entry.scope, entry.count, rows, scopes=scopes, limit=self._row_limit, spare=spare):
                 break  # smaller jobs behind it wait, too: otherwise it could wait for ever
             reusable = entry.job.prompt[: unasked_tokens(entry.job)]
             known = self._memory.prefix_cache.find(entry.lora, entry.scope, reusable)
@@ -193,19 +198,31 @@ class Sampler:
             entry.beginning = ahead.tobytes() if len(ahead) == BLOCK else b""
             if entry.beginning and (entry.lora, entry.scope, entry.beginning) in beginnings:
                 # A job ahead computes the same tokens in this step; in the next one they are cached.
-                later.append(self._waiting.popleft())
+                self._waiting.remove(entry)
+                later.append(entry)
                 continue
-            fits = self._begin(entry, known, spare=rows)
-            if not fits and (rows or self._prefilling):
+            fits = self._begin(entry, known, spare=rows.total())
+            if not fits and (rows.total() or self._prefilling):
                 break
-            self._waiting.popleft()
+            self._waiting.remove(entry)
             if fits:
                 self._prefilling.append(entry)
-                rows += entry.count
+                rows[entry.scope] += entry.count
                 beginnings.add((entry.lora, entry.scope, entry.beginning))
             else:
                 self._close(entry, SampleResult([], error=NO_ROOM))
-        self._waiting.extendleft(reversed(later))
+        for entry in later:
+            self._waiting.add(entry)
+
+    def _rows_by_scope(self) -> Counter[str]:
+        """The rows that jobs have or get once their prompts are computed."""
+        rows: Counter[str] = Counter()
+        numbers, counts = np.unique(self._sequences.of["entry"][self._order], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            rows[self._entries[number].scope] += count
+        for entry in self._prefilling:
+            rows[entry.scope] += entry.count
+        return rows
 
     def _begin(self, entry: _Entry, known: Match, spare: int) -> bool:
         """Takes pages for the part of a prompt that is not `known`; False where these and `spare` more are not free."""
@@ -249,8 +266,7 @@ class Sampler:
 
     def _leave(self, entry: _Entry) -> None:
         """Removes a job from the queues and ends its sequences."""
-        if entry in self._waiting:
-            self._waiting.remove(entry)
+        self._waiting.remove(entry)
         if entry in self._prefilling:
             self._prefilling.remove(entry)
             self._release_prompt(entry)
@@ -265,29 +281,30 @@ class Sampler:
         entry.done = 0
 
     def _give_way(self) -> None:
-        """Preempts the latest job after memory ran out: it starts again once there is room. A job that is alone
-        fails."""
+        """Preempts a job after memory ran out, the latest of the scope with the most rows: it starts again once there
+        is room. A job that is alone fails."""
         of = self._sequences.of[self._order]
         inside = {entry.arrival for entry in self._prefilling} | set(of["entry"].tolist())
         inside = {number for number in inside if not self._entries[number].closed}
         if not inside:
             raise MemoryError(NO_ROOM)
-        latest = self._entries[max(inside)]
         if len(inside) == 1:
-            self._close(latest, SampleResult([], error=NO_ROOM))
+            self._close(self._entries[inside.pop()], SampleResult([], error=NO_ROOM))
             self._tidy(now=True)
             return
         # Jobs that were interrupted between their prompt and the first token start again, too.
         between = {entry.arrival for entry in self._prefilling if entry.done == len(entry.job.prompt)}
-        again = {max(inside)} | between | (set(of["entry"][of["emitted"] == 0].tolist()) & inside)
+        rows = self._rows_by_scope()
+        victim = max(inside, key=lambda number: (rows[self._entries[number].scope], number))
+        again = {victim} | between | (set(of["entry"][of["emitted"] == 0].tolist()) & inside)
         for number in again:
             self._leave(self._entries[number])
         self._tidy(now=True)
-        for number in sorted(again, reverse=True):
+        for number in again:
             entry = self._entries[number]
             entry.samples = {}
             entry.scores = PromptScores()
-            self._waiting.appendleft(entry)
+            self._waiting.add(entry)
             self._memory.counters["restarts"] += 1
         # Until a job ends, no more rows than now: the preempted job would be admitted and preempted again and again.
         self._row_limit = max(1, len(self._order) + sum(other.count for other in self._prefilling))
@@ -337,13 +354,18 @@ class Sampler:
     # --- forward ---
 
     def _prefill(self, budget: int) -> None:
-        """Computes up to `budget` prompt tokens, the earliest jobs first; complete prompts get rows in the batch."""
+        """Computes up to `budget` prompt tokens, of each scope the earliest jobs first; complete prompts get rows in
+        the batch."""
+        wanted: Counter[str] = Counter()
+        for entry in self._prefilling:
+            wanted[entry.scope] += max(len(entry.job.prompt) - entry.done, LEAST_PREFILL)
+        shares = fair_shares(wanted, budget)
         batch: list[tuple[_Entry, int]] = []
         for entry in self._prefilling:
-            size = min(len(entry.job.prompt) - entry.done, budget)
-            if size:
+            size = min(len(entry.job.prompt) - entry.done, shares[entry.scope])
+            if size > 0:
                 batch.append((entry, size))
-                budget -= size
+                shares[entry.scope] -= max(size, LEAST_PREFILL)
         batch.sort(key=lambda pair: id(pair[0].lora))  # one run for each lora
         parts = [
             PromptPart(entry.job.prompt[: entry.done + size], entry.done, entry.prompt_pages, entry.lora)

@@ -1,10 +1,10 @@
 """What the engine does next: a pure function of what waits, what is being sampled, and how its time was shared.
 
-All sample requests run in one batch, whatever weights they use; a request joins it between two steps. Training goes
-first, because samples that wait meanwhile then run in a larger batch. Once training is `SLICE_S` ahead, samples catch
-up. Among training requests, owners take turns by the time they have used, then the models of an owner. The requests of
-a model run strictly in `seq_id` order. A missing one holds up those behind it for `gap_timeout_s`; then all of them are
-given up.
+All sample requests run in one batch, whatever weights they use; a request joins it between two steps, and waits for
+earlier ones of its own owner alone. Training goes first, because samples that wait meanwhile then run in a larger
+batch. Once training is `SLICE_S` ahead, samples catch up. Among training requests, owners take turns by the time they
+have used, then the models of an owner. The requests of a model run strictly in `seq_id` order. A missing one holds up
+those behind it for `gap_timeout_s`; then all of them are given up.
 
 Knows nothing of engines, threads or journals.
 """
@@ -24,7 +24,9 @@ GAP_TIMEOUT_S = 600.0
 SLICE_S = 0.1
 """How far training may get ahead of waiting samples. Longer: larger batches; shorter: steadier streams."""
 
-MAX_BATCH_SEQUENCES = 1024
+MAX_OWNER_SEQUENCES = 1024
+"""Sequences of one owner in the sampling batch. It is more than the engine decodes at once, so that its rows stay full
+when some samples of a request end before the others. The engine gives owners equal shares of its rows."""
 
 NEW_FAIRNESS = Fairness()
 
@@ -129,30 +131,20 @@ def _next_in_turn(ready: Sequence[TrainingJob], fairness: Fairness) -> TrainingJ
 
 
 def _joining(samples: Sequence[QueuedSample], sampling: SamplingLoad) -> tuple[str, ...]:
-    """Takes as many as fit, owners with the fewest sequences first; at least one if nothing is being sampled."""
-    if sampling.is_closed or not samples:
+    """Takes, of each owner in order of arrival, as many as fit; at least one if nothing of that owner is sampled."""
+    if sampling.is_closed:
         return ()
     has = dict(sampling.sequences)
-    used = wanted = sum(has.values())
+    full: set[str] = set()
     chosen: list[str] = []
     for item in samples:
-        wanted += item.sequences
-        chosen.append(item.request_id)
-    if wanted <= MAX_BATCH_SEQUENCES:  # as nearly always: then owners need not be compared
-        return tuple(chosen)
-    chosen.clear()
-    waiting: dict[str, list[QueuedSample]] = {}
-    for item in reversed(samples):
-        waiting.setdefault(item.owner, []).append(item)
-    while waiting:
-        owner = min(waiting, key=lambda name: (has.get(name, 0), waiting[name][-1].arrived_at))
-        item = waiting[owner].pop()
-        if used and used + item.sequences > MAX_BATCH_SEQUENCES:
-            break  # no smaller one may overtake it, or it could wait for ever
-        if not waiting[owner]:
-            del waiting[owner]
-        used += item.sequences
-        has[owner] = has.get(owner, 0) + item.sequences
+        if item.owner in full:
+            continue
+        used = has.get(item.owner, 0)
+        if used and used + item.sequences > MAX_OWNER_SEQUENCES:
+            full.add(item.owner)  # no smaller one may overtake it, or it could wait for ever
+            continue
+        has[item.owner] = used + item.sequences
         chosen.append(item.request_id)
     return tuple(chosen)
 

@@ -1,0 +1,88 @@
+"""Whose turn it is: how the jobs of a sampler share its rows and its time for prompts.
+
+Each job belongs to a scope. Scopes get equal shares as far as they want them (max-min fairness): the scope with the
+fewest rows goes first, and the jobs of one scope in the order of their arrival. A scope with less than its share finds
+`SPARE_ROWS` in a full batch, so that nobody waits until the jobs of another end. Decides by numbers alone, and not by
+what a job computes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Generic, Protocol, TypeVar
+
+SPARE_ROWS = 128
+"""Rows beyond the limit for scopes that have less than their share. They are filled only as long as others hold more
+than theirs."""
+
+
+class WaitingJob(Protocol):
+    """What the order of admission depends on. Numbers of arrival grow, and no two jobs have the same."""
+
+    arrival: int
+
+    @property
+    def scope(self) -> str: ...
+
+
+J = TypeVar("J", bound=WaitingJob)
+
+
+class WaitingJobs(Generic[J]):
+    """Jobs that have no rows yet."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, deque[J]] = {}  # by scope, each in the order of arrival
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    @property
+    def scopes(self) -> set[str]:
+        """The scopes of the jobs."""
+        return set(self._of)
+
+    def add(self, job: J) -> None:
+        """Adds a job at the place of its arrival: one that was admitted before and comes back keeps its turn."""
+        insort(self._of.setdefault(job.scope, deque()), job, key=_arrival)
+
+    def remove(self, job: J) -> None:
+        """Removes a job; does nothing if it does not wait."""
+        own = self._of.get(job.scope, deque())
+        place = bisect_left(own, job.arrival, key=_arrival)
+        if place < len(own) and own[place] is job:
+            del own[place]
+            if not own:
+                del self._of[job.scope]
+
+    def first(self, rows: Mapping[str, int]) -> J:
+        """The job whose turn it is, where scopes have so many `rows`. There must be one."""
+        return min((own[0] for own in self._of.values()), key=lambda job: (rows.get(job.scope, 0), job.arrival))
+
+
+def _arrival(job: WaitingJob) -> int:
+    return job.arrival
+
+
+def may_begin(scope: str, count: int, rows: Counter[str], *, scopes: int, limit: int, spare: int) -> bool:
+    """Whether a job gets `count` rows beside the `rows` that scopes have; `scopes` is how many have or want any.
+
+    An empty batch takes any job. Otherwise there are `limit` rows, and `spare` more for a scope that has at most its
+    share with this job. Where one job has more rows than the limit, the spare ones come on top of it.
+    """
+    used = rows.total()
+    if not used or used + count <= limit:
+        return True
+    is_small = rows[scope] + count <= max(1, limit // scopes)
+    return is_small and used + count <= max(limit, *rows.values()) + spare
+
+
+def fair_shares(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
+    """How much of `budget` each scope gets: equal shares, where what one does not want is for the others."""
+    shares: dict[str, int] = {}
+    for place, scope in enumerate(sorted(wanted, key=lambda scope: wanted[scope])):
+        shares[scope] = min(wanted[scope], budget // (len(wanted) - place))
+        budget -= shares[scope]
+    return shares
