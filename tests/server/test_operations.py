@@ -18,6 +18,7 @@ from mint.engine.fake_engine import FakeBatch, FakeEngine
 from mint.engine.protocol import SampleResult
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import JournalError
+from mint.server.disk_space import DiskSpace
 from mint.server.http.access_log import request_id
 from mint.server.ops.logs import configure_logs
 from tests.server.server_harness import API, Person, make_key, pass_input, running, sample_body
@@ -108,6 +109,38 @@ def test_readiness_ends_where_the_journal_cannot_be_written(tmp_path: Path, monk
         assert found["problems"] == ["the journal cannot be written"]
         monkeypatch.undo()
         wait_for_status(person, "/readyz", 200)
+
+
+def test_a_disk_that_is_nearly_full_is_told_before_anything_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free_in_reserves = [4.0]
+    monkeypatch.setattr(DiskSpace, "free_bytes", property(lambda disk: int(free_in_reserves[0] * disk.reserve_bytes)))
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "mint.storage"]
+
+    with running(tmp_path) as server, caplog.at_level("WARNING", "mint.storage"):
+        person = Person(server)
+        assert person.send("GET", "/readyz").json() == {"status": "ok"}
+        assert numbers(person)["mint_disk_nearly_full",] == 0
+        free_in_reserves[0] = 1.9
+        for _ in range(3):
+            answer = person.send("GET", "/readyz")
+            assert answer.status_code == 200
+            assert "nearly full" in answer.json()["warnings"][0] and "refused soon" in answer.json()["warnings"][0]
+        assert person.model(person.session())
+        assert numbers(person)["mint_disk_nearly_full",] == 1
+        [line] = lines()
+        assert "nearly full" in line and "mint checkpoints delete" in line and str(tmp_path) in line
+        assert str(tmp_path) not in answer.text
+        free_in_reserves[0] = 0.9
+        assert "are refused" in person.send("GET", "/readyz").json()["warnings"][0]
+        free_in_reserves[0] = 2.2  # not far enough: the log does not go to and fro
+        assert "warnings" in person.send("GET", "/readyz").json()
+        free_in_reserves[0] = 3.0
+        assert person.send("GET", "/readyz").json() == {"status": "ok"}
+        assert len(lines()) == 2 and "has room again" in lines()[1]
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ saves, uploads and copies are refused before. Any thread may call.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -14,7 +15,12 @@ from pathlib import Path
 from mint.errors import OverloadedError
 from mint.server.limits import default_reserve
 
+log = logging.getLogger("mint.storage")
+
 FRESH_S = 1.0
+
+NEAR_RESERVES, FAR_RESERVES = 2.0, 2.5
+"""The disk is nearly full below so many reserves of free room, until there are more than `FAR_RESERVES` again."""
 
 
 class DiskSpace:
@@ -28,6 +34,7 @@ class DiskSpace:
         self._clock = clock
         self._read_at = float("-inf")
         self._free_bytes = 0
+        self._is_nearly_full = False
         self.reserve_bytes = (
             default_reserve(shutil.disk_usage(data_dir).total) if reserve_bytes is None else reserve_bytes
         )
@@ -44,6 +51,31 @@ class DiskSpace:
     def is_short(self) -> bool:
         """Whether the disk is filled up to the reserve."""
         return self.free_bytes < self.reserve_bytes
+
+    def look(self) -> bool:
+        """Whether the disk is nearly full. The log says once when it becomes so, and once when it no longer is."""
+        reserves = self.free_bytes / max(1, self.reserve_bytes)
+        if reserves < NEAR_RESERVES and not self._is_nearly_full:
+            self._is_nearly_full = True
+            log.warning(
+                "the disk of %s is nearly full: %s are free; below %s, new models, named saves and uploads are "
+                "refused. Delete checkpoints (mint checkpoints delete), or make room",
+                self._data_dir,
+                _in_mib(self.free_bytes),
+                _in_mib(self.reserve_bytes),
+            )
+        elif reserves > FAR_RESERVES and self._is_nearly_full:
+            self._is_nearly_full = False
+            log.warning("the disk of %s has room again: %s are free", self._data_dir, _in_mib(self.free_bytes))
+        return self._is_nearly_full
+
+    def warning(self) -> str | None:
+        """What is wrong or soon will be, without numbers: everybody who reaches the server may read it."""
+        if not self.look():
+            return None
+        if self.is_short:
+            return "the disk is filled up to its reserve: new models, named saves and uploads are refused"
+        return "the disk is nearly full: new models, named saves and uploads will be refused soon"
 
     def shortage(self) -> OverloadedError | None:
         """The error if nothing new may be stored, else None."""
@@ -66,3 +98,7 @@ class DiskSpace:
         error = self.shortage()
         if error is not None:
             raise error
+
+
+def _in_mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):,.0f} MiB"

@@ -64,6 +64,10 @@ class ReadinessProbe(Protocol):
         """The reasons why the service is not ready; empty if it is."""
         ...
 
+    async def warnings(self) -> Sequence[str]:
+        """What will be wrong soon unless somebody sees to it."""
+        ...
+
 
 def create_app(
     service: Service,

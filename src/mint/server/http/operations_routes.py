@@ -14,10 +14,11 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health(BaseModel):
-    """`status` is ok or not ready; `problems` say why."""
+    """`status` is ok or not ready; `problems` say why. `warnings` are what an operator should see to; work goes on."""
 
     status: str
     problems: list[str] | None = None
+    warnings: list[str] | None = None
 
 
 async def healthz(_call: Call) -> Response:
@@ -31,9 +32,10 @@ async def readyz(call: Call) -> Response:
     if readiness is None:
         raise NotFoundError("is not checked in this process", remedy="Use mint serve")
     problems = await readiness.problems()
+    warnings = list(await readiness.warnings()) or None
     if not problems:
-        return respond(Health(status="ok"))
-    return respond(Health(status="not ready", problems=list(problems)), status=503)
+        return respond(Health(status="ok", warnings=warnings))
+    return respond(Health(status="not ready", problems=list(problems), warnings=warnings), status=503)
 
 
 def metrics(call: Call) -> Response:

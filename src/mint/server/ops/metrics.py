@@ -247,6 +247,11 @@ class _ServiceState(Collector):
         room.add_metric(("free",), disk.free_bytes)
         room.add_metric(("reserve",), disk.reserve_bytes)
         yield room
+        yield GaugeMetricFamily(
+            "mint_disk_nearly_full",
+            "1 while less than twice the reserve is free; below the reserve, new models and saves are refused.",
+            value=float(disk.look()),
+        )
         yield GaugeMetricFamily("mint_journal_bytes", "Size of the journal's files.", value=self.journal_bytes())
         yield GaugeMetricFamily(
             "mint_storage_working",

@@ -46,6 +46,11 @@ class Readiness:
             self._problems = tuple(problem for problem in found if problem is not None)
         return self._problems
 
+    async def warnings(self) -> tuple[str, ...]:
+        """What will be wrong soon unless somebody sees to it; the service is ready."""
+        warning = await asyncio.to_thread(self._service.disk.warning)
+        return () if warning is None else (warning,)
+
     def _worker_problem(self, now: float) -> str | None:
         if not self._service.is_working:
             return "the engine's thread has ended"

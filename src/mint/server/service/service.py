@@ -757,6 +757,7 @@ class Service:
         now = self._clock()
         # a process that was stopped for a while was not running
         running_s, self._kept_house_at = min(now - self._kept_house_at, MAX_COUNTED_S), now
+        self.disk.look()
         self.journal.touch_sessions(self._sessions.last_seen())
         suspended = list(self._sessions.suspended())
         if suspended:
