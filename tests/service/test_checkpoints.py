@@ -89,7 +89,9 @@ def test_a_checkpoint_of_another_shape_is_refused_and_the_weights_stay(harness: 
 
 @pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "manifest.json"])
 @pytest.mark.parametrize("how", ["bit", "cut", "gone"])
-def test_a_damaged_checkpoint_is_refused_and_the_model_stays(harness: Harness, file: str, how: str) -> None:
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_model_stays(
+    harness: Harness, caplog: pytest.LogCaptureFixture, file: str, how: str
+) -> None:
     model_id = harness.create_model()
     path = harness.run("save_weights", model_id, 1, {"path": "a"})["path"]
     digest = step(harness, model_id, 2)
@@ -102,7 +104,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_model_stays(harness: Harness, f
     else:
         target.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     error = failure(lambda: harness.run("load_weights", model_id, 4, {"path": path, "optimizer": True}))
-    assert isinstance(error, CheckpointError) and error.remedy
+    assert isinstance(error, CheckpointError) and "Use another checkpoint" in str(error)
+    name = f"ckpt_{target.parent.name.replace('-', '')}" if file == "manifest.json" else path
+    assert name in str(error) and str(harness.service.data_dir) not in str(error)
+    assert str(target.parent) in caplog.text  # for the operator
     assert harness.digest(model_id) == digest
     step(harness, model_id, 5)
 

@@ -92,6 +92,24 @@ def test_settings_that_were_changed_stop_the_model_and_the_sampler(tmp_path: Pat
     service.stop()
 
 
+def test_damaged_weights_of_a_sampler_are_told_without_the_servers_paths(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = Harness(open_service(tmp_path))
+    saved = harness.run("save_weights_for_sampler", harness.create_model(), 1, {"sampling_session_seq_id": 0})
+    sampler_id = saved["sampling_session_id"]
+    [file] = (tmp_path / "published").iterdir()
+    harness.service.stop()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    harness = Harness(open_service(tmp_path), harness.session_id)
+    error = failure(lambda: harness.sample(sampler_id, 0))
+    assert isinstance(error, CheckpointError) and sampler_id in str(error) and "Save the weights" in str(error)
+    assert str(tmp_path) not in str(error) and str(file) in caplog.text
+    harness.service.stop()
+
+
 def test_rows_and_files_of_an_older_mint_without_checksums_are_read(tmp_path: Path) -> None:
     harness = Harness(open_service(tmp_path))
     model_id = harness.create_model()

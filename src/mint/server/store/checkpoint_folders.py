@@ -20,14 +20,13 @@ from pydantic import TypeAdapter
 from mint.engine.protocol import LoraSpec, ModelState
 from mint.errors import CheckpointError, JournalError
 from mint.models.tensor_files import write_file
-from mint.server.store.snapshot_files import read_optimizer, read_weights, write_optimizer, write_weights
+from mint.server.store.snapshot_files import read_optimizer, read_weights, reading, write_optimizer, write_weights
 
 log = logging.getLogger("mint.store")
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MANIFEST_FILE = "manifest.json"
-REMEDY = "Use another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def read_manifest(folder: Path) -> Manifest:
         log.error("the manifest in %s is damaged or missing: %s", folder, error)
         raise CheckpointError(
             f"checkpoint ckpt_{folder.name.replace('-', '')} is damaged: its manifest cannot be used",
-            remedy=f"Use another checkpoint; the operator may restore checkpoints/{folder.name} from a backup",
+            remedy=_remedy(folder),
         ) from error
     except OSError as error:
         raise JournalError(f"a manifest cannot be read: {error.strerror}", remedy="See the server's log") from error
@@ -122,10 +121,9 @@ def read_checkpoint(folder: Path, *, optimizer: bool) -> tuple[Manifest, ModelSt
             remedy="Load it without the optimizer (load_state), or load one that save_state wrote",
         )
     check_files(folder, manifest, (WEIGHTS_FILE, OPTIMIZER_FILE) if optimizer else (WEIGHTS_FILE,))
-    weights = read_weights(folder / WEIGHTS_FILE)
-    if not optimizer:
-        return manifest, ModelState(weights)
-    return manifest, read_optimizer(folder / OPTIMIZER_FILE, weights)
+    with reading(manifest.path, remedy=_remedy(folder)):
+        weights = read_weights(folder / WEIGHTS_FILE)
+        return manifest, read_optimizer(folder / OPTIMIZER_FILE, weights) if optimizer else ModelState(weights)
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -134,12 +132,14 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     Raises:
         CheckpointError: a file is damaged.
     """
-    for name in names:
-        if _sha256(folder / name) != manifest.files.get(name):
-            raise CheckpointError(
-                f"{manifest.path} is damaged: {folder / name} does not have the hash that its manifest names",
-                remedy=REMEDY,
-            )
+    with reading(manifest.path, remedy=_remedy(folder)):
+        for name in names:
+            if _sha256(folder / name) != manifest.files.get(name):
+                raise CheckpointError(f"{folder / name} does not have the hash that its manifest names")
+
+
+def _remedy(folder: Path) -> str:
+    return f"Use another checkpoint; the operator may restore checkpoints/{folder.name} from a backup"
 
 
 def _sha256(path: Path) -> str:
@@ -150,4 +150,4 @@ def _sha256(path: Path) -> str:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = "Allow the process more open files (ulimit -n)"
             raise JournalError(f"the file {path} cannot be opened now", remedy=remedy) from error
-        raise CheckpointError(f"the file {path} cannot be read: {error}", remedy=REMEDY) from error
+        raise CheckpointError(f"the file {path} cannot be read: {error}") from error

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from mint.engine.protocol import ModelState
-from mint.errors import CheckpointError
+from mint.errors import CheckpointError, JournalError
 from mint.models.tensor_files import SEAL, read_tensors, write_tensors
 
+log = logging.getLogger("mint.store")
+
 STATE_FORMAT, SNAPSHOT_FORMAT = "mint-state-1", "mint-state-2"
+
+
+@contextmanager
+def reading(what: str, *, remedy: str) -> Generator[None]:
+    """A block that reads files of a user's: its errors tell the user what is damaged, and the log which file.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        JournalError: a file cannot be opened now, for want of descriptors.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        log.error("%s is damaged: %s", what, error)
+        raise CheckpointError(f"{what} is damaged, and was not used", remedy=remedy) from error
+    except JournalError as error:
+        log.error("%s: %s", what, error)
+        raise JournalError(f"{what} cannot be opened now", remedy=error.remedy) from error
 
 
 def write_snapshot(path: Path, state: ModelState, *, digest: str) -> None:

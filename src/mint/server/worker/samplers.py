@@ -29,7 +29,7 @@ from mint.server.store import checkpoint_folders
 from mint.server.store.journal import Journal
 from mint.server.store.obsolete_files import discard_files
 from mint.server.store.rows import SamplerRow
-from mint.server.store.snapshot_files import read_weights
+from mint.server.store.snapshot_files import read_weights, reading
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.sample_requests import sample_job
 
@@ -204,7 +204,8 @@ class Samplers:
 
     def _read(self, row: SamplerRow) -> dict[str, np.ndarray]:
         if row.file is not None:
-            return read_weights(self._data_dir / row.file, must_be_sealed=row.sha256 is not None)
+            with reading(f"the sampler {row.sampler_id}", remedy="Save the weights for sampling again"):
+                return read_weights(self._data_dir / row.file, must_be_sealed=row.sha256 is not None)
         # by its folder, not by its path: the name may have been deleted, or given to another checkpoint, meanwhile
         _, state = checkpoint_folders.read_checkpoint(self._data_dir / (row.weights_id or ""), optimizer=False)
         return dict(state.weights)
