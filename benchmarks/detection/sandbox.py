@@ -26,7 +26,7 @@ def hostile_table() -> None:
     """One row per program, from the same trial as the tests."""
     done = subprocess.run([sys.executable, str(TRIAL), "monty", "zygote"], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
-    afterwards = report.pop("afterwards")
+    after_programs = report.pop("after_programs")
     print("| program | engine | verdict | ms | what it came to |\n|---|---|---|---|---|")
     for name, row in report.items():
         verdict = "HARM" if row["harm"] else "WON" if row["won"] else "refused"
@@ -34,7 +34,8 @@ def hostile_table() -> None:
         print(f"| {name} | {row['engine']} | {verdict} | {row['ms']:.1f} | {row['status']}: {came_to} |")
     bad = sum(bool(row["harm"] or row["won"]) for row in report.values())
     print(
-        f"\n{len(report)} programs, {bad} got through; stray processes {afterwards['strays']}; uid {afterwards['user']}"
+        f"\n{len(report)} programs, {bad} got through; stray processes {after_programs['strays']}; "
+        f"uid {after_programs['user']}"
     )
 
 

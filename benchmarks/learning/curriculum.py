@@ -84,10 +84,10 @@ def samples_to_target(arm: str, seed: int, steps: int) -> tuple[float, float, fl
         log = RunLog(Path(folder) / "run")
         metrics = log.read("metrics.jsonl")
         generated = np.cumsum([row["rollouts/count"] for row in metrics])
-        readings = [row for row in log.read("evaluations.jsonl") if row["temperature"] == 1.0 and row["step"] > 0]
-        reached = [generated[row["step"] - 1] for row in readings if row["success"] >= TARGET]
+        evaluations = [row for row in log.read("evaluations.jsonl") if row["temperature"] == 1.0 and row["step"] > 0]
+        reached = [generated[row["step"] - 1] for row in evaluations if row["success"] >= TARGET]
         used = sum(row["groups/used"] for row in metrics) / sum(row["groups/total"] for row in metrics)
-        return (float(reached[0]) if reached else float("inf")), used, readings[-1]["success"]
+        return (float(reached[0]) if reached else float("inf")), used, evaluations[-1]["success"]
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ def fine_tune(name: str, adapter: Any, service: mint.ServiceClient, folder: Path
 
 def print_row(row: dict[str, Any]) -> None:
     """The two verdicts, and the held-out reward before and after RL."""
-    print(f"\n{row['task']} (seed {row['seed']}, {row['seconds']} s of RL and readings)")
+    print(f"\n{row['task']} (seed {row['seed']}, {row['seconds']} s of RL and evaluations)")
     print(f"  base model   {row['doctor_base']}\n  start of RL  {row['doctor_start']}")
     for temperature, before in row["before"].items():
         after = row["after"][temperature]

@@ -31,16 +31,16 @@ EVAL_EVERY, SAVE_EVERY = 50, 10
 
 
 def make(source: Path, target: Path, *, steps: int = 2_000, rollouts: int = 64, mean_tokens: int = 200) -> None:
-    """Writes `target` from the rollouts, metrics and readings of the run in `source`."""
+    """Writes `target` from the rollouts, metrics and evaluations of the run in `source`."""
     log, rng = RunLog(target), np.random.default_rng(0)
     log.start({**json.loads((source / "config.json").read_text()), "steps": steps}, resume=False)
     models = [row for row in map(json.loads, read_lines(source / "rollouts.jsonl")) if row.get("tokens")]
     metrics = [json.loads(line) for line in read_lines(source / "metrics.jsonl")]
-    readings = [json.loads(line) for line in read_lines(source / "evaluations.jsonl")][:2]
+    evaluations = [json.loads(line) for line in read_lines(source / "evaluations.jsonl")][:2]
     began_at = time.time() - steps * STEP_S
     with recorded_process(target):
         log.append_all("tokens.jsonl", [json.loads(line) for line in read_lines(source / "tokens.jsonl")])
-        log.append_all("evaluations.jsonl", readings)
+        log.append_all("evaluations.jsonl", evaluations)
         for step in range(1, steps + 1):
             progress = step / steps
             rows = [
@@ -67,7 +67,7 @@ def make(source: Path, target: Path, *, steps: int = 2_000, rollouts: int = 64, 
                 },
             )
             if step % EVAL_EVERY == 0:
-                log.append_all("evaluations.jsonl", [_reading(row, step, progress) for row in readings])
+                log.append_all("evaluations.jsonl", [_reading(row, step, progress) for row in evaluations])
             if step % SAVE_EVERY == 0:
                 checkpoint = f"mint://big:train:0/weights/step-{step:06d}"
                 log.append("checkpoints.jsonl", {"step": step, "checkpoint": checkpoint})

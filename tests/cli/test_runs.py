@@ -92,7 +92,7 @@ def test_a_misspelled_run_is_guessed(home: Path) -> None:
     assert answer.exit_code == 1 and "Did you mean looked-at?" in answer.stderr
 
 
-def test_a_run_is_shown_with_state_readings_and_checkpoints(home: Path, log: RunLog) -> None:
+def test_a_run_is_shown_with_state_evaluations_and_checkpoints(home: Path, log: RunLog) -> None:
     answer = mint("runs", "show", "looked-at", "--json")
     assert answer.exit_code == 0, answer.output
     document = json.loads(answer.stdout)

@@ -48,7 +48,7 @@ Answer = Callable[[Request], Response | None]
 
 
 @dataclass
-class FrontDoor:
+class RecordingServer:
     """An app before the real one: `answers` speak first, and None from them lets the request through.
 
     Unless `lets_wait`, it is a server that gives promises alone.
@@ -77,14 +77,14 @@ class FrontDoor:
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[FrontDoor]:
+def door(tmp_path: Path) -> Iterator[RecordingServer]:
     running = open_embedded(data_dir=tmp_path / "data", engine=FakeEngine())
-    yield FrontDoor(running)
+    yield RecordingServer(running)
     running.release()
 
 
 @pytest.fixture
-def url(door: FrontDoor) -> Iterator[str]:
+def url(door: RecordingServer) -> Iterator[str]:
     with http_app(door.running, door) as address:
         yield address
 
@@ -93,7 +93,7 @@ def assert_true(happened: bool) -> None:
     assert happened
 
 
-def held_bytes(door: FrontDoor) -> int:
+def held_bytes(door: RecordingServer) -> int:
     """Of all bodies that the application has in its hands."""
     return door.running.app.state.bodies.held_bytes
 
@@ -120,7 +120,7 @@ def test_pauses_grow_are_drawn_at_random_and_honour_what_the_server_asks() -> No
 
 @pytest.mark.parametrize("status", [429, 503, 408])
 def test_a_passing_trouble_is_tried_again_and_no_sooner_than_the_server_asks(
-    door: FrontDoor, url: str, status: int
+    door: RecordingServer, url: str, status: int
 ) -> None:
     with mint.ServiceClient(base_url=url) as client:
         training = client.create_lora_training_client("mint/tiny", rank=4)
@@ -137,7 +137,7 @@ def test_a_passing_trouble_is_tried_again_and_no_sooner_than_the_server_asks(
      (500, RequestFailedError), (301, InvalidRequestError)],
 )  # fmt: skip
 def test_a_lasting_trouble_is_raised_at_once_as_the_class_that_the_status_means(
-    door: FrontDoor, url: str, status: int, kind: type[mint.MintError]
+    door: RecordingServer, url: str, status: int, kind: type[mint.MintError]
 ) -> None:
     door.answers["create_model"] = times(1000, Response("no", status_code=status))
     with mint.ServiceClient(base_url=url) as client, pytest.raises(kind):
@@ -146,7 +146,7 @@ def test_a_lasting_trouble_is_raised_at_once_as_the_class_that_the_status_means(
 
 
 def test_an_overload_that_lasts_is_an_error_in_the_end(
-    door: FrontDoor, url: str, monkeypatch: pytest.MonkeyPatch
+    door: RecordingServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_connection, "SUBMIT_PATIENCE_S", 1.0)
     with mint.ServiceClient(base_url=url) as client:
@@ -178,14 +178,14 @@ def test_a_failed_future_raises_the_error_that_the_server_named_with_all_its_par
     ],
 )
 def test_failed_futures_of_other_servers_are_read_too(
-    door: FrontDoor, url: str, body: dict[str, str], kind: type[mint.MintError]
+    door: RecordingServer, url: str, body: dict[str, str], kind: type[mint.MintError]
 ) -> None:
     door.answers["retrieve_future"] = times(1, JSONResponse(body))
     with mint.ServiceClient(base_url=url) as client, pytest.raises(kind, match=body["error"]):
         client.create_lora_training_client("mint/tiny")
 
 
-def test_a_server_that_does_not_hold_the_question_is_not_asked_in_a_loop(door: FrontDoor, url: str) -> None:
+def test_a_server_that_does_not_hold_the_question_is_not_asked_in_a_loop(door: RecordingServer, url: str) -> None:
     pending = JSONResponse({"type": "try_again", "queue_state": "active"}, status_code=408)
     old_style = JSONResponse({"type": "try_again", "queue_state": "paused_capacity"}, status_code=200)
     waves = iter([pending, pending, old_style, old_style])
@@ -221,7 +221,7 @@ def test_a_long_wait_is_told_about_once_in_a_while_with_its_reason(caplog: pytes
 
 
 def test_a_lost_server_is_told_about_once_not_once_per_request(
-    door: FrontDoor, url: str, caplog: pytest.LogCaptureFixture
+    door: RecordingServer, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with mint.ServiceClient(base_url=url) as client, caplog.at_level(logging.WARNING, logger="mint.client"):
         sampler = client.create_sampling_client(base_model="mint/tiny")
@@ -236,7 +236,7 @@ def test_a_lost_server_is_told_about_once_not_once_per_request(
 # --- protobuf, and servers without it ----------------------------------------------------------------------------
 
 
-def test_passes_and_large_results_travel_as_protobuf(door: FrontDoor, url: str) -> None:
+def test_passes_and_large_results_travel_as_protobuf(door: RecordingServer, url: str) -> None:
     with mint.ServiceClient(base_url=url) as client:
         training = client.create_lora_training_client("mint/tiny", rank=4)
         training.forward_backward(DATA, "cross_entropy").result()
@@ -248,7 +248,7 @@ def test_passes_and_large_results_travel_as_protobuf(door: FrontDoor, url: str) 
 
 
 @pytest.mark.parametrize("status", [415, 400])
-def test_a_server_that_reads_no_protobuf_gets_json_from_then_on(door: FrontDoor, url: str, status: int) -> None:
+def test_a_server_that_reads_no_protobuf_gets_json_from_then_on(door: RecordingServer, url: str, status: int) -> None:
     def no_protobuf(request: Request) -> Response | None:
         if request.headers["content-type"] != "application/x-protobuf":
             return None
@@ -278,7 +278,7 @@ def test_a_server_that_reads_no_protobuf_gets_json_from_then_on(door: FrontDoor,
 
 
 @pytest.mark.parametrize("ending", ["", "/"])
-def test_an_address_may_have_a_path_and_a_trailing_slash(door: FrontDoor, ending: str) -> None:
+def test_an_address_may_have_a_path_and_a_trailing_slash(door: RecordingServer, ending: str) -> None:
     below = Starlette(routes=[Mount("/train/here", app=door)])
     with http_app(door.running, below) as url, mint.ServiceClient(base_url=f"{url}/train/here{ending}") as client:
         assert client.create_lora_training_client("mint/tiny", rank=4).get_info().lora_rank == 4
@@ -290,7 +290,7 @@ def test_an_address_that_is_none_is_refused_at_once(address: str) -> None:
         mint.ServiceClient(base_url=address)
 
 
-def test_every_request_says_who_sends_it(door: FrontDoor, url: str) -> None:
+def test_every_request_says_who_sends_it(door: RecordingServer, url: str) -> None:
     overrides = {"CF-Access-Client-Id": "me"}
     with mint.ServiceClient(base_url=url, api_key="tml-secret", default_headers_overrides=overrides) as client:
         client.get_server_capabilities()
@@ -306,7 +306,7 @@ def test_settings_that_mint_does_not_know_are_named_and_change_nothing(url: str)
 
 
 def test_the_environment_is_read_when_the_client_is_made(
-    door: FrontDoor, url: str, monkeypatch: pytest.MonkeyPatch
+    door: RecordingServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"BASE_URL": url, "API_KEY": "sk-mine", "PROJECT_ID": "p1", "TAGS": "a, b"}.items():
         monkeypatch.setenv(f"MINT_{name}", value)
@@ -381,7 +381,7 @@ def results(url: str) -> list[Any]:
 
 
 def test_a_server_that_lets_wait_is_asked_once_and_gives_the_same_results(
-    door: FrontDoor, url: str, monkeypatch: pytest.MonkeyPatch
+    door: RecordingServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promised = results(url)
     door.lets_wait = True
@@ -393,7 +393,7 @@ def test_a_server_that_lets_wait_is_asked_once_and_gives_the_same_results(
     assert door.headers("retrieve_future"), "what takes longer than a long poll is promised"
 
 
-def test_a_sample_that_is_waited_for_and_given_up_is_cancelled_on_the_server(door: FrontDoor, url: str) -> None:
+def test_a_sample_that_is_waited_for_and_given_up_is_cancelled_on_the_server(door: RecordingServer, url: str) -> None:
     door.lets_wait = True
     service, go_on = door.running.service, threading.Event()
     with mint.ServiceClient(base_url=url) as client:
@@ -406,7 +406,7 @@ def test_a_sample_that_is_waited_for_and_given_up_is_cancelled_on_the_server(doo
         go_on.set()
 
 
-def test_a_body_is_let_go_of_while_its_result_is_waited_for(door: FrontDoor, url: str) -> None:
+def test_a_body_is_let_go_of_while_its_result_is_waited_for(door: RecordingServer, url: str) -> None:
     door.lets_wait = True
     service, go_on = door.running.service, threading.Event()
     with mint.ServiceClient(base_url=url) as client:
@@ -422,7 +422,7 @@ def test_a_body_is_let_go_of_while_its_result_is_waited_for(door: FrontDoor, url
 # --- giving up a result ------------------------------------------------------------------------------------------
 
 
-def test_a_sample_that_is_given_up_is_cancelled_on_the_server(door: FrontDoor, url: str) -> None:
+def test_a_sample_that_is_given_up_is_cancelled_on_the_server(door: RecordingServer, url: str) -> None:
     pending = JSONResponse({"type": "try_again", "queue_state": "active"}, status_code=408)
     with mint.ServiceClient(base_url=url) as client:
         sampler = client.create_sampling_client(base_model="mint/tiny")

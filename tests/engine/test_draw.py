@@ -1,4 +1,5 @@
-"""Drawing by the kernel: the distribution, the draws of torch, and a row's own result in any company."""
+"""Drawing by the kernel: the distribution, the draws of torch, and a row's own result whatever other rows are in the
+batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in C: against float64, and in any company of rows."""
+"""Products in C: against float64, and the same bits whatever other rows are in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Products with frozen matrices: against float64, in any company of rows, and what they cost in memory."""
+"""Products with frozen matrices: against float64, the same bits whatever other rows are in the batch, and what they
+cost in memory."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Clocks:
     """A time of day that can be set, and seconds that pass."""
 
     def __init__(self) -> None:
-        self.now, self.seconds, self._kept_house_at = 1_800_000_000.0, 50.0, 50.0
+        self.now, self.seconds, self._housekeeping_at = 1_800_000_000.0, 50.0, 50.0
 
     def catalog(self, place: Place) -> CheckpointCatalog:
         return CheckpointCatalog(place.service.journal, place.data_dir, clock=lambda: self.now)
@@ -37,7 +37,7 @@ class Clocks:
 
     def remove_expired(self, catalog: CheckpointCatalog) -> int:
         """As the service does: with the seconds since the last time."""
-        running_s, self._kept_house_at = self.seconds - self._kept_house_at, self.seconds
+        running_s, self._housekeeping_at = self.seconds - self._housekeeping_at, self.seconds
         return catalog.remove_expired(running_s)
 
 

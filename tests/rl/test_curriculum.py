@@ -59,7 +59,7 @@ def test_solved_items_are_at_most_a_tenth_of_the_samples_after_fifty_steps(seed:
     for step in range(1, 81):
         items = curriculum.choose(step, 16)
         if step > 50:
-            asked_solved += sum(curriculum.standing(item) in ("solved", "retired") for item in items)
+            asked_solved += sum(curriculum.state_of(item) in ("solved", "retired") for item in items)
             asked += len(items)
         for item in items:
             curriculum.record(item, policy.visit(item), step)
@@ -72,11 +72,11 @@ def test_a_solved_item_that_is_forgotten_comes_back() -> None:
     for item in range(40):
         for visit in range(1, 5):
             curriculum.record(item, 1.0 if item < 10 else 0.5, visit)
-    assert curriculum.standing(3) == "retired"
+    assert curriculum.state_of(3) == "retired"
     for step in range(5, 200):
         for item in curriculum.choose(step, 8):
             curriculum.record(item, 0.25 if item == 3 else 1.0 if item < 10 else 0.5, step)
-        if curriculum.standing(3) == "in_band":
+        if curriculum.state_of(3) == "in_band":
             return
     pytest.fail("item 3 was never re-tested")
 
@@ -106,8 +106,8 @@ def test_one_lucky_group_retires_nothing_and_standings_add_up_to_the_dataset() -
     for item, rates in enumerate([[], [0.0], [0.5], [1.0], [1.0, 1.0, 1.0]]):
         for step, rate in enumerate(rates, start=1):
             curriculum.record(item, rate, step)
-    standings = [curriculum.standing(item) for item in range(5)]
-    assert standings == ["unseen", "too_hard", "in_band", "solved", "retired"]
+    states = [curriculum.state_of(item) for item in range(5)]
+    assert states == ["unseen", "too_hard", "in_band", "solved", "retired"]
     assert sum(curriculum.metrics().values()) == 5
 
 

@@ -48,7 +48,7 @@ def shown(*, terminal: bool) -> str:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_readings_findings_and_a_sample_are_there(terminal: bool) -> None:
+def test_progress_evaluations_findings_and_a_sample_are_there(terminal: bool) -> None:
     text = shown(terminal=terminal)
     reading = "greedy 0.500 (0.400 to 0.600)" if terminal else "0.500  (95 %: 0.400 to 0.600"
     for expected in ("a run", "0.750", "3/4", "before", reading, "truncation", "reward 1.00; 2 tokens"):

@@ -97,6 +97,15 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert over.state_digest == clean.state_digest, "killed between its last step and its end"
 
 
+def test_a_run_folder_of_an_older_mint_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    config = SMALL.model_copy(update={"steps": 1, "heldout_size": 2, "run_dir": tmp_path})
+    result = run_grpo(MathAdapter(seed=0), config)
+    point = json.loads((tmp_path / "state.json").read_text())
+    point["state"]["readings"] = point["state"].pop("heldout")
+    (tmp_path / "state.json").write_text(json.dumps(point))
+    assert_same_bits(result, run_grpo(MathAdapter(seed=0), config, resume=True))
+
+
 def test_groups_without_a_signal_are_counted_no_step_is_taken_and_the_run_says_so() -> None:
     config = RLConfig(base_model="mint/tiny", steps=6, batch_size=3, max_tokens=4, heldout_size=0)
     result = run_grpo(Constant(), config)
@@ -216,11 +225,11 @@ def test_each_normalization_climbs_a_reward(normalization: str) -> None:
     assert sum(rewards[-2:]) > sum(rewards[:2])
 
 
-def test_held_out_readings_follow_the_schedule_and_the_best_weights_are_kept() -> None:
+def test_held_out_evaluations_follow_the_schedule_and_the_best_weights_are_kept() -> None:
     config = SMALL.model_copy(update={"steps": 4, "eval_every": 2, "heldout_samples": 4})
     result = run_grpo(MathAdapter(seed=0), config)
-    readings = [(row["when"], row["step"], row["temperature"]) for row in rows(result, "evaluations.jsonl")]
-    assert readings == [(*place, t) for place in (("before", 0), ("during", 2), ("after", 4)) for t in (0.0, 1.0)]
+    evaluations = [(row["when"], row["step"], row["temperature"]) for row in rows(result, "evaluations.jsonl")]
+    assert evaluations == [(*place, t) for place in (("before", 0), ("during", 2), ("after", 4)) for t in (0.0, 1.0)]
     assert result.best_checkpoint is not None
     assert result.heldout_after[1.0].pass_at.keys() == {"1", "2", "4"}
     assert result.heldout_after[1.0].pass_at["4"] >= result.heldout_after[1.0].pass_at["1"]

@@ -19,7 +19,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunLog]:
-    """A run whose reward has parts, with readings of the held-out set."""
+    """A run whose reward has parts, with evaluations of the held-out set."""
     folder = tmp_path_factory.mktemp("frames")
     choice = load_task("tools", seed=0)
     size = {"steps": STEPS, "batch_size": 2, "group_size": 3, "heldout_size": 4, "run_dir": folder / "run"}
@@ -57,10 +57,10 @@ def test_some_steps_can_be_read_alone_and_with_their_tokens(run: LoadedRun, log:
     assert frame["logprobs"].tolist() == [row["logprobs"] for row in rows]
 
 
-def test_readings_checkpoints_and_settings_are_there(run: LoadedRun, log: RunLog) -> None:
-    readings = log.read("evaluations.jsonl")
-    assert run.evaluations["mean"].tolist() == [row["mean"] for row in readings]
-    assert run.examples["text"].tolist() == [example["text"] for row in readings for example in row["examples"]]
+def test_evaluations_checkpoints_and_settings_are_there(run: LoadedRun, log: RunLog) -> None:
+    evaluations = log.read("evaluations.jsonl")
+    assert run.evaluations["mean"].tolist() == [row["mean"] for row in evaluations]
+    assert run.examples["text"].tolist() == [example["text"] for row in evaluations for example in row["examples"]]
     assert run.checkpoints["checkpoint"].tolist() == [row["checkpoint"] for row in log.read("checkpoints.jsonl")]
     assert run.config["group_size"] == 3 and run.summary.state == "finished"
     assert list(run.findings.columns[:5]) == ["step", "code", "severity", "evidence", "remedy"]

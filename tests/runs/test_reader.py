@@ -192,9 +192,9 @@ def assert_answers_as_a_full_read(reader: RunReader, folder: Path) -> None:
     metrics = read_all(folder, "metrics.jsonl")
     assert reader.metrics() == metrics
     assert reader.columns(["reward/mean"]) == {name: [row[name] for row in metrics] for name in ("step", "reward/mean")}
-    readings = read_all(folder, "evaluations.jsonl")
-    assert reader.evaluations() == [{name: row[name] for name in row if name != "examples"} for row in readings]
-    assert [reader.examples(place) for place in range(len(readings))] == [row["examples"] for row in readings]
+    evaluations = read_all(folder, "evaluations.jsonl")
+    assert reader.evaluations() == [{name: row[name] for name in row if name != "examples"} for row in evaluations]
+    assert [reader.examples(place) for place in range(len(evaluations))] == [row["examples"] for row in evaluations]
     assert reader.findings() == read_all(folder, "findings.jsonl")
     assert reader.checkpoints() == read_all(folder, "checkpoints.jsonl")
     assert reader.warnings() == read_all(folder, "warnings.jsonl")
@@ -457,14 +457,14 @@ def test_the_pieces_of_a_rollout_join_to_what_it_said(runs: dict[str, Path]) -> 
 
 
 def test_the_summary_says_where_a_run_stands(runs: dict[str, Path]) -> None:
-    metrics, readings = read_all(runs["mixed"], "metrics.jsonl"), read_all(runs["mixed"], "evaluations.jsonl")
+    metrics, evaluations = read_all(runs["mixed"], "metrics.jsonl"), read_all(runs["mixed"], "evaluations.jsonl")
     summary = RunReader(runs["mixed"]).summary()
     assert (summary.name, summary.state, summary.error) == ("mixed", "finished", None)
     assert (summary.task, summary.base_model, summary.step, summary.steps) == ("Mixed", "mint/tiny", 5, 5)
     assert (summary.reward, summary.success) == (metrics[-1]["reward/mean"], metrics[-1]["success/rate"])
     assert summary.best_reward == max(row["reward/mean"] for row in metrics)
     assert summary.heldout is not None
-    assert summary.heldout == {name: readings[-1][name] for name in summary.heldout}
+    assert summary.heldout == {name: evaluations[-1][name] for name in summary.heldout}
     assert (summary.heldout["when"], summary.heldout["temperature"]) == ("after", 1.0)
     tokens, seconds = (
         sum(sum(row[name] for name in names) for row in metrics)

@@ -29,7 +29,7 @@ def trial(python: str, engines: list[str], **options: Any) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    if not report["afterwards"]["level"]:
+    if not report["after_programs"]["level"]:
         pytest.skip(f"no such engine here: {engines}")
     return report
 
@@ -55,7 +55,7 @@ def report(request: pytest.FixtureRequest) -> dict[str, Any]:
         pytest.skip(f"not on this machine: {sandbox_level().missing}")
     if request.param.startswith("nobody"):
         found = report_as_nobody()
-        assert found["afterwards"]["user"] == NOBODY
+        assert found["after_programs"]["user"] == NOBODY
         return found
     return trial(sys.executable, ["monty", "zygote"] if "all" in request.param else ["zygote"])
 
@@ -74,9 +74,9 @@ def test_a_hack_earns_nothing(report: dict[str, Any], hack: str) -> None:
     assert report[hack]["harm"] == []
 
 
-def test_afterwards_no_process_is_left_and_honest_code_still_runs(report: dict[str, Any]) -> None:
-    assert report["afterwards"]["strays"] == []
-    assert report["afterwards"]["honest"] == 4
+def test_after_the_programs_no_process_is_left_and_honest_code_still_runs(report: dict[str, Any]) -> None:
+    assert report["after_programs"]["strays"] == []
+    assert report["after_programs"]["honest"] == 4
 
 
 @pytest.mark.parametrize(

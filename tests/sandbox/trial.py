@@ -57,7 +57,7 @@ def main(engines: list[str]) -> dict[str, Any]:
                         "won": name in HACKS and result.returned and same_value(result.value, ANSWER),
                         "harm": harm(outcome, canary, bystander, server, set(Path(folder).iterdir()) - mine),
                     }
-                report["afterwards"] = {
+                report["after_programs"] = {
                     "strays": sorted(processes() - before),
                     "honest": patient.run("import heapq\ndef f(x): return x + 1", "f", [(3,)]).results[0].value,
                     "level": list(patient.level.engines),

@@ -209,10 +209,10 @@ def test_no_flipped_bit_of_a_payload_or_a_result_is_accepted(trained: tuple[Harn
         row = journal.job(model_id, seq_id)
         assert row is not None
         with pytest.raises(DamagedDataError, match=f"the {column} of request {seq_id}"):
-            row.require_sound()
+            row.verify_checksum()
         with journal.database.transaction(durable=False) as transaction:
             transaction.execute(statement, value=content, seq_id=seq_id)
         restored = journal.job(model_id, seq_id)
         assert restored is not None
-        restored.require_sound()
+        restored.verify_checksum()
     journal.close()

@@ -11,7 +11,7 @@ from waiting import wait_until
 from mint.errors import OverloadedError
 from mint.server.disk_space import DiskSpace
 from mint.server.limits import ServerLimits, default_reserve
-from mint.server.worker.samplers import NEWEST_KEPT
+from mint.server.worker.samplers import MIN_RETAINED
 
 MIB = 1 << 20
 
@@ -47,10 +47,10 @@ def test_new_models_and_named_saves_fail_with_the_reserve_and_running_ones_go_on
 def test_while_the_disk_is_short_fewer_unnamed_samplers_are_kept(tmp_path: Path, short: list[bool]) -> None:
     harness = Harness(open_service(tmp_path))
     model_id = harness.create_model()
-    for number in range(NEWEST_KEPT + 10):
-        short[0] = number == NEWEST_KEPT + 9
+    for number in range(MIN_RETAINED + 10):
+        short[0] = number == MIN_RETAINED + 9
         harness.run("save_weights_for_sampler", model_id, number + 1, {"sampling_session_seq_id": number})
-    wait_until(lambda: len(list((tmp_path / "published").iterdir())) == NEWEST_KEPT)
+    wait_until(lambda: len(list((tmp_path / "published").iterdir())) == MIN_RETAINED)
     harness.service.stop()
 
 

@@ -170,7 +170,7 @@ def test_three_snapshots_are_kept_and_older_payloads_given_up(harness: Harness) 
 def test_results_of_passes_are_kept_until_many_later_requests_have_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mint.server.worker.snapshots.KEPT_RESULTS", 100)
+    monkeypatch.setattr("mint.server.worker.snapshots.RETAINED_RESULTS", 100)
     harness = Harness(open_service(tmp_path))
     model_id, scored = harness.create_model(0), harness.create_model(1)
     train(harness, model_id, 150)

@@ -12,7 +12,7 @@ from mint.engine.fake_engine import FakeEngine
 from mint.errors import NotFoundError
 from mint.models.tensor_files import read_tensors
 from mint.server.limits import MAX_UNNAMED_SAMPLERS
-from mint.server.worker.samplers import NEWEST_KEPT, USED_WITHIN_S, superseded
+from mint.server.worker.samplers import MIN_RETAINED, USED_WITHIN_S, superseded
 
 STATE_BYTES = 1 << 16
 
@@ -70,7 +70,7 @@ def test_a_long_run_keeps_as_many_files_at_its_end_as_at_its_beginning(tmp_path:
 
 
 def test_of_unnamed_samplers_those_used_last_stay_and_others_while_they_are_used() -> None:
-    used_at = {f"s{number}": float(number) for number in range(NEWEST_KEPT + 4)}
+    used_at = {f"s{number}": float(number) for number in range(MIN_RETAINED + 4)}
     assert superseded(used_at, 20.0) == []
     late = USED_WITHIN_S + 2.5
     assert set(superseded(used_at, late)) == {"s0", "s1", "s2"}
@@ -95,7 +95,7 @@ def test_a_sampler_that_is_sampled_from_regularly_never_goes(tmp_path: Path) -> 
             assert harness.sample(reference, number, params={"seed": 1}) == known
     error = failure(lambda: harness.sample(unused, 0))
     assert isinstance(error, NotFoundError)
-    assert "save_weights_for_sampler(name)" in str(error) and f"{NEWEST_KEPT}" in str(error)
+    assert "save_weights_for_sampler(name)" in str(error) and f"{MIN_RETAINED}" in str(error)
     service.stop()
 
 
@@ -111,5 +111,5 @@ def test_samplers_of_an_earlier_process_go_too(tmp_path: Path) -> None:
     assert len(paths(tmp_path)) == 41 + 3
     clock.now += USED_WITHIN_S + 1
     rl_step(harness, model_id, 41)
-    wait_until(lambda: len(paths(tmp_path)) == NEWEST_KEPT + 3)
+    wait_until(lambda: len(paths(tmp_path)) == MIN_RETAINED + 3)
     harness.service.stop()

@@ -69,14 +69,14 @@ class CampaignReport:
         return sum(outcome.kills for outcome in self.outcomes)
 
     @property
-    def is_sound(self) -> bool:
+    def passed(self) -> bool:
         """Whether nothing was violated, and every point reached."""
         return not self.never_reached and not any(outcome.violations for outcome in self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""
         return {
-            "ok": self.is_sound,
+            "ok": self.passed,
             "seed": self.seed,
             "seconds": round(self.seconds, 1),
             "kills": self.kills,

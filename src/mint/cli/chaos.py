@@ -65,7 +65,7 @@ def chaos(
         typer.echo(json.dumps(report.as_json()))
     else:
         print_report(Console(highlight=False), report)
-    raise typer.Exit(0 if report.is_sound else 1)
+    raise typer.Exit(0 if report.passed else 1)
 
 
 def print_report(console: Console, report: CampaignReport) -> None:
@@ -91,7 +91,7 @@ def print_report(console: Console, report: CampaignReport) -> None:
             )
     for name in report.never_reached:
         console.print(f"[red]never reached[/red] {name}")
-    verdict = "[green]nothing was lost[/green]" if report.is_sound else "[red]not sound[/red]"
+    verdict = "[green]nothing was lost[/green]" if report.passed else "[red]not sound[/red]"
     console.print(
         f"{verdict}: {report.kills} kills, {len(report.points)} points with {report.pairs} kinds of work, "
         f"seed {report.seed}, {report.seconds:.0f} s"

@@ -120,10 +120,10 @@ def as_task(adapter: Any) -> RLAdapter | MessageEnvAdapter:
             value=type(adapter).__name__,
             remedy="Derive it from mint.rl.RLAdapter or mint.rl.MessageEnvAdapter",
         )
-    return _DuckAdapter(adapter)
+    return _WrappedAdapter(adapter)
 
 
-class _DuckAdapter(RLAdapter):
+class _WrappedAdapter(RLAdapter):
     """Wraps an adapter that was written without our base class."""
 
     def __init__(self, inner: Any) -> None:
@@ -151,4 +151,4 @@ class _DuckAdapter(RLAdapter):
 
 def task_name(task: Task) -> str:
     """The name of the class that the user wrote."""
-    return type(task.inner if isinstance(task, _DuckAdapter) else task).__name__
+    return type(task.inner if isinstance(task, _WrappedAdapter) else task).__name__

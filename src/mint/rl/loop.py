@@ -173,8 +173,9 @@ class _RLRun:
         self.totals = _Totals(**point.totals)
         self.warnings = [(row["step"], row["warning"]) for row in log.read("warnings.jsonl")]
         self.order.restore(point.state["items"])
-        self.heldout.restore(point.state["readings"])
-        self.state_digest = point.state.get("state_digest")  # older run folders do not have it
+        # older run folders name the evaluations "readings", and some have no digest
+        self.heldout.restore(point.state["heldout"] if "heldout" in point.state else point.state["readings"])
+        self.state_digest = point.state.get("state_digest")
         reader = RunReader(log.folder)
         self.recent.extend((step, reader.rows(step)) for step in reader.steps()[-DIAGNOSED_STEPS:])
 
@@ -213,7 +214,7 @@ class _RLRun:
     def _save(self, step: int) -> str:
         state = {
             "items": self.order.to_dict(),
-            "readings": self.heldout.to_dict(),
+            "heldout": self.heldout.to_dict(),
             "state_digest": self.state_digest,
         }
         return self.frame.save(step, totals=vars(self.totals), state=state)

@@ -16,7 +16,7 @@
 #define QUERIES 8     /* computed at once */
 #define MOST 32       /* that may share turned keys */
 #define TURNED 11     /* so many words of a key are turned in the time in which the lanes of a score are added up */
-#define KEPT (1 << 16) /* scores that stay in the second cache, with the keys */
+#define CACHED_SCORES (1 << 16) /* scores that stay in the level-2 cache, with the keys */
 
 /* total + a * b for words. */
 INLINE vf add_words(vf total, vf a, vf b, const int half) {
@@ -425,7 +425,7 @@ int attend_pages(const AttendPages *in, int64_t first, int64_t last) {
     const Decode *p = in->rows;
     const int64_t groups = p->query_heads / p->kv_heads;
     Queries q;
-    int64_t most = KEPT / (p->longest + LANES);
+    int64_t most = CACHED_SCORES / (p->longest + LANES);
     most = most < MOST ? most : MOST;
     int64_t rows = most / groups > 1 ? most / groups : 1, queries = rows * groups < MOST ? rows * groups : MOST;
     int code = open_queries(&q, in->dim, in->half, p->longest, queries, p->chunk);

@@ -10,7 +10,7 @@ import ctypes
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 
-KEPT = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 256 << 20, _TOP_PAD: 64 << 20}
+RETAINED_BYTES = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 256 << 20, _TOP_PAD: 64 << 20}
 """Blocks of 32 MB and more are still returned at once. Free memory at the end of a heap is returned from 256 MB on, all
 but 64 MB."""
 
@@ -20,7 +20,7 @@ def keep_freed_memory() -> bool:
     try:
         library = ctypes.CDLL(None)
         library.gnu_get_libc_version  # noqa: B018  (absent elsewhere, where mallopt may mean something else)
-        return all(library.mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in KEPT.items())
+        return all(library.mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in RETAINED_BYTES.items())
     except (OSError, AttributeError, TypeError):
         return False
 

@@ -1,4 +1,5 @@
-"""Frozen matrices in panels of 16 outputs, multiplied by `products.c`: each row gets the same bits in any company.
+"""Frozen matrices in panels of 16 outputs, multiplied by `products.c`: each row gets the same bits whatever other rows
+are in the batch.
 
 Letters: T rows · I inputs · O outputs.
 """

@@ -49,12 +49,12 @@ class Recording:
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
-        self._kept: list[object] = []
+        self._references: list[object] = []
 
-    def add(self, operation: Operation, *kept: object) -> None:
+    def add(self, operation: Operation, *references: object) -> None:
         """Adds an operation, and the objects that must live as long as it may run."""
         self.operations.append(operation)
-        self._kept.append(kept)
+        self._references.append(references)
 
 
 class NativeThreads:
@@ -66,21 +66,21 @@ class NativeThreads:
         self.run_sequences = library.run_sequences
         self.run_operations.argtypes = (ctypes.c_void_p, Int64, Int64)
         self.run_sequences.argtypes = (ctypes.c_void_p, Int64)
-        self.here = _Here()
+        self.thread_state = _ThreadState()
 
     @contextmanager
     def recording(self) -> Generator[Recording]:
         """Records what this thread runs within the context. It may be repeated as long as the numbers among the fields
         and the addresses of the tensors hold. All that a kernel reads or writes must be a field, or outlive the
         recording."""
-        self.here.recording = found = Recording()
+        self.thread_state.recording = found = Recording()
         try:
             yield found
         finally:
-            self.here.recording = None
+            self.thread_state.recording = None
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """What the current thread records."""
 
     recording: Recording | None = None
@@ -139,7 +139,7 @@ class Kernel:
         arguments = (Int64 * len(words))(*words)
         wide = work >= SERIAL_WORK and count > 1
         operation = Operation(self.address, ctypes.addressof(arguments), count, wide)
-        recording = self._threads.here.recording
+        recording = self._threads.thread_state.recording
         if recording is not None:
             recording.add(operation, arguments, fields)
         code = self._threads.run_operations(ctypes.byref(operation), 1, torch.get_num_threads() if wide else 1)

@@ -38,7 +38,7 @@ class Matrix(Protocol):
 
     @property
     def min_rows(self) -> int:
-        """Rows that a product needs so that each of them gets the same bits in any company."""
+        """Rows that a product needs so that each of them gets the same bits whatever other rows are in the batch."""
         ...
 
     def dense(self) -> Tensor:

@@ -64,7 +64,8 @@ class Operations(Protocol):
         ...
 
     def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
-        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place: the same bits for a row in any company.
+        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place: a row gets the same bits whatever other rows are in
+        the batch.
 
         The S parts of a fused product (query, key, value) share one `a` [S·r, I] and write side by side into `out`.
         """

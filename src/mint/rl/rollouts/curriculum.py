@@ -12,12 +12,12 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-Standing = Literal["unseen", "too_hard", "in_band", "solved", "retired"]
+ItemState = Literal["unseen", "too_hard", "in_band", "solved", "retired"]
 """State of an item: never asked; below the band; in it; above it; so far above it that it is chosen last."""
 
-STANDINGS: tuple[Standing, ...] = ("unseen", "too_hard", "in_band", "solved", "retired")
+ITEM_STATES: tuple[ItemState, ...] = ("unseen", "too_hard", "in_band", "solved", "retired")
 
-Pool = Standing | Literal["resting"]
+Pool = ItemState | Literal["resting"]
 """A pool to choose from: `resting` are items of the band that were asked a few steps ago."""
 
 REST_STEPS = 8
@@ -93,8 +93,8 @@ class Curriculum:
         self._success[item] = first if np.isnan(before) else MEMORY * before + (1 - MEMORY) * success_rate
         self._asked[item] = max(self._asked[item], step)
 
-    def standing(self, item: int) -> Standing:
-        """The standing of `item`."""
+    def state_of(self, item: int) -> ItemState:
+        """The state of `item`."""
         success = self._success[item]
         if np.isnan(success):
             return "unseen"
@@ -105,10 +105,10 @@ class Curriculum:
         return "solved" if success < self.retire_at else "retired"
 
     def metrics(self) -> dict[str, float]:
-        """The number of items of each standing."""
-        counts = dict.fromkeys(STANDINGS, 0)
+        """The number of items in each state."""
+        counts = dict.fromkeys(ITEM_STATES, 0)
         for item in range(self.size):
-            counts[self.standing(item)] += 1
+            counts[self.state_of(item)] += 1
         return {f"curriculum/{name}": float(count) for name, count in counts.items()}
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,15 +144,15 @@ class Curriculum:
         return curriculum
 
     def _pools(self, step: int | None, random: np.random.Generator) -> dict[Pool, list[int]]:
-        """The items by standing, the next one last, without those that were asked in `step`."""
+        """The items by state, the next one last, without those that were asked in `step`."""
         pools: dict[Pool, list[int]] = {name: [] for name in SPARE_ORDER}
         shuffled = random.permutation(self.size)
         for item in shuffled[np.argsort(-self._asked[shuffled], kind="stable")].tolist():
             if step is not None and self._asked[item] == step:
                 continue
-            standing = self.standing(item)
-            rests = step is not None and standing == "in_band" and step - self._asked[item] < REST_STEPS
-            pools["resting" if rests else standing].append(item)
+            state = self.state_of(item)
+            rests = step is not None and state == "in_band" and step - self._asked[item] < REST_STEPS
+            pools["resting" if rests else state].append(item)
         return pools
 
     def _pick(self, pools: Mapping[Pool, list[int]], draw: float) -> int:

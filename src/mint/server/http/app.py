@@ -43,7 +43,7 @@ log = logging.getLogger("mint.app")
 
 T = TypeVar("T")
 
-HELD_STATUS, SLOW_ERROR_S = 500, 1.0
+DELAYED_STATUS, SLOW_ERROR_S = 500, 1.0
 """Some clients send a request again at once, without a pause, after a server error: so it is not answered at once."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -165,7 +165,7 @@ def _endpoint(
                 call = Call(service, request, caller, run_blocking, body.content, body.release)
             return await (operation(call) if is_coroutine else run_blocking(operation, call))
         except MintError as error:
-            if error.status >= HELD_STATUS:
+            if error.status >= DELAYED_STATUS:
                 await asyncio.sleep(SLOW_ERROR_S)
             return refuse(error)
         except Exception as error:  # the boundary: a route must answer, and the log must know why

@@ -100,7 +100,7 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
             raise InvalidRequestError("is in use by a running program", field="model", value=model_id, remedy=remedy)
         stopped = _describe(journal, data_dir, row, is_sound)
         if decision is not Decision.RETRY:
-            row.require_sound()
+            row.verify_checksum()
             _require_possible(stopped, decision)
         journal.restart_model(model_id, replay=_replay(journal, stopped, decision))
         return stopped
@@ -144,7 +144,7 @@ def _obstacle(done: list[JobRow]) -> str | None:
     """Why these requests cannot be replayed."""
     for job in done:
         try:
-            job.require_sound()
+            job.verify_checksum()
         except DamagedDataError as error:
             return error.message
         if job.payload is None and job.kind in CHANGING_KINDS:

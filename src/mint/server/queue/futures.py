@@ -58,7 +58,7 @@ class _Finished:
 
 
 @dataclass
-class _Kept:
+class _FinishedOfOwner:
     """The finished requests of one owner, oldest first, and the size of their results."""
 
     names: dict[str, None] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Futures:
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}
         self._finished: OrderedDict[str, _Finished] = OrderedDict()  # of all owners, oldest first
-        self._kept: defaultdict[str, _Kept] = defaultdict(_Kept)  # by owner
+        self._finished_of: defaultdict[str, _FinishedOfOwner] = defaultdict(_FinishedOfOwner)  # by owner
         self._waiters: defaultdict[str, list[_Waiter]] = defaultdict(list)
         self._count = 0
         self._released = False
@@ -206,7 +206,7 @@ class Futures:
         self._drop(request_id)
         self._count += 1
         self._finished[request_id] = _Finished(now, result, expected.fingerprint, expected.owner, self._count)
-        own = self._kept[expected.owner]
+        own = self._finished_of[expected.owner]
         own.names[request_id] = None
         own.size_bytes += len(result.body)
         # The newest stays, however large: its client is about to ask for it.
@@ -219,11 +219,11 @@ class Futures:
         known = self._finished.pop(request_id, None)
         if known is None:
             return
-        own = self._kept[known.owner]
+        own = self._finished_of[known.owner]
         del own.names[request_id]
         own.size_bytes -= len(known.result.body)
         if not own.names:
-            del self._kept[known.owner]
+            del self._finished_of[known.owner]
 
 
 def _resolve(resolved: Iterable[tuple[FutureResult | None, list[_Waiter]]]) -> None:

@@ -63,7 +63,7 @@ from mint.server.worker.base_models import BaseModels
 from mint.server.worker.live_models import LiveModels
 from mint.server.worker.model_memory import ModelMemory
 from mint.server.worker.samplers import Samplers
-from mint.server.worker.snapshots import KEPT_RESULTS
+from mint.server.worker.snapshots import RETAINED_RESULTS
 from mint.server.worker.trainer import Trainer
 from mint.server.worker.worker import Worker
 from mint.types import (
@@ -177,8 +177,10 @@ class Service:
         waiting = self.limits.waiting_bytes
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
         self._clock = clock
-        self._kept_house_at = clock()
-        self._sessions = Sessions(self.journal, self.instance.instance_id, take_up=self._take_up_session, clock=clock)
+        self._housekeeping_at = clock()
+        self._sessions = Sessions(
+            self.journal, self.instance.instance_id, resume_session=self._resume_session, clock=clock
+        )
         self._samplers = Samplers(
             engine,
             self.journal,
@@ -201,7 +203,7 @@ class Service:
             self._samplers,
             self.journal,
             data_dir,
-            housekeeping=self._keep_house,
+            housekeeping=self._housekeeping,
             note_running=self.instance.mark,
             gap_timeout_s=gap_timeout_s,
             clock=clock,
@@ -667,13 +669,14 @@ class Service:
         row = None if parsed.is_sample else await asyncio.to_thread(self.journal.job, parsed.owner, parsed.number)
         try:
             if row is not None:
-                await asyncio.to_thread(row.require_sound)
+                await asyncio.to_thread(row.verify_checksum)
         except DamagedDataError as error:  # final: clients would ask again for ever if it was a server's error
             log.error("%s", error)
             return FutureResult.of_error(error)
         if row is not None and row.result is None and row.status != "pending":
             raise NotFoundError(
-                f"has run, but its result is no longer kept: {KEPT_RESULTS} later requests of its model have run since",
+                "has run, but its result is no longer kept: "
+                f"{RETAINED_RESULTS} later requests of its model have run since",
                 field="request_id",
                 value=name,
                 remedy="Read the results of passes before you send so many more requests",
@@ -753,10 +756,11 @@ class Service:
         for job in jobs:
             self._enqueue(job.row, job.request, owner, next_seq=job.next_seq)
 
-    def _keep_house(self) -> None:
+    def _housekeeping(self) -> None:
         now = self._clock()
         # a process that was stopped for a while was not running
-        running_s, self._kept_house_at = min(now - self._kept_house_at, MAX_COUNTED_S), now
+        running_s = min(now - self._housekeeping_at, MAX_COUNTED_S)
+        self._housekeeping_at = now
         self.disk.look()
         self.journal.touch_sessions(self._sessions.last_seen())
         suspended = list(self._sessions.suspended())
@@ -782,7 +786,7 @@ class Service:
             self._worker.suspend_session(session_id, models)
         log.info("session %s is suspended: its client is silent", session_id)
 
-    def _take_up_session(self, session_id: str) -> None:
+    def _resume_session(self, session_id: str) -> None:
         """Resumes a suspended session, whose client has come back, as after a restart."""
         with self._accepting:
             owner = self._sessions.suspended().get(session_id)

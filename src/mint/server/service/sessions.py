@@ -37,12 +37,12 @@ class Sessions:
     """The live sessions of one process."""
 
     def __init__(
-        self, journal: Journal, instance_id: str, *, take_up: Callable[[str], None], clock: Callable[[], float]
+        self, journal: Journal, instance_id: str, *, resume_session: Callable[[str], None], clock: Callable[[], float]
     ) -> None:
-        """`take_up` resumes a suspended session with its work; `clock` counts seconds, and does not jump."""
+        """`resume_session` resumes a suspended session with its work; `clock` counts seconds, and does not jump."""
         self._journal = journal
         self._instance_id = instance_id
-        self._take_up = take_up
+        self._resume_session = resume_session
         self._clock = clock
         self._lock = threading.Lock()
         self._heard_at: dict[str, float] = {}  # by the clock
@@ -133,7 +133,7 @@ class Sessions:
         if self.touch(session_id, owner):
             return
         if self.suspended().get(session_id) == owner:
-            self._take_up(session_id)
+            self._resume_session(session_id)
             if self.touch(session_id, owner):
                 return
         row = self._journal.session(session_id)

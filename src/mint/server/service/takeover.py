@@ -88,7 +88,7 @@ def _unfinished_jobs(journal: Journal, session_id: str) -> list[UnfinishedJob]:
 def _request_of(row: JobRow) -> BaseModel | MintError:
     """The request of a dead process, or an error if it is damaged, or is what keeps killing processes."""
     try:
-        row.require_sound()
+        row.verify_checksum()
         encoding = wire.Encoding(row.encoding)
     except DamagedDataError as error:
         return error

@@ -77,7 +77,7 @@ class ModelRow:
     diverged: str | None = None
     settings_sha256: str | None = None
 
-    def require_sound(self) -> None:
+    def verify_checksum(self) -> None:
         """Compares the settings with their checksum; a row of an older mint has none.
 
         Raises:
@@ -132,7 +132,7 @@ class JobRow:
     result_sha256: str | None = None
     replay: str | None = None
 
-    def require_sound(self) -> None:
+    def verify_checksum(self) -> None:
         """Compares payload and result, as far as they are kept, with their checksums.
 
         A row of an older mint has no checksum of the result.
@@ -211,7 +211,7 @@ class SamplerRow:
         """The same row with its checksum."""
         return replace(self, sha256=self._checksum())
 
-    def require_sound(self) -> None:
+    def verify_checksum(self) -> None:
         """Compares the row with its checksum; one of an older mint has none.
 
         Raises:

@@ -62,7 +62,7 @@ class Recovery:
             )
         if row.diverged is not None:
             raise RecoveryDivergedError(row.diverged, remedy=_remedy(model_id))
-        row.require_sound()
+        row.verify_checksum()
         lora = LoraSpec(**row.lora)
         self._memory.make_room(model_id, row.base_model, lora)
         try:
@@ -121,7 +121,7 @@ class Recovery:
         if job.replay == REPLAY_LOST:
             self._models.note_failed(job.model_id, job.kind)
             return
-        job.require_sound()
+        job.verify_checksum()
         if job.status == "failed":
             self._models.note_failed(job.model_id, job.kind)
             return

@@ -40,7 +40,7 @@ MAX_IN_ENGINE_OF_A_MODEL = 3
 """How many samplers of one training stay in the engine. A loop samples from the newest one; the memory of older ones
 (weights, keys and values of their prompts) is free for the next."""
 
-NEWEST_KEPT = 16
+MIN_RETAINED = 16
 """Unnamed samplers of a model that are kept in any case: those used last. A new one counts as used."""
 
 USED_WITHIN_S = 1800.0
@@ -52,12 +52,12 @@ log = logging.getLogger("mint.samplers")
 def superseded(used_at: Mapping[str, float], now: float, *, most: int = MAX_UNNAMED_SAMPLERS) -> list[str]:
     """The samplers of one model to delete; `used_at` has the time of each one's last use, in seconds and in that order.
 
-    The `NEWEST_KEPT` that were used last stay. Others stay while they were used within `USED_WITHIN_S`, as long as they
-    are among the `most` that were used last.
+    The `MIN_RETAINED` that were used last stay. Others stay while they were used within `USED_WITHIN_S`, as long as
+    they are among the `most` that were used last.
     """
-    older = list(used_at)[::-1][min(NEWEST_KEPT, most) :]
+    older = list(used_at)[::-1][min(MIN_RETAINED, most) :]
     return [
-        name for place, name in enumerate(older, NEWEST_KEPT) if place >= most or now - used_at[name] > USED_WITHIN_S
+        name for place, name in enumerate(older, MIN_RETAINED) if place >= most or now - used_at[name] > USED_WITHIN_S
     ]
 
 
@@ -75,7 +75,7 @@ class Samplers:
         disk: DiskSpace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_unnamed` bounds the unnamed samplers of a model; while `disk` is short, only `NEWEST_KEPT` are kept.
+        """`max_unnamed` bounds the unnamed samplers of a model; while `disk` is short, only `MIN_RETAINED` are kept.
 
         `clock` gives seconds in which this process ran.
         """
@@ -105,7 +105,7 @@ class Samplers:
             row = self._rows.get(sampler_id) or self._journal.sampler(sampler_id)
             if row is None:
                 break
-            row.require_sound()
+            row.verify_checksum()
             with self._lock:
                 if times_dropped == self._times_dropped:  # else the row may be gone: look again
                     self._rows[sampler_id] = row
@@ -113,7 +113,7 @@ class Samplers:
                     return row
         raise NotFoundError(
             "is not a sampler here (any more): of the samplers that a model makes without a name, the "
-            f"{NEWEST_KEPT} used last are kept, and others while they are used at least every "
+            f"{MIN_RETAINED} used last are kept, and others while they are used at least every "
             f"{USED_WITHIN_S / 60:g} minutes, at most {self._max_unnamed}",
             field="sampling_session_id",
             value=sampler_id,
@@ -142,7 +142,7 @@ class Samplers:
                 self._used_at[model_id] = {**dict.fromkeys(known, self._clock()), **self._used_at[model_id]}
             self._recalled.add(model_id)
         is_short = self._disk is not None and self._disk.is_short
-        most = min(NEWEST_KEPT, self._max_unnamed) if is_short else self._max_unnamed
+        most = min(MIN_RETAINED, self._max_unnamed) if is_short else self._max_unnamed
         with self._lock:
             gone = superseded(self._used_at[model_id], self._clock(), most=most)
         if gone:

@@ -31,7 +31,7 @@ SMALL_STATE_BYTES = 20 * 1024 * 1024
 MAX_SNAPSHOTS = 3
 """The older ones are for the case that the newest cannot be read."""
 
-KEPT_RESULTS = 4096
+RETAINED_RESULTS = 4096
 """The result of a pass is kept until so many later requests of its model have run: the queue takes no more of an owner.
 The results of steps and saves are small, and kept until the session ends."""
 
@@ -92,10 +92,10 @@ def prune_results(history: SnapshotHistory, seq_id: int) -> dict[str, tuple[int,
     A replay compares the results behind the oldest snapshot, so those stay in any case.
     """
     changes: dict[str, tuple[int, int]] = {}
-    first, last = history.results_pruned_below, min(seq_id - KEPT_RESULTS, history.pruned_below)
+    first, last = history.results_pruned_below, min(seq_id - RETAINED_RESULTS, history.pruned_below)
     if last - first >= PRUNED_AT_ONCE:
         changes["pruned_results"], history.results_pruned_below = (first, last), last
-    first, last = history.forwards_pruned_below, seq_id - KEPT_RESULTS
+    first, last = history.forwards_pruned_below, seq_id - RETAINED_RESULTS
     if last - first >= PRUNED_AT_ONCE:
         changes["pruned_forwards"], history.forwards_pruned_below = (first, last), last
     return changes

@@ -68,7 +68,7 @@ class JobOutcome:
 
 
 @dataclass(frozen=True)
-class _Effect:
+class _Success:
     """What a request that succeeded has done; `changes` are fields of `Finish`."""
 
     result: BaseModel
@@ -91,7 +91,7 @@ class Trainer:
         self._snapshots = Snapshots(journal, data_dir)
         self.memory = ModelMemory(models, journal, self._snapshots, data_dir, limit_bytes=model_memory_bytes)
         self._recovery = Recovery(models, self.memory, journal, data_dir)
-        self._runners: dict[str, Callable[[TrainingJob, Any], _Effect]] = {
+        self._runners: dict[str, Callable[[TrainingJob, Any], _Success]] = {
             "create_model": self._create_model,
             "forward": self._forward,
             "forward_only": self._forward_only,
@@ -144,28 +144,28 @@ class Trainer:
 
     # --- passes and steps ----------------------------------------------------------------------------------------
 
-    def _forward(self, job: TrainingJob, request: ForwardRequest) -> _Effect:
-        return _Effect(self.models.forward(job.model_id, request.forward_input))
+    def _forward(self, job: TrainingJob, request: ForwardRequest) -> _Success:
+        return _Success(self.models.forward(job.model_id, request.forward_input))
 
-    def _forward_backward(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Effect:
+    def _forward_backward(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Success:
         output, used = self.models.forward_backward(job.model_id, request.forward_backward_input)
-        return _Effect(output, changes={} if used is None else {"micro_batching": asdict(used)})
+        return _Success(output, changes={} if used is None else {"micro_batching": asdict(used)})
 
-    def _forward_only(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Effect:
-        return _Effect(self.models.forward(job.model_id, request.forward_backward_input))
+    def _forward_only(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Success:
+        return _Success(self.models.forward(job.model_id, request.forward_backward_input))
 
-    def _optim_step(self, job: TrainingJob, request: OptimStepRequest) -> _Effect:
+    def _optim_step(self, job: TrainingJob, request: OptimStepRequest) -> _Success:
         if request.optimizer_params is not None:
             _refuse_other_optimizer("optimizer_params", request.optimizer_params)
         metrics, digest = self.models.optim_step(job.model_id, job.seq_id, request)
         history = self.models[job.model_id].snapshots
         read_state = self.models.engine.read_state
         changes, obsolete = self._snapshots.save(history, job.model_id, job.seq_id, read_state, digest, force=False)
-        return _Effect(OptimStepResponse(metrics=metrics, state_digest=digest), digest, changes, obsolete)
+        return _Success(OptimStepResponse(metrics=metrics, state_digest=digest), digest, changes, obsolete)
 
     # --- creating and loading ------------------------------------------------------------------------------------
 
-    def _create_model(self, job: TrainingJob, request: CreateModelRequest) -> _Effect:
+    def _create_model(self, job: TrainingJob, request: CreateModelRequest) -> _Success:
         if request.optimizer_config is not None:
             _refuse_other_optimizer("optimizer_config", request.optimizer_config)
         if request.rollout_correction_config is not None:
@@ -180,9 +180,9 @@ class Trainer:
         spec = LoraSpec(config.rank, seed, config.train_attn, config.train_mlp, config.train_unembed)
         self.memory.make_room(job.model_id, request.base_model, spec)
         columns = self.models.create(job.model_id, request.base_model, spec, seed_given=config.seed is not None)
-        return _Effect(CreateModelResponse(model_id=job.model_id), changes={"model": columns})
+        return _Success(CreateModelResponse(model_id=job.model_id), changes={"model": columns})
 
-    def _load_weights(self, job: TrainingJob, request: LoadWeightsRequest) -> _Effect:
+    def _load_weights(self, job: TrainingJob, request: LoadWeightsRequest) -> _Success:
         if request.weights_access_token not in (None, ""):
             raise InvalidRequestError(
                 "is not supported",
@@ -212,16 +212,16 @@ class Trainer:
         read_state = self.models.engine.read_state
         changes, obsolete = self._snapshots.save(history, job.model_id, job.seq_id, read_state, digest, force=True)
         result = LoadWeightsResponse(path=request.path, model_id=job.model_id)
-        return _Effect(result, digest, {**changes, **created}, obsolete)
+        return _Success(result, digest, {**changes, **created}, obsolete)
 
     # --- saving --------------------------------------------------------------------------------------------------
 
-    def _save_weights(self, job: TrainingJob, request: SaveWeightsRequest) -> _Effect:
+    def _save_weights(self, job: TrainingJob, request: SaveWeightsRequest) -> _Success:
         row, replaced = self._save(job, checkpoints.TRAINING, request, request.path, overwrite=request.overwrite)
         path = CheckpointPath(row.model_id, row.kind, row.name)
-        return _Effect(SaveWeightsResponse(path=path.uri), None, {"checkpoint": row}, replaced)
+        return _Success(SaveWeightsResponse(path=path.uri), None, {"checkpoint": row}, replaced)
 
-    def _save_weights_for_sampler(self, job: TrainingJob, request: SaveWeightsForSamplerRequest) -> _Effect:
+    def _save_weights_for_sampler(self, job: TrainingJob, request: SaveWeightsForSamplerRequest) -> _Success:
         if request.kind != "snapshot":
             remedy = "Pass snapshot: each sampler keeps the weights that it was made from"
             raise InvalidRequestError("is not supported", field="kind", value=request.kind, remedy=remedy)
@@ -232,9 +232,9 @@ class Trainer:
         row, replaced = self._save(job, checkpoints.SAMPLER, request, request.path, overwrite=False)
         self.models[job.model_id].published_seq = job.seq_id
         path = CheckpointPath(row.model_id, row.kind, row.name)
-        return _Effect(SaveWeightsForSamplerResponse(path=path.uri), None, {"checkpoint": row}, replaced)
+        return _Success(SaveWeightsForSamplerResponse(path=path.uri), None, {"checkpoint": row}, replaced)
 
-    def _save_weights_external(self, job: TrainingJob, request: SaveWeightsExternalRequest) -> _Effect:
+    def _save_weights_external(self, job: TrainingJob, request: SaveWeightsExternalRequest) -> _Success:
         if request.age_encryption_recipients not in (None, []):
             raise InvalidRequestError(
                 "is not supported",
@@ -245,7 +245,7 @@ class Trainer:
         row, replaced = self._save(job, checkpoints.EXTERNAL, request, request.path, overwrite=False)
         path = CheckpointPath(row.model_id, row.kind, row.name)
         result = SaveWeightsExternalResponse(path=path.uri, size_bytes=row.size_bytes)
-        return _Effect(result, None, {"checkpoint": row}, replaced)
+        return _Success(result, None, {"checkpoint": row}, replaced)
 
     def _save(
         self,
@@ -285,7 +285,7 @@ class Trainer:
         )
         return row, (existing.folder,) if existing else ()
 
-    def _publish(self, job: TrainingJob, number: int) -> _Effect:
+    def _publish(self, job: TrainingJob, number: int) -> _Success:
         """Freezes the weights for a new sampling session, in the engine and in a file."""
         session_id = session_of(job.model_id)
         published_id = sampler_id(session_id, number)
@@ -300,7 +300,7 @@ class Trainer:
         lora = asdict(live.lora)
         row = SamplerRow(published_id, session_id, live.base_model, None, published_id, file, lora, root, job.model_id)
         result = SaveWeightsForSamplerResponse(sampling_session_id=published_id)
-        return _Effect(result, changes={"sampler": row})
+        return _Success(result, changes={"sampler": row})
 
 
 def _refuse_other_optimizer(field: str, config: dict[str, Any]) -> None:
