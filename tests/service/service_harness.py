@@ -108,9 +108,10 @@ class Harness:
         return self.wait(self.service.sample(LOCAL, json.dumps(body).encode()).request_id)
 
 
-def make_sampler(harness: Harness, number: int = 0) -> str:
-    """A sampler over the base model."""
-    body = {"session_id": harness.session_id, "sampling_session_seq_id": number, "base_model": BASE}
+def make_sampler(harness: Harness, number: int = 0, *, path: str | None = None) -> str:
+    """A sampler over the base model, or over the saved weights at `path`."""
+    source = {"base_model": BASE} if path is None else {"model_path": path}
+    body = {"session_id": harness.session_id, "sampling_session_seq_id": number, **source}
     return harness.service.create_sampling_session(LOCAL, json.dumps(body).encode()).sampling_session_id
 
 

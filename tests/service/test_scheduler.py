@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mint.server.queue.fairness import Fairness, FairQueue
@@ -114,6 +116,20 @@ BESIDE: dict[str, tuple[Pending, SamplingLoad, Fairness, object]] = {
     ),
     "a full batch goes on while more of its owner wait": (
         Pending({}, [], [sample("x", 1.0)]), SamplingLoad({"": MAX_OWNER_SEQUENCES}), Fairness(), StepSamples(),
+    ),
+    "who was put back waits for the time": (
+        Pending({}, [], [replace(sample("x", 1.0), not_before=7.0), sample("y", 2.0)]),
+        BUSY, Fairness(), StepSamples(("y",)),
+    ),
+    "and joins then": (
+        Pending({}, [], [replace(sample("x", 1.0), not_before=5.0)]), BUSY, Fairness(), StepSamples(("x",)),
+    ),
+    "where nothing else is to be done until the time, the worker waits": (
+        Pending({}, [], [replace(sample("x", 1.0), not_before=7.0)]), SamplingLoad(), Fairness(), Wait(7.0),
+    ),
+    "or for a gap to end, if that is sooner": (
+        Pending({"a": 1}, [train("a", 2, -4.0)], [replace(sample("x", 1.0), not_before=7.0)]),
+        SamplingLoad(), Fairness(), Wait(6.0),
     ),
     "who has nothing in the batch joins at once, however full it is": (
         Pending({}, [], [sample("x", 1.0, 1, "one"), sample("y", 2.0, MAX_OWNER_SEQUENCES, "two")]),

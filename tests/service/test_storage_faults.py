@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_harness import GOOD_PASS, STEP, Harness, Op, clean_results, make_sampler, open_service, script, send_op
+from service_harness import (
+    GOOD_PASS,
+    STEP,
+    Harness,
+    Op,
+    clean_results,
+    make_sampler,
+    open_service,
+    script,
+    send_op,
+    send_sample,
+)
 from waiting import HANG_S, wait_until
 
 from mint.chaos.power_loss import path_of
@@ -22,7 +33,7 @@ from mint.errors import JournalError
 from mint.server import storage_state
 from mint.server.store import checkpoint_folders
 from mint.server.store.journal import JOURNAL_FILE
-from mint.server.worker import recovery, snapshot_policy, snapshots
+from mint.server.worker import recovery, samplers, snapshot_policy, snapshots
 
 
 @pytest.fixture(autouse=True)
@@ -276,6 +287,33 @@ def test_a_model_is_not_given_up_because_descriptors_run_out_while_it_comes_back
     harness2.run("load_weights", model_id, 11, {"path": f"mint://{model_id}/weights/kept", "optimizer": True})
     assert min(map(len, struck)) > OUT_OF_DESCRIPTORS_CALLS
     assert harness2.digest(model_id) == digest
+    service.stop()
+
+
+@pytest.mark.parametrize("is_saved", [False, True], ids=["published", "saved"])
+def test_a_sample_waits_for_the_descriptors_that_its_weights_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_saved: bool
+) -> None:
+    monkeypatch.setattr("mint.server.worker.worker.JOURNAL_RETRY_S", 0.01)
+    service = open_service(tmp_path)
+    harness = Harness(service)
+    model_id = harness.create_model()
+    if is_saved:
+        path = harness.run("save_weights_for_sampler", model_id, 1, {"path": "kept"})["path"]
+        sampler = make_sampler(harness, path=path)
+    else:
+        published = harness.run("save_weights_for_sampler", model_id, 1, {"sampling_session_seq_id": 0})
+        sampler = published["sampling_session_id"]
+    expected = harness.wait(send_sample(harness, sampler, 1))
+    service.stop()
+    service = open_service(tmp_path)
+    read = (checkpoint_folders, "check_files") if is_saved else (samplers, "read_weights")
+    struck = run_out_of_descriptors(monkeypatch, *read)
+    harness2 = Harness(service, harness.session_id)
+    name = send_sample(harness2, sampler, 1)
+    assert harness2.wait(send_sample(harness2, make_sampler(harness2, 7), 0))["sequences"]
+    assert harness2.wait(name)["sequences"] == expected["sequences"]
+    assert len(struck) > OUT_OF_DESCRIPTORS_CALLS and service.sampled_sequences == 0
     service.stop()
 
 

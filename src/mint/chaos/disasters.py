@@ -23,7 +23,6 @@ from mint.chaos.power_loss import Disk
 from mint.server.store.database import Database
 
 DEFAULT_S = 3.0
-FREE_DESCRIPTORS = 2
 FREE_BYTES = 8 << 20
 ALL_PAGES = 4_294_967_294
 
@@ -55,9 +54,7 @@ class Disasters:
             "address-space": lambda value: self._for_a_while(
                 value, _limit(resource.RLIMIT_AS, _used_bytes, FREE_BYTES)
             ),
-            "descriptors": lambda value: self._for_a_while(
-                value, _limit(resource.RLIMIT_NOFILE, _used_descriptors, FREE_DESCRIPTORS)
-            ),
+            "descriptors": lambda value: self._for_a_while(value, _limit(resource.RLIMIT_NOFILE, lambda: 0, 0)),
         }
         self._wrap()
 
@@ -159,7 +156,3 @@ def _limit(which: int, used: Callable[[], int], free: int) -> Generator[None]:
 def _used_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()
-
-
-def _used_descriptors() -> int:
-    return max(int(handle.name) for handle in Path("/proc/self/fd").iterdir()) + 1

@@ -87,6 +87,7 @@ FAULT_POINTS = (
     # It runs.
     FaultPoint("before_exec", f"{_WORKER}.trainer:Trainer.run", "before"),
     FaultPoint("mid_microbatch", "mint.engine.training_pass:_backward", "after"),
+    FaultPoint("before_sampling", f"{_WORKER}.samplers:Samplers.job", "before", lambda *_: "sample"),
     FaultPoint("mid_sampling", f"{_WORKER}.sampling_batch:SamplingBatch.step", "after", lambda *_: "sample"),
     FaultPoint("after_exec_before_commit", f"{_WORKER}.trainer:Trainer.run", "after"),
     FaultPoint("after_commit", f"{_STORE}.journal:Journal.finish_job", "after"),

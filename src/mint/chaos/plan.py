@@ -64,6 +64,7 @@ OTHER_FAULTS: dict[str, tuple[str, ...]] = {
     "descriptors": (
         "http descriptors=3:before_accept/forward_backward#2",
         "http descriptors=3:snapshot_open/optim_step#2",
+        "http descriptors=3:before_sampling/sample#1",
         "embedded-sft descriptors=3:snapshot_open/optim_step#2",
     ),
     "terminate": ("http terminate:@0.3 terminate:@0.3 terminate:@0.5", "http terminate:@0.8 terminate:@1"),

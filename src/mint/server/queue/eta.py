@@ -55,6 +55,12 @@ class Eta:
                 if done.kind == SAMPLE:
                     self._concurrent_samples = _moving_average(self._concurrent_samples, float(samples))
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """The engine does not work on these after all."""
+        with self._lock:
+            for request_id in request_ids:
+                self._started.pop(request_id, None)
+
     def started(self, request_id: str) -> RunningRequest | None:
         """The request, if the engine works on it."""
         with self._lock:

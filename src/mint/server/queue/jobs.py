@@ -77,6 +77,8 @@ class QueuedSample:
     """Set by a caller that no longer wants the result; the request then fails and frees its place in the batch."""
     weights: SamplerRow | None = None
     """What to sample from, for requests outside a sampling session."""
+    not_before: float = float("-inf")
+    """Monotonic seconds; for a request that was put back, because the storage would not let it run."""
     told: Counter[int] = field(default_factory=Counter, compare=False)
     """Tokens of each sample that `on_token` has had: when a failed batch is run again, none is passed on twice."""
 

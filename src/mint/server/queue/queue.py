@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mint.errors import OverloadedError
@@ -108,6 +108,14 @@ class RequestQueue:
             self._count(sample, 1)
             if is_first:  # for the others the worker is awake already
                 self._wake()
+
+    def put_back(self, samples: Sequence[QueuedSample]) -> None:
+        """Adds sample requests that were taken, in front of those that wait; no limit refuses them."""
+        with self._changed:
+            for sample in reversed(samples):
+                self._samples[sample.request_id] = sample
+                self._samples.move_to_end(sample.request_id, last=False)
+                self._count(sample, 1)
 
     # --- taking --------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,11 @@ class Pending:
             del oldest[job.model_id]
         return oldest
 
+    @cached_property
+    def postponed(self) -> list[QueuedSample]:
+        """The sample requests that were put back until a time."""
+        return [sample for sample in self.samples if sample.not_before > float("-inf")]
+
 
 @dataclass(frozen=True)
 class SamplingLoad:
@@ -108,9 +113,13 @@ def plan(
     gaps_since: float = float("-inf"),
 ) -> Plan:
     """The next thing to do. Before `gaps_since` no request could arrive, so no gap is older."""
-    has_samples = bool(pending.samples or sampling.sequences)
+    samples, samples_from = pending.samples, None
+    if pending.postponed:
+        samples = [sample for sample in samples if sample.not_before <= now]
+        samples_from = min((sample.not_before for sample in pending.postponed if sample.not_before > now), default=None)
+    has_samples = bool(samples or sampling.sequences)
     if not pending.training:
-        return StepSamples(_joining(pending.samples, sampling)) if has_samples else Wait(None)
+        return StepSamples(_joining(samples, sampling)) if has_samples else Wait(samples_from)
     for model_id, since in pending.held_up.items():
         if max(since, gaps_since) + gap_timeout_s <= now:
             return _give_up(pending, model_id)
@@ -118,8 +127,9 @@ def plan(
         is_only = len(pending.ready) == 1
         return RunTraining(pending.ready[0] if is_only else _next_in_turn(pending.ready, fairness))
     if has_samples:
-        return StepSamples(_joining(pending.samples, sampling))
-    return Wait(max(gaps_since, min(pending.held_up.values())) + gap_timeout_s)
+        return StepSamples(_joining(samples, sampling))
+    gap_ends = max(gaps_since, min(pending.held_up.values())) + gap_timeout_s
+    return Wait(gap_ends if samples_from is None else min(gap_ends, samples_from))
 
 
 def _next_in_turn(ready: Sequence[TrainingJob], fairness: Fairness) -> TrainingJob:

@@ -1,17 +1,20 @@
 """The sample requests that are under way: they join and leave between two steps of the engine's batch.
 
 An error of the engine ends its batch. Each request that was in it is then run again alone, once, so that only the one
-at fault fails; tokens that were streamed already are not streamed again. Used on the worker's thread.
+at fault fails; tokens that were streamed already are not streamed again. A request whose weights cannot be read now (no
+descriptor is left, the journal is locked) fails neither: it is handed back, to be run later. Used on the worker's
+thread.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable
 
 from mint.engine.protocol import Engine, SampleBatch
-from mint.errors import MintError
+from mint.errors import JournalError, MintError
 from mint.server.ids import session_of
 from mint.server.queue.futures import FutureResult
 from mint.server.queue.jobs import QueuedSample
@@ -20,6 +23,8 @@ from mint.server.worker.sample_requests import sample_result
 from mint.server.worker.samplers import Samplers
 
 log = logging.getLogger("mint.sampling")
+
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class SamplingBatch:
@@ -33,6 +38,7 @@ class SamplingBatch:
         self._suspects: deque[QueuedSample] = deque()  # of a batch that failed: they run again, one by one
         self._sequences: Counter[str] = Counter()  # by owner
         self._is_alone = False
+        self._postponed: list[QueuedSample] = []
         self.sequences = 0
         """Sequences that are being sampled; any thread may read it."""
 
@@ -51,12 +57,16 @@ class SamplingBatch:
         """Adds requests to the batch; returns the results of those that cannot be run."""
         refused = {}
         for sample in samples:
+            self._count(sample, 1)
             result = self._add(sample)
-            if result is None:
-                self._count(sample, 1)
-            else:
+            if result is not None:
                 refused[sample.request_id] = result
         return refused
+
+    def take_postponed(self) -> list[QueuedSample]:
+        """Returns, once, the requests that left the batch because the storage does not let them run now."""
+        postponed, self._postponed = self._postponed, []
+        return postponed
 
     def step(self) -> dict[str, FutureResult]:
         """Decodes one token for each sequence; returns the results of the requests that finished."""
@@ -89,13 +99,18 @@ class SamplingBatch:
         return running
 
     def _add(self, sample: QueuedSample) -> FutureResult | None:
-        """Puts a request into the batch; or returns the result that says why it cannot be run."""
+        """Puts a request that is counted into the batch, or postpones it; or returns the result that says why it
+        cannot be run."""
         if self._batch is None:
             self._batch = self._engine.open_batch()
         try:
             job = self._samplers.job(sample)
             self._batch.add(sample.request_id, job, None if sample.on_token is None else _TokenListener(sample))
         except Exception as error:  # the boundary: as in `step`
+            self._count(sample, -1)
+            if _may_pass(error):
+                self._postponed.append(sample)
+                return None
             if not isinstance(error, MintError):
                 log.exception("request %s cannot be sampled", sample.request_id)
             return FutureResult.of_error(error)
@@ -122,7 +137,6 @@ class SamplingBatch:
             sample = self._suspects.popleft()
             result = self._add(sample)
             if result is not None:
-                self._count(sample, -1)
                 results[sample.request_id] = result
         return results
 
@@ -132,6 +146,11 @@ class SamplingBatch:
         self._sequences[sample.owner] += change
         if not self._sequences[sample.owner]:
             del self._sequences[sample.owner]
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether an error is one of the storage or of its descriptors, not one of the request."""
+    return isinstance(error, JournalError) or (isinstance(error, OSError) and error.errno in NO_DESCRIPTOR)
 
 
 class _TokenListener:

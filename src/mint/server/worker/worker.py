@@ -263,6 +263,12 @@ class Worker:
             self.eta.start(samples, SAMPLE)
             results = self._batch.join(samples.values())
         results |= self._batch.step()
+        postponed = self._batch.take_postponed()
+        if postponed:
+            log.warning("%d sample requests wait until their weights can be read", len(postponed))
+            self.eta.forget(sample.request_id for sample in postponed)
+            again_at = self._clock() + JOURNAL_RETRY_S
+            self._queue.put_back([replace(sample, not_before=again_at) for sample in postponed])
         if results:
             self.eta.end(results)
             self._futures.finish({name: result for name, result in results.items() if name not in unwanted})
