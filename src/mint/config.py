@@ -11,7 +11,7 @@
 | `MINT_THREADS` | threads of the engine; results depend on it in the last bits | all cores |
 | `MINT_KV_CACHE_MIB` | memory for the KV cache and cached prompts, per base model | `4096` |
 | `MINT_MODEL_MEMORY_MIB` | memory for models with gradient and optimizer; others wait in files | half of what is free |
-| `MINT_DISK_RESERVE_MIB` | room on the disk that nothing new may use | 2 % of the disk, at most 2048 |
+| `MINT_DISK_RESERVE_MIB` | space on the disk that nothing new may use | 2 % of the disk, at most 2048 |
 | `MINT_UNNAMED_SAMPLERS` | samplers without a name that are kept for each model, at most | `64` |
 | `MINT_RECOMPUTE` | recompute activations in training: less memory, a third more time | for long sequences |
 | `MINT_NATIVE` | use mint's own kernels (C or Triton): faster, other bits | with a C compiler, on Linux |
@@ -27,7 +27,7 @@
 | `MINT_SERVE_OPERATORS` | comma-separated owners whose keys open dashboard and metrics | the owner of all keys |
 | `MINT_SERVE_MAX_SESSIONS`, `MINT_SERVE_MAX_MODELS` | how many may live at once, of all owners | `4096`, `1024` |
 | `MINT_SERVE_OWNER_SESSIONS`, `MINT_SERVE_OWNER_MODELS` | of an owner whose key says nothing else | `256`, `64` |
-| `MINT_SERVE_OWNER_CHECKPOINTS_MIB` | the room for the checkpoints of such an owner | a quarter of what is free |
+| `MINT_SERVE_OWNER_CHECKPOINTS_MIB` | the space for the checkpoints of such an owner | a quarter of what is free |
 | `MINT_SERVE_MAX_BODY_MB`, `MINT_SERVE_BODY_TIMEOUT_S` | limits of one request's body | `64`, `30` |
 | `MINT_SERVE_STOP_WITHIN_S` | the longest time of a shutdown | `20` |
 | `MINT_SERVE_STUCK_AFTER_S` | `/readyz` fails while a request runs longer than this | `600` |

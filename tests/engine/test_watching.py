@@ -194,7 +194,7 @@ def test_a_long_prompt_is_computed_beside_the_tokens_of_others(fresh: Fresh, mon
     assert _bits(_finish(batch)["long"]) == alone
 
 
-def test_jobs_that_do_not_fit_together_make_room_and_are_told_no_token_twice(fresh: Fresh) -> None:
+def test_jobs_that_do_not_fit_together_are_preempted_and_are_told_no_token_twice(fresh: Fresh) -> None:
     jobs = [job([3 + n] * 40, weights_id="w", num_samples=3, max_tokens=100, seed=n) for n in range(4)]
     alone = [_alone(fresh(), own) for own in jobs]
     for pages in (9, 11, 20):

@@ -11,7 +11,7 @@ from owners import Place, refusal
 import mint
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.server.store.checkpoint_catalog import EXPIRED_S, CheckpointCatalog
-from mint.server.store.run_catalog import RunCatalog
+from mint.server.store.training_run_catalog import TrainingRunCatalog
 from mint.server.worker.samplers import MAX_IN_ENGINE
 from mint.types.records import CopyWeightsRequest
 
@@ -28,8 +28,8 @@ class Clocks:
     def catalog(self, place: Place) -> CheckpointCatalog:
         return CheckpointCatalog(place.service.journal, place.data_dir, clock=lambda: self.now)
 
-    def run_catalog(self, place: Place) -> RunCatalog:
-        return RunCatalog(place.service.journal, place.data_dir, clock=lambda: self.now)
+    def training_run_catalog(self, place: Place) -> TrainingRunCatalog:
+        return TrainingRunCatalog(place.service.journal, place.data_dir, clock=lambda: self.now)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -112,7 +112,7 @@ def test_an_expired_checkpoint_is_hidden_at_once_and_its_files_go_later(place: P
     clocks.wait(101)
     assert isinstance(refusal(lambda: catalog.checkpoint("alice", path)), NotFoundError)
     assert catalog.checkpoints("alice").checkpoints == []
-    assert clocks.run_catalog(place).run("alice", trainer.model_id).last_checkpoint is None
+    assert clocks.training_run_catalog(place).run("alice", trainer.model_id).last_checkpoint is None
     assert clocks.remove_expired(catalog) == 0
     assert len(place.folders()) == 1
     clocks.wait(EXPIRED_S)

@@ -140,7 +140,7 @@ def test_a_disk_that_is_nearly_full_is_told_before_anything_is_refused(
         assert "warnings" in person.send("GET", "/readyz").json()
         free_in_reserves[0] = 3.0
         assert person.send("GET", "/readyz").json() == {"status": "ok"}
-        assert len(lines()) == 2 and "has room again" in lines()[1]
+        assert len(lines()) == 2 and "has free space again" in lines()[1]
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------

@@ -131,18 +131,18 @@ def job(model_id: str, seq_id: int, size_bytes: int) -> TrainingJob:
 def test_what_waits_is_bounded_for_each_owner_and_freed_when_it_leaves() -> None:
     queue = RequestQueue(QueueLimits(owner_requests=2, owner_bytes=100, total_bytes=150))
     queue.add_training(job("a", 1, 60), next_seq=1)
-    queue.require_room("one", 40)
+    queue.require_capacity("one", 40)
     for owner, size, named in (("one", 41, "max_waiting_bytes"), ("two", 91, "max_waiting_bytes of this server")):
         with pytest.raises(OverloadedError) as caught:
-            queue.require_room(owner, size)
+            queue.require_capacity(owner, size)
         assert caught.value.field == named
     queue.add_training(job("a", 2, 1), next_seq=1)
     assert queue.is_full("one") and not queue.is_full("two")
     assert queue.is_full("two", max_requests=0)
     queue.advance("a", 1)
-    queue.require_room("one", 99)
+    queue.require_capacity("one", 99)
     queue.drop_models(["a"])
-    queue.require_room("one", 100)
+    queue.require_capacity("one", 100)
 
 
 # --- results -----------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ _CHANGES_FUNCTION = {
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
+class PeftConfig:
     """The checked content of adapter_config.json."""
 
     rank: int
@@ -143,7 +143,7 @@ def peft_header(path: Path) -> tuple[bytes, int, list[str]]:
 # --- in ----------------------------------------------------------------------------------------------------------
 
 
-def read_config(text: bytes) -> AdapterConfig:
+def read_config(text: bytes) -> PeftConfig:
     """Reads adapter_config.json.
 
     Raises:
@@ -173,7 +173,7 @@ def read_config(text: bytes) -> AdapterConfig:
     if type(alpha) not in (int, float) or not 0 < alpha < 1e6:
         raise _refused("lora_alpha", "is not a scale", "It is a number above 0 and below a million", alpha)
     base = config.get("base_model_name_or_path")
-    return AdapterConfig(rank, float(alpha), base if isinstance(base, str) else "")
+    return PeftConfig(rank, float(alpha), base if isinstance(base, str) else "")
 
 
 def base_layers(folder: ModelFolder) -> dict[str, Layer]:
@@ -190,7 +190,7 @@ def base_layers(folder: ModelFolder) -> dict[str, Layer]:
     return layers
 
 
-def read_weights(file: BinaryIO, config: AdapterConfig, base: ModelFolder) -> dict[str, np.ndarray]:
+def read_weights(file: BinaryIO, config: PeftConfig, base: ModelFolder) -> dict[str, np.ndarray]:
     """The matrices of adapter_model.safetensors by mint's names, in float32.
 
     Reads no tensor before every name and shape was found to fit the base model.

@@ -1,7 +1,7 @@
-"""The room on the disk of a data directory, and the reserve that nothing new may use.
+"""The free space on the disk of a data directory, and the reserve that nothing new may use.
 
-What is accepted still needs room when the disk is nearly full: its journal, snapshots and results. So new models, named
-saves, uploads and copies are refused before. Any thread may call.
+What is accepted still needs space when the disk is nearly full: its journal, snapshots and results. So new models,
+named saves, uploads and copies are refused before. Any thread may call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("mint.storage")
 FRESH_S = 1.0
 
 NEAR_RESERVES, FAR_RESERVES = 2.0, 2.5
-"""The disk is nearly full below so many reserves of free room, until there are more than `FAR_RESERVES` again."""
+"""The disk is nearly full below so many reserves of free space, until there are more than `FAR_RESERVES` again."""
 
 
 class DiskSpace:
@@ -41,7 +41,7 @@ class DiskSpace:
 
     @property
     def free_bytes(self) -> int:
-        """The free room, as it was at most a second ago."""
+        """The free space, as it was at most a second ago."""
         now = self._clock()
         if now - self._read_at >= FRESH_S:
             self._free_bytes, self._read_at = shutil.disk_usage(self._data_dir).free, now
@@ -59,14 +59,14 @@ class DiskSpace:
             self._is_nearly_full = True
             log.warning(
                 "the disk of %s is nearly full: %s are free; below %s, new models, named saves and uploads are "
-                "refused. Delete checkpoints (mint checkpoints delete), or make room",
+                "refused. Delete checkpoints (mint checkpoints delete), or free disk space",
                 self._data_dir,
                 _in_mib(self.free_bytes),
                 _in_mib(self.reserve_bytes),
             )
         elif reserves > FAR_RESERVES and self._is_nearly_full:
             self._is_nearly_full = False
-            log.warning("the disk of %s has room again: %s are free", self._data_dir, _in_mib(self.free_bytes))
+            log.warning("the disk of %s has free space again: %s are free", self._data_dir, _in_mib(self.free_bytes))
         return self._is_nearly_full
 
     def warning(self) -> str | None:
@@ -89,7 +89,7 @@ class DiskSpace:
             "MINT_DISK_RESERVE_MIB",
         )
 
-    def require_room(self) -> None:
+    def require_free_space(self) -> None:
         """Checks that something new may be stored.
 
         Raises:

@@ -32,27 +32,27 @@ def session_of(any_id: str) -> str:
     return any_id.split(":", 1)[0]
 
 
-def request_id(owner: str, number: int) -> str:
+def request_id(target_id: str, number: int) -> str:
     """The id of request `number` of a model or of a sampler: the same for every copy of the request."""
-    return f"{owner}:{number}"
+    return f"{target_id}:{number}"
 
 
 @dataclass(frozen=True)
 class RequestId:
     """A request id in its parts: the id of a model or sampler, and the number of the request."""
 
-    owner: str
+    target_id: str
     number: int
 
     @property
     def is_sample(self) -> bool:
-        return ":sample:" in self.owner
+        return ":sample:" in self.target_id
 
     @classmethod
     def parse(cls, text: str) -> RequestId | None:
         """The parts of a request id; None if the text is none."""
-        owner, _, number = text.rpartition(":")
-        return cls(owner, int(number)) if owner and number.isascii() and number.isdigit() else None
+        target_id, _, number = text.rpartition(":")
+        return cls(target_id, int(number)) if target_id and number.isascii() and number.isdigit() else None
 
 
 def file_stem(any_id: str) -> str:

@@ -10,13 +10,13 @@ MODEL_MEMORY_SHARE = 0.5
 """The share of free memory that models may take, by default: the rest is for passes, caches and samplers."""
 
 RESERVE_SHARE, MAX_RESERVE_BYTES = 0.02, 2048 * MIB
-"""The room on the disk that is kept free by default: a share of the disk, and at most so much."""
+"""The space on the disk that is kept free by default: a share of the disk, and at most so much."""
 
 MAX_UNNAMED_SAMPLERS = 64
 """Unnamed samplers of a model that are kept at most, by default."""
 
 CHECKPOINT_SHARE = 0.25
-"""The share of a disk's free room that the checkpoints of one owner may take, by default."""
+"""The share of a disk's free space that the checkpoints of one owner may take, by default."""
 
 
 WAITING_SHARE, MAX_WAITING_BYTES = 0.125, 2048 * MIB
@@ -45,10 +45,10 @@ def default_waiting_bytes(memory_bytes: int | None) -> int:
 
 
 def default_reserve(disk_bytes: int) -> int:
-    """The room that stays free on a disk of this size."""
+    """The space that stays free on a disk of this size."""
     return min(int(RESERVE_SHARE * disk_bytes), MAX_RESERVE_BYTES)
 
 
 def default_checkpoint_bytes(free_disk_bytes: int) -> int:
-    """The room for the checkpoints of one owner of a server with keys."""
+    """The space for the checkpoints of one owner of a server with keys."""
     return int(CHECKPOINT_SHARE * free_disk_bytes)

@@ -3,7 +3,7 @@
 A write that fails (disk full, I/O error, read-only, no inode, no descriptor, a database that stays locked) puts the
 storage out of work, with the time and the reason. Until it works again, new training requests are refused with that
 reason, and what was accepted waits. A thread of its own tries to write, after pauses that grow, and asks for as many
-bytes as the largest write that failed: so a step is not run again and again for a snapshot that finds no room. Then
+bytes as the largest write that failed: so a step is not run again and again for a snapshot that finds no space. Then
 everything goes on by itself.
 
 Knows no rows, no files by name, and no requests.
@@ -31,7 +31,7 @@ RELAPSE_S = 30.0
 REMIND_S = 60.0
 """How often the log repeats that the storage does not work."""
 
-LEAST_ROOM_BYTES = 1 << 20
+LEAST_FREE_BYTES = 1 << 20
 START_REMEDY = "Free disk space, or choose another data directory (--data-dir, MINT_HOME), and start again"
 REMEDY = "Free disk space, or see the server's log; requests are accepted again by themselves"
 
@@ -57,7 +57,7 @@ class StorageState:
         self._probe = probe
         self._changed = threading.Condition()
         self._problem: StorageProblem | None = None
-        self._room_bytes = LEAST_ROOM_BYTES
+        self._free_bytes = LEAST_FREE_BYTES
         self._pause_s = FIRST_PAUSE_S
         self._recovered_at = float("-inf")
         self._is_closed = False
@@ -95,7 +95,7 @@ class StorageState:
     def note_failure(self, what: str, error: Exception, size_bytes: int = 0) -> None:
         """Puts the storage out of work, until it can be written again."""
         with self._changed:
-            self._room_bytes = max(self._room_bytes, size_bytes)
+            self._free_bytes = max(self._free_bytes, size_bytes)
             if self._problem is not None or self._is_closed:
                 return
             if time.monotonic() - self._recovered_at > RELAPSE_S:
@@ -136,12 +136,12 @@ class StorageState:
                 if self._changed.wait_for(lambda: self._is_closed, self._pause_s):
                     return
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-                room_bytes = self._room_bytes
+                free_bytes = self._free_bytes
             if time.monotonic() >= remind_at:
                 log.error("%s; training waits, sampling goes on", self._problem)
                 remind_at = time.monotonic() + REMIND_S
             try:
-                self._probe(room_bytes)
+                self._probe(free_bytes)
                 break
             except (OSError, JournalError) as error:
                 log.debug("the storage does not work yet: %s", error)
@@ -149,7 +149,7 @@ class StorageState:
                 log.exception("trying the storage failed")
         with self._changed:
             problem, self._problem = self._problem, None
-            self._room_bytes = LEAST_ROOM_BYTES
+            self._free_bytes = LEAST_FREE_BYTES
             self._recovered_at = time.monotonic()
             self._changed.notify_all()
         if problem is not None:

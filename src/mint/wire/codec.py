@@ -208,7 +208,7 @@ def read_identity(body: bytes, name: str, number: str, encoding: Encoding = Enco
         return None
     if not isinstance(content, dict):
         return None
-    owner, place = content.get(name), content.get(number)
-    if not isinstance(owner, str) or not isinstance(place, int) or isinstance(place, bool):
+    target_id, place = content.get(name), content.get(number)
+    if not isinstance(target_id, str) or not isinstance(place, int) or isinstance(place, bool):
         return None
-    return owner, place
+    return target_id, place

@@ -39,17 +39,17 @@ def check_parts(body: bytes, name: str, *, repeated: int) -> None:
 
 def read_place(body: bytes) -> tuple[str, int] | None:
     """Fields 1 and 2 of a `forward_backward` request (model_id, seq_id), even if the rest is damaged."""
-    owner: str | None = None
+    target_id: str | None = None
     place = 0
     for number, value in fields(body):
         if number == 1 and isinstance(value, memoryview):
             try:
-                owner = bytes(value).decode()
+                target_id = bytes(value).decode()
             except UnicodeDecodeError:
                 return None
         elif number == 2 and isinstance(value, int):
             place = value if value < 2**63 else value - 2**64
-    return None if owner is None else (owner, place)
+    return None if target_id is None else (target_id, place)
 
 
 def fields(body: bytes | memoryview) -> Iterator[tuple[int, int | memoryview]]:

@@ -19,8 +19,8 @@ from mint.server.service.uploads import import_checkpoint
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoints import CheckpointPath, find_checkpoint
 from mint.server.store.journal import JOURNAL_FILE, Journal
-from mint.server.store.run_catalog import RunCatalog
 from mint.server.store.session_catalog import SessionCatalog
+from mint.server.store.training_run_catalog import TrainingRunCatalog
 from mint.types import SupportedModel
 from mint.types.records import (
     Checkpoint,
@@ -61,8 +61,8 @@ class FolderStorage:
         return self._opened
 
     @property
-    def _runs(self) -> RunCatalog:
-        return RunCatalog(self._journal, self._data_dir)
+    def _runs(self) -> TrainingRunCatalog:
+        return TrainingRunCatalog(self._journal, self._data_dir)
 
     @property
     def _checkpoints(self) -> CheckpointCatalog:

@@ -149,12 +149,12 @@ class PrefixCache:
             largest = max(self._used.values(), key=len)
             self._drop(next(iter(largest)))
 
-    def make_room(self, count: int) -> bool:
+    def evict_pages(self, count: int) -> bool:
         """Evicts the oldest nodes until `count` pages are free; False where that is impossible."""
         while self._cache.free < count:
             if not self._count:
                 return False
-            self.shrink(1 + self._count // 8)  # more than is missing: the next requests find room, too
+            self.shrink(1 + self._count // 8)  # more than is missing: the next requests find free pages, too
         return True
 
     @property

@@ -229,11 +229,11 @@ class Sampler:
         memory = self._memory
         job = entry.job
         held = np.append(known.pages, known.partial) if known.rest else known.pages
-        self._lease.hold(held)  # before `make_room`, which may evict them from the prefix cache
+        self._lease.hold(held)  # before `evict_pages`, which may evict them from the prefix cache
         whole, rest = divmod(len(job.prompt), CHUNK)
         new = whole - len(known.pages)
         needed = new + (entry.count if job.max_tokens > 1 else int(rest > 0))
-        taken = self._lease.take(needed) if memory.prefix_cache.make_room(needed + spare) else None
+        taken = self._lease.take(needed) if memory.prefix_cache.evict_pages(needed + spare) else None
         if taken is None:
             self._lease.release(held)
             return False
@@ -441,7 +441,7 @@ class Sampler:
         if self._step is None or not self._step.fits(positions):
             missing = slots[positions // CHUNK >= own["pages"]]
             if len(missing):
-                taken = self._lease.take(len(missing)) if self._memory.prefix_cache.make_room(len(missing)) else None
+                taken = self._lease.take(len(missing)) if self._memory.prefix_cache.evict_pages(len(missing)) else None
                 if taken is None:
                     raise _OutOfPages(NO_ROOM)
                 sequences.extend(missing, taken)

@@ -147,7 +147,7 @@ async def upload(call: Call) -> Response:
 
 
 def _import(call: Call, spool: BinaryIO, fields: Mapping[str, str]) -> CheckpointRow:
-    call.service.disk.require_room()
+    call.service.disk.require_free_space()
     return import_checkpoint(
         call.service.journal,
         call.service.data_dir,

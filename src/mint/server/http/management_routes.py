@@ -100,7 +100,7 @@ def copy_weights(call: Call) -> Response:
     headers = call.request.headers
     if WEIGHTS_ACCESS_TOKEN in headers:
         request = request.model_copy(update={"weights_access_token": headers[WEIGHTS_ACCESS_TOKEN]})
-    call.service.disk.require_room()
+    call.service.disk.require_free_space()
     path = call.service.checkpoint_catalog.copy(
         call.caller.owner,
         request,

@@ -206,7 +206,9 @@ class _EngineState(Collector):
             yield prompts
             steps, restarts = (counts.get(name, 0) for name in ("steps", "restarts"))
             yield CounterMetricFamily("mint_sampling_steps", "Steps of the batches that are sampled.", value=steps)
-            yield CounterMetricFamily("mint_sampling_restarts", "Jobs that had to make room.", value=restarts)
+            yield CounterMetricFamily(
+                "mint_sampling_restarts", "Jobs that were preempted and began again.", value=restarts
+            )
         if self._pages is not None:
             pages = GaugeMetricFamily("mint_kv_pages", "Pages of keys and values.", labels=("state",))
             for state, value in self._pages().items():
@@ -243,7 +245,7 @@ class _ServiceState(Collector):
         in_memory.add_metric(("used",), memory.used_bytes)
         in_memory.add_metric(("limit",), float("inf") if memory.limit_bytes is None else memory.limit_bytes)
         yield in_memory
-        room = GaugeMetricFamily("mint_disk_bytes", "Free room, and what of it stays in reserve.", labels=("of",))
+        room = GaugeMetricFamily("mint_disk_bytes", "Free space, and what of it stays in reserve.", labels=("of",))
         room.add_metric(("free",), disk.free_bytes)
         room.add_metric(("reserve",), disk.reserve_bytes)
         yield room

@@ -2,7 +2,7 @@
 
 Any thread may finish a future; waiting happens on the waiter's own event loop. The results of training requests are
 also in the journal, so one that is forgotten here is read from there; the results of sample requests exist only here.
-Each owner has room of their own: many or large results of one owner never drop those of another.
+Each owner has limits of their own: many or large results of one owner never drop those of another.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class RequestQueue:
 
     # --- adding --------------------------------------------------------------------------------------------------
 
-    def require_room(self, owner: str, size_bytes: int, *, max_requests: int | None = None) -> None:
+    def require_capacity(self, owner: str, size_bytes: int, *, max_requests: int | None = None) -> None:
         """Checks that one more request of this size may wait; `max_requests` is the owner's own limit.
 
         Raises:
@@ -75,7 +75,7 @@ class RequestQueue:
     def is_full(self, owner: str, *, max_requests: int | None = None) -> bool:
         """Whether no further request of an owner may wait."""
         try:
-            self.require_room(owner, 0, max_requests=max_requests)
+            self.require_capacity(owner, 0, max_requests=max_requests)
         except OverloadedError:
             return True
         return False
@@ -99,10 +99,10 @@ class RequestQueue:
         """Adds a sample request.
 
         Raises:
-            OverloadedError: as `require_room`.
+            OverloadedError: as `require_capacity`.
         """
         with self._changed:
-            self.require_room(sample.owner, sample.size_bytes, max_requests=max_requests)
+            self.require_capacity(sample.owner, sample.size_bytes, max_requests=max_requests)
             is_first = not self._samples
             self._samples[sample.request_id] = sample
             self._count(sample, 1)

@@ -93,7 +93,7 @@ class QueueIndex:
 
     def position(self, name: RequestId, now: float, *, at_limit: bool = False) -> QueuePosition:
         """Where a request that waits or runs is. `at_limit`: its owner may have no more waiting requests."""
-        text = request_id(name.owner, name.number)
+        text = request_id(name.target_id, name.number)
         started = self._eta.started(text)
         if started is not None or text not in self._place:
             elapsed_s = 0.0 if started is None else now - started.started_at
@@ -102,13 +102,13 @@ class QueueIndex:
             left_s = max(0.0, typical_s - elapsed_s)
             return QueuePosition("running", "active", "is being worked on", self.depth, 0, left_s, progress)
         place = self._place[text]
-        missing = [number for number in self._missing.get(name.owner, ()) if number < name.number]
+        missing = [number for number in self._missing.get(name.target_id, ()) if number < name.number]
         if missing:
             numbers = ", ".join(map(str, missing))
-            reason = f"waits for request {numbers} of {name.owner}, which has not arrived"
-            earlier = bisect_left(self._numbers[name.owner], name.number)
+            reason = f"waits for request {numbers} of {name.target_id}, which has not arrived"
+            earlier = bisect_left(self._numbers[name.target_id], name.number)
             return QueuePosition("held", "active", reason, self.depth, earlier, None)
-        own_s = self._eta.typical_s(self._kinds.get((name.owner, name.number), SAMPLE))
+        own_s = self._eta.typical_s(self._kinds.get((name.target_id, name.number), SAMPLE))
         before = self._eta.started_training()
         left_s = 0.0 if before is None else max(0.0, self._eta.typical_s(before.kind) - (now - before.started_at))
         wait_s = self._before_s[place] + own_s + left_s

@@ -56,9 +56,9 @@ from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.obsolete_files import OrphanSweep
-from mint.server.store.rows import JobRow, ModelRow, RunRow, SamplerRow
-from mint.server.store.run_catalog import RunCatalog
+from mint.server.store.rows import JobRow, ModelRow, SamplerRow, TrainingRunRow
 from mint.server.store.session_catalog import SessionCatalog
+from mint.server.store.training_run_catalog import TrainingRunCatalog
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.live_models import LiveModels
 from mint.server.worker.model_memory import ModelMemory
@@ -166,7 +166,7 @@ class Service:
         self.long_poll_s = long_poll_s
         self.limits = limits or ServerLimits()
         self.journal = Journal(data_dir / JOURNAL_FILE)
-        self.run_catalog = RunCatalog(self.journal, data_dir)
+        self.run_catalog = TrainingRunCatalog(self.journal, data_dir)
         self.checkpoint_catalog = CheckpointCatalog(self.journal, data_dir)
         self.session_catalog = SessionCatalog(self.journal)
         self._orphans = OrphanSweep(self.journal, data_dir)
@@ -359,10 +359,10 @@ class Service:
             self._require_new_model(caller, row.model_id)
             metadata = getattr(request, "user_metadata", None)
             model = ModelRow(row.model_id, session_id)
-            run = RunRow(row.model_id, session_id, caller.owner, now, now, user_metadata=metadata)
+            run = TrainingRunRow(row.model_id, session_id, caller.owner, now, now, user_metadata=metadata)
         elif not self._sessions.touch_model(row.model_id, caller.owner):
             self._require_model(caller, row.model_id)
-        next_seq = self._require_room(caller, row)
+        next_seq = self._require_capacity(caller, row)
         if row.seq_id == 0 or row.kind in SAVES:
             request = self._storage_error(caller, row, request) or request
         existing = self.journal.add_job(row, now=now, model=model, run=run)
@@ -420,7 +420,7 @@ class Service:
             raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
         self._sessions.add_model(name, session_id)
 
-    def _require_room(self, caller: Caller, row: JobRow) -> int:
+    def _require_capacity(self, caller: Caller, row: JobRow) -> int:
         """Checks that the request may wait, and that those before it can still come.
 
         Returns the number of the request that the model waits for.
@@ -438,7 +438,7 @@ class Service:
             )
         try:
             most = caller.quotas.max_waiting_requests
-            self._queue.require_room(caller.owner, len(row.payload or b""), max_requests=most)
+            self._queue.require_capacity(caller.owner, len(row.payload or b""), max_requests=most)
         except OverloadedError:
             # the request that runs next is always accepted: otherwise a full queue could not move on
             if row.seq_id != next_seq and self.journal.job(row.model_id, row.seq_id) is None:
@@ -640,7 +640,7 @@ class Service:
         parsed = RequestId.parse(name)
         if parsed is None or not parsed.is_sample:
             return
-        self._sessions.require(session_of(parsed.owner), caller.owner)
+        self._sessions.require(session_of(parsed.target_id), caller.owner)
         self._queue.take_samples([name])
         event = self._cancels.get(name)
         if event is not None:
@@ -658,7 +658,7 @@ class Service:
             SessionEndedError: its session has ended.
         """
         parsed = _parse_request_id(name)
-        session_id = session_of(parsed.owner)
+        session_id = session_of(parsed.target_id)
         # `touch` looks in memory only. `require` asks the journal, which this event loop must not wait for.
         if not self._sessions.touch(session_id, caller.owner):
             await asyncio.to_thread(self._sessions.require, session_id, caller.owner)
@@ -666,7 +666,7 @@ class Service:
         if result is not None or self.futures.fingerprint(name) is not None:
             return result
         # no longer in memory
-        row = None if parsed.is_sample else await asyncio.to_thread(self.journal.job, parsed.owner, parsed.number)
+        row = None if parsed.is_sample else await asyncio.to_thread(self.journal.job, parsed.target_id, parsed.number)
         try:
             if row is not None:
                 await asyncio.to_thread(row.verify_checksum)

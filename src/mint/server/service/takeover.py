@@ -57,7 +57,7 @@ def adopt_sessions(journal: Journal, instance: Instance) -> Iterator[AdoptedSess
     if not dead:
         return
     marks = [RequestId.parse(mark) for mark in dead.values()]
-    running = [(name.owner, name.number) for name in marks if name is not None and not name.is_sample]
+    running = [(name.target_id, name.number) for name in marks if name is not None and not name.is_sample]
     journal.adopt_sessions(list(dead), running=running, instance_id=instance.instance_id, now=time.time())
     instance.remove(dead)
     for session in live:

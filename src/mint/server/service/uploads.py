@@ -34,7 +34,7 @@ from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.journal import Journal
-from mint.server.store.rows import CheckpointRow, RunRow, SessionRow
+from mint.server.store.rows import CheckpointRow, SessionRow, TrainingRunRow
 from mint.server.store.snapshot_files import size_bytes
 from mint.server.worker.validation import MAX_RANK, MAX_SEED
 
@@ -97,7 +97,7 @@ def report_storage_faults() -> Generator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise JournalError("no room is left for the upload", remedy="Free disk space on the server") from error
+            raise JournalError("no space is left for the upload", remedy="Free disk space on the server") from error
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.EROFS):
             remedy = "Upload it again; if that fails, see the server's log"
             raise JournalError(f"the upload cannot be stored: {error.strerror}", remedy=remedy) from error
@@ -202,7 +202,7 @@ def _store(catalog: CheckpointCatalog, data_dir: Path, content: _Content, *, own
         size = checkpoint_folders.folder_size(data_dir / folder)
         about = {"uploaded": True, "notes": list(content.notes)}
         row = CheckpointRow(run_id, path.kind, name, folder, now, owner=owner, size_bytes=size, user_metadata=about)
-        run = RunRow(run_id, session_id, owner, now, now, content.base_model, lora, ended_at=now)
+        run = TrainingRunRow(run_id, session_id, owner, now, now, content.base_model, lora, ended_at=now)
         session = SessionRow(session_id, "", None, now, now, owner, {"display_name": f"upload of {name}"}, now)
         catalog.add(session, run, row)
     except BaseException:

@@ -24,7 +24,7 @@ from mint.server.store.checkpoint_folders import Manifest, read_manifest, write_
 from mint.server.store.checkpoints import CheckpointPath, alias_of, check_ttl, find_checkpoint, no_checkpoint
 from mint.server.store.database import insert
 from mint.server.store.journal import Journal
-from mint.server.store.rows import CheckpointRow, RunRow, SessionRow
+from mint.server.store.rows import CheckpointRow, SessionRow, TrainingRunRow
 from mint.server.store.session_catalog import require_session
 from mint.types.records import FIRST_PAGE, Checkpoint, CheckpointsListResponse, PageQuery
 
@@ -165,7 +165,7 @@ class CheckpointCatalog:
             )
         self.check_storage(whose, max_bytes, source.size_bytes or 0)
         manifest = read_manifest(self._data_dir / source.folder)
-        run = RunRow(
+        run = TrainingRunRow(
             target.model_id, session_id, whose, now, now, manifest.base_model, dict(manifest.lora), ended_at=now
         )
         row = replace(
@@ -183,14 +183,14 @@ class CheckpointCatalog:
         self.add(SessionRow(session_id, "", None, now, now, whose, details, now), run, row)
         return target.uri
 
-    def add(self, session: SessionRow, run: RunRow, row: CheckpointRow) -> None:
+    def add(self, session: SessionRow, run: TrainingRunRow, row: CheckpointRow) -> None:
         """Adds a checkpoint that was not saved here, with a run of its own.
 
         Adds the session, too, unless it is there: one that has ended, so that nobody else can take its id.
         """
         with self._database.transaction() as transaction:
             transaction.execute(insert(SessionRow, "sessions", on_conflict="IGNORE"), **vars(session))
-            transaction.execute(insert(RunRow, "runs"), **vars(run))
+            transaction.execute(insert(TrainingRunRow, "runs"), **vars(run))
             transaction.execute(insert(CheckpointRow, "checkpoints"), **vars(row))
 
     def check_storage(self, owner: str, max_bytes: int | None, more_bytes: int) -> None:

@@ -206,17 +206,17 @@ class Database:
         with self.transaction() as transaction:
             return transaction.execute(sql, **parameters).rowcount
 
-    def probe(self, room_bytes: int = 0) -> None:
+    def probe(self, free_bytes: int = 0) -> None:
         """Writes something that changes nothing: to a file of so many bytes beside the database, and to the database.
 
         After a failed fsync it first writes again what that was to keep; `Durability` says why.
 
         Raises:
             JournalError: nothing can be written.
-            OSError: there is no room, or no file can be written.
+            OSError: there is no space, or no file can be written.
         """
-        if room_bytes:
-            _require_room(self._folder / PROBED_FOLDER, room_bytes)
+        if free_bytes:
+            _require_free_space(self._folder / PROBED_FOLDER, free_bytes)
         if self.durability.must_write_again:
             self.write_log_again()
         self.write(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -381,7 +381,7 @@ def _copy(source: Path, target: Path) -> None:
     sync_file(target)
 
 
-def _require_room(folder: Path, size_bytes: int) -> None:
+def _require_free_space(folder: Path, size_bytes: int) -> None:
     """Writes a file of this size, durably, and removes it."""
     folder.mkdir(exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=".probe.", suffix=".tmp", dir=folder)

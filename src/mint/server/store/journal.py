@@ -17,10 +17,10 @@ from mint.server.store.rows import (
     CheckpointRow,
     JobRow,
     ModelRow,
-    RunRow,
     SamplerRow,
     SessionRow,
     SnapshotRow,
+    TrainingRunRow,
     result_sha256,
     settings_sha256,
 )
@@ -52,7 +52,7 @@ class Finish:
 
 # The statements of a training step.
 _ADD_MODEL = insert(ModelRow, "models", on_conflict="IGNORE")
-_ADD_RUN = insert(RunRow, "runs", on_conflict="IGNORE")
+_ADD_RUN = insert(TrainingRunRow, "runs", on_conflict="IGNORE")
 _TOUCH_RUN = "UPDATE runs SET last_request_at = :now WHERE run_id = :model_id"
 _ADD_JOB = insert(JobRow, "jobs", on_conflict="IGNORE")
 _READ_JOB = "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id = :seq_id"
@@ -207,7 +207,7 @@ class Journal:
     # --- models and jobs -----------------------------------------------------------------------------------------
 
     def add_job(
-        self, job: JobRow, *, now: float, model: ModelRow | None = None, run: RunRow | None = None
+        self, job: JobRow, *, now: float, model: ModelRow | None = None, run: TrainingRunRow | None = None
     ) -> JobRow | None:
         """Accepts a request (with its model and run, for the job that makes one), unless its place is taken.
 
@@ -256,9 +256,9 @@ class Journal:
             "SELECT count(*) FROM models WHERE session_id IN (SELECT value FROM json_each(:ids))", ids=list(session_ids)
         )
 
-    def run(self, run_id: str) -> RunRow | None:
+    def run(self, run_id: str) -> TrainingRunRow | None:
         """What is known of a model, living or not."""
-        return self.database.row(RunRow, "SELECT * FROM runs WHERE run_id = :id", id=run_id)
+        return self.database.row(TrainingRunRow, "SELECT * FROM runs WHERE run_id = :id", id=run_id)
 
     def owner(self, model_id: str) -> str:
         """Who owns a model, living or not."""

@@ -92,7 +92,7 @@ class ModelRow:
 
 
 @dataclass(frozen=True)
-class RunRow:
+class TrainingRunRow:
     """What stays known of a model after its session: a training run. `base_model` is None until the model is made."""
 
     run_id: str

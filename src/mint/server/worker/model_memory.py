@@ -59,7 +59,7 @@ class ModelMemory:
         """The models in the engine."""
         return len(self._models.by_use)
 
-    def make_room(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
+    def evict_until_fits(self, model_id: str, base_model: str, spec: LoraSpec) -> None:
         """Parks other models until this one fits.
 
         Raises:

@@ -64,7 +64,7 @@ class Recovery:
             raise RecoveryDivergedError(row.diverged, remedy=_remedy(model_id))
         row.verify_checksum()
         lora = LoraSpec(**row.lora)
-        self._memory.make_room(model_id, row.base_model, lora)
+        self._memory.evict_until_fits(model_id, row.base_model, lora)
         try:
             self._restore(row, row.base_model, lora)
         except (OutOfMemoryError, JournalError):

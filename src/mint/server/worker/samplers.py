@@ -1,7 +1,7 @@
 """Samplers, which of their weights the engine holds, and which unnamed ones are kept.
 
 A sampler's weights never change: they are frozen when published, and their file brings them back after a restart or
-after the engine dropped them to make room. Used on the worker's thread, except `row`.
+after the engine dropped them. Used on the worker's thread, except `row`.
 
 A training loop publishes weights without a name at every step. So that the disk does not fill, unnamed samplers of a
 model go, least recently used first: `superseded` has the rule. Named checkpoints and samplers of them never go.
@@ -129,7 +129,7 @@ class Samplers:
             self._note_use(row)
         self._touch(row)
         self._drop([name for name in self._in_engine if name in used_at][:-MAX_IN_ENGINE_OF_A_MODEL])
-        self._make_room(keep=row.weights_id)
+        self._evict_idle(keep=row.weights_id)
 
     def drop_superseded(self, model_id: str, *, busy: Callable[[], Collection[str]]) -> None:
         """Forgets those that `published` weights of a model supersede, and removes their files once that is durable.
@@ -190,7 +190,7 @@ class Samplers:
         if row.weights_id is not None:
             self._load(row, row.weights_id)
             if len(self._in_engine) > MAX_IN_ENGINE:
-                self._make_room(keep=row.weights_id)
+                self._evict_idle(keep=row.weights_id)
         return job
 
     def _load(self, row: SamplerRow, weights_id: str) -> None:
@@ -220,7 +220,7 @@ class Samplers:
             used_at.pop(row.sampler_id, None)  # the newest use is the last item
             used_at[row.sampler_id] = self._clock()
 
-    def _make_room(self, *, keep: str | None) -> None:
+    def _evict_idle(self, *, keep: str | None) -> None:
         idle = [name for name in self._in_engine if name != keep]
         self._drop(idle[: max(0, len(self._in_engine) - MAX_IN_ENGINE)])
 

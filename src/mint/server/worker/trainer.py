@@ -178,7 +178,7 @@ class Trainer:
         config = validation.check_lora(request.lora_config)
         seed = secrets.randbits(31) if config.seed is None else config.seed
         spec = LoraSpec(config.rank, seed, config.train_attn, config.train_mlp, config.train_unembed)
-        self.memory.make_room(job.model_id, request.base_model, spec)
+        self.memory.evict_until_fits(job.model_id, request.base_model, spec)
         columns = self.models.create(job.model_id, request.base_model, spec, seed_given=config.seed is not None)
         return _Success(CreateModelResponse(model_id=job.model_id), changes={"model": columns})
 
@@ -202,7 +202,7 @@ class Trainer:
             )
         created: dict[str, Any] = {}
         if job.seq_id == 0:
-            self.memory.make_room(job.model_id, manifest.base_model, manifest.lora_spec)
+            self.memory.evict_until_fits(job.model_id, manifest.base_model, manifest.lora_spec)
             columns = self.models.create(
                 job.model_id, manifest.base_model, manifest.lora_spec, seed_given=manifest.seed_given
             )

@@ -16,11 +16,11 @@ from mint.server.store.checkpoint_catalog import checkpoint_record, no_run
 from mint.server.store.checkpoint_folders import read_manifest
 from mint.server.store.checkpoints import SAMPLER, TRAINING
 from mint.server.store.journal import Journal
-from mint.server.store.rows import CheckpointRow, RunRow
+from mint.server.store.rows import CheckpointRow, TrainingRunRow
 from mint.types.records import FIRST_PAGE, PageQuery, TrainingRun, TrainingRunsResponse
 
 
-class RunCatalog:
+class TrainingRunCatalog:
     """The training runs of one data directory."""
 
     def __init__(self, journal: Journal, data_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
@@ -40,7 +40,7 @@ class RunCatalog:
             where = f"{where} AND session_id IN ({project})"
         rows, cursor = read_page(
             self._database,
-            RunRow,
+            TrainingRunRow,
             "runs",
             where,
             "created_at DESC, run_id",
@@ -64,7 +64,7 @@ class RunCatalog:
                 return self._describe([row], owner)[0]
         raise no_run(run_id)
 
-    def _describe(self, rows: list[RunRow], owner: str | None) -> list[TrainingRun]:
+    def _describe(self, rows: list[TrainingRunRow], owner: str | None) -> list[TrainingRun]:
         ids = [row.run_id for row in rows]
         last = self._last_checkpoints(owner, ids)
         diverged = self._database.values(
@@ -97,7 +97,7 @@ class RunCatalog:
 
     def _record(
         self,
-        row: RunRow,
+        row: TrainingRunRow,
         training: CheckpointRow | None,
         sampler: CheckpointRow | None,
         *,
