@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from mint.engine.devices import Device
+from mint.engine.lora import LoraWeights
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
+from mint.engine.protocol import LoraSpec
 from mint.models.folder import ModelFolder
 
 
@@ -20,3 +22,8 @@ def open_decoder(
     config = read_decoder_config(opened.config)
     operations = Device(device, native, gpu_kernels=True).operations(config, dtype)
     return Decoder(config, opened.tensors(), operations)
+
+
+def new_lora(decoder: Decoder, spec: LoraSpec) -> LoraWeights:
+    """A lora on the decoder, all zeros."""
+    return LoraWeights(decoder.sites(spec), spec, decoder.device)

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoders import open_decoder
+from decoders import new_lora, open_decoder
 from plain_kernels import PlainKernels
 from small_models import write_model
 
 from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext, StepGraphs
 from mint.engine.cuda.kernels import TritonKernels
-from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.lora import LoraRows
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.linear import DenseMatrix
 from mint.engine.model.weights import LayerWeights, MlpWeights
@@ -146,7 +146,7 @@ def test_a_whole_step_has_the_logits_of_the_decoders_forward(tmp_path: Path) -> 
         for index, plane in enumerate(pages.planes(layer)):
             plane[:20].copy_(_random(*plane[:20].shape, seed=index))
     with torch.inference_mode(mode=False):
-        lora = LoraWeights(decoder.config, LoraSpec(5, 0, True, True, True), decoder.device)
+        lora = new_lora(decoder, LoraSpec(5, 0, True, True, True))
         lora.flat.copy_(_random(len(lora.flat), seed=2) * 0.05)
     graphs = StepGraphs(decoder, pages, KERNELS, capture=False, buckets=(4,))
     table, positions, tokens = np.arange(15).reshape(3, 5), np.array([3, 300, 64]), np.array([5, 6, 7])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import new_lora
 from engine_data import ADAM, CROSS_ENTROPY, random_data
 from small_models import write_model
 from torch import Tensor
@@ -20,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from mint.engine import memory_budget
 from mint.engine.cuda.attention import FlexPackedAttention
-from mint.engine.lora import LoraWeights
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.torch_operations import TorchOperations
@@ -109,7 +109,7 @@ def test_a_training_step_mixes_no_devices(
     family: str, dtype: torch.dtype, spec: LoraSpec, recompute: bool, make_decoder: Callable[..., Decoder]
 ) -> None:
     decoder = make_decoder(family, dtype)
-    lora = LoraWeights(decoder.config, spec, META)
+    lora = new_lora(decoder, spec)
     gradient, state = lora.enable_gradient(), AdamState.fresh(lora.flat)
     data = random_data(0, count=12, shared=16)
     batches = len(pack(data, 64))

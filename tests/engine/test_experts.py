@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from decoders import open_decoder
+from decoders import new_lora, open_decoder
 from engine_data import CROSS_ENTROPY, LORA, datum
 from small_models import write_model
 from torch import Tensor
@@ -63,11 +63,10 @@ def test_a_row_does_not_depend_on_who_shares_its_experts(
     dtype: torch.dtype, native: bool, threads: int, tmp_path: Path, compiled: Path
 ) -> None:
     decoder = _decoder(tmp_path, dtype, compiled if native else None)
-    config = decoder.config
     generator = torch.Generator().manual_seed(0)
     loras: list[LoraWeights | None] = [None]
     for rank in (4, 16):
-        own = LoraWeights(config, LoraSpec(rank, 0, False, True, False), torch.device("cpu"))
+        own = new_lora(decoder, LoraSpec(rank, 0, False, True, False))
         own.flat.normal_(0, 0.05, generator=generator)
         loras.append(own)
     tokens = torch.randint(0, 997, (120,), generator=generator)
@@ -93,7 +92,7 @@ def test_a_layer_computed_again_for_its_gradient_gives_the_same_bits(
 ) -> None:
     decoder = _decoder(tmp_path, dtype, compiled if native else None)
     generator = torch.Generator().manual_seed(0)
-    weights = LoraWeights(decoder.config, LORA, torch.device("cpu"))
+    weights = new_lora(decoder, LORA)
     weights.flat.normal_(0, 0.05, generator=generator)
     gradient = weights.enable_gradient()
     tokens = torch.randint(0, 997, (50,), generator=generator)
@@ -158,7 +157,7 @@ def test_native_mixtures_and_their_gradients_are_those_of_float64(
         for name, part in ModelFolder(tmp_path).tensors().items()
         if name.startswith(prefix)
     }
-    lora = LoraWeights(decoder.config, LoraSpec(5, 0, False, True, False), torch.device("cpu"))
+    lora = new_lora(decoder, LoraSpec(5, 0, False, True, False))
     lora.flat.normal_(0, 0.1, generator=generator)
     exact_sites = {
         name: SiteWeights(own.a.double().requires_grad_(), tuple(b.double().requires_grad_() for b in own.bs))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from decoders import open_decoder
+from decoders import new_lora, open_decoder
 from engine_data import LORA, job, train
 from plain_kernels import PlainKernels
 from small_models import write_model
@@ -56,7 +56,7 @@ def _graphs(decoder: Decoder, pages: KVCache, *buckets: int) -> StepGraphs:
 
 def _lora(decoder: Decoder, spec: LoraSpec, seed: int) -> LoraWeights:
     with torch.inference_mode(mode=False):
-        lora = LoraWeights(decoder.config, spec, decoder.device)
+        lora = new_lora(decoder, spec)
         lora.flat.copy_(torch.randn(lora.flat.shape, generator=torch.Generator().manual_seed(seed)) * 0.05)
     return lora
 
@@ -192,7 +192,7 @@ def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Pat
     decoder = open_decoder(family, dtype, device="meta")
     pages = KVCache(decoder.config, dtype, decoder.device, 1 << 24)
     graphs = StepGraphs(decoder, pages, PlainKernels(), capture=False, buckets=(64,))
-    lora = LoraWeights(decoder.config, LORA, decoder.device)
+    lora = new_lora(decoder, LORA)
     inputs = torch.zeros((4, 64), dtype=torch.int32, device="meta")
     hidden = graphs.hidden(inputs, splits=1, lora=lora)
     logits = decoder.logits(hidden, [LoraRows(0, 64, lora)])
@@ -209,7 +209,7 @@ def test_what_is_captured_stays_on_the_device_and_never_waits_for_it(family: Pat
 def test_a_prompt_is_run_without_reading_anything_back(family: Path) -> None:
     decoder = open_decoder(family, device="meta")
     pages = KVCache(decoder.config, decoder.dtype, decoder.device, 1 << 24)
-    lora = LoraWeights(decoder.config, LORA, decoder.device)
+    lora = new_lora(decoder, LORA)
     parts = [
         PromptPart(np.arange(70) % 50, 10, np.array([3, 4]), None),
         PromptPart(np.arange(33), 0, np.array([7]), lora),

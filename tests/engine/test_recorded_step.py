@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoders import open_decoder
+from decoders import new_lora, open_decoder
 from engine_data import job, train
 from small_models import write_model
 
@@ -66,7 +66,7 @@ def _steps(decoder: Decoder, pages: KVCache) -> NativeSteps:
 
 
 def _lora(decoder: Decoder, seed: int, **changes: bool) -> LoraWeights:
-    lora = LoraWeights(decoder.config, LoraSpec(**{**vars(LORA), **changes}), CPU)
+    lora = new_lora(decoder, LoraSpec(**{**vars(LORA), **changes}))
     lora.flat.normal_(0, 0.1, generator=torch.Generator().manual_seed(seed))
     return lora
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.model.config import DecoderConfig
 from mint.engine.protocol import LORA_ALPHA, LoraSpec
 from mint.errors import CheckpointError
 
@@ -26,7 +25,7 @@ UNEMBED = "lm_head"
 
 @dataclass(frozen=True)
 class Site:
-    """One fused product of the decoder: the layers (PEFT module names) in it, all with the same inputs."""
+    """One product of a base model, perhaps of several layers (PEFT module names), all with the same inputs."""
 
     name: str
     modules: tuple[str, ...]
@@ -52,53 +51,20 @@ class SiteWeights:
         return parts
 
 
-def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
-    """The sites that `lora` trains, in the order of their storage."""
-    hidden, query, kv = config.hidden_size, config.query_size, config.key_value_size
-    sites = []
-    for layer in range(config.num_hidden_layers):
-        attention = f"model.layers.{layer}.self_attn"
-        mlp = f"model.layers.{layer}.mlp"
-        mixture = config.experts_of(layer)
-        if lora.train_attn:
-            modules = tuple(f"{attention}.{part}_proj" for part in "qkv")
-            sites.append(Site(f"{layer}.qkv", modules, hidden, (query, kv, kv)))
-            sites.append(Site(f"{layer}.o", (f"{attention}.o_proj",), query, (hidden,)))
-        if lora.train_mlp and mixture is None:
-            sites += _mlp_sites(str(layer), mlp, hidden, config.intermediate_size)
-        elif lora.train_mlp and mixture is not None:
-            for expert in range(mixture.count):
-                name = expert_site(layer, expert)
-                sites += _mlp_sites(name, f"{mlp}.experts.{expert}", hidden, mixture.intermediate_size)
-    if lora.train_unembed:
-        sites.append(Site(UNEMBED, (UNEMBED,), hidden, (config.vocab_size,)))
-    return sites
-
-
-def expert_site(layer: int, expert: int) -> str:
-    """The prefix of the names of an expert's sites."""
-    return f"{layer}.experts.{expert}"
-
-
-def _mlp_sites(name: str, module: str, hidden: int, inner: int) -> list[Site]:
-    gate_up = Site(f"{name}.gate_up", (f"{module}.gate_proj", f"{module}.up_proj"), hidden, (inner, inner))
-    return [gate_up, Site(f"{name}.down", (f"{module}.down_proj",), inner, (hidden,))]
-
-
-def parameter_count(config: DecoderConfig, lora: LoraSpec) -> int:
+def parameter_count(sites: Sequence[Site], rank: int) -> int:
     """The number of weights of a lora."""
-    return sum(_size(site, lora.rank) for site in list_sites(config, lora))
+    return sum(_size(site, rank) for site in sites)
 
 
 class LoraWeights:
     """The weights of one lora: `flat` holds all, `sites` and `named` are views into it."""
 
-    def __init__(self, config: DecoderConfig, lora: LoraSpec, device: torch.device) -> None:
-        """All zeros; see `initialise`."""
+    def __init__(self, sites: Sequence[Site], lora: LoraSpec, device: torch.device) -> None:
+        """All zeros; see `initialise`. `sites` are those of the base model that `lora` trains."""
         self.spec = lora
         self.scale = LORA_ALPHA / lora.rank
-        self._sites = list_sites(config, lora)
-        self.flat = torch.zeros(parameter_count(config, lora), device=device)
+        self._sites = sites
+        self.flat = torch.zeros(parameter_count(sites, lora.rank), device=device)
         self.sites = self._cut(self.flat)
 
     @property
@@ -127,9 +93,9 @@ class LoraWeights:
                 tensor.requires_grad_().grad = grad
         return gradient
 
-    def copy(self, config: DecoderConfig) -> LoraWeights:
+    def copy(self) -> LoraWeights:
         """A copy without gradient; later steps on this one do not touch it."""
-        other = LoraWeights(config, self.spec, self.flat.device)
+        other = LoraWeights(self._sites, self.spec, self.flat.device)
         other.flat.copy_(self.flat)
         return other
 

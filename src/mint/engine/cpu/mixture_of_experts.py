@@ -21,11 +21,12 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 from mint.engine.cpu.experts import ExpertLora, ExpertMatrices, NativeExperts, Routing
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.panels import PanelMatrix
-from mint.engine.lora import LoraRows, LoraWeights, SiteWeights, expert_site
+from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import Matrix
 from mint.engine.model.operations import Operations
+from mint.engine.model.weights import expert_site
 
 
 class NativeMixtureOfExperts:

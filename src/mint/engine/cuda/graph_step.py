@@ -210,7 +210,7 @@ class StepGraphs:
         if spec not in self._buffers:
             # A tensor made in inference mode could not be written outside of it.
             with torch.inference_mode(mode=False):
-                self._buffers[spec] = LoraWeights(self.decoder.config, spec, self.decoder.device)
+                self._buffers[spec] = LoraWeights(self.decoder.sites(spec), spec, self.decoder.device)
         if self._loaded.get(spec) is not lora:
             self._buffers[spec].flat.copy_(lora.flat.detach())
             self._loaded[spec] = lora

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mint.engine.lora import UNEMBED, LoraRows
+from mint.engine.lora import UNEMBED, LoraRows, Site
 from mint.engine.model.autograd import recomputed
 from mint.engine.model.blocks import AttentionInputs, ForwardContext, Mlp, Norm
 from mint.engine.model.config import DecoderConfig
@@ -28,8 +28,9 @@ from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
 from mint.engine.model.operations import Attention, FeedForward, Operations
 from mint.engine.model.rope import rope_tables
 from mint.engine.model.weight_loader import load_weights
-from mint.engine.model.weights import MixtureWeights
+from mint.engine.model.weights import MixtureWeights, list_sites
 from mint.engine.packing import AttentionBlock
+from mint.engine.protocol import LoraSpec
 from mint.models.tensor_files import StoredTensor
 
 
@@ -66,6 +67,15 @@ class Decoder:
             for index, layer in enumerate(self.weights.layers)
             if isinstance(layer.mlp, MixtureWeights)
         }
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size
+
+    def sites(self, lora: LoraSpec) -> list[Site]:
+        """The products that `lora` trains, in the order of storage."""
+        return list_sites(self.config, lora)
 
     def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
         """Causal attention of packed rows."""

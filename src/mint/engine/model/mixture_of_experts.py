@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.lora import LoraRows, expert_site
+from mint.engine.lora import LoraRows
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.blocks import Norm
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import LoraLinears
 from mint.engine.model.operations import Operations
-from mint.engine.model.weights import MixtureWeights
+from mint.engine.model.weights import MixtureWeights, expert_site
 
 
 class MixtureOfExperts:

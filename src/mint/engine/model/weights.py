@@ -1,4 +1,6 @@
-"""The base weights of a decoder as the forward uses them: layers that share their inputs are one matrix.
+"""The base weights of a decoder as the forward uses them, and the sites of loras on them.
+
+Layers that share their inputs are one matrix, and one site.
 
 Letters: E hidden size · H all heads (query, key, value) · D head dimension · I an MLP's inner width · V vocabulary.
 """
@@ -9,7 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mint.engine.lora import UNEMBED, Site
+from mint.engine.model.config import DecoderConfig
 from mint.engine.model.linear import Matrix
+from mint.engine.protocol import LoraSpec
 
 
 @dataclass(frozen=True)
@@ -59,3 +64,36 @@ class BaseWeights:
             if isinstance(layer.mlp, MlpWeights):
                 found |= {f"{index}.gate_up": layer.mlp.gate_up, f"{index}.down": layer.mlp.down}
         return found
+
+
+def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
+    """The sites that `lora` trains, in the order of their storage."""
+    hidden, query, kv = config.hidden_size, config.query_size, config.key_value_size
+    sites = []
+    for layer in range(config.num_hidden_layers):
+        attention = f"model.layers.{layer}.self_attn"
+        mlp = f"model.layers.{layer}.mlp"
+        mixture = config.experts_of(layer)
+        if lora.train_attn:
+            modules = tuple(f"{attention}.{part}_proj" for part in "qkv")
+            sites.append(Site(f"{layer}.qkv", modules, hidden, (query, kv, kv)))
+            sites.append(Site(f"{layer}.o", (f"{attention}.o_proj",), query, (hidden,)))
+        if lora.train_mlp and mixture is None:
+            sites += _mlp_sites(str(layer), mlp, hidden, config.intermediate_size)
+        elif lora.train_mlp and mixture is not None:
+            for expert in range(mixture.count):
+                name = expert_site(layer, expert)
+                sites += _mlp_sites(name, f"{mlp}.experts.{expert}", hidden, mixture.intermediate_size)
+    if lora.train_unembed:
+        sites.append(Site(UNEMBED, (UNEMBED,), hidden, (config.vocab_size,)))
+    return sites
+
+
+def expert_site(layer: int, expert: int) -> str:
+    """The prefix of the names of an expert's sites."""
+    return f"{layer}.experts.{expert}"
+
+
+def _mlp_sites(name: str, module: str, hidden: int, inner: int) -> list[Site]:
+    gate_up = Site(f"{name}.gate_up", (f"{module}.gate_proj", f"{module}.up_proj"), hidden, (inner, inner))
+    return [gate_up, Site(f"{name}.down", (f"{module}.down_proj",), inner, (hidden,))]
