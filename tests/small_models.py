@@ -29,6 +29,69 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What each family adds to a shape."""
 
+_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16}  # fmt: skip
+_DELTA_NET = {"num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+              "linear_value_head_dim": 8}  # fmt: skip
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+           "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
+           "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": None}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2,
+          "mamba_chunk_size": 8, "mamba_d_ssm": 96}  # fmt: skip
+
+OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "ministral3": {},
+    "phi3": {},
+    "smollm3": {"num_hidden_layers": 4},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1,
+                "logits_scaling": 2.0},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 16},
+    "gemma2": {"sliding_window": 16},
+    "gemma3_text": {"sliding_window": 16, "num_hidden_layers": 6},
+    "gemma4_text": {"sliding_window": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
+    "cohere2": {"sliding_window": 16},
+    "exaone4": {"sliding_window": 16},
+    "glm4": {},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+                 "topk_group": 1, "first_k_dense_replace": 1},
+    "glm_moe_dsa": _LATENT,
+    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "deepseek_v3": _LATENT,
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 64},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, **_MIXTURE},
+    "qwen3_next": {**_DELTA_NET, **_MIXTURE},
+    "falcon_h1": _MAMBA,
+    "granitemoehybrid": {**_MAMBA, "num_local_experts": 0, "layer_types": ["mamba", "attention"],
+                         "shared_intermediate_size": 32},
+    "nemotron_h": {"num_hidden_layers": 4, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 24,
+                   "n_groups": 1, "chunk_size": 8},
+    "lfm2": {},
+    "olmo_hybrid": _DELTA_NET,
+}  # fmt: skip
+"""Families that run on the modules of transformers, and what each adds to the shape of `write_other_model`."""
+
+
+def write_other_model(folder: Path, family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """Writes a random model of one of `OTHER_FAMILIES` to `folder` and returns it (float32, eval)."""
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 256,
+             "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}  # fmt: skip
+    settings = {**shape, **OTHER_FAMILIES[family], **changes}
+    config = AutoConfig.for_model(family, **{key: value for key, value in settings.items() if value is not None})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return model
+
 
 def write_model(
     folder: Path, shape: str, *, family: str = "qwen3", seed: int = 0, shards: str | None = None, **changes: object

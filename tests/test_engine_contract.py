@@ -29,6 +29,7 @@ from mint.errors import CheckpointError, MintError, NotFoundError
 ENGINES: dict[str, Callable[[], Engine]] = {
     "fake": lambda: FakeEngine(vocab_size=97),
     "torch": lambda: TorchEngine(dtype="float32", threads=1, device="cpu"),
+    "transformers": lambda: TorchEngine(dtype="float32", threads=1, device="cpu", implementation="transformers"),
 }
 
 

@@ -14,7 +14,7 @@ from engine_data import CROSS_ENTROPY, LORA, datum, random_data, train
 from small_models import write_model
 from transformers import Qwen3ForCausalLM
 
-from mint.engine import torch_engine
+from mint.engine.bases import decoder_base
 from mint.engine.cpu.operations import CpuOperations
 from mint.engine.memory_budget import MIN_ROWS, bytes_per_row, is_out_of_memory, rows_at_once
 from mint.engine.model.blocks import Mlp
@@ -69,7 +69,7 @@ def test_a_sequence_beyond_the_budget_is_computed_again_without_being_asked(
     real = Decoder._layer
     monkeypatch.setattr(Decoder, "_layer", lambda *args, **named: calls.append(1) or real(*args, **named))
     for rows, expected in ((4096, 2), (40, 4)):  # two layers, once and twice
-        monkeypatch.setattr(torch_engine, "rows_at_once", lambda *_, rows=rows: rows)
+        monkeypatch.setattr(decoder_base, "rows_at_once", lambda *_, rows=rows: rows)
         engine = _engine(tied[0])
         calls.clear()
         engine.forward_backward("m", [datum(np.arange(20, 90) % 64 + 20)], CROSS_ENTROPY)

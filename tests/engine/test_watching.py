@@ -11,11 +11,11 @@ import torch
 from conftest import Twin
 from engine_data import LORA, job, train
 
+from mint.engine.bases.multi_base_batch import MultiBaseBatch
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, LoraSpec, SampleBatch, SampleJob, SampleResult, StopRule
 from mint.engine.sampling import sampler as sampler_module
-from mint.engine.sampling.multi_base_batch import MultiBaseBatch
 from mint.engine.torch_engine import TorchEngine
 
 WEIGHTS = (None, "w", "v")

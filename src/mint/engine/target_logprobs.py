@@ -8,20 +8,49 @@ Letters: T rows (hidden states) · U pairs (a row and one of its targets) · E h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mint.engine.lora import UNEMBED, LoraRows
-from mint.engine.model.decoder import Decoder
 from mint.engine.model.functions import exponentials
+from mint.engine.model.operations import Operations
 from mint.engine.upload import upload
 
 MIN_CHUNK_ROWS = 192
 """Logits are never computed for fewer rows at once: each chunk reads the whole unembedding, and products of more rows
 are no faster."""
+
+
+class Unembedding(Protocol):
+    """The part of a decoder that makes logits of hidden states."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where hidden states are."""
+        ...
+
+    @property
+    def operations(self) -> Operations:
+        """What computes between the products."""
+        ...
+
+    def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
+        """Float32 logits [T, V], which the caller may overwrite; `loras` may cover more rows than there are."""
+        ...
+
+    def logits_gradient(self, grad: Tensor, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
+        """From the gradient for `logits` [T, V] that for hidden [T, E]; a lora's is added to its `.grad`."""
+        ...
 
 
 class TargetLogprobs:
@@ -30,7 +59,7 @@ class TargetLogprobs:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Unembedding,
         hidden: Tensor,
         rows: np.ndarray,
         targets: np.ndarray,
@@ -122,10 +151,12 @@ class _Chunk:
     places: Tensor
 
 
-def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraRows]) -> list[list[tuple[int, float]]]:
+def top_logprobs(
+    decoder: Unembedding, hidden: Tensor, count: int, loras: list[LoraRows]
+) -> list[list[tuple[int, float]]]:
     """The `count` most probable tokens after each of hidden [T, E], best first."""
     found: list[list[tuple[int, float]]] = []
-    for rows in row_slices(len(hidden), decoder.config.vocab_size, decoder.operations.logits_at_once):
+    for rows in row_slices(len(hidden), decoder.vocab_size, decoder.operations.logits_at_once):
         logits = decoder.logits(hidden[rows], loras)
         best = logits.topk(min(count, logits.shape[1]), dim=1)
         logprobs = (best.values - logits.logsumexp(1, keepdim=True)).tolist()
@@ -133,9 +164,9 @@ def top_logprobs(decoder: Decoder, hidden: Tensor, count: int, loras: list[LoraR
     return found
 
 
-def _chunks(decoder: Decoder, rows: np.ndarray, count: int) -> list[_Chunk]:
+def _chunks(decoder: Unembedding, rows: np.ndarray, count: int) -> list[_Chunk]:
     """`count` rows in order, with the pairs whose ascending `rows` fall into each chunk."""
-    slices = row_slices(count, decoder.config.vocab_size, decoder.operations.logits_at_once)
+    slices = row_slices(count, decoder.vocab_size, decoder.operations.logits_at_once)
     size = slices[0].stop if slices else 1
     places = upload(decoder.device, rows % size)[0]
     chunks = []

@@ -1,13 +1,14 @@
 """The engine on PyTorch: base models, loras in training with their optimizers, and published weights for sampling.
 
-Holds state and delegates the arithmetic: `training_pass` runs a pass, `optimizer` a step, `sampling` the sampling.
+Holds state and delegates the arithmetic: a base model (`bases`) runs passes and samples, `optimizer` a step.
 Knows nothing of tenants, journals or HTTP.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mint.engine.bases.base_model import BaseModel
+from mint.engine.bases.decoder_base import CacheSizes, DecoderBase
+from mint.engine.bases.multi_base_batch import MultiBaseBatch
 from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.machine_memory import free_memory_bytes
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights, parameter_count
-from mint.engine.memory_budget import rows_at_once
 from mint.engine.model.config import read_decoder_config
-from mint.engine.model.decoder import Decoder
 from mint.engine.optimizer import AdamState, step_adam
 from mint.engine.protocol import (
     LORA_ALPHA,
@@ -38,26 +40,15 @@ from mint.engine.protocol import (
     TrainDatum,
     sample_together,
 )
-from mint.engine.sampling.kv_cache import KVCache
-from mint.engine.sampling.multi_base_batch import MultiBaseBatch
-from mint.engine.sampling.prefix_cache import PrefixCache
-from mint.engine.sampling.sampler import SamplerMemory
 from mint.engine.state_digest import digest_of, is_old, old_digest_of
-from mint.engine.training_pass import run_pass
-from mint.errors import CheckpointError, NotFoundError
+from mint.errors import CheckpointError, InvalidRequestError, NotFoundError
 from mint.models.folder import ModelFolder
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 KV_CACHE_BYTES, PREFIX_CACHE_BYTES = 4 << 30, 512 << 20
-
-
-@dataclass(frozen=True)
-class _Base:
-    decoder: Decoder
-    info: BaseInfo
-    rows: int
-    """Rows of a training micro-batch."""
 
 
 @dataclass
@@ -89,6 +80,7 @@ class TorchEngine:
         recompute: bool | None = None,
         native: NativeBuild | Path | None = None,
         gpu_kernels: bool = True,
+        implementation: Literal["mint", "transformers"] | None = None,
     ) -> None:
         """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
 
@@ -97,7 +89,8 @@ class TorchEngine:
         them: the same bits, less memory, about a third more time. None does so only for sequences that are too long
         otherwise. `native` are kernels in C for a CPU, or the folder where they are compiled and cached; None uses
         torch alone, whose last bits differ. Without `gpu_kernels` a GPU runs plain operations of torch: no
-        FlexAttention, and no CUDA graphs of Triton kernels.
+        FlexAttention, and no CUDA graphs of Triton kernels. `implementation` is what computes base models: by default
+        mint's own decoder where it knows the family, else the modules of transformers.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
@@ -107,55 +100,33 @@ class TorchEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         self._recompute = recompute
-        self._bases: dict[str, _Base] = {}
+        self._implementation = implementation
+        self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, _TrainedModel] = {}
         self._published: dict[str, _Published] = {}
-        self._memories: dict[str, SamplerMemory] = {}
-        self._kv_cache_bytes = kv_cache_bytes
-        self._prefix_cache_bytes = prefix_cache_bytes
+        self._caches = CacheSizes(kv_cache_bytes, prefix_cache_bytes)
 
     def load_base(self, name: str, path: str) -> BaseInfo:
         """Loads a Hugging Face folder as base `name`; does nothing if it is loaded.
 
         Raises:
-            InvalidRequestError: the folder is of a family that mint does not compute, or lacks or adds tensors.
+            InvalidRequestError: neither mint nor transformers computes the family, or the folder lacks or adds tensors.
             CheckpointError: a weight file is damaged.
         """
-        if name in self._bases:
-            return self._bases[name].info
-        folder = ModelFolder(Path(path))
-        config = read_decoder_config(folder.config)
-        operations = self._device.operations(config, self._dtype)
-        decoder = Decoder(config, folder.tensors(), operations)
-        rows = rows_at_once(config, operations)
-        settings = {
-            "engine": "torch",
-            "attention": operations.attention_name,
-            "torch": torch.__version__,
-            "dtype": str(self._dtype).removeprefix("torch."),
-            "unembedding_dtype": "float32",
-            "device": str(self._device.torch),
-            "threads": torch.get_num_threads(),
-            "micro_batch_rows": rows,
-            "recompute": {None: "long sequences", True: "always", False: "never"}[self._recompute],
-            "path": path,
-        }
-        context = config.max_position_embeddings
-        info = BaseInfo(name, config.model_type, config.vocab_size, context, folder.eos_token_ids, settings)
-        self._bases[name] = _Base(decoder, info, rows)
-        return info
+        if name not in self._bases:
+            self._bases[name] = self._open(name, ModelFolder(Path(path)))
+        return self._bases[name].info
 
     def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
         """A new lora with fresh optimizer; returns the settings that took effect."""
         found = self._base(base)
-        decoder, info = found.decoder, found.info
-        weights = LoraWeights(decoder.config, lora, decoder.device)
+        weights = LoraWeights(found.sites(lora), lora, found.device)
         weights.initialise(lora.seed)
         gradient = weights.enable_gradient()
         self._models[model_id] = _TrainedModel(base, weights, gradient, AdamState.fresh(weights.flat))
         return {
-            **info.settings,
-            "arch": info.arch,
+            **found.info.settings,
+            "arch": found.info.arch,
             "alpha": LORA_ALPHA,
             "scale": weights.scale,
             "rank": lora.rank,
@@ -167,7 +138,7 @@ class TorchEngine:
 
     def model_bytes(self, base: str, lora: LoraSpec) -> int:
         """The memory of a model of this shape: weights, gradient and two moments in float32."""
-        return 4 * 4 * parameter_count(self._base(base).decoder.config, lora)
+        return 4 * 4 * parameter_count(self._base(base).sites(lora), lora.rank)
 
     def free_bytes(self) -> int | None:
         """The memory that is free on the device; None if unknown."""
@@ -264,8 +235,7 @@ class TorchEngine:
     def publish(self, model_id: str, weights_id: str) -> None:
         """Freezes a copy of the model's weights for sampling; later steps do not touch it."""
         model = self._model(model_id)
-        copy = model.weights.copy(self._base(model.base).decoder.config)
-        self._add_published(weights_id, _Published(model.base, copy))
+        self._add_published(weights_id, _Published(model.base, model.weights.copy()))
 
     def load_weights(self, weights_id: str, base: str, lora: LoraSpec, weights: Mapping[str, np.ndarray]) -> None:
         """Makes saved weights available for sampling.
@@ -273,35 +243,35 @@ class TorchEngine:
         Raises:
             CheckpointError: names or shapes do not fit the base and `lora`.
         """
-        loaded = LoraWeights(self._base(base).decoder.config, lora, self._device.torch)
+        loaded = LoraWeights(self._base(base).sites(lora), lora, self._device.torch)
         loaded.flat.copy_(loaded.assemble(weights, f"the weights {weights_id}"))
         self._add_published(weights_id, _Published(base, loaded))
 
     def drop_weights(self, weights_id: str) -> None:
         """Forgets published weights; unknown ids are fine."""
         published = self._published.pop(weights_id, None)
-        if published is not None and published.base in self._memories:
-            self._memories[published.base].prefix_cache.close(published.weights)
+        if published is not None:
+            self._bases[published.base].drop_weights(published.weights)
 
     def open_batch(self) -> MultiBaseBatch:
         """An empty batch; training between two steps changes nothing in it."""
-        return MultiBaseBatch(lambda job: (self._base(job.base).decoder, self._memory(job.base), self._lora(job)))
+        return MultiBaseBatch(lambda job: (self._base(job.base), self._lora(job)))
 
     def sampling_counters(self) -> dict[str, int]:
         """Totals since the start over all bases: prompt tokens `prefilled` and `reused`, tokens `sampled`, `steps`, and
         `restarts` of preempted jobs."""
-        totals: Counter[str] = Counter()
-        for memory in list(self._memories.values()):  # a copy: another thread may be adding one
-            totals.update(memory.counters)
-        return dict(totals)
+        return self._sum(lambda base: base.counters)
 
     def kv_pages(self) -> dict[str, int]:
         """Pages of the KV caches now, over all bases: `in_use` by samples or the prefix cache, `cached` by the prefix
         cache, and the `total`. May be called from any thread."""
-        memories = list(self._memories.values())
-        total = sum(memory.kv_cache.count for memory in memories)
-        free = sum(memory.kv_cache.free for memory in memories)
-        return {"in_use": total - free, "cached": sum(len(memory.prefix_cache) for memory in memories), "total": total}
+        return self._sum(lambda base: base.kv_pages)
+
+    def _sum(self, read: Callable[[BaseModel], Mapping[str, int]]) -> dict[str, int]:
+        totals: Counter[str] = Counter()
+        for base in list(self._bases.values()):  # a copy: another thread may be adding one
+            totals.update(read(base))
+        return dict(totals)
 
     def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
         """Samples all jobs together; the result of each is a function of that job alone."""
@@ -316,41 +286,36 @@ class TorchEngine:
         gradient: bool,
         repeated: MicroBatching | None = None,
     ) -> PassResult:
-        base = self._base(model.base)
-        return run_pass(
-            base.decoder,
-            model.weights,
-            data,
-            loss,
-            gradient=model.gradient if gradient else None,
-            micro_batching=repeated or MicroBatching(base.rows, self._recompute),
-            may_shrink=repeated is None,
-        )
+        own = model.gradient if gradient else None
+        return self._base(model.base).run_pass(model.weights, data, loss, gradient=own, repeated=repeated)
 
-    def _base(self, name: str) -> _Base:
+    def _open(self, name: str, folder: ModelFolder) -> BaseModel:
+        """Loads a base model with the implementation that computes it."""
+        if self._implementation != "transformers":
+            try:
+                config = read_decoder_config(folder.config)
+            except InvalidRequestError as error:
+                if self._implementation == "mint":
+                    raise
+                log.info("%s is not for mint's own decoder: %s", name, error)
+            else:
+                return DecoderBase(
+                    name, folder, config, self._device, self._dtype, recompute=self._recompute, caches=self._caches
+                )
+        # Deferred: it loads transformers' models, which own families do not need.
+        from mint.engine.bases.transformers_base import TransformersBase
+
+        return TransformersBase(name, folder, self._device, self._dtype, recompute=self._recompute)
+
+    def _base(self, name: str) -> BaseModel:
         if name not in self._bases:
             raise NotFoundError("is not loaded", field="base_model", value=name)
         return self._bases[name]
 
-    def _memory(self, base: str) -> SamplerMemory:
-        if base not in self._memories:
-            decoder = self._base(base).decoder
-            cache = KVCache(decoder.config, decoder.dtype, decoder.device, self._kv_cache_bytes)
-            prefixes = PrefixCache(cache, min(self._prefix_cache_bytes, self._kv_cache_bytes // 2))
-            # Caches are made at the first sample of a base; weights may have been published before.
-            for published in self._published.values():
-                if published.base == base:
-                    prefixes.open(published.weights)
-            steps = self._device.decode_steps(decoder, cache)
-            draw = self._device.draw(decoder.operations)
-            self._memories[base] = SamplerMemory(cache, prefixes, steps, draw)
-        return self._memories[base]
-
     def _add_published(self, weights_id: str, published: _Published) -> None:
         self.drop_weights(weights_id)
         self._published[weights_id] = published
-        if published.base in self._memories:
-            self._memories[published.base].prefix_cache.open(published.weights)
+        self._bases[published.base].add_weights(published.weights)
 
     def _model(self, model_id: str) -> _TrainedModel:
         if model_id not in self._models:

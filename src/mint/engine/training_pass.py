@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,16 +15,36 @@ from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
 from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.model.autograd import backward
-from mint.engine.model.decoder import Decoder
-from mint.engine.packing import MicroBatch, pack
+from mint.engine.model.operations import Attention
+from mint.engine.packing import AttentionBlock, MicroBatch, pack
 from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum
-from mint.engine.target_logprobs import TargetLogprobs
+from mint.engine.target_logprobs import TargetLogprobs, Unembedding
 from mint.engine.upload import upload
 from mint.errors import OutOfMemoryError
 
 log = logging.getLogger(__name__)
 
 _MISSING = np.empty(0, np.float32)
+
+
+class TrainedDecoder(Unembedding, Protocol):
+    """What a pass needs of a decoder."""
+
+    def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
+        """Causal attention of packed rows."""
+        ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        loras: Sequence[LoraRows],
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Final hidden states [T, E] of `tokens` [T] at `positions` [T]; `loras` cover all rows."""
+        ...
 
 
 class _Results:
@@ -36,7 +57,7 @@ class _Results:
 
 
 def run_pass(
-    decoder: Decoder,
+    decoder: TrainedDecoder,
     lora: LoraWeights,
     data: Sequence[TrainDatum],
     loss: LossSpec,
@@ -98,7 +119,7 @@ def _smaller(attempt: MicroBatching, data: Sequence[TrainDatum], *, with_gradien
 
 
 def _try(
-    decoder: Decoder,
+    decoder: TrainedDecoder,
     lora: LoraWeights,
     data: Sequence[TrainDatum],
     loss: LossSpec,
@@ -121,7 +142,7 @@ def _try(
 
 
 def _run(
-    decoder: Decoder,
+    decoder: TrainedDecoder,
     lora: LoraWeights,
     data: Sequence[TrainDatum],
     batch: MicroBatch,

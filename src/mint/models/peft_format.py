@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -33,6 +33,10 @@ _LAYER = re.compile(
 )
 _FROZEN_COPY = re.compile(r"(?P<module>model\.embed_tokens|lm_head)\.(?:base_layer\.)?weight", re.ASCII)
 """The names under which PEFT stores a copy of the base's embeddings if a lora is on one of them."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""An expert with layers of its own, which PEFT takes by last names."""
 
 _FILL_SEED = 0
 _MANY = 100_000
@@ -113,10 +117,30 @@ def config_json(modules: Iterable[str], *, rank: int, alpha: float, base_model: 
 
 
 def write_peft(folder: Path, weights: Mapping[str, np.ndarray], *, rank: int, alpha: float, base_model: str) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors."""
+    """Writes adapter_config.json and adapter_model.safetensors.
+
+    Raises:
+        CheckpointError: PEFT would put these loras on other layers, too.
+    """
+    _require_clear(module_names(weights))
     write_tensors(folder / WEIGHTS_FILE, {_PREFIX + name: array for name, array in weights.items()}, {"format": "pt"})
     config = config_json(module_names(weights), rank=rank, alpha=alpha, base_model=base_model)
     write_file(folder / CONFIG_FILE, [config])
+
+
+def _require_clear(modules: Sequence[str]) -> None:
+    """Refuses layers beside experts that are stored together: by their last names, PEFT takes them for the experts."""
+    if any(_EXPERT.search(name) for name in modules):
+        return  # each expert is named
+    kinds: dict[str, set[str]] = {}
+    for name in modules:
+        kinds.setdefault(name.rsplit(".", 1)[-1], set()).add(_NUMBER.sub("N", name))
+    for last in ("gate_proj", "up_proj", "down_proj"):
+        if "shared_expert" in str(kinds.get(last)) or len(kinds.get(last, ())) > 1:
+            raise CheckpointError(
+                f"PEFT would put the loras of {last} on the experts of this model, too",
+                remedy="Export with --format hf, or train with train_mlp=False",
+            )
 
 
 def peft_header(path: Path) -> tuple[bytes, int, list[str]]:

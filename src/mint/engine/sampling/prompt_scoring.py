@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from mint.engine.lora import LoraRows, LoraWeights
-from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import SampleJob, TokenTable
 from mint.engine.sampling.draw import draw_many
 from mint.engine.sampling.random_stream import uniform
-from mint.engine.target_logprobs import TargetLogprobs, row_slices, top_logprobs
+from mint.engine.target_logprobs import TargetLogprobs, Unembedding, row_slices, top_logprobs
 
 DRAWS_FROM = 1 << 32
 """Draws within the prompt use the random streams of sample numbers from here on, which no sample has."""
@@ -57,7 +56,7 @@ def asks(job: SampleJob) -> bool:
     )
 
 
-def score_prompt(decoder: Decoder, job: SampleJob, hidden: Tensor, lora: LoraWeights | None) -> PromptScores:
+def score_prompt(decoder: Unembedding, job: SampleJob, hidden: Tensor, lora: LoraWeights | None) -> PromptScores:
     """The answers for `job` from hidden [P, E]; row i predicts token i + 1.
 
     The first `unasked_tokens` rows may hold anything finite.
@@ -81,7 +80,7 @@ def score_prompt(decoder: Decoder, job: SampleJob, hidden: Tensor, lora: LoraWei
     return PromptScores(own, top, targets, draws)
 
 
-def _score_targets(decoder: Decoder, pairs: np.ndarray, before: Tensor, loras: list[LoraRows]) -> np.ndarray:
+def _score_targets(decoder: Unembedding, pairs: np.ndarray, before: Tensor, loras: list[LoraRows]) -> np.ndarray:
     """Logprobs float32 [Q] of pairs (place, token) [Q, 2], in any order and with repetitions."""
     distinct, pair_of = np.unique(pairs, axis=0, return_inverse=True)
     places, rows = np.unique(distinct[:, 0], return_inverse=True)
@@ -90,7 +89,7 @@ def _score_targets(decoder: Decoder, pairs: np.ndarray, before: Tensor, loras: l
     return found.logprobs.cpu().numpy()[pair_of.reshape(-1)]
 
 
-def _draw(decoder: Decoder, job: SampleJob, before: Tensor, loras: list[LoraRows]) -> TokenTable:
+def _draw(decoder: Unembedding, job: SampleJob, before: Tensor, loras: list[LoraRows]) -> TokenTable:
     """`prompt_alt_tokens_k` tokens at every place after the first, and the policy's own logprobs of them."""
     count = len(before)
     draws = job.prompt_alt_tokens_k
@@ -98,7 +97,7 @@ def _draw(decoder: Decoder, job: SampleJob, before: Tensor, loras: list[LoraRows
     streams = np.tile(np.arange(DRAWS_FROM, DRAWS_FROM + draws), count)
     uniforms = uniform(seeds, streams, np.repeat(np.arange(1, count + 1), draws)).reshape(count, draws)
     tokens, logprobs = np.zeros((count, draws), np.int64), np.zeros((count, draws), np.float32)
-    for rows in row_slices(count, decoder.config.vocab_size, decoder.operations.logits_at_once):
+    for rows in row_slices(count, decoder.vocab_size, decoder.operations.logits_at_once):
         logits = decoder.logits(before[rows], loras)
         chosen = draw_many(logits, uniforms[rows], job.temperature)
         tokens[rows] = chosen.cpu().numpy()

@@ -43,6 +43,9 @@ LEAST_PREFILL = 16
 """A shorter prompt counts as so many tokens, for what it costs beside the forward. So a flood of short prompts joins in
 slices, too, and its samples do not all end in one step."""
 
+COUNTERS = ("prefilled", "reused", "sampled", "steps", "restarts")
+"""Totals of a base model's samplers: prompt tokens computed and reused, tokens drawn, steps, preempted jobs."""
+
 DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
 NO_ROOM = (
     "The samples of this request do not fit into memory at once. Ask for fewer samples or tokens per request, or give "
@@ -59,9 +62,7 @@ class SamplerMemory:
     prefix_cache: PrefixCache
     steps: DecodeSteps
     draw: Draw
-    counters: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("prefilled", "reused", "sampled", "steps", "restarts"), 0)
-    )
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
 
 @dataclass(eq=False)

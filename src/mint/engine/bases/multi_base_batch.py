@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from mint.engine.bases.base_model import BaseModel, BaseSampler
 from mint.engine.lora import LoraWeights
-from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import SampleJob, SampleResult, TokenListener
-from mint.engine.sampling.sampler import Sampler, SamplerMemory
 
-Resolve = Callable[[SampleJob], tuple[Decoder, SamplerMemory, LoraWeights | None]]
-"""Finds the base model of a job, the memory of its samplers, and the job's lora; raises `NotFoundError`."""
+Resolve = Callable[[SampleJob], tuple[BaseModel, LoraWeights | None]]
+"""Finds the base model of a job, and the job's lora; raises `NotFoundError`."""
 
 
 class MultiBaseBatch:
@@ -18,8 +17,8 @@ class MultiBaseBatch:
 
     def __init__(self, resolve: Resolve) -> None:
         self._resolve = resolve
-        self._samplers: dict[Decoder, Sampler] = {}
-        self._sampler_of: dict[str, Sampler] = {}
+        self._samplers: dict[BaseModel, BaseSampler] = {}
+        self._sampler_of: dict[str, BaseSampler] = {}
 
     @property
     def keys(self) -> Collection[str]:
@@ -32,10 +31,10 @@ class MultiBaseBatch:
         Raises:
             NotFoundError: its base or weights are not loaded.
         """
-        decoder, memory, lora = self._resolve(job)
-        if decoder not in self._samplers:
-            self._samplers[decoder] = Sampler(decoder, memory)
-        sampler = self._samplers[decoder]
+        base, lora = self._resolve(job)
+        if base not in self._samplers:
+            self._samplers[base] = base.open_sampler()
+        sampler = self._samplers[base]
         sampler.add(key, job, lora, listener)
         self._sampler_of[key] = sampler
 

@@ -1,0 +1,1 @@
+"""The base models of an engine: on mint's decoder, and on the modules of transformers."""

@@ -1,0 +1,105 @@
+"""What the engine needs of a base model, whatever computes it. `decoder_base` and `transformers_base` implement it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mint.engine.lora import LoraWeights, Site
+from mint.engine.protocol import (
+    BaseInfo,
+    LoraSpec,
+    LossSpec,
+    MicroBatching,
+    PassResult,
+    SampleJob,
+    SampleResult,
+    TokenListener,
+    TrainDatum,
+)
+
+
+class BaseSampler(Protocol):
+    """The jobs of one sampling batch on one base model: `SampleBatch`, with the loras resolved."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The jobs without a result yet."""
+        ...
+
+    def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
+        """Adds a job; it joins at the next step."""
+        ...
+
+    def cancel(self, key: str) -> None:
+        """Removes the job at the next step; unknown keys are ignored."""
+        ...
+
+    def step(self) -> dict[str, SampleResult]:
+        """Runs prompts and draws one token for every sequence; returns the results of the jobs that ended."""
+        ...
+
+
+class BaseModel(Protocol):
+    """A loaded base model: frozen weights, to which loras are added."""
+
+    @property
+    def info(self) -> BaseInfo:
+        """Its description, with the settings that took effect."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        ...
+
+    def sites(self, lora: LoraSpec) -> list[Site]:
+        """The products that `lora` trains, in the order of storage.
+
+        Raises:
+            InvalidRequestError: it trains nothing that this model has.
+        """
+        ...
+
+    def run_pass(
+        self,
+        lora: LoraWeights,
+        data: Sequence[TrainDatum],
+        loss: LossSpec,
+        *,
+        gradient: Tensor | None,
+        repeated: MicroBatching | None,
+    ) -> PassResult:
+        """Logprobs and metrics; the gradient of the summed loss is added to `gradient`, the lora's own, if given.
+
+        `repeated` is how an earlier pass was cut, to compute the same bits again.
+
+        Raises:
+            OutOfMemoryError: memory does not suffice; nothing is added to `gradient`.
+        """
+        ...
+
+    def open_sampler(self) -> BaseSampler:
+        """An empty batch."""
+        ...
+
+    def add_weights(self, lora: LoraWeights) -> None:
+        """Says that jobs with these weights may come, until `drop_weights`."""
+        ...
+
+    def drop_weights(self, lora: LoraWeights) -> None:
+        """Forgets what is cached under these weights."""
+        ...
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Totals of all samplers since the start: `prefilled`, `reused`, `sampled`, `steps`, `restarts`."""
+        ...
+
+    @property
+    def kv_pages(self) -> Mapping[str, int]:
+        """Pages of the KV cache now: `in_use`, `cached` by the prefix cache, `total`; any thread may ask."""
+        ...

@@ -1,0 +1,282 @@
+"""A causal language model of transformers, in the form in which the engine trains and samples: hidden states, logits,
+their gradients, and loras on its linear layers.
+
+The model's own code computes; a hook on each linear layer adds the lora that is active. A forward runs one sequence,
+or several of one length, so nothing is padded. Whatever the model does behind its last layer (scaling, soft caps) is
+kept: where logits are more than a product of hidden states, they stand for the hidden states.
+
+Letters: S sequences · T tokens of each · E hidden size · V vocabulary · I inputs and O outputs of a layer · r rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as transformers_logging
+
+from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
+from mint.engine.model.functions import pad_rows
+from mint.engine.model.linear import min_rows
+from mint.engine.model.operations import Attention
+from mint.engine.model.torch_operations import TorchOperations
+from mint.engine.packing import AttentionBlock
+from mint.engine.protocol import LoraSpec
+from mint.errors import InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+_MLP_WORDS = ("mlp", "ffn", "feed_forward", "feedforward", "expert", "moe", "fc1", "fc2", "c_fc")
+"""A layer is of the MLP if a part of its path has one of these in it; every other one is of attention."""
+
+_SKIPPED = ("router", "gate")
+"""Last names of layers that choose experts: they are not trained, as in PEFT's recipes."""
+
+
+class TransformersDecoder:
+    """The weights of a model and its forward; what `run_pass` and `score_prompt` need of a decoder."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Loads a Hugging Face folder; never runs code from it.
+
+        Raises:
+            InvalidRequestError: transformers does not know the architecture, or cannot load the folder.
+        """
+        self.operations = TorchOperations(dtype, device)
+        self.device = device
+        self._model = _load(path, dtype).to(device)
+        unembedding = self._model.get_output_embeddings()
+        if not isinstance(unembedding, nn.Linear):
+            raise _refused(path, "its model has no linear output layer", "Choose a causal language model")
+        self._unembedding = unembedding
+        self.vocab_size = int(unembedding.weight.shape[0])
+        self._lora: LoraWeights | None = None
+        self._layers = _linear_layers(self._model, unembedding)
+        for name, layer in self._layers.items():
+            layer.register_forward_hook(_AddLora(self, name))
+        self._is_plain = self._unembeds_plainly()
+
+    @property
+    def arch(self) -> str:
+        """The `model_type` of its configuration."""
+        return str(self._model.config.model_type)
+
+    @property
+    def class_name(self) -> str:
+        """The class in transformers."""
+        return type(self._model).__name__
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence; 2^20 where the configuration has no limit."""
+        config = self._model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1 << 20)
+
+    @property
+    def lora(self) -> LoraWeights | None:
+        """The weights that are active in the forward that runs, and in its backward."""
+        return self._lora
+
+    def sites(self, lora: LoraSpec) -> list[Site]:
+        """The layers that `lora` trains, one site each.
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+        sites = [Site(name, (name,), *_widths(layer)) for name, layer in self._layers.items() if wanted[_part_of(name)]]
+        if not sites:
+            raise InvalidRequestError(
+                f"trains no linear layer of {self.class_name}",
+                field="lora_config",
+                value=", ".join(f"train_{part}={is_wanted}" for part, is_wanted in wanted.items()),
+                remedy="Train attention or the unembedding, too",
+            )
+        return sites
+
+    # --- for training ---
+
+    def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
+        """Not used: the model attends by itself."""
+        return _no_attention
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        loras: Sequence[LoraRows],
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Hidden states [T, E] (or logits, see above) in float32 of one whole sequence `tokens` [T].
+
+        With `recompute`, the model's layers run again in the backward instead of keeping their activations.
+        """
+        self._lora = loras[0].weights
+        if not (recompute and torch.is_grad_enabled() and self._model.supports_gradient_checkpointing):
+            return self._run(tokens[None], None, use_cache=False)[0][0]
+        self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._model.train()  # layers recompute in this mode alone; nothing is dropped out
+        try:
+            return self._run(tokens[None], None, use_cache=False)[0][0]
+        finally:
+            self._model.eval()
+            self._model.gradient_checkpointing_disable()
+
+    def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
+        """Float32 logits [T, V] of what `forward` or `prefill` gave [T, ·]; without `loras`, those of the base."""
+        if not self._is_plain:
+            return hidden.clone()  # others work in place
+        self._lora = loras[0].weights if loras else None
+        rows = pad_rows(hidden, min_rows())  # fewer rows would have other bits
+        logits: Tensor = self._unembedding(rows.to(self._unembedding.weight.dtype))
+        return logits[: len(hidden)].float()
+
+    def logits_gradient(self, grad: Tensor, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
+        """From the gradient for `logits` [T, V] that for hidden [T, ·]; a lora's is added to its `.grad`."""
+        if not self._is_plain:
+            return grad.float()
+        with torch.enable_grad():
+            tracked = hidden.detach().requires_grad_()
+            self.logits(tracked, loras).backward(grad.float())
+        return torch.zeros_like(hidden) if tracked.grad is None else tracked.grad
+
+    # --- for sampling ---
+
+    def prefill(self, tokens: Tensor, lora: LoraWeights | None, *, use_cache: bool) -> tuple[Tensor, Any]:
+        """Hidden states [S, T, E] (or logits) of equal-length sequences `tokens` [S, T], and the model's cache."""
+        self._lora = lora
+        return self._run(tokens, None, use_cache=use_cache)
+
+    def decode(self, tokens: Tensor, lora: LoraWeights | None, cache: Any) -> tuple[Tensor, Any]:
+        """Hidden states [S, E] (or logits) one token further: `tokens` [S] behind what is in `cache`."""
+        self._lora = lora
+        hidden, cache = self._run(tokens[:, None], cache, use_cache=True)
+        return hidden[:, -1], cache
+
+    def _run(self, tokens: Tensor, cache: Any, *, use_cache: bool) -> tuple[Tensor, Any]:
+        model = self._model.base_model if self._is_plain else self._model
+        given = {} if cache is None else {cache[0]: cache[1]}
+        found = model(input_ids=tokens, use_cache=use_cache, **given)
+        hidden = found.last_hidden_state if self._is_plain else found.logits
+        return hidden.float(), _cache_of(found) if use_cache else None
+
+    def _unembeds_plainly(self) -> bool:
+        """Whether logits are the output layer's product of the last hidden states, bit for bit."""
+        tokens = torch.arange(2, min(10, self.vocab_size), device=self.device)[None]
+        with torch.no_grad():
+            try:
+                hidden = self._model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+                logits = self._model(input_ids=tokens, use_cache=False).logits
+                return bool(torch.equal(self._unembedding(hidden), logits))
+            except (AttributeError, TypeError, RuntimeError):
+                return False
+
+
+class _AddLora:
+    """The hook of a linear layer: adds `scale · x @ a.T @ b.T` of the active lora, in float32."""
+
+    def __init__(self, decoder: TransformersDecoder, name: str) -> None:
+        self._decoder = decoder
+        self._name = name
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        lora = self._decoder.lora
+        site = None if lora is None else lora.sites.get(self._name)
+        if lora is None or site is None:
+            return output
+        product = F.linear(F.linear(inputs[0].to(site.a.dtype), site.a), site.bs[0])
+        return output + (product * lora.scale).to(output.dtype)
+
+
+def _load(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    shows_progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (ValueError, KeyError, OSError, ImportError, TypeError, RuntimeError, AttributeError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise _refused(
+            path, f"transformers cannot load it: {first}", "Give a complete folder of a causal model"
+        ) from error
+    finally:
+        if shows_progress:
+            transformers_logging.enable_progress_bar()
+    model: PreTrainedModel = loaded[0]
+    report = loaded[1]
+    lacking = sorted(report["missing_keys"]) + sorted(str(entry) for entry in report["mismatched_keys"])
+    if lacking:  # transformers would go on with random numbers in their place
+        raise _refused(path, f"lacks the tensor {lacking[0]}, or has another shape of it", "Give a complete folder")
+    model.requires_grad_(False)
+    for module in model.modules():  # a lora is trained without dropout
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            vars(module)["attention_dropout"] = 0.0
+    return model.eval()
+
+
+def _linear_layers(model: PreTrainedModel, unembedding: nn.Linear) -> dict[str, nn.Module]:
+    """The layers that can have a lora, by their PEFT module names, in the model's order; the unembedding is last.
+
+    Experts whose matrices are stored in one tensor are no linear layers, and stay frozen.
+    """
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+        and name.startswith(f"{prefix}." if prefix else "")
+        and module is not unembedding
+        and name.rsplit(".", 1)[-1] not in _SKIPPED
+    }
+    return {**layers, UNEMBED: unembedding}
+
+
+def _part_of(name: str) -> str:
+    if name == UNEMBED:
+        return "unembed"
+    return "mlp" if any(word in part for part in name.split(".") for word in _MLP_WORDS) else "attn"
+
+
+def _widths(layer: nn.Module) -> tuple[int, tuple[int, ...]]:
+    """I and O."""
+    if isinstance(layer, Conv1D):  # stores its weight as [I, O]
+        return int(layer.weight.shape[0]), (int(layer.nf),)
+    assert isinstance(layer, nn.Linear)
+    return layer.in_features, (layer.out_features,)
+
+
+def _cache_of(output: Any) -> tuple[str, Any] | None:
+    """The model's cache, and the name of the argument that takes it."""
+    for name in ("past_key_values", "cache_params", "state"):
+        cache = getattr(output, name, None)
+        if cache is not None:
+            return name, cache
+    return None
+
+
+def _no_attention(layer: int, heads: Tensor) -> Tensor:
+    raise NotImplementedError("a model of transformers attends by itself")
+
+
+def _refused(path: Path, problem: str, remedy: str) -> InvalidRequestError:
+    return InvalidRequestError(problem, field="base_model", value=str(path), remedy=remedy)

@@ -1,0 +1,203 @@
+"""Every causal model that transformers loads trains and samples: with the numbers of transformers and PEFT."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, job, random_data, train
+from peft import PeftModel
+from small_models import FAMILIES, OTHER_FAMILIES, write_model, write_other_model
+
+from mint.engine.protocol import LORA_ALPHA, LoraSpec, TrainDatum, resolve_loss
+from mint.engine.torch_engine import TorchEngine
+from mint.errors import CheckpointError, InvalidRequestError
+from mint.models.peft_format import module_names, write_peft
+
+OTHERS = pytest.mark.parametrize("family", OTHER_FAMILIES)
+BESIDE_EXPERTS = {"glm4_moe", "glm_moe_dsa", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "llama4_text"}
+"""Mixtures with dense MLP layers beside experts that are stored together: PEFT takes loras on them for the experts'."""
+
+UNSUPPORTED_BY_PEFT = {"granitemoehybrid", "nemotron_h", "falcon_h1"}
+"""PEFT refuses a lora on the out_proj of Mamba layers, because their fused kernels go around it."""
+
+
+def _engine(folder: Path, **settings: str) -> TorchEngine:
+    engine = TorchEngine(dtype="float32", threads=1, device="cpu", **settings)  # ty: ignore[invalid-argument-type]
+    engine.load_base("base", str(folder))
+    return engine
+
+
+def _trained(folder: Path, lora: LoraSpec = LORA) -> TorchEngine:
+    """An engine with model `m`, whose lora is no longer zero."""
+    engine = _engine(folder)
+    engine.create_model("m", "base", lora)
+    train(engine, "m")
+    return engine
+
+
+def _gradients(engine: TorchEngine, data: list[TrainDatum]) -> dict[str, np.ndarray]:
+    """Those of a pass, from the first moments after a step that starts the optimizer anew."""
+    state = engine.read_state("m")
+    engine.write_state("m", type(state)(state.weights))
+    engine.forward_backward("m", data, CROSS_ENTROPY)
+    engine.optim_step("m", ADAM)
+    moments = engine.read_state("m").exp_avg
+    assert moments is not None
+    return {name: array / (1 - ADAM.beta1) for name, array in moments.items()}
+
+
+@OTHERS
+def test_training_equals_transformers_with_peft(family: str, tmp_path: Path) -> None:
+    if family in UNSUPPORTED_BY_PEFT:
+        pytest.skip("PEFT has no lora on Mamba's out_proj")
+    reference = write_other_model(tmp_path / "base", family)
+    engine = _trained(tmp_path / "base", replace(LORA, train_mlp=family not in BESIDE_EXPERTS))
+    weights = engine.read_state("m").weights
+    write_peft(tmp_path / "lora", weights, rank=LORA.rank, alpha=LORA_ALPHA, base_model=str(tmp_path / "base"))
+    model = PeftModel.from_pretrained(reference, tmp_path / "lora", is_trainable=True).eval()
+    data = random_data(3, count=3)
+    found = engine.forward("m", data, CROSS_ENTROPY)
+    for example, ours in zip(data, found.logprobs, strict=True):
+        logits = model(input_ids=torch.from_numpy(example.tokens)[None]).logits[0].float()
+        targets = torch.from_numpy(example.targets)
+        theirs = logits.log_softmax(-1)[torch.arange(len(targets)), targets]
+        assert np.abs(ours - theirs.detach().numpy()).max() <= 2e-5
+        (-theirs * torch.from_numpy(example.weights)).sum().backward()
+    expected = {
+        name.replace("base_model.model.", "").replace(".default", ""): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    gradients = _gradients(engine, data)
+    assert gradients.keys() == expected.keys()
+    scale = max(float(np.abs(gradient).max()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        theirs = expected[name]
+        wanted = np.zeros_like(gradient) if theirs is None else theirs.numpy()
+        assert np.abs(gradient - wanted).max() <= 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("family", sorted(BESIDE_EXPERTS))
+def test_loras_beside_experts_equal_merged_weights_and_are_no_peft_adapter(family: str, tmp_path: Path) -> None:
+    reference = write_other_model(tmp_path, family)
+    engine = _trained(tmp_path)
+    weights = engine.read_state("m").weights
+    with torch.no_grad():
+        for name in module_names(weights):
+            a, b = (torch.from_numpy(weights[f"{name}.lora_{part}.weight"]) for part in "AB")
+            reference.get_submodule(name).weight += LORA_ALPHA / LORA.rank * b @ a
+    (example,) = random_data(3, count=1)
+    (ours,) = engine.forward("m", [example], CROSS_ENTROPY).logprobs
+    with torch.no_grad():
+        logits = reference(input_ids=torch.from_numpy(example.tokens)[None]).logits[0]
+    assert np.abs(ours - logits.log_softmax(-1).numpy()[np.arange(len(ours)), example.targets]).max() <= 1e-4
+    with pytest.raises(CheckpointError, match="on the experts"):
+        write_peft(tmp_path / "lora", weights, rank=LORA.rank, alpha=LORA_ALPHA, base_model=str(tmp_path))
+
+
+@OTHERS
+def test_greedy_samples_equal_generate_and_the_sampler_agrees_with_the_trainer(family: str, tmp_path: Path) -> None:
+    reference = write_other_model(tmp_path, family)
+    engine = _trained(tmp_path)
+    prompt = np.random.default_rng(1).integers(3, 97, 30)
+    (base,) = engine.sample([job(prompt, temperature=0.0, max_tokens=24)])
+    generated = reference.generate(
+        torch.from_numpy(prompt)[None], max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert base.samples[0].tokens.tolist() == generated[0, len(prompt) :].tolist()
+    engine.publish("m", "w")
+    (result,) = engine.sample([job(prompt, weights_id="w", num_samples=3, max_tokens=24)])
+    for sample in result.samples:
+        whole = np.concatenate([prompt, sample.tokens])
+        trained = engine.forward("m", [datum(whole, prompt=len(prompt))], CROSS_ENTROPY)
+        assert np.abs(trained.logprobs[0][len(prompt) - 1 :] - sample.logprobs).max() <= 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_implementations_give_the_same_numbers(family: str, tmp_path: Path) -> None:
+    write_model(tmp_path, "tied", family=family)
+    lora = LoraSpec(4, 7, train_attn=True, train_mlp=family != "qwen3_moe", train_unembed=True)
+    engines = [_engine(tmp_path), _engine(tmp_path, implementation="transformers")]
+    assert [engine.load_base("base", "").settings["implementation"] for engine in engines] == ["mint", "transformers"]
+    data = random_data(2, policy=True)
+    for loss in ("cross_entropy", "ppo"):
+        logprobs = []
+        engines[0].create_model("m", "base", lora)
+        state = engines[0].read_state("m")
+        for engine in engines:
+            engine.create_model("m", "base", lora)
+            engine.write_state("m", state)
+            logprobs.append(engine.forward_backward("m", data, resolve_loss(loss)).logprobs)
+            engine.optim_step("m", ADAM)
+        for one, other in zip(*logprobs, strict=True):
+            assert np.abs(one - other).max() <= 2e-5
+        moments = [engine.read_state("m").exp_avg or {} for engine in engines]
+        scale = max(float(np.abs(moment).max()) for moment in moments[0].values())
+        assert all(np.abs(moments[0][name] - moments[1][name]).max() <= 1e-4 * scale for name in moments[0])
+
+
+def test_recomputed_activations_change_no_bit(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "gemma3_text")
+    digests = []
+    for recompute in (False, True):
+        engine = TorchEngine(dtype="float32", threads=1, device="cpu", recompute=recompute)
+        engine.load_base("base", str(tmp_path))
+        engine.create_model("m", "base", LORA)
+        train(engine, "m")
+        digests.append(engine.state_digest("m"))
+    assert digests[0] == digests[1]
+
+
+def test_what_was_measured_at_load_is_told(tmp_path: Path) -> None:
+    write_other_model(tmp_path / "dense", "olmo2")
+    write_other_model(tmp_path / "hybrid", "qwen3_next")
+    dense = _engine(tmp_path / "dense").load_base("base", "").settings
+    hybrid = _engine(tmp_path / "hybrid").load_base("base", "").settings
+    assert dense["sampling_cache"] == "shared prompt" and hybrid["sampling_cache"] == "separate prompts"
+    for settings in (dense, hybrid):
+        assert settings["implementation"] == "transformers"
+        assert 0 < settings["sampler_trainer_logit_difference"] < 1e-3
+
+
+def test_an_experts_lora_alone_is_refused_where_experts_are_no_linear_layers(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "gpt_oss")
+    engine = _engine(tmp_path)
+    with pytest.raises(InvalidRequestError, match="trains no linear layer"):
+        engine.create_model("m", "base", LoraSpec(4, 0, train_attn=False, train_mlp=True, train_unembed=False))
+    settings = engine.create_model("m", "base", LORA)
+    assert settings["trained_modules"] == ["k_proj", "lm_head", "o_proj", "q_proj", "v_proj"]
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_other_model(tmp_path, "olmo2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidRequestError, match="down_proj"):
+        _engine(tmp_path)
+
+
+def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "olmo2")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRequestError, match="transformers cannot load it"):
+        _engine(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_unknown_family_is_refused_by_name(tmp_path: Path) -> None:
+    write_other_model(tmp_path, "olmo2")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
+    with pytest.raises(InvalidRequestError, match="nobody_knows"):
+        _engine(tmp_path)
