@@ -9,7 +9,7 @@ Letters: S samples of a job · T tokens · P prompt tokens · V vocabulary.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, TokenListener
+from mint.engine.sampling.admission import WaitingJobs
 from mint.engine.sampling.draw import TorchDraw, processed
 from mint.engine.sampling.prompt_scoring import PromptScores, asks, score_prompt
 from mint.engine.sampling.sampler import DIVERGED, NO_ROOM
@@ -53,12 +54,17 @@ class _Entry:
     job: SampleJob
     lora: LoraWeights | None
     listener: TokenListener | None
-    number: int
+    arrival: int
     told: np.ndarray
     slots: np.ndarray
     rows: np.ndarray
     cache: Any = None
     scores: PromptScores = field(default_factory=PromptScores)
+
+    @property
+    def scope(self) -> str:
+        """Jobs of one scope share its turns."""
+        return self.job.cache_scope
 
     @property
     def count(self) -> int:
@@ -76,7 +82,7 @@ class TransformersSampler:
         self._draw = TorchDraw(decoder.operations)
         self._sequences = Sequences()
         self._entries: dict[str, _Entry] = {}
-        self._waiting: deque[_Entry] = deque()
+        self._waiting = WaitingJobs[_Entry]()
         self._running: list[_Entry] = []
         self._cancelled: list[str] = []
         self._results: dict[str, SampleResult] = {}
@@ -94,7 +100,7 @@ class TransformersSampler:
         entry = _Entry(key, job, lora, listener, self._arrivals, np.zeros(job.num_samples, np.int64), none, none)
         self._arrivals += 1
         self._entries[key] = entry
-        self._waiting.append(entry)
+        self._waiting.add(entry)
 
     def cancel(self, key: str) -> None:
         """Removes the job at the next step; unknown keys are ignored."""
@@ -119,18 +125,21 @@ class TransformersSampler:
         return results
 
     def _admitted(self) -> list[_Entry]:
-        """Waiting jobs, in the order of their arrival, as long as they fit into this step."""
-        sequences = sum(entry.count for entry in self._running)
+        """Waiting jobs, those of the scope with the fewest sequences first, as long as they fit into this step."""
+        sequences = Counter[str]()
+        for entry in self._running:
+            sequences[entry.scope] += entry.count
         prompts = 0
         found: list[_Entry] = []
         while self._waiting:
-            entry = self._waiting[0]
+            entry = self._waiting.first(sequences)
             size = len(entry.job.prompt)
-            fits = sequences + entry.count <= self._sequence_limit and prompts + size <= PREFILL_TOKENS
+            fits = sequences.total() + entry.count <= self._sequence_limit and prompts + size <= PREFILL_TOKENS
             if not fits and (self._running or found):
                 break
-            found.append(self._waiting.popleft())
-            sequences += entry.count
+            self._waiting.remove(entry)
+            found.append(entry)
+            sequences[entry.scope] += entry.count
             prompts += size
         return found
 
@@ -145,7 +154,7 @@ class TransformersSampler:
                 self._close(entry, SampleResult([], error=NO_ROOM))
                 return
             self._leave(entry)
-            self._waiting.appendleft(entry)
+            self._waiting.add(entry)
             self._sequence_limit = max(1, sum(other.count for other in self._running))
             self._counters["restarts"] += 1
 
@@ -170,7 +179,7 @@ class TransformersSampler:
         if cache is not None and self._use is CacheUse.SHARED:
             cache[1].batch_repeat_interleave(entry.count)
         entry.cache = cache
-        entry.slots = self._sequences.add(entry.number, job, np.zeros((entry.count, 0), np.int64))
+        entry.slots = self._sequences.add(entry.arrival, job, np.zeros((entry.count, 0), np.int64))
         entry.rows = np.arange(entry.count)
         self._collect(entry, logits.expand(entry.count, -1))
 
@@ -237,8 +246,7 @@ class TransformersSampler:
     def _close(self, entry: _Entry, result: SampleResult) -> None:
         self._results[entry.key] = result
         del self._entries[entry.key]
-        if entry in self._waiting:
-            self._waiting.remove(entry)
+        self._waiting.remove(entry)
         self._leave(entry)
         self._sequence_limit = MAX_SEQUENCES
 
