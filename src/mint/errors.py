@@ -15,7 +15,7 @@
     │   │   └── ForeignPageError        a web page of another origin called a server without keys           user   403
     │   ├── OverloadedError             a queue is full; try again later                                    server 429
     │   ├── RequestFailedError          an accepted request failed                                          server 500
-    │   │   ├── StepRefusedError        optim_step was refused, because a gradient before it failed         user   400
+    │   │   ├── StepRefusedError        optim_step changed nothing: the gradient is incomplete, or not finite user   400
     │   │   ├── RequestCancelledError   the client cancelled its request                                    user   400
     │   │   ├── CheckpointError         a checkpoint or snapshot is damaged or does not fit                 server 400
     │   │   ├── RecoveryDivergedError   a replay after a crash gave other bits than before                  server 500
@@ -187,7 +187,8 @@ class RequestFailedError(APIStatusError):
 
 
 class StepRefusedError(RequestFailedError):
-    """`optim_step` was refused because a `forward_backward` before it failed; the gradient was cleared."""
+    """`optim_step` changed nothing and the gradient was cleared: a `forward_backward` before it failed, or this was the
+    third step in a row that would not have been finite."""
 
     category = "user"
     status = 400

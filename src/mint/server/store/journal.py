@@ -240,6 +240,17 @@ class Journal:
             status=list(status),
         )
 
+    def steps_before(self, model_id: str, seq_id: int, *, limit: int) -> list[JobRow]:
+        """The finished optimizer steps before a request, the latest first."""
+        return self.database.rows(
+            JobRow,
+            "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id < :seq_id AND kind = 'optim_step' "
+            "AND status IN ('done', 'failed') ORDER BY seq_id DESC LIMIT :limit",
+            model_id=model_id,
+            seq_id=seq_id,
+            limit=limit,
+        )
+
     def model(self, model_id: str) -> ModelRow | None:
         """One model."""
         return self.database.row(ModelRow, "SELECT * FROM models WHERE model_id = :id", id=model_id)

@@ -6,11 +6,25 @@ cleared. Used on the worker's thread only.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mint.engine.protocol import LOSSES, BaseInfo, Engine, LoraSpec, LossSpec, MicroBatching, ModelState, PassResult
+import numpy as np
+
+from mint.engine.protocol import (
+    LOSSES,
+    BaseInfo,
+    Engine,
+    LoraSpec,
+    LossSpec,
+    MicroBatching,
+    ModelState,
+    PassResult,
+    TrainDatum,
+)
 from mint.errors import InvalidRequestError, StepRefusedError
 from mint.server.store.checkpoint_folders import Manifest
 from mint.server.worker import validation
@@ -20,13 +34,25 @@ from mint.server.worker.snapshots import SnapshotHistory
 from mint.types import ForwardBackwardOutput, TensorData
 from mint.wire.requests import ForwardBackwardInput, OptimStepRequest
 
+log = logging.getLogger("mint.worker")
+
+SKIPPED = "skipped_nonfinite"
+"""The metric of a step that says whether it was skipped, and the field of the error of a step that fails for it."""
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+MAX_SKIPPED_STEPS = 3
+"""From so many skipped steps in a row on, a step fails."""
+
 
 @dataclass
 class LiveModel:
     """A model in the engine.
 
-    `gradient_is_incomplete`: a pass has failed since the last step, so the next step is refused. The `seq` fields name
-    the requests that last changed the weights, and last published them for sampling.
+    `gradient_is_incomplete`: a pass has failed since the last step, so the next step is refused. `first_not_finite` is
+    the datum since the last step that first gave a loss that is not finite; `skipped_steps` counts the last steps that
+    were skipped in a row. The `seq` fields name the requests that last changed the weights, and last published them for
+    sampling.
     """
 
     base_model: str
@@ -35,9 +61,19 @@ class LiveModel:
     seed_given: bool
     size_bytes: int = 0
     gradient_is_incomplete: bool = False
+    first_not_finite: str | None = None
+    skipped_steps: int = 0
+    skip_reason: str = ""
     weights_seq: int = 0
     published_seq: int = 0
     snapshots: SnapshotHistory = field(default_factory=SnapshotHistory)
+
+    def note_step(self, metrics: Mapping[str, float]) -> None:
+        """Counts steps that were skipped in a row, and says why."""
+        first, self.first_not_finite = self.first_not_finite, None
+        self.skipped_steps = self.skipped_steps + 1 if metrics[SKIPPED] else 0
+        where = "all losses were finite" if first is None else f"the first loss that is not finite is that of {first}"
+        self.skip_reason = f"grad_norm = {metrics['grad_norm']:g}, {where}"
 
     @property
     def is_published(self) -> bool:
@@ -115,7 +151,12 @@ class LiveModels:
         return _output(live, checked, self.engine.forward(model_id, checked.data, checked.loss))
 
     def forward_backward(
-        self, model_id: str, content: ForwardBackwardInput, *, micro_batching: MicroBatching | None = None
+        self,
+        model_id: str,
+        seq_id: int,
+        content: ForwardBackwardInput,
+        *,
+        micro_batching: MicroBatching | None = None,
     ) -> tuple[ForwardBackwardOutput, MicroBatching | None]:
         """A forward and a backward pass, which adds to the model's gradient; also returns its micro-batching.
 
@@ -130,6 +171,9 @@ class LiveModels:
         checked = validation.check_pass(content, live.base)
         result = self.engine.forward_backward(model_id, checked.data, checked.loss, micro_batching=micro_batching)
         live.snapshots.note_pass(time.perf_counter() - began)
+        if live.first_not_finite is None and not _fits_float32(result.metrics.get("loss:sum", 0.0)):
+            index = _first_not_finite(checked.data, result)
+            live.first_not_finite = f"request {seq_id}" if index is None else f"data[{index}] of request {seq_id}"
         return _output(live, checked, result), result.micro_batching
 
     def optim_step(
@@ -142,7 +186,26 @@ class LiveModels:
         live.weights_seq = seq_id
         digest = self.engine.state_digest(model_id, like=like)
         live.snapshots.note_step(time.perf_counter() - began)
+        live.note_step(metrics)
         return metrics, digest
+
+    def require_finite_steps(self, model_id: str) -> None:
+        """Fails the last step if it was skipped, and those before it, too.
+
+        Raises:
+            StepRefusedError: from the `MAX_SKIPPED_STEPS`-th on; the state is that before the first of them.
+        """
+        live = self._models[model_id]
+        if live.skipped_steps:
+            log.warning("a step of %s was skipped: %s", model_id, live.skip_reason)
+        if live.skipped_steps >= MAX_SKIPPED_STEPS:
+            raise StepRefusedError(
+                "is how many steps in a row were skipped, for gradients or updates that are not finite; "
+                f"the weights are as before the first of them: {live.skip_reason}",
+                field=SKIPPED,
+                value=live.skipped_steps,
+                remedy="Lower learning_rate, set grad_clip_norm=1, and look at that datum",
+            )
 
     def load(
         self, model_id: str, seq_id: int, manifest: Manifest, state: ModelState, *, like: str | None = None
@@ -193,6 +256,30 @@ class LiveModels:
         elif kind == "optim_step" and live.gradient_is_incomplete:
             self.engine.clear_gradient(model_id)
             live.gradient_is_incomplete = False
+
+    def note_skipped(self, model_id: str) -> None:
+        """Notes a step that failed because it was skipped, as those before it."""
+        live = self._models[model_id]
+        self.engine.clear_gradient(model_id)
+        live.first_not_finite = None
+        live.skipped_steps += 1
+
+
+def _fits_float32(loss: float) -> bool:
+    """Losses are summed in float64, but their slopes are float32."""
+    return abs(loss) <= FLOAT32_MAX  # False for NaN
+
+
+def _first_not_finite(data: Sequence[TrainDatum], result: PassResult) -> int | None:
+    """The first datum with logprobs, or ratios to the sampler's logprobs, that are not finite where it is trained."""
+    for index, (datum, logprobs_N) in enumerate(zip(data, result.logprobs, strict=True)):
+        logs_N = logprobs_N[datum.trained]
+        sampled = datum.inputs.get("logprobs")
+        with np.errstate(over="ignore", invalid="ignore"):
+            ratios_N = logs_N if sampled is None else np.exp((logs_N - sampled[datum.trained]).astype(np.float32))
+        if not np.isfinite(ratios_N).all():
+            return index
+    return None
 
 
 def _output(live: LiveModel, checked: validation.CheckedPass, result: PassResult) -> ForwardBackwardOutput:

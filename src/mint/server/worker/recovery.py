@@ -26,12 +26,15 @@ from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.journal import Journal
 from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, JobRow, ModelRow, SnapshotRow
 from mint.server.store.snapshot_files import read_snapshot
-from mint.server.worker.live_models import LiveModels
+from mint.server.worker.live_models import SKIPPED, LiveModels
 from mint.server.worker.model_memory import ModelMemory
-from mint.types import ForwardBackwardOutput
+from mint.types import ForwardBackwardOutput, OptimStepResponse
 from mint.wire.requests import ForwardBackwardRequest, LoadWeightsRequest, OptimStepRequest
 
 log = logging.getLogger("mint.recovery")
+
+COUNTED_STEPS = 16
+"""How many steps before a snapshot are looked at, to count those that were skipped in a row."""
 
 
 class Recovery:
@@ -94,6 +97,7 @@ class Recovery:
         live = self._models[row.model_id]
         live.snapshots.rows = [good for good in snapshots if good.seq_id <= start]
         live.weights_seq = start
+        live.skipped_steps = self._skipped_steps(row.model_id, start)
         # Request 0 made the model. Without a snapshot it is replayed if it loaded a checkpoint, too.
         jobs = self._journal.jobs(row.model_id, after=start - 1 if start == 0 else start, status=("done", "failed"))
         for job in jobs:
@@ -102,6 +106,16 @@ class Recovery:
         if any(job.replay == REPLAY_ACCEPTED for job in jobs):
             self._memory.save(row.model_id)  # the next restart needs no luck to give these bits again
         log.info("model %s restored from snapshot %d and %d requests", row.model_id, start, len(jobs))
+
+    def _skipped_steps(self, model_id: str, seq_id: int) -> int:
+        """How many of the steps up to a request were skipped in a row."""
+        count = 0
+        for job in self._journal.steps_before(model_id, seq_id + 1, limit=COUNTED_STEPS):
+            if _was_skipped(job):
+                count += 1
+            elif job.status == "done":
+                break
+        return count
 
     def _load_snapshot(self, snapshot: SnapshotRow) -> bool:
         """Whether the snapshot was good; a bad one is logged, and an older one is tried."""
@@ -118,12 +132,13 @@ class Recovery:
 
     def _replay(self, job: JobRow) -> None:
         """Applies a finished request again, and compares the result with the one that was acknowledged."""
-        if job.replay == REPLAY_LOST:
-            self._models.note_failed(job.model_id, job.kind)
-            return
-        job.verify_checksum()
-        if job.status == "failed":
-            self._models.note_failed(job.model_id, job.kind)
+        if job.replay != REPLAY_LOST:
+            job.verify_checksum()
+        if job.replay == REPLAY_LOST or job.status == "failed":
+            if job.kind == "optim_step" and _was_skipped(job):
+                self._models.note_skipped(job.model_id)
+            else:
+                self._models.note_failed(job.model_id, job.kind)
             return
         if job.kind not in ("forward_backward", "optim_step", "load_weights"):
             return
@@ -152,7 +167,7 @@ class Recovery:
                 # another split into micro-batches would give other bits
                 decided = None if job.micro_batching is None else MicroBatching(**job.micro_batching)
                 content = request.forward_backward_input
-                result, _ = self._models.forward_backward(job.model_id, content, micro_batching=decided)
+                result, _ = self._models.forward_backward(job.model_id, job.seq_id, content, micro_batching=decided)
                 known = wire.decode_result(ForwardBackwardOutput, job.result or b"")
                 return _digest_of(known), _digest_of(result)
             case OptimStepRequest() as request:
@@ -165,6 +180,14 @@ class Recovery:
                 return job.digest, self._models.load(job.model_id, job.seq_id, *saved, like=job.digest)
             case _:
                 raise CheckpointError(f"request {job.seq_id} of {job.model_id} is in the journal but cannot be read")
+
+
+def _was_skipped(step: JobRow) -> bool:
+    """Whether a step was skipped because it would not have been finite, and has failed for that or not."""
+    error = wire.decode_error(step.result or b"")
+    if error is not None:
+        return error.get("field") == SKIPPED
+    return bool(step.result) and wire.decode_result(OptimStepResponse, step.result).metrics.get(SKIPPED, 0.0) > 0
 
 
 def _logprobs_of(output: ForwardBackwardOutput) -> ForwardBackwardOutput:

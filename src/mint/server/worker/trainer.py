@@ -148,7 +148,7 @@ class Trainer:
         return _Success(self.models.forward(job.model_id, request.forward_input))
 
     def _forward_backward(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Success:
-        output, used = self.models.forward_backward(job.model_id, request.forward_backward_input)
+        output, used = self.models.forward_backward(job.model_id, job.seq_id, request.forward_backward_input)
         return _Success(output, changes={} if used is None else {"micro_batching": asdict(used)})
 
     def _forward_only(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Success:
@@ -158,6 +158,7 @@ class Trainer:
         if request.optimizer_params is not None:
             _refuse_other_optimizer("optimizer_params", request.optimizer_params)
         metrics, digest = self.models.optim_step(job.model_id, job.seq_id, request)
+        self.models.require_finite_steps(job.model_id)
         history = self.models[job.model_id].snapshots
         read_state = self.models.engine.read_state
         changes, obsolete = self._snapshots.save(history, job.model_id, job.seq_id, read_state, digest, force=False)
