@@ -16,7 +16,7 @@ import numpy as np
 
 import mint
 from mint import types
-from mint.cli.checkpoint_export import export_checkpoint
+from mint.compose.export import export_checkpoint
 
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp()) / "adapter"
 

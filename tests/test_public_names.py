@@ -113,6 +113,15 @@ def test_images_and_sound_may_be_built_and_are_refused_with_a_sentence() -> None
             types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1]), chunk])
 
 
+def test_an_input_with_more_tokens_or_chunks_is_a_new_one() -> None:
+    prompt = types.ModelInput.from_ints([1, 2])
+    chunks = [types.EncodedTextChunk(tokens=[3]), types.EncodedTextChunk(tokens=[4, 5])]
+    assert prompt.append(chunks[0]).to_ints() == prompt.append_int(3).to_ints() == [1, 2, 3]
+    assert prompt.append_chunks(chunks).to_ints() == prompt.append_tokens([3, 4, 5]).to_ints() == [1, 2, 3, 4, 5]
+    assert len(prompt.append_chunks(chunks).chunks) == 3
+    assert prompt.to_ints() == [1, 2]
+
+
 def test_results_are_there_as_arrays_too() -> None:
     sequence = types.SampledSequence(
         tokens=[3, 4], logprobs=[-1.0, -2.0], stop_reason="stop", topk_logprobs=[[(3, -1.0), (5, -1.5)], [(4, -2.0)]]

@@ -11,7 +11,7 @@ import transformers
 
 import mint
 from mint import types
-from mint.cli.checkpoint_export import export_checkpoint
+from mint.compose.export import export_checkpoint
 from mint.errors import InvalidRequestError
 from mint.models.registry import BUNDLED
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import mint
 from mint import types
-from mint.cli.checkpoint_export import export_checkpoint
+from mint.compose.export import export_checkpoint
 from mint.errors import InvalidRequestError
 
 TOKENS = np.random.default_rng(1).integers(2, 97, 24).tolist()

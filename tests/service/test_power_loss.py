@@ -233,22 +233,23 @@ def test_a_log_that_is_no_longer_whole_after_a_failed_sync_is_written_to_no_more
     service.stop()
 
 
-def test_a_transaction_is_durable_when_it_returns_unless_it_says_otherwise(tmp_path: Path) -> None:
+def test_a_transaction_is_durable_when_it_returns_unless_it_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path / "journal.sqlite3")
     durability = journal.durability
+    syncs: list[int] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (syncs.append(handle), sync(handle)))
     for durable in (True, False, True):
         with journal.database.transaction(durable=durable):
             pass
-        commit = durability.newest_commit
-        assert durability.is_durable(commit) is durable
+        commit, before = durability.newest_commit, len(syncs)
         with journal.database.transaction(write=False):
             pass
-        assert durability.newest_commit == commit
-        assert durability.is_durable(commit) is durable
-    with journal.database.transaction(durable=False):
-        pass
-    durability.wait_durable(durability.newest_commit)
-    assert durability.is_durable(durability.newest_commit)
+        assert (durability.newest_commit, len(syncs)) == (commit, before), "reading commits and syncs nothing"
+        durability.wait_durable(commit)
+        assert len(syncs) == before + (not durable)
     journal.close()
 
 

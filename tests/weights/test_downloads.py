@@ -24,8 +24,8 @@ from http_server import http_app
 from policies import TOKENS, by_mint, by_torch, load, step
 
 import mint
-from mint.cli.checkpoint_export import export_checkpoint
 from mint.compose.embedded import open_embedded
+from mint.compose.export import export_checkpoint
 from mint.errors import AuthenticationError, MintError
 from mint.server.all_routes import ROUTES
 from mint.server.callers import Caller, Quotas

@@ -14,7 +14,7 @@ import transformers
 from policies import by_mint, by_torch, step
 
 import mint
-from mint.cli.checkpoint_export import export_checkpoint
+from mint.compose.export import export_checkpoint
 
 SOURCE = "llama-cpp-python==0.3.36"
 """Its source distribution carries llama.cpp with the converter and the gguf package."""

@@ -19,9 +19,9 @@ import mint
 from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.server.service.uploads import import_checkpoint
-from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.journal import Journal
 from mint.server.store.rows import CheckpointRow
+from mint.types.checkpoint_path import CheckpointPath
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 KINDS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from policies import TOKENS, by_torch, load, step
 
 import mint
 from mint import types
-from mint.cli.checkpoint_export import export_checkpoint
+from mint.compose.export import export_checkpoint
 
 PARTS = [parts for parts in itertools.product([True, False], repeat=3) if any(parts)]
 

@@ -10,7 +10,7 @@ import pytest
 from policies import step
 
 import mint
-from mint.cli.checkpoint_export import export_checkpoint
+from mint.compose.export import export_checkpoint
 from mint.models.tensor_files import open_tensors
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -32,7 +32,7 @@ def export(
     ] = None,
 ) -> None:
     """Writes a checkpoint as PEFT, vLLM and transformers load it."""
-    from mint.cli.checkpoint_export import export_checkpoint  # deferred: loads the service and the engine
+    from mint.compose.export import export_checkpoint  # deferred: loads the service and the engine
 
     try:
         export_checkpoint(checkpoint, output=output, format=format.value, data_dir=data_dir)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from mint.types.checkpoint_uri import CheckpointUri as CheckpointUri
+from mint.types.checkpoint_path import CheckpointUri as CheckpointUri
 from mint.types.datum import Datum as Datum
 from mint.types.model_input import DmelChunk as DmelChunk
 from mint.types.model_input import EncodedTextChunk as EncodedTextChunk

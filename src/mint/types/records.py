@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_serializer
 
-from mint.errors import InvalidRequestError
-from mint.types.checkpoint_uri import CheckpointUri
+from mint.types.checkpoint_path import CheckpointPath, CheckpointUri
 from mint.types.value_classes import Result, StrictValue
 
 CheckpointType = Literal["training", "sampler", "external"]
@@ -62,21 +61,12 @@ class ParsedCheckpointTinkerPath(Result):
         Raises:
             InvalidRequestError: the text is no such path.
         """
-        scheme, _, rest = tinker_path.partition("://")
-        parts = rest.split("/")
-        if scheme not in ("mint", "tinker") or len(parts) != 3 or not all(parts) or parts[1] not in TYPE_OF_KIND:
-            raise InvalidRequestError(
-                "is not a checkpoint path",
-                field="path",
-                value=tinker_path,
-                remedy="Pass what save_state or save_weights_for_sampler returned: mint://MODEL_ID/weights/NAME",
-            )
-        run, kind, name = parts
+        path = CheckpointPath.parse(tinker_path)
         return cls(
             tinker_path=tinker_path,
-            training_run_id=run,
-            checkpoint_type=TYPE_OF_KIND[kind],
-            checkpoint_id=f"{kind}/{name}",
+            training_run_id=path.model_id,
+            checkpoint_type=TYPE_OF_KIND[path.kind],
+            checkpoint_id=f"{path.kind}/{path.name}",
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from mint.errors import InvalidRequestError
-from mint.types.checkpoint_uri import CheckpointUri
+from mint.types.checkpoint_path import CheckpointUri
 from mint.types.tensors import TensorData, flat_array
 from mint.types.value_classes import ArrayValue, Params, Result
 

@@ -10,9 +10,13 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from mint.errors import InvalidRequestError
-from mint.types.checkpoint_uri import CheckpointUri
+from mint.types.checkpoint_path import CheckpointUri
 from mint.types.tensors import TensorData
 from mint.types.value_classes import Params, Result
+
+MAX_RANK = 256
+MAX_SEED = 2**63 - 1
+"""The largest rank and seed of a lora; a sample's seed has the same limit."""
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 

@@ -17,11 +17,12 @@ from mint.server.callers import LOCAL_OWNER
 from mint.server.service.downloads import ARCHIVE, open_file
 from mint.server.service.uploads import import_checkpoint
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
-from mint.server.store.checkpoints import CheckpointPath, find_checkpoint
+from mint.server.store.checkpoints import find_checkpoint
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.session_catalog import SessionCatalog
 from mint.server.store.training_run_catalog import TrainingRunCatalog
 from mint.types import SupportedModel
+from mint.types.checkpoint_path import CheckpointPath
 from mint.types.records import (
     Checkpoint,
     CheckpointsListResponse,

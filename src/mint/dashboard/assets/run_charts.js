@@ -80,7 +80,7 @@ export const CHARTS = [
   { id: "groups", title: "Groups by signal", unit: "share", include: [0, 1],
     series: always(share("groups/used", "informative", "groups/total"), share("groups/all_good", "all good", "groups/total"),
       share("groups/all_bad", "all bad", "groups/total")) },
-  { id: "ledger", title: "Signal ledger, share of sampled tokens", unit: "share", include: [0, 1],
+  { id: "ledger", title: "Token counts, share of sampled tokens", unit: "share", include: [0, 1],
     series: always(share("ledger/informative", "informative", "ledger/generated"), share("ledger/trained", "trained", "ledger/generated"),
       share("ledger/gradient", "with gradient", "ledger/generated"), share("ledger/graded", "graded", "ledger/generated")) },
   { id: "entropy", title: "Entropy, nats per token", include: [0],

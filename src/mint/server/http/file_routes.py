@@ -34,8 +34,8 @@ from mint.server.service.downloads import ARCHIVE, PEFT_FILES, open_file
 from mint.server.service.service import Service
 from mint.server.service.uploads import SCRATCH_FOLDER, import_checkpoint, report_storage_faults
 from mint.server.store import checkpoint_folders, checkpoints
-from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.rows import CheckpointRow
+from mint.types.checkpoint_path import CheckpointPath
 from mint.types.records import ExternalWeightsUrlsResponse, UploadCheckpointResponse
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import mint.types.records as records
 import mint.wire as wire
 from mint.errors import InvalidRequestError
 from mint.server.http.route_table import Call, Operation, RouteRow, respond, respond_json
-from mint.server.store.checkpoints import CheckpointPath
 from mint.types import invalid_request
+from mint.types.checkpoint_path import CheckpointPath
 from mint.types.records import PageQuery
 
 CHECKPOINTS_PAGE = 100

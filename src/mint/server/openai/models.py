@@ -12,8 +12,8 @@ from mint.server.callers import Caller
 from mint.server.openai.schemas import ModelCard
 from mint.server.service.service import Service
 from mint.server.store import checkpoint_folders, checkpoints
-from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.rows import SamplerRow
+from mint.types.checkpoint_path import CheckpointPath
 
 OWNED_BY_MINT = "mint"
 

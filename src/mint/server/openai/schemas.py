@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from mint.errors import InvalidRequestError
-from mint.server.worker.validation import MAX_SEED
+from mint.types.training import MAX_SEED
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128

@@ -32,11 +32,11 @@ from mint.server.service.downloads import ARCHIVE_FORMAT
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoint_folders import Manifest
-from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.journal import Journal
 from mint.server.store.rows import CheckpointRow, SessionRow, TrainingRunRow
 from mint.server.store.snapshot_files import size_bytes
-from mint.server.worker.validation import MAX_RANK, MAX_SEED
+from mint.types.checkpoint_path import CheckpointPath
+from mint.types.training import MAX_RANK, MAX_SEED
 
 SCRATCH_FOLDER = "tmp"
 DEFAULT_NAME = "upload"

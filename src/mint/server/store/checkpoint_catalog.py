@@ -21,11 +21,12 @@ from mint.errors import CheckpointError, ConflictError, InvalidRequestError, Not
 from mint.server.ids import model_id, new_session_id
 from mint.server.store.catalog_queries import UNEXPIRED, moment, owned_by, read_page, readable_by
 from mint.server.store.checkpoint_folders import Manifest, read_manifest, write_manifest
-from mint.server.store.checkpoints import CheckpointPath, alias_of, check_ttl, find_checkpoint, no_checkpoint
+from mint.server.store.checkpoints import alias_of, check_ttl, find_checkpoint, no_checkpoint
 from mint.server.store.database import insert
 from mint.server.store.journal import Journal
 from mint.server.store.rows import CheckpointRow, SessionRow, TrainingRunRow
 from mint.server.store.session_catalog import require_session
+from mint.types.checkpoint_path import CheckpointPath
 from mint.types.records import FIRST_PAGE, Checkpoint, CheckpointsListResponse, PageQuery
 
 log = logging.getLogger("mint.catalog")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,48 +17,15 @@ from mint.errors import InvalidRequestError, NotFoundError
 from mint.server.store.checkpoint_folders import Manifest, read_checkpoint
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.rows import CheckpointRow
+from mint.types.checkpoint_path import CheckpointPath
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
-_PATH = re.compile(
-    r"(?:mint|tinker)://(?P<model_id>[^/]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[^/]+)"
-)
 _ALIAS = re.compile(r"ckpt_[0-9a-f]{32}", re.ASCII)
 
 TRAINING = "weights"
 SAMPLER = "sampler_weights"
 EXTERNAL = "external_weights"
 MIN_TTL_S, MAX_TTL_S = 1, 10 * 366 * 24 * 3600
-
-
-@dataclass(frozen=True)
-class CheckpointPath:
-    """A checkpoint's path in its parts."""
-
-    model_id: str
-    kind: str
-    name: str
-
-    @property
-    def uri(self) -> str:
-        """The path as sent to clients; the SDK shows `mint://`."""
-        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
-
-    @classmethod
-    def parse(cls, path: str) -> CheckpointPath:
-        """The parts of `mint://…` or `tinker://…`.
-
-        Raises:
-            InvalidRequestError: the text is not such a path.
-        """
-        match = _PATH.fullmatch(path)
-        if match is None:
-            raise InvalidRequestError(
-                "is not a checkpoint path",
-                field="path",
-                value=path,
-                remedy="Pass what save_state or save_weights_for_sampler returned: mint://MODEL_ID/weights/NAME",
-            )
-        return cls(**match.groupdict())
 
 
 def check_name(name: str) -> str:

@@ -71,10 +71,6 @@ class Durability:
         self.newest_commit += 1
         return self.newest_commit
 
-    def is_durable(self, commit: int) -> bool:
-        """Whether a commit, and all before it, survive a loss of power."""
-        return self._durable >= commit
-
     def require_working_disk(self) -> None:
         """Refuses to go on after a failed fsync.
 

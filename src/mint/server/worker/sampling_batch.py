@@ -35,7 +35,7 @@ class SamplingBatch:
         self._samplers = samplers
         self._batch: SampleBatch | None = None
         self._running: dict[str, QueuedSample] = {}
-        self._suspects: deque[QueuedSample] = deque()  # of a batch that failed: they run again, one by one
+        self._retry_alone: deque[QueuedSample] = deque()  # of a batch that failed: they run again, one by one
         self._sequences: Counter[str] = Counter()  # by owner
         self._is_alone = False
         self._postponed: list[QueuedSample] = []
@@ -44,14 +44,14 @@ class SamplingBatch:
 
     @property
     def load(self) -> SamplingLoad:
-        """What the scheduler decides by; suspects count, whether or not it is their turn yet."""
-        is_closed = bool(self._suspects) or (self._is_alone and bool(self._running))
+        """What the scheduler decides by; requests to retry alone count, whether or not it is their turn yet."""
+        is_closed = bool(self._retry_alone) or (self._is_alone and bool(self._running))
         return SamplingLoad(self._sequences, is_closed=is_closed)
 
     @property
     def samplers(self) -> set[str]:
         """The samplers that requests use."""
-        return {sample.request.sampling_session_id for sample in (*self._running.values(), *self._suspects)}
+        return {sample.request.sampling_session_id for sample in (*self._running.values(), *self._retry_alone)}
 
     def join(self, samples: Iterable[QueuedSample]) -> dict[str, FutureResult]:
         """Adds requests to the batch; returns the results of those that cannot be run."""
@@ -70,7 +70,7 @@ class SamplingBatch:
 
     def step(self) -> dict[str, FutureResult]:
         """Decodes one token for each sequence; returns the results of the requests that finished."""
-        results = self._next_suspect() if self._suspects or self._is_alone else {}
+        results = self._start_next_alone() if self._retry_alone or self._is_alone else {}
         if self._batch is None or not self._running:
             return results
         for name, sample in self._running.items():
@@ -89,8 +89,8 @@ class SamplingBatch:
 
     def cancel_session(self, session_id: str) -> set[str]:
         """Cancels the requests of a session; returns those that leave the batch at its next step."""
-        for sample in [sample for sample in self._suspects if session_of(sample.request_id) == session_id]:
-            self._suspects.remove(sample)
+        for sample in [sample for sample in self._retry_alone if session_of(sample.request_id) == session_id]:
+            self._retry_alone.remove(sample)
             self._count(sample, -1)
         running = {name for name in self._running if session_of(name) == session_id}
         for name in running:
@@ -122,19 +122,19 @@ class SamplingBatch:
         self._running = {}
         self._batch = None
         if len(samples) > 1:  # the engine does not say which of them it failed on
-            self._suspects.extend(samples)
+            self._retry_alone.extend(samples)
             return {}
         self._count(samples[0], -1)
         return {samples[0].request_id: FutureResult.of_error(error)}
 
-    def _next_suspect(self) -> dict[str, FutureResult]:
-        """Starts the next suspect once the one before has ended; returns the results of those that cannot be run."""
+    def _start_next_alone(self) -> dict[str, FutureResult]:
+        """Starts the next of them once the one before has ended; returns the results of those that cannot be run."""
         results: dict[str, FutureResult] = {}
         while not self._running:
-            self._is_alone = bool(self._suspects)
-            if not self._suspects:
+            self._is_alone = bool(self._retry_alone)
+            if not self._retry_alone:
                 break
-            sample = self._suspects.popleft()
+            sample = self._retry_alone.popleft()
             result = self._add(sample)
             if result is not None:
                 results[sample.request_id] = result

@@ -25,7 +25,6 @@ from mint.server.queue.futures import FutureResult
 from mint.server.queue.jobs import TrainingJob
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_folders import Manifest
-from mint.server.store.checkpoints import CheckpointPath
 from mint.server.store.journal import Finish, Journal
 from mint.server.store.rows import CheckpointRow, SamplerRow
 from mint.server.store.snapshot_files import size_bytes
@@ -42,6 +41,7 @@ from mint.types import (
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
+from mint.types.checkpoint_path import CheckpointPath
 from mint.wire.requests import (
     CreateModelRequest,
     ForwardBackwardRequest,

@@ -19,16 +19,15 @@ from mint.engine.protocol import LOSSES, AdamSpec, BaseInfo, LossRule, LossSpec,
 from mint.errors import InvalidRequestError, PromptTooLongError
 from mint.types import AdamParams, Datum, LoraConfig, SamplingParams, TensorData
 from mint.types.tensors import flat_array
+from mint.types.training import MAX_RANK, MAX_SEED
 from mint.wire.requests import ForwardBackwardInput, SampleRequest
 
 R = TypeVar("R")
 
-MAX_RANK = 256
 MAX_SAMPLES = 1024
 MAX_TOPK = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
-MAX_SEED = 2**63 - 1
 
 UNASKED = -1
 """A cell of `target_prompt_logprobs` that names no token."""
