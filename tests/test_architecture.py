@@ -27,7 +27,9 @@ HOMES: dict[str, frozenset[str]] = {
     "zstandard": frozenset({"server/http/bodies.py"}),
     "python_multipart": frozenset({"server/http/file_routes.py"}),
     "safetensors": frozenset({"models"}),
-    "transformers": frozenset({"tokenizer.py", "engine/bases", "server/openai/rendering_process.py"}),
+    "transformers": frozenset(
+        {"tokenizer.py", "engine/bases", "models/gguf_folder.py", "server/openai/rendering_process.py"}
+    ),
     "matplotlib": frozenset({"rl/tracking/plot.py"}),
     "pandas": frozenset({"runs/data_frames.py"}),
     "tensorboard": frozenset({"rl/tracking/trackers.py"}),

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gguf  # ty: ignore[import-not-found]
+import gguf
 import numpy as np
 
 NAMES = {

@@ -95,12 +95,17 @@ class Settings(BaseSettings):
         return self.home.expanduser()
 
     @property
-    def kernels_dir(self) -> Path:
-        """The cache of compiled kernels: in the user's cache folder, or in `home` if the user has no home directory."""
+    def cache_dir(self) -> Path:
+        """What can be made again: in the user's cache folder, or in `home` if the user has no home directory."""
         try:
-            return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mint" / "native"
+            return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mint"
         except RuntimeError:
-            return self.home_dir / "native"
+            return self.home_dir
+
+    @property
+    def kernels_dir(self) -> Path:
+        """The cache of compiled kernels."""
+        return self.cache_dir / "native"
 
     @property
     def native_folder(self) -> Path | None:

@@ -1,6 +1,6 @@
 """Finds the folder with a base model's weights by the model's name.
 
-Knows names, aliases and folders; reads neither the environment nor the weights, and never uses the network.
+Knows names, aliases, folders and GGUF files; never uses the network.
 """
 
 from __future__ import annotations
@@ -10,34 +10,42 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mint.errors import InvalidRequestError, UnknownBaseModelError
+from mint.models.gguf_folder import HOW_TO_INSTALL, PACKAGED, gguf_folder, packaged_file
 
 BUNDLED = {"mint/tiny": Path(__file__).parent / "tiny"}
 """The base models in the package."""
 
-HOW_TO_ADD = "Add one with MINT_MODELS=name=path, or download it into the Hugging Face cache"
+HOW_TO_ADD = (
+    "Add one with MINT_MODELS=name=path (a Hugging Face folder or a .gguf file), or download it into the Hugging Face "
+    "cache"
+)
 
 
 def available(aliases: Mapping[str, str]) -> list[str]:
-    """The names that can be resolved without a path: the bundled models and the aliases."""
-    return sorted({*BUNDLED, *aliases})
+    """The names that can be resolved without a path: the bundled models, those of installed packages, the aliases."""
+    return sorted({*BUNDLED, *filter(packaged_file, PACKAGED), *aliases})
 
 
 def resolve(name: str, aliases: Mapping[str, str]) -> Path:
-    """The folder of `name`: an alias (of a name or a folder), a bundled model, a local folder, or a Hugging Face id
-    whose files are in the local cache.
+    """The folder of `name`: an alias (of a name, folder or file), a bundled model, a local folder, a GGUF file, or a
+    Hugging Face id whose files are in the local cache.
 
     An alias comes before everything else, so that an operator can give any weights any name.
 
     Raises:
         UnknownBaseModelError: there is no base model of that name.
-        InvalidRequestError: the folder is incomplete, or an alias leads back to itself.
+        InvalidRequestError: the folder is incomplete, the GGUF file damaged, or an alias leads back to itself.
+        MissingExtraError: a GGUF file needs a package that is not installed.
     """
     target = _follow(name, aliases)
-    folder = BUNDLED.get(target) or _local_folder(target) or _cached_folder(target)
+    folder = BUNDLED.get(target) or _local_folder(target) or _from_gguf(target) or _cached_folder(target)
     if folder is None:
         known = ", ".join(available(aliases))
         raise UnknownBaseModelError(
-            f"is not a known base model; available are {known}", field="base_model", value=name, remedy=HOW_TO_ADD
+            f"is not a known base model; available are {known}",
+            field="base_model",
+            value=name,
+            remedy=HOW_TO_INSTALL.get(target, HOW_TO_ADD),
         )
     missing = missing_files(folder)
     if missing:
@@ -92,6 +100,15 @@ def _local_folder(target: str) -> Path | None:
         return path if target and path.is_dir() else None
     except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, or `~` of an unknown user
         return None
+
+
+def _from_gguf(target: str) -> Path | None:
+    try:
+        path = Path(target).expanduser().resolve()
+        file = path if path.suffix == ".gguf" and path.is_file() else packaged_file(target)
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return None if file is None else gguf_folder(file)
 
 
 def _cached_folder(target: str) -> Path | None:
