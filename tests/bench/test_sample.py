@@ -54,6 +54,9 @@ def test_unequal_samples_are_never_compared(changes: dict[str, Any]) -> None:
 
 def test_a_side_without_a_lora_is_compared_by_the_base() -> None:
     check_same_samples([side("mint"), side("llama", without="probe_logprob")], SHAPE)
+    other_base = side("llama", without="probe_logprob", base_probe_logprob=-493.9)
+    with pytest.raises(RequestFailedError, match="llama has a base_probe_logprob"):
+        check_same_samples([side("mint"), other_base], SHAPE)
 
 
 def test_a_side_that_failed_is_said_to_and_not_compared() -> None:

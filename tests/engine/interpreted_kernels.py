@@ -126,7 +126,7 @@ def test_heads_are_normed_and_turned_and_lie_in_their_pages(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rank", [0, 3, 32])
-def test_norms_swiglu_and_sums_with_a_loras_part(rank: int, dtype: torch.dtype) -> None:
+def test_kernels_equal_exact_norms_swiglu_and_sums(rank: int, dtype: torch.dtype) -> None:
     x, weight = _random(5, 70), _random(70, seed=1)
     for found, exact in zip(KERNELS.norm(x, weight, 1e-6, dtype), EXACT.norm(x, weight, 1e-6, dtype), strict=True):
         _close(found, exact, torch.float32 if found.dtype == torch.float32 else dtype)

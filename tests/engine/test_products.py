@@ -77,7 +77,7 @@ def test_a_packed_matrix_holds_the_same_numbers_in_the_same_memory() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
-def test_logits_of_a_bfloat16_unembedding_are_float32_products_of_its_very_numbers(size: float) -> None:
+def test_logits_of_a_bfloat16_unembedding_have_float32_precision(size: float) -> None:
     # From huge to vanishing: magnitudes over 2^20 within one matrix.
     spread = torch.logspace(0, -6, 512)[None, :]
     weight = (_rows(300, 512, 1) * spread * size).bfloat16()

@@ -79,7 +79,7 @@ def _file(header: object, data: bytes = b"") -> bytes:
         _file({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"12345678"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_raises_an_error_that_says_it_cannot_be_read(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
     for read in (read_tensors, open_tensors):
         with pytest.raises(CheckpointError, match="cannot be read"):

@@ -147,7 +147,7 @@ def test_a_malformed_call_is_an_error_and_no_exception(text: str) -> None:
     assert call.error
 
 
-def test_what_a_policy_considers_is_no_call() -> None:
+def test_a_call_inside_think_tags_is_not_made() -> None:
     thought = '<think>Shall I <tool_call>{"name": "a"}</tool_call>?</think>\n\n'
     assert parse_tool_calls(thought + "No.") == []
     assert [each.name for each in parse_tool_calls(thought + '<tool_call>{"name": "b"}</tool_call>')] == ["b"]

@@ -35,7 +35,7 @@ class SlowBatch(FakeBatch):
     """Takes as long for every step."""
 
     def __init__(self, engine: SlowEngine, seconds: float) -> None:
-        super().__init__(engine._chain_of, engine._vocab_size)
+        super().__init__(engine)
         self._seconds = seconds
 
     def step(self) -> dict[str, SampleResult]:

@@ -40,7 +40,7 @@ class HeldBatch(FakeBatch):
     """Waits before every step."""
 
     def __init__(self, engine: Held) -> None:
-        super().__init__(engine._chain_of, engine._vocab_size)
+        super().__init__(engine)
         self._engine = engine
 
     def step(self) -> dict[str, SampleResult]:

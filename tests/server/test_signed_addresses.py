@@ -59,7 +59,7 @@ def test_behind_a_proxy_links_begin_with_the_configured_address(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("wrong", ["mint.example.org", "ftp://x", "https://", "https://user:pw@x", "https://x?y=1"])
-def test_a_public_address_is_one(wrong: str) -> None:
+def test_a_public_url_without_a_host_or_with_more_than_a_path_is_refused(wrong: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"https://mint\.example\.org"):
         read_serve_settings({"public_url": wrong})
 

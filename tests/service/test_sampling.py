@@ -178,7 +178,7 @@ class BreaksOnSome(FakeEngine):
     """An engine that cannot sample prompts with token 666 beyond their second token."""
 
     def open_batch(self) -> FakeBatch:
-        return BreakingBatch(self._chain_of, self._vocab_size)
+        return BreakingBatch(self)
 
 
 class BreakingBatch(FakeBatch):
@@ -215,7 +215,7 @@ class Diverged(FakeEngine):
     """One of its jobs has weights that give no finite logits."""
 
     def open_batch(self) -> FakeBatch:
-        return DivergedBatch(self._chain_of, self._vocab_size)
+        return DivergedBatch(self)
 
 
 class DivergedBatch(FakeBatch):

@@ -99,7 +99,7 @@ class TracedQueue(RequestQueue):
 
 class TracedBatch(FakeBatch):
     def __init__(self, engine: Traced) -> None:
-        super().__init__(engine._chain_of, engine._vocab_size)
+        super().__init__(engine)
         self._engine = engine
 
     def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:

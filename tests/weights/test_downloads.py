@@ -216,7 +216,7 @@ def test_an_expired_address_opens_nothing(world: World) -> None:
         signer.check("folder", "file", expires_at="100", signature=signature, now=100)
 
 
-def test_an_address_dies_with_its_checkpoint(world: World) -> None:
+def test_a_signed_address_ends_when_its_checkpoint_is_replaced(world: World) -> None:
     with world.client() as service:
         client = service.create_lora_training_client(base_model="mint/tiny", rank=4, seed=3)
         path = client.save_state("gone").result().path

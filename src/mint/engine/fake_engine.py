@@ -11,7 +11,7 @@ that copy the chain's history, and the gradient: a second chain over the passes 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -73,7 +73,7 @@ class FakeEngine:
         """`state_bytes` pads the saved state, to reach the service's rule for large states. `memory_bytes` is what is
         there for models, each of which takes `MODEL_BYTES` for a rank."""
         self._memory_bytes = memory_bytes
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._context_length = context_length
         self._padding = np.zeros(state_bytes // 4, dtype=np.float32)
         self._bases: dict[str, BaseInfo] = {}
@@ -83,7 +83,7 @@ class FakeEngine:
     def load_base(self, name: str, path: str) -> BaseInfo:
         """A base with the configured sizes; `path` is only noted."""
         settings = {"dtype": "float32", "device": "none", "path": path}
-        info = BaseInfo(name, "fake", self._vocab_size, self._context_length, (0,), settings)
+        info = BaseInfo(name, "fake", self.vocab_size, self._context_length, (0,), settings)
         return self._bases.setdefault(name, info)
 
     def create_model(self, model_id: str, base: str, lora: LoraSpec) -> dict[str, Any]:
@@ -196,13 +196,14 @@ class FakeEngine:
 
     def open_batch(self) -> FakeBatch:
         """An empty batch; training between two steps changes nothing in it."""
-        return FakeBatch(self._chain_of, self._vocab_size)
+        return FakeBatch(self)
 
     def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
         """All jobs in a batch of their own, to its end."""
         return sample_together(self.open_batch(), jobs)
 
-    def _chain_of(self, job: SampleJob) -> bytes:
+    def chain_of(self, job: SampleJob) -> bytes:
+        """The weights that a job samples from; raises `NotFoundError` where they are not loaded."""
         if job.weights_id is None:
             return _hash(b"base", PurePath(job.base).name)
         if job.weights_id not in self._weights:
@@ -230,10 +231,8 @@ class _Running:
 class FakeBatch:
     """`SampleBatch` from hashes of (weights, prompt, seed, sample, position): one token per sequence and step."""
 
-    def __init__(self, chain_of: Callable[[SampleJob], bytes], vocab_size: int) -> None:
-        """`chain_of` gives the weights of a job, or raises `NotFoundError`."""
-        self._chain_of = chain_of
-        self._vocab_size = vocab_size
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
         self._running: dict[str, _Running] = {}
         self._cancelled: set[str] = set()
 
@@ -245,7 +244,7 @@ class FakeBatch:
     def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:
         """Adds a job; raises `NotFoundError` where its weights are not loaded."""
         count = job.num_samples if job.max_tokens else 0
-        chain = self._chain_of(job)
+        chain = self._engine.chain_of(job)
         self._running[key] = _Running(
             job, chain, listener, [[] for _ in range(count)], [[] for _ in range(count)], [False] * count
         )
@@ -278,7 +277,7 @@ class FakeBatch:
             seed, stream = (0, 0) if job.temperature == 0 else (job.seed, index)
             place = repr((seed, stream, len(tokens), job.top_k, job.top_p))
             drawn = _hash(running.chain, job.prompt.tobytes(), place)
-            tokens.append(int.from_bytes(drawn[:4], "little") % self._vocab_size)
+            tokens.append(int.from_bytes(drawn[:4], "little") % self._engine.vocab_size)
             running.logprobs[index].append(float(_logprobs_of(running.chain, job, tokens)[-1]))
             running.stopped[index] = tokens[-1] in job.stop.token_ids
             if running.listener is not None:
@@ -307,10 +306,10 @@ class FakeBatch:
             topk_prompt = [None if place < first else list(pairs) for place in range(size)]
         if job.target_prompt_logprobs is not None:
             places, tokens = job.target_prompt_logprobs.T
-            targets = _logprobs(chain, job.prompt[:-1], np.arange(self._vocab_size)[None])[places - 1, tokens]
+            targets = _logprobs(chain, job.prompt[:-1], np.arange(self._engine.vocab_size)[None])[places - 1, tokens]
         if job.prompt_alt_tokens_k:
             shape = (size - 1, job.prompt_alt_tokens_k)
-            drawn = (np.arange(shape[0] * shape[1]).reshape(shape) + job.seed) % self._vocab_size
+            drawn = (np.arange(shape[0] * shape[1]).reshape(shape) + job.seed) % self._engine.vocab_size
             draws = TokenTable(drawn, _logprobs(chain, job.prompt[:-1], drawn))
         return SampleResult(
             samples, prompt_logprobs, topk_prompt, target_prompt_logprobs=targets, prompt_alt_tokens=draws
