@@ -13,18 +13,24 @@ from mint.engine.protocol import AdamSpec, SampleResult
 from mint.server.ops.logs import configure_logs
 from mint.server.worker import snapshot_policy, snapshots
 
+FATAL_RATE = 0.25
+
 
 class SlowEngine(FakeEngine):
     """Takes its time for every step, of training and of sampling."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, loses_device: bool) -> None:
+        """`loses_device`: from a step with `FATAL_RATE` on, every call fails as on a GPU after a device-side assert."""
         super().__init__()
         self._seconds = seconds
+        self._loses_device = loses_device
 
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
         if self._seconds:
             print("a step begins", flush=True)
         time.sleep(self._seconds)
+        if self._loses_device and adam.learning_rate == FATAL_RATE:
+            raise RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later")
         return super().optim_step(model_id, adam)
 
     def open_batch(self) -> FakeBatch:
@@ -48,7 +54,7 @@ if __name__ == "__main__":
     snapshot_policy.MAX_SHARE = 1e9  # small states are saved after every step, however fast this machine is
     if flags.pop("large_states", False):  # only the first step is saved, and then one every 10 s
         snapshots.SMALL_STATE_BYTES = 0
-    engine = SlowEngine(flags.pop("slow", 0.0))
+    engine = SlowEngine(flags.pop("slow", 0.0), loses_device=flags.pop("loses_device", False))
     settings = read_serve_settings(flags)
     configure_logs(format=settings.log_format, level=settings.log_level)
     server = Server(settings, engine=engine)

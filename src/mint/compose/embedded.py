@@ -6,11 +6,13 @@ close stops it.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
+from mint.compose.lost_device import guarded
 from mint.config import Settings, allocator_is_set, read_settings, shorten_thread_spinning
 from mint.engine.cpu.build import TESTED_HERE, NativeBuild
 from mint.engine.cpu.machine_memory import memory_bytes
@@ -18,6 +20,8 @@ from mint.engine.cpu.malloc import keep_freed_memory
 from mint.engine.protocol import Engine
 from mint.errors import MissingExtraError
 from mint.server.limits import ServerLimits, default_waiting_bytes
+
+log = logging.getLogger("mint.embedded")
 
 _lock = threading.Lock()
 _running: dict[Hashable, EmbeddedService] = {}
@@ -37,7 +41,7 @@ class EmbeddedService:
             raise _missing(error) from error
         self.data_dir = data_dir
         options.setdefault("limits", limits_of(settings))
-        self.service = Service(engine, data_dir, aliases=settings.model_aliases, **options)
+        self.service = Service(guarded(engine, _log_loss), data_dir, aliases=settings.model_aliases, **options)
         self.service.start()
         self.app = create_app(self.service, ROUTES, readiness=Readiness(self.service))
         self.users = 1
@@ -74,6 +78,10 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
         else:
             _running[key] = EmbeddedService(folder, torch_engine(settings), settings)
         return _running[key]
+
+
+def _log_loss(reason: str) -> None:
+    log.critical("%s; every request fails from now on: end this program, and start it again", reason)
 
 
 def limits_of(settings: Settings) -> ServerLimits:

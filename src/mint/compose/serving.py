@@ -22,6 +22,7 @@ from pathlib import Path
 from mint.compose.dashboard_server import is_operator, key_or_session, over_service, screen_of
 from mint.compose.embedded import limits_of, torch_engine
 from mint.compose.http_server import HttpServer, http_config, url_of
+from mint.compose.lost_device import guarded
 from mint.config import ServeSettings, read_settings
 from mint.dashboard.app import routes
 from mint.dashboard.login import Visitor
@@ -51,6 +52,9 @@ DRAIN_SHARE = 0.4
 
 SAVE_SHARE = 0.8
 """The part of the time for the running request in which models are saved, too; the next process replays what is not."""
+
+DEVICE_LOST_STATUS = 70
+"""The exit status of a server whose GPU has failed (`EX_SOFTWARE`)."""
 
 MAX_THREADS = 16
 """Threads for requests that write to the journal: most of them wait for the disk, and share its fsyncs. As many again
@@ -194,7 +198,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
     base = read_settings()
     offered = settings.offered
     service = Service(
-        metrics.metered(engine or torch_engine(base)),
+        metrics.metered(guarded(engine or torch_engine(base), _end_process)),
         settings.folder,
         aliases={**base.model_aliases, **{name: target for name, target in offered.items() if target != name}},
         offered=offered or available(base.model_aliases),
@@ -206,6 +210,13 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
     metrics.watch(service)
     service.start()
     return service
+
+
+def _end_process(reason: str) -> None:
+    """Ends the process without a device, as a crash would: a process manager starts it again, with a device."""
+    log.critical("%s; this process ends, to be started again", reason)
+    logging.shutdown()
+    os._exit(DEVICE_LOST_STATUS)
 
 
 def _stop(service: Service, within_s: float) -> None:
