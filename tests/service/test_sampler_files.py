@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 from service_harness import GOOD_PASS, STEP, Harness, failure, open_service
-from waiting import wait_until
+from waiting import HANG_S, wait_until
 
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import NotFoundError
 from mint.models.tensor_files import read_tensors
-from mint.server.limits import MAX_UNNAMED_SAMPLERS
-from mint.server.worker.samplers import MIN_RETAINED, USED_WITHIN_S, superseded
+from mint.server.disk_space import folder_bytes
+from mint.server.limits import MAX_UNNAMED_SAMPLERS, ServerLimits
+from mint.server.worker.samplers import ALWAYS_RETAINED, MIN_RETAINED, USED_WITHIN_S, over_budget, superseded
 
 STATE_BYTES = 1 << 16
 
@@ -27,12 +29,12 @@ class Clock:
         return self.now
 
 
-def rl_step(harness: Harness, model_id: str, number: int) -> str:
+def rl_step(harness: Harness, model_id: str, number: int, *, sampler: int | None = None) -> str:
     """One pass, one step, one sampler; its id."""
     first = 3 * number + 1
     harness.run("forward_backward", model_id, first, GOOD_PASS)
     harness.run("optim_step", model_id, first + 1, STEP)
-    body = {"sampling_session_seq_id": number}
+    body = {"sampling_session_seq_id": number if sampler is None else sampler}
     return harness.run("save_weights_for_sampler", model_id, first + 2, body)["sampling_session_id"]
 
 
@@ -108,8 +110,54 @@ def test_samplers_of_an_earlier_process_go_too(tmp_path: Path) -> None:
     clock = Clock()
     harness = Harness(open_service(tmp_path, clock=clock), harness.session_id)
     rl_step(harness, model_id, 40)
+    settled = threading.Event()  # the result comes before the worker looks at what is superseded, by the clock
+    harness.service.call_soon(settled.set)
+    assert settled.wait(HANG_S)
     assert len(paths(tmp_path)) == 41 + 3
     clock.now += USED_WITHIN_S + 1
     rl_step(harness, model_id, 41)
     wait_until(lambda: len(paths(tmp_path)) == MIN_RETAINED + 3)
     harness.service.stop()
+
+
+def test_the_weights_of_all_unnamed_samplers_fit_their_share_of_the_disk(tmp_path: Path) -> None:
+    budget = 30 * STATE_BYTES
+    limits = ServerLimits(published_bytes=budget)
+    harness = Harness(open_service(tmp_path, engine=FakeEngine(state_bytes=3 * STATE_BYTES), limits=limits))
+    models = [harness.create_model(number) for number in range(2)]
+    samplers: dict[str, list[str]] = {model_id: [] for model_id in models}
+
+    def published() -> int:
+        return folder_bytes(tmp_path / "published")
+
+    for number in range(16):
+        samplers[models[0]].append(rl_step(harness, models[0], number))
+        wait_until(lambda: published() <= budget)
+    one = published() // len(list((tmp_path / "published").iterdir()))
+    assert published() > budget - 2 * one  # no more goes than must
+    for number in range(12):  # the model that holds most makes room for the other
+        samplers[models[1]].append(rl_step(harness, models[1], number, sampler=100 + number))
+        wait_until(lambda: published() <= budget)
+    for model_id in models:
+        for name in samplers[model_id][-ALWAYS_RETAINED:]:
+            assert harness.sample(name, 0)
+        assert isinstance(failure(lambda model_id=model_id: harness.sample(samplers[model_id][0], 0)), NotFoundError)
+    harness.service.stop()
+
+
+def test_what_the_engine_samples_from_stays_however_small_the_share(tmp_path: Path) -> None:
+    limits = ServerLimits(published_bytes=0)
+    harness = Harness(open_service(tmp_path, engine=FakeEngine(state_bytes=STATE_BYTES), limits=limits))
+    model_id = harness.create_model()
+    names = [rl_step(harness, model_id, number) for number in range(8)]
+    wait_until(lambda: len(list((tmp_path / "published").iterdir())) == ALWAYS_RETAINED)
+    for name in names[-ALWAYS_RETAINED:]:
+        assert harness.sample(name, 0)
+    harness.service.stop()
+
+
+def test_the_model_that_holds_most_gives_its_oldest_and_each_keeps_some() -> None:
+    held = {"a": {f"a{number}": 10 for number in range(6)}, "b": {f"b{number}": 5 for number in range(6)}}
+    assert over_budget(held, 90) == []
+    assert over_budget(held, 75) == ["a0", "a1"]
+    assert set(over_budget(held, 0)) == {"a0", "a1", "a2", "b0", "b1", "b2"}

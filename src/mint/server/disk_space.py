@@ -10,6 +10,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from mint.errors import OverloadedError
@@ -102,3 +103,12 @@ class DiskSpace:
 
 def _in_mib(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 20):,.0f} MiB"
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of the files in a folder together."""
+    total = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # removed just now
+            total += path.stat().st_size
+    return total

@@ -15,6 +15,9 @@ RESERVE_SHARE, MAX_RESERVE_BYTES = 0.02, 2048 * MIB
 MAX_UNNAMED_SAMPLERS = 64
 """Unnamed samplers of a model that are kept at most, by default."""
 
+PUBLISHED_SHARE = 0.25
+"""The share of a disk's free room that the unnamed samplers of all models may take together, by default."""
+
 CHECKPOINT_SHARE = 0.25
 """The share of a disk's free space that the checkpoints of one owner may take, by default."""
 
@@ -28,7 +31,8 @@ class ServerLimits:
     """Limits of one service.
 
     `model_memory_bytes` None: `MODEL_MEMORY_SHARE` of what is free once a base model is loaded. `disk_reserve_bytes`
-    None: `default_reserve` of the disk. `max_unnamed_samplers` holds for each model.
+    None: `default_reserve` of the disk. `max_unnamed_samplers` holds for each model, `published_bytes` for those of all
+    models together; None: `default_published_bytes` of the room that is free at the start.
     """
 
     model_memory_bytes: int | None = None
@@ -37,6 +41,7 @@ class ServerLimits:
     max_models: int = 1024
     waiting_bytes: int = MAX_WAITING_BYTES
     max_unnamed_samplers: int = MAX_UNNAMED_SAMPLERS
+    published_bytes: int | None = None
 
 
 def default_waiting_bytes(memory_bytes: int | None) -> int:
@@ -47,6 +52,11 @@ def default_waiting_bytes(memory_bytes: int | None) -> int:
 def default_reserve(disk_bytes: int) -> int:
     """The space that stays free on a disk of this size."""
     return min(int(RESERVE_SHARE * disk_bytes), MAX_RESERVE_BYTES)
+
+
+def default_published_bytes(free_disk_bytes: int) -> int:
+    """The room for the weights of all unnamed samplers."""
+    return int(PUBLISHED_SHARE * free_disk_bytes)
 
 
 def default_checkpoint_bytes(free_disk_bytes: int) -> int:

@@ -37,9 +37,9 @@ from mint.errors import (
     from_wire,
 )
 from mint.server.callers import Caller
-from mint.server.disk_space import DiskSpace
+from mint.server.disk_space import DiskSpace, folder_bytes
 from mint.server.ids import RequestId, request_id, sampler_id, session_of
-from mint.server.limits import ServerLimits
+from mint.server.limits import ServerLimits, default_published_bytes
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.jobs import QueuedSample, TrainingJob, is_repeat
@@ -187,6 +187,7 @@ class Service:
             self.base_models,
             data_dir,
             max_unnamed=self.limits.max_unnamed_samplers,
+            published_bytes=self._published_bytes(),
             disk=self.disk,
             clock=clock,
         )
@@ -215,6 +216,12 @@ class Service:
         # comes before, waiting for the disk after.
         self._accepting = threading.RLock()
         self._accepting_samples = threading.Lock()  # of its own, so that samples never wait for the database
+
+    def _published_bytes(self) -> int:
+        """The room for unnamed samplers. What they take already counts as free, so that a restart changes nothing."""
+        if self.limits.published_bytes is not None:
+            return self.limits.published_bytes
+        return default_published_bytes(self.disk.free_bytes + folder_bytes(self.data_dir / "published"))
 
     def start(self) -> None:
         """Takes over the sessions of dead processes, and begins to work."""

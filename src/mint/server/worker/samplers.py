@@ -43,6 +43,9 @@ MAX_IN_ENGINE_OF_A_MODEL = 3
 MIN_RETAINED = 16
 """Unnamed samplers of a model that are kept in any case: those used last. A new one counts as used."""
 
+ALWAYS_RETAINED = 3
+"""Unnamed samplers of a model that are kept even where the weights of all models take too much room."""
+
 USED_WITHIN_S = 1800.0
 """Other unnamed samplers are kept while they were used within this time, in which the server ran."""
 
@@ -61,6 +64,28 @@ def superseded(used_at: Mapping[str, float], now: float, *, most: int = MAX_UNNA
     ]
 
 
+def over_budget(held: Mapping[str, Mapping[str, int]], budget_bytes: int) -> list[str]:
+    """The samplers to delete so that those of all models fit a budget.
+
+    `held[model]` has the bytes of each sampler, in the order of their last use. The model that holds most gives its
+    oldest, again and again; `ALWAYS_RETAINED` of each model stay.
+    """
+    left = {model: list(sizes.items()) for model, sizes in held.items()}
+    bytes_of = {model: sum(sizes.values()) for model, sizes in held.items()}
+    excess = sum(bytes_of.values()) - budget_bytes
+    gone: list[str] = []
+    while excess > 0:
+        candidates = [model for model, samplers in left.items() if len(samplers) > ALWAYS_RETAINED]
+        if not candidates:
+            break
+        largest = max(candidates, key=bytes_of.__getitem__)
+        name, size_bytes = left[largest].pop(0)
+        gone.append(name)
+        bytes_of[largest] -= size_bytes
+        excess -= size_bytes
+    return gone
+
+
 class Samplers:
     """The samplers of one data directory, and their weights in one engine."""
 
@@ -72,12 +97,14 @@ class Samplers:
         data_dir: Path,
         *,
         max_unnamed: int = MAX_UNNAMED_SAMPLERS,
+        published_bytes: int | None = None,
         disk: DiskSpace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_unnamed` bounds the unnamed samplers of a model; while `disk` is short, only `MIN_RETAINED` are kept.
 
-        `clock` gives seconds in which this process ran.
+        `published_bytes` bounds the files of all of them; None is no bound. `clock` gives seconds in which this process
+        ran.
         """
         self._disk = disk
         self._engine = engine
@@ -85,11 +112,13 @@ class Samplers:
         self._bases = bases
         self._data_dir = data_dir
         self._max_unnamed = max_unnamed
+        self._published_bytes = published_bytes
         self._clock = clock
         self._in_engine: OrderedDict[str, None] = OrderedDict()  # least recently used first
-        self._lock = threading.Lock()  # of the next three; nobody waits for the journal with it
+        self._lock = threading.Lock()  # of the next four; nobody waits for the journal with it
         self._rows: dict[str, SamplerRow] = {}
         self._used_at: dict[str, dict[str, float]] = {}  # model → its unnamed samplers → last use
+        self._sizes: dict[str, int] = {}  # of the files of unnamed samplers, in bytes
         self._times_dropped = 0
         self._recalled: set[str] = set()  # models whose samplers of earlier processes are in `_used_at`
 
@@ -114,7 +143,8 @@ class Samplers:
         raise NotFoundError(
             "is not a sampler here (any more): of the samplers that a model makes without a name, the "
             f"{MIN_RETAINED} used last are kept, and others while they are used at least every "
-            f"{USED_WITHIN_S / 60:g} minutes, at most {self._max_unnamed}",
+            f"{USED_WITHIN_S / 60:g} minutes, at most {self._max_unnamed}; fewer, but {ALWAYS_RETAINED}, where the "
+            "weights of all models take too much of the disk",
             field="sampling_session_id",
             value=sampler_id,
             remedy="Publish the newest weights again; give a name to those that you need for longer: "
@@ -123,8 +153,10 @@ class Samplers:
 
     def published(self, row: SamplerRow) -> None:
         """Notes weights that a model has just published in the engine."""
+        size_bytes = self._size_of(row)
         with self._lock:
             self._rows[row.sampler_id] = row
+            self._sizes[row.sampler_id] = size_bytes
             used_at = self._used_at.setdefault(row.model_id or "", {})
             self._note_use(row)
         self._touch(row)
@@ -134,17 +166,21 @@ class Samplers:
     def drop_superseded(self, model_id: str, *, busy: Callable[[], Collection[str]]) -> None:
         """Forgets those that `published` weights of a model supersede, and removes their files once that is durable.
 
-        `busy` gives the samplers with requests that wait or run: these stay.
+        Where all files together take too much, samplers of other models go, too. `busy` gives the samplers with
+        requests that wait or run: these stay.
         """
         if model_id not in self._recalled:
-            known = self._journal.unnamed_samplers(model_id)
-            with self._lock:  # those of an earlier process count as used now
-                self._used_at[model_id] = {**dict.fromkeys(known, self._clock()), **self._used_at[model_id]}
-            self._recalled.add(model_id)
+            self._recall(model_id)
         is_short = self._disk is not None and self._disk.is_short
         most = min(MIN_RETAINED, self._max_unnamed) if is_short else self._max_unnamed
         with self._lock:
             gone = superseded(self._used_at[model_id], self._clock(), most=most)
+            if self._published_bytes is not None:
+                held = {
+                    model: {name: self._sizes.get(name, 0) for name in used_at if name not in gone}
+                    for model, used_at in self._used_at.items()
+                }
+                gone += over_budget(held, self._published_bytes)
         if gone:
             gone = sorted(set(gone) - set(busy()))
         if not gone:
@@ -155,12 +191,30 @@ class Samplers:
             self._times_dropped += 1
             for name in gone:
                 self._rows.pop(name, None)
-                self._used_at[model_id].pop(name, None)
+                self._sizes.pop(name, None)
+            for used_at in self._used_at.values():
+                for name in gone:
+                    used_at.pop(name, None)
         self._drop([name for name in gone if name in self._in_engine])
         files = [row.file or "" for row in rows if row is not None]
         durability = self._journal.durability
         discard = partial(discard_files, self._journal, self._data_dir, files)
         durability.call_when_durable(durability.newest_commit, discard)
+
+    def _recall(self, model_id: str) -> None:
+        """Notes the samplers that a model has published in earlier processes; they count as used now."""
+        known = self._journal.unnamed_samplers(model_id)
+        sizes = {name: self._size_of(self._journal.sampler(name)) for name in known}
+        with self._lock:
+            self._used_at[model_id] = {**dict.fromkeys(known, self._clock()), **self._used_at[model_id]}
+            self._sizes = {**sizes, **self._sizes}
+        self._recalled.add(model_id)
+
+    def _size_of(self, row: SamplerRow | None) -> int:
+        try:
+            return 0 if row is None or row.file is None else (self._data_dir / row.file).stat().st_size
+        except OSError:  # it is damaged; reading it says so
+            return 0
 
     def end_session(self, session_id: str) -> None:
         """Forgets everything that a session has published."""
@@ -169,7 +223,8 @@ class Samplers:
             for row in rows:
                 del self._rows[row.sampler_id]
             for model_id in [name for name in self._used_at if session_of(name) == session_id]:
-                del self._used_at[model_id]
+                for sampler_id in self._used_at.pop(model_id):
+                    self._sizes.pop(sampler_id, None)
                 self._recalled.discard(model_id)
         self._drop([row.sampler_id for row in rows if row.file is not None and row.sampler_id in self._in_engine])
 
