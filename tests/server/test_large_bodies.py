@@ -70,7 +70,8 @@ def test_a_large_sample_request_is_read_as_a_small_one(reader: RequestReader, wr
     assert outcome(reader.read_sample, body) == outcome(RequestReader().read_sample, body)
 
 
-def test_no_large_body_is_decoded_in_the_process_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def note_decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the bodies that are decoded in this process from now on."""
     sizes: list[int] = []
     decode = wire.decode
 
@@ -78,18 +79,41 @@ def test_no_large_body_is_decoded_in_the_process_of_the_server(tmp_path: Path, m
         sizes.append(len(body))
         return decode(kind, body, encoding)
 
+    monkeypatch.setattr(wire, "decode", noted)
+    return sizes
+
+
+def test_no_large_body_is_decoded_in_the_process_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path) as server:
         person = Person(server)
         session = person.session()
         model = person.model(session)
         sampler = person.sampler(session)
-        monkeypatch.setattr(wire, "decode", noted)
+        sizes = note_decoded(monkeypatch)
         assert person.done("forward_backward", large(passing(model)))["metrics"]
         assert person.done("asample", large(sample_body(sampler)))["sequences"]
         refused = person.post("forward_backward", large({"model_id": model, "seq_id": 2, "hostile": [[]] * 9}))
         assert person.send("POST", f"{API}/retrieve_future", refused).json()["code"] == "InvalidRequestError"
         assert person.done("forward_backward", passing(model, 3))["metrics"], "the refused one has taken its place"
         monkeypatch.undo()
+    assert sizes and max(sizes) < LARGE_JSON_BYTES
+
+
+def test_after_a_restart_large_bodies_are_decoded_beside_the_server_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a request that is replayed, and one of a request that is still to run."""
+    with running(tmp_path) as server:
+        person = Person(server)
+        model = person.model(person.session())
+        first = person.done("forward_backward", large(passing(model)))
+        waiting = person.post("forward_backward", large(passing(model, 3)))
+    sizes = note_decoded(monkeypatch)
+    with running(tmp_path) as server:
+        person = Person(server)
+        person.post("forward_backward", passing(model, 2))
+        assert person.result(waiting["request_id"])["loss_fn_outputs"] == first["loss_fn_outputs"]
+        assert server.service.journal.stopped_models() == []
     assert sizes and max(sizes) < LARGE_JSON_BYTES
 
 

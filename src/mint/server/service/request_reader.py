@@ -17,6 +17,7 @@ from pydantic import BaseModel
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError
 from mint.server.queue.jobs import REQUESTS, read_sample_request, read_training_request
+from mint.server.queue.jobs import decode_request as decode_accepted
 from mint.server.service.child_process import ChildProcess
 from mint.server.service.decoding_process import Reply, decode_request
 from mint.server.store.rows import JobRow
@@ -61,8 +62,12 @@ class RequestReader:
         return row, reply.failure or decode_request(REQUESTS[kind], content)
 
     def decode(self, kind: str, body: bytes, encoding: wire.Encoding) -> BaseModel | MintError:
-        """Same as `jobs.decode_request`, for a body whose place could be read."""
-        return self.read_training(kind, body, encoding)[1]
+        """Same as `jobs.decode_request`, for a body that was accepted."""
+        if self._is_large(body, encoding):
+            # The other process may die of it, or lack memory; but it was accepted, so it can be decoded here.
+            with suppress(InvalidRequestError):
+                return self.read_training(kind, body, encoding)[1]
+        return decode_accepted(kind, body, encoding)
 
     def read_sample(self, body: bytes) -> tuple[str, int, int, SampleRequest | InvalidRequestError]:
         """Same as `jobs.read_sample_request`."""

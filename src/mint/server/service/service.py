@@ -195,6 +195,7 @@ class Service:
             LiveModels(engine, self.base_models),
             self.journal,
             data_dir,
+            decode=self._reader.decode,
             model_memory_bytes=self.limits.model_memory_bytes,
         )
         self._worker = Worker(
@@ -752,7 +753,7 @@ class Service:
 
     def _adopt_sessions(self) -> None:
         """Serves the sessions of dead processes from now on."""
-        for session in adopt_sessions(self.journal, self.instance):
+        for session in adopt_sessions(self.journal, self.instance, self._reader.decode):
             if session.is_suspended:
                 self._sessions.suspend(session.session_id, session.owner)
             else:
@@ -801,7 +802,7 @@ class Service:
                 return
             self.journal.resume_session(session_id)
             # before the session counts as resumed: a client that asks for a result must find that one is expected
-            self._enqueue_unfinished(owner, unfinished_jobs(self.journal, session_id))
+            self._enqueue_unfinished(owner, unfinished_jobs(self.journal, session_id, self._reader.decode))
             self._sessions.resume(session_id, owner)
         log.info("session %s is resumed: its client is back", session_id)
 

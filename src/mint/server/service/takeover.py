@@ -16,7 +16,7 @@ from pydantic import BaseModel
 import mint.wire as wire
 from mint.errors import DamagedDataError, MintError, RequestFailedError
 from mint.server.ids import RequestId
-from mint.server.queue.jobs import decode_request
+from mint.server.queue.jobs import Decode
 from mint.server.store.instances import Instance
 from mint.server.store.journal import Journal
 from mint.server.store.rows import JobRow
@@ -46,7 +46,7 @@ class AdoptedSession:
     unfinished: list[UnfinishedJob]
 
 
-def adopt_sessions(journal: Journal, instance: Instance) -> Iterator[AdoptedSession]:
+def adopt_sessions(journal: Journal, instance: Instance, decode: Decode) -> Iterator[AdoptedSession]:
     """The sessions of dead processes, one after another. Call inside `Instance.sole_adopter`.
 
     All of them are taken over in one durable commit, before the first one is returned. However long no process ran, no
@@ -63,29 +63,29 @@ def adopt_sessions(journal: Journal, instance: Instance) -> Iterator[AdoptedSess
     for session in live:
         if session.instance_id in dead:
             is_suspended = session.suspended_s is not None
-            unfinished = [] if is_suspended else unfinished_jobs(journal, session.session_id)
+            unfinished = [] if is_suspended else unfinished_jobs(journal, session.session_id, decode)
             yield AdoptedSession(session.session_id, session.owner, is_suspended, unfinished)
     log.info("took over the sessions of %d dead processes", len(dead))
 
 
-def unfinished_jobs(journal: Journal, session_id: str) -> list[UnfinishedJob]:
+def unfinished_jobs(journal: Journal, session_id: str, decode: Decode) -> list[UnfinishedJob]:
     """The accepted requests of a session that have no result, in the order of each model."""
     try:
-        return _unfinished_jobs(journal, session_id)
+        return _unfinished_jobs(journal, session_id, decode)
     except DamagedDataError as error:  # the other sessions go on; whoever asks for these is told
         log.error("the requests of session %s cannot be read: %s", session_id, error)
         return []
 
 
-def _unfinished_jobs(journal: Journal, session_id: str) -> list[UnfinishedJob]:
+def _unfinished_jobs(journal: Journal, session_id: str, decode: Decode) -> list[UnfinishedJob]:
     return [
-        UnfinishedJob(row, _request_of(row), model.applied_seq + 1)
+        UnfinishedJob(row, _request_of(row, decode), model.applied_seq + 1)
         for model in journal.models_of(session_id)
         for row in journal.jobs(model.model_id, after=model.applied_seq, status=("pending",))
     ]
 
 
-def _request_of(row: JobRow) -> BaseModel | MintError:
+def _request_of(row: JobRow, decode: Decode) -> BaseModel | MintError:
     """The request of a dead process, or an error if it is damaged, or is what keeps killing processes."""
     try:
         row.verify_checksum()
@@ -95,7 +95,7 @@ def _request_of(row: JobRow) -> BaseModel | MintError:
     except ValueError:
         return DamagedDataError(f"request {row.seq_id} of {row.model_id} in the journal is damaged: its encoding")
     if row.attempts < MAX_ATTEMPTS:
-        return decode_request(row.kind, row.payload or b"", encoding)
+        return decode(row.kind, row.payload or b"", encoding)
     return RequestFailedError(
         f"the process died {row.attempts} times while it ran this request", remedy="See the server's log"
     )

@@ -21,7 +21,7 @@ from mint.errors import (
     OutOfMemoryError,
     RecoveryDivergedError,
 )
-from mint.server.queue.jobs import decode_request
+from mint.server.queue.jobs import Decode
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.journal import Journal
 from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, JobRow, ModelRow, SnapshotRow
@@ -40,11 +40,14 @@ COUNTED_STEPS = 16
 class Recovery:
     """Restores the models of one data directory."""
 
-    def __init__(self, models: LiveModels, memory: ModelMemory, journal: Journal, data_dir: Path) -> None:
+    def __init__(
+        self, models: LiveModels, memory: ModelMemory, journal: Journal, data_dir: Path, decode: Decode
+    ) -> None:
         self._models = models
         self._memory = memory
         self._journal = journal
         self._data_dir = data_dir
+        self._decode = decode
 
     def restore(self, model_id: str) -> None:
         """Puts a model into the engine as it was after its last finished request.
@@ -162,7 +165,7 @@ class Recovery:
                 f"model {job.model_id} cannot be restored: no snapshot is good, and request {job.seq_id} is pruned",
                 remedy="Restore a backup, or load a checkpoint into a new model",
             )
-        match decode_request(job.kind, job.payload, wire.Encoding(job.encoding)):
+        match self._decode(job.kind, job.payload, wire.Encoding(job.encoding)):
             case ForwardBackwardRequest() as request:
                 # another split into micro-batches would give other bits
                 decided = None if job.micro_batching is None else MicroBatching(**job.micro_batching)

@@ -22,7 +22,7 @@ from mint.engine.protocol import LoraSpec
 from mint.errors import ConflictError, DamagedDataError, InvalidRequestError, JournalError, MintError
 from mint.server.ids import file_stem, sampler_id, seed_root, session_of
 from mint.server.queue.futures import FutureResult
-from mint.server.queue.jobs import TrainingJob
+from mint.server.queue.jobs import Decode, TrainingJob
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.journal import Finish, Journal
@@ -81,16 +81,22 @@ class Trainer:
     """Runs the training requests of one data directory."""
 
     def __init__(
-        self, models: LiveModels, journal: Journal, data_dir: Path, *, model_memory_bytes: int | None = None
+        self,
+        models: LiveModels,
+        journal: Journal,
+        data_dir: Path,
+        *,
+        decode: Decode,
+        model_memory_bytes: int | None = None,
     ) -> None:
-        """`model_memory_bytes` is the limit of `ModelMemory`."""
+        """`decode` decodes requests of the journal; `model_memory_bytes` is the limit of `ModelMemory`."""
         self.models = models
         self._bases = models.bases
         self._journal = journal
         self._data_dir = data_dir
         self._snapshots = Snapshots(journal, data_dir)
         self.memory = ModelMemory(models, journal, self._snapshots, data_dir, limit_bytes=model_memory_bytes)
-        self._recovery = Recovery(models, self.memory, journal, data_dir)
+        self._recovery = Recovery(models, self.memory, journal, data_dir, decode)
         self._runners: dict[str, Callable[[TrainingJob, Any], _Success]] = {
             "create_model": self._create_model,
             "forward": self._forward,
