@@ -89,9 +89,12 @@ class Disasters:
 
     def _wrap(self) -> None:
         """Puts the states of the disk, the clock and the memory between the service and the system."""
-        fsync, replace, mkstemp = os.fsync, Path.replace, tempfile.mkstemp
+        fsync = os.fsync
+        replace = Path.replace
+        mkstemp = tempfile.mkstemp
         training_pass, name, run = resolve("mint.engine.training_pass:_run")
-        now, open_database = time.time, Database.__init__
+        now = time.time
+        open_database = Database.__init__
 
         def failing_fsync(handle: int) -> None:
             kind = file_kind(Path(f"/proc/self/fd/{handle}").readlink())

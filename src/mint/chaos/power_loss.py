@@ -33,7 +33,9 @@ class Disk:
         self._contents: set[tuple[int, int]] = set()
         self._names: dict[Path, tuple[int, int]] = {}
         self.syncs = self.journal_syncs = 0
-        self._lock, self._copies, self._kept = threading.Lock(), 0, 0
+        self._lock = threading.Lock()
+        self._copies = 0
+        self._kept = 0
         self._may_sync = threading.Event()
         self._may_sync.set()
         self._fsync = os.fsync

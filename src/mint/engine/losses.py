@@ -114,12 +114,14 @@ def loss_and_slope(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray) -> t
     """Weighted loss and its derivative with respect to each logprob, float64, shaped as the targets; both 0 where the
     weight is 0."""
     trained = datum.weights != 0
-    loss, slope = np.zeros(trained.shape), np.zeros(trained.shape)
+    loss = np.zeros(trained.shape)
+    slope = np.zeros(trained.shape)
     weights = datum.weights[trained].astype(np.float64)
     # A ratio beyond float64 is infinite; the optimizer refuses the step then, and says so.
     with np.errstate(over="ignore", invalid="ignore"):
         values = FORMULAS[spec.name].function(_select(spec, datum, logprobs, trained))
-        loss[trained], slope[trained] = weights * values[0], weights * values[1]
+        loss[trained] = weights * values[0]
+        slope[trained] = weights * values[1]
         if FORMULAS[spec.name].of_sequence and trained.any() and "sequence_ratio_mask" not in datum.inputs:
             slope[trained] = slope[trained].mean()  # every token moves log s, and with it every term, by 1/n
     return loss, slope
@@ -212,7 +214,8 @@ def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np
     """The trained tokens alone, so that no masked value reaches the arithmetic."""
     policy = "logprobs" in LOSSES[spec.name].required
     own = _cut(logprobs, trained)
-    low, high = datum.inputs.get("clip_low_threshold"), datum.inputs.get("clip_high_threshold")
+    low = datum.inputs.get("clip_low_threshold")
+    high = datum.inputs.get("clip_high_threshold")
     cap = spec.config.get("tis_cap", np.inf)
     mask = datum.inputs.get("sequence_ratio_mask")
     return TokenInputs(

@@ -101,7 +101,9 @@ class Tail:
         try:
             status = self.path.stat()
         except FileNotFoundError:
-            is_void, self.inode, self.offset = self.inode is not None, None, 0
+            is_void = self.inode is not None
+            self.inode = None
+            self.offset = 0
             return is_void, iter(())
         is_void = self.inode is not None and (status.st_ino != self.inode or status.st_size < self.offset)
         if is_void or self.inode is None:

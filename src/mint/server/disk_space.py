@@ -20,7 +20,8 @@ log = logging.getLogger("mint.storage")
 
 FRESH_S = 1.0
 
-NEAR_RESERVES, FAR_RESERVES = 2.0, 2.5
+NEAR_RESERVES = 2.0
+FAR_RESERVES = 2.5
 """The disk is nearly full below so many reserves of free space, until there are more than `FAR_RESERVES` again."""
 
 
@@ -45,7 +46,8 @@ class DiskSpace:
         """The free space, as it was at most a second ago."""
         now = self._clock()
         if now - self._read_at >= FRESH_S:
-            self._free_bytes, self._read_at = shutil.disk_usage(self._data_dir).free, now
+            self._free_bytes = shutil.disk_usage(self._data_dir).free
+            self._read_at = now
         return self._free_bytes
 
     @property

@@ -9,7 +9,8 @@ MIB = 1 << 20
 MODEL_MEMORY_SHARE = 0.5
 """The share of free memory that models may take, by default: the rest is for passes, caches and samplers."""
 
-RESERVE_SHARE, MAX_RESERVE_BYTES = 0.02, 2048 * MIB
+RESERVE_SHARE = 0.02
+MAX_RESERVE_BYTES = 2048 * MIB
 """The space on the disk that is kept free by default: a share of the disk, and at most so much."""
 
 MAX_UNNAMED_SAMPLERS = 64
@@ -22,7 +23,8 @@ CHECKPOINT_SHARE = 0.25
 """The share of a disk's free space that the checkpoints of one owner may take, by default."""
 
 
-WAITING_SHARE, MAX_WAITING_BYTES = 0.125, 2048 * MIB
+WAITING_SHARE = 0.125
+MAX_WAITING_BYTES = 2048 * MIB
 """What waiting requests may take of the machine's memory by default, and at most."""
 
 

@@ -24,7 +24,8 @@ from mint.errors import JournalError
 
 log = logging.getLogger("mint.storage")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 5.0
 RELAPSE_S = 30.0
 """A fault that comes back sooner goes on where the pauses were: the disk is still nearly full."""
 

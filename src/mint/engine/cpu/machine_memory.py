@@ -58,7 +58,8 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            top = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             top = root / "sys/fs/cgroup/memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -39,11 +39,17 @@ def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -
     counts = []
     first = 0
     row = known
-    tokens, positions, positions_before, pages, pages_before = [], [], [], [], []
+    tokens = []
+    positions = []
+    positions_before = []
+    pages = []
+    pages_before = []
     for part in parts:
-        before, own = np.arange(part.start), np.arange(part.start, len(part.tokens))
+        before = np.arange(part.start)
+        own = np.arange(part.start, len(part.tokens))
         spans.append(Span(row, row + len(own), (first, first + part.start) if part.start else (0, 0)))
-        first, row = first + part.start, row + len(own)
+        first += part.start
+        row += len(own)
         counts.append(len(own))
         tokens.append(part.tokens[part.start :])
         positions.append(own)

@@ -64,10 +64,15 @@ class Sequences:
         self.pages = _wide(self.pages, pages.shape[1])
         self.pages[slots, : pages.shape[1]] = pages
         own: np.ndarray = np.zeros(count, _COLUMNS)
-        own["entry"], own["sample"], own["prompt"] = entry, np.arange(count), len(job.prompt)
-        own["limit"], own["temperature"] = job.max_tokens, job.temperature
+        own["entry"] = entry
+        own["sample"] = np.arange(count)
+        own["prompt"] = len(job.prompt)
+        own["limit"] = job.max_tokens
+        own["temperature"] = job.temperature
         own["stream"] = streams(np.full(count, job.seed % (1 << 64), np.uint64), np.arange(count))
-        own["top_k"], own["top_p"], own["width"] = job.top_k, job.top_p, job.topk_sample_logprobs
+        own["top_k"] = job.top_k
+        own["top_p"] = job.top_p
+        own["width"] = job.topk_sample_logprobs
         own["pages"] = pages.shape[1]
         own["front"] = -1
         if pages.shape[1]:  # samples of one prompt read its first block in one page, and so in one product
@@ -106,12 +111,17 @@ class Sequences:
         emitted = own["emitted"].copy()
         width = int(emitted.max()) + 1
         if width > self._tokens.shape[1]:  # doubled, so that long samples are not copied at every token
-            self._tokens, self._logprobs = _wide(self._tokens, 2 * width), _wide(self._logprobs, 2 * width)
-        self._tokens[slots, emitted], self._logprobs[slots, emitted] = tokens, logprobs
+            self._tokens = _wide(self._tokens, 2 * width)
+            self._logprobs = _wide(self._logprobs, 2 * width)
+        self._tokens[slots, emitted] = tokens
+        self._logprobs[slots, emitted] = logprobs
         stopped = self._stops.stopped(slots, tokens)
         emitted += 1
         ended = stopped | (emitted >= own["limit"])
-        own["emitted"], own["last"], own["stopped"], own["ended"] = emitted, tokens, stopped, ended
+        own["emitted"] = emitted
+        own["last"] = tokens
+        own["stopped"] = stopped
+        own["ended"] = ended
         self.of[slots] = own
         return ended
 
@@ -140,10 +150,12 @@ class Sequences:
             size = len(self.of)
             grown = max(missing, size // 2, _FEWEST)
             self.of = np.concatenate([self.of, np.zeros(grown, _COLUMNS)])
-            self._tokens, self._logprobs = _tall(self._tokens, grown), _tall(self._logprobs, grown)
+            self._tokens = _tall(self._tokens, grown)
+            self._logprobs = _tall(self._logprobs, grown)
             self.pages = _tall(self.pages, grown)
             self._free = [*reversed(range(size, size + grown)), *self._free]
-        taken, self._free = self._free[len(self._free) - count :], self._free[: len(self._free) - count]
+        taken = self._free[len(self._free) - count :]
+        self._free = self._free[: len(self._free) - count]
         return np.array(taken[::-1], np.int64)
 
 

@@ -43,8 +43,10 @@ log = logging.getLogger("mint.app")
 
 T = TypeVar("T")
 
-DELAYED_STATUS, SLOW_ERROR_S = 500, 1.0
-"""Some clients send a request again at once, without a pause, after a server error: so it is not answered at once."""
+DELAYED_STATUS = 500
+"""Errors of this status and above are answered after `SLOW_ERROR_S`: some clients send the request again at once."""
+
+SLOW_ERROR_S = 1.0
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

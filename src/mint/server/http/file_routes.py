@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 MAX_UPLOADS = 8
 CHUNK_TIMEOUT_S = 60.0
 MAX_FIELD_BYTES = 4096
-FILE_FIELD, TEXT_FIELDS = "file", ("base_model", "name")
+FILE_FIELD = "file"
+TEXT_FIELDS = ("base_model", "name")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 

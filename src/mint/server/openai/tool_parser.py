@@ -61,7 +61,8 @@ class ToolParser:
                 return False
             if not self._text.startswith(CALL_OPEN):
                 text_parts.append(self._gap)
-                self._gap, self._after_call = "", False
+                self._gap = ""
+                self._after_call = False
         marks = [THINK_CLOSE] if self._mode == THINK_OPEN else [THINK_OPEN, CALL_OPEN]
         places = {place: mark for mark in marks if (place := self._text.find(mark)) >= 0}
         if not places:
@@ -76,13 +77,15 @@ class ToolParser:
             self._gap = self._gap or self._text[len(sure) : place]
             self._text = self._text[place + len(mark) :]
         else:
-            sure, self._text = self._text[: place + len(mark)], self._text[place + len(mark) :]
+            sure = self._text[: place + len(mark)]
+            self._text = self._text[place + len(mark) :]
         text_parts.append(sure)
         self._mode = "" if mark == THINK_CLOSE else mark
         return True
 
     def _step_in_call(self, text_parts: list[str], calls: list[FunctionCall]) -> bool:
-        end, again = self._text.find(CALL_CLOSE), self._text.find(CALL_OPEN)
+        end = self._text.find(CALL_CLOSE)
+        again = self._text.find(CALL_OPEN)
         if end < 0 and again < 0:
             return False
         closed = end >= 0 and (again < 0 or end < again)

@@ -25,7 +25,8 @@ _ALIAS = re.compile(r"ckpt_[0-9a-f]{32}", re.ASCII)
 TRAINING = "weights"
 SAMPLER = "sampler_weights"
 EXTERNAL = "external_weights"
-MIN_TTL_S, MAX_TTL_S = 1, 10 * 366 * 24 * 3600
+MIN_TTL_S = 1
+MAX_TTL_S = 10 * 366 * 24 * 3600
 
 
 def check_name(name: str) -> str:

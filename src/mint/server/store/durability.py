@@ -124,7 +124,8 @@ class Durability:
             while written < len(content):
                 written += os.pwrite(file, content[written:], written)
             os.fsync(file)
-            self._durable, self.must_write_again = newest, False
+            self._durable = newest
+            self.must_write_again = False
 
     def _opened(self) -> int:
         if self._file is None:

@@ -82,7 +82,8 @@ class SnapshotHistory:
 
     def note_step(self, seconds: float) -> None:
         """Counts the time of a step."""
-        self.step_s, self.open_s = self.open_s + seconds, 0.0
+        self.step_s = self.open_s + seconds
+        self.open_s = 0.0
         self.replay_s += seconds
 
 
@@ -92,12 +93,16 @@ def prune_results(history: SnapshotHistory, seq_id: int) -> dict[str, tuple[int,
     A replay compares the results behind the oldest snapshot, so those stay in any case.
     """
     changes: dict[str, tuple[int, int]] = {}
-    first, last = history.results_pruned_below, min(seq_id - RETAINED_RESULTS, history.pruned_below)
+    first = history.results_pruned_below
+    last = min(seq_id - RETAINED_RESULTS, history.pruned_below)
     if last - first >= PRUNED_AT_ONCE:
-        changes["pruned_results"], history.results_pruned_below = (first, last), last
-    first, last = history.forwards_pruned_below, seq_id - RETAINED_RESULTS
+        changes["pruned_results"] = (first, last)
+        history.results_pruned_below = last
+    first = history.forwards_pruned_below
+    last = seq_id - RETAINED_RESULTS
     if last - first >= PRUNED_AT_ONCE:
-        changes["pruned_forwards"], history.forwards_pruned_below = (first, last), last
+        changes["pruned_forwards"] = (first, last)
+        history.forwards_pruned_below = last
     return changes
 
 
@@ -146,7 +151,8 @@ class Snapshots:
         )
         row = SnapshotRow(model_id, seq_id, file, digest)
         rows = [row, *history.rows]
-        history.rows, old = rows[:MAX_SNAPSHOTS], rows[MAX_SNAPSHOTS:]
+        history.rows = rows[:MAX_SNAPSHOTS]
+        old = rows[MAX_SNAPSHOTS:]
         if not old:
             return {"snapshot": row}, ()
         first = history.pruned_below
