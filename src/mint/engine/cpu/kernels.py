@@ -1,18 +1,33 @@
-"""The compiled kernels in C: their libraries, and the threads that run them."""
+"""The compiled kernels in C. A kernel takes a struct of 8-byte fields and a range of parts.
+
+Callers give the fields by name, in the order of the struct in C.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import struct
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from mint.engine.cpu.build import NativeBuild
-from mint.engine.cpu.threads import KernelLibrary, NativeThreads
+from mint.engine.cpu.recording import present
+from mint.engine.cpu.threads import Int64, NativeThreads, Operation, error_of
 
 HEAD_DIMS = frozenset({32, 64, 128})
 """Head dimensions that the kernels are compiled for."""
 
 LANES = 16
 """Widths are multiples of this."""
+
+SERIAL_WORK = 1 << 14
+"""Less work than this (elements, or pairs of a query and a key) is not worth several threads."""
+
+Field = Tensor | np.ndarray | ctypes.Structure | ctypes.Array[Any] | int | float | None
 
 
 class NativeKernels:
@@ -29,3 +44,64 @@ class NativeKernels:
         self.threads = NativeThreads(libraries.pop("threads"))
         self.libraries = {source: KernelLibrary(library, self.threads) for source, library in libraries.items()}
         """The kernels of each file in C, by its name without suffix."""
+
+
+class KernelLibrary:
+    """The kernels of one file in C, each an attribute of its name."""
+
+    def __init__(self, library: ctypes.CDLL, threads: NativeThreads) -> None:
+        self._library = library
+        self._threads = threads
+
+    def __getattr__(self, name: str) -> Kernel:
+        kernel = Kernel(getattr(self._library, name), self._threads)
+        setattr(self, name, kernel)
+        return kernel
+
+
+class Kernel:
+    """A compiled kernel, called with the fields of its struct."""
+
+    def __init__(self, function: Any, threads: NativeThreads) -> None:
+        self.address = ctypes.cast(function, ctypes.c_void_p).value
+        self._threads = threads
+
+    def __call__(self, count: int, work: int, /, **fields: Field) -> None:
+        """Runs over parts 0 to `count`, on several threads where so much `work` is worth it.
+
+        `fields` are those of the kernel's struct, all of them and in its order: numbers as they are, of all else the
+        address.
+
+        Raises:
+            MemoryError: the kernel found no scratch memory.
+            IndexError: a row number is out of range.
+            NotCompiledError: the kernel does not know such widths, or this processor.
+        """
+        # One loop without calls of our own: a training step of a small base calls thousands of kernels.
+        words: list[int] = []
+        for field in fields.values():
+            if isinstance(field, Tensor):
+                if not field.is_contiguous():
+                    raise AssertionError("kernels read contiguous tensors")
+                words.append(field.data_ptr())
+            elif isinstance(field, int):
+                words.append(field)
+            elif field is None:
+                words.append(0)
+            elif isinstance(field, float):
+                words += struct.unpack("q", struct.pack("d", field))
+            elif isinstance(field, np.ndarray):
+                if not field.flags.c_contiguous:
+                    raise AssertionError("kernels read contiguous arrays")
+                words.append(field.ctypes.data)
+            else:
+                words.append(ctypes.addressof(field))
+        arguments = (Int64 * len(words))(*words)
+        wide = work >= SERIAL_WORK and count > 1
+        operation = Operation(self.address, ctypes.addressof(arguments), count, wide)
+        recording = present.recording
+        if recording is not None:
+            recording.add(operation, arguments, fields)
+        code = self._threads.run_operations(ctypes.byref(operation), 1, torch.get_num_threads() if wide else 1)
+        if code:
+            raise error_of(code)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.kernels import LANES, NativeKernels
-from mint.engine.cpu.threads import Int64, Kernel, NotCompiledError
+from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels
+from mint.engine.cpu.threads import Int64, NotCompiledError
 from mint.engine.lora import SiteWeights
 
 _GROUP_ROWS, _MOST_GROUPS = 192, 8

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.cpu.kernels import LANES, NativeKernels
+from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels
 from mint.engine.cpu.onednn import PACKED_ENTRIES, dense_gradient
-from mint.engine.cpu.threads import Kernel, NotCompiledError
+from mint.engine.cpu.threads import NotCompiledError
 
 _INPUTS_PER_WORD = {torch.float32: 1, torch.bfloat16: 2}
 

@@ -22,7 +22,7 @@ from mint.engine.cpu.attention import NativeDecodeAttention
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
 from mint.engine.cpu.operations import NativeOperations
 from mint.engine.cpu.panels import PanelMatrix
-from mint.engine.cpu.threads import Recording, Replay
+from mint.engine.cpu.recording import Recording, Replay, record
 from mint.engine.lora import LoraRows
 from mint.engine.model.attention import CHUNK
 from mint.engine.model.decoder import Decoder
@@ -155,7 +155,7 @@ class RecordedStep:
             self._logits = torch.empty(len(self._tokens), self._decoder.config.vocab_size)
         tokens, positions = torch.from_numpy(self._tokens), torch.from_numpy(self._positions)
         for part in self._parts:
-            with threads.recording() as recording:
+            with record() as recording:
                 hidden = self._decoder.forward(tokens[part.rows], positions[part.rows], part.attention, part.loras)
                 logits = self._decoder.logits(hidden, part.loras)
                 if len(self._parts) > 1:
