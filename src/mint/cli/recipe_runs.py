@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 import mint
+from mint.cli.base_models import require_base_model
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.recipes.distill import DistillConfig, run_distill
 from mint.recipes.dpo import DPOConfig, Preference, run_dpo
@@ -42,17 +43,20 @@ Config = TypeVar("Config", bound=SupervisedConfig)
 
 
 def train_recipe(
-    recipe: str, arguments: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console
+    recipe: str, arguments: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console, yes: bool = False
 ) -> dict[str, Any]:
-    """Runs `recipe`, prints a report on `console` and returns it.
+    """Runs `recipe`, prints a report on `console` and returns it; `yes` downloads a missing base model unasked.
 
     Raises:
         InvalidRequestError: unknown task, setting or option, or data that cannot be read.
     """
     if recipe == "rl":
-        return train_rl(arguments, run_dir=run_dir, resume=resume, console=console)
+        return train_rl(arguments, run_dir=run_dir, resume=resume, console=console, yes=yes)
     runs = {"sft": train_sft, "dpo": train_dpo, "distill": train_distill}
-    report = {"recipe": recipe, **runs[recipe]({**arguments, "run_dir": run_dir}, resume=resume, console=console)}
+    report = {
+        "recipe": recipe,
+        **runs[recipe]({**arguments, "run_dir": run_dir}, resume=resume, console=console, yes=yes),
+    }
     print_report(console, report)
     return report
 
@@ -80,11 +84,14 @@ def run_demo(
     return result, rl_report(task, config, result)
 
 
-def train_rl(arguments: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console) -> dict[str, Any]:
+def train_rl(
+    arguments: dict[str, Any], *, run_dir: Path | None, resume: bool, console: Console, yes: bool
+) -> dict[str, Any]:
     """RL on the task and with the settings that the arguments name."""
     task = str(take(arguments, "task", "Add for example task=math or task=file:prompts.jsonl"))
     with open_task(task, arguments) as choice:
         config = choice.config.model_copy(update={"run_dir": run_dir})
+        require_base_model(config.base_model, console, yes=yes)
         title = f"{task}: {config.base_model}"
         result = run_with_progress(choice.adapter, config, resume=resume, console=console, title=title)
     print_run(console, result, RunLog(result.run_dir).read("evaluations.jsonl"))
@@ -136,9 +143,10 @@ def rl_report(task: str, config: RLConfig, result: RunResult) -> dict[str, Any]:
 # --- SFT, DPO, distillation --------------------------------------------------------------------------------------
 
 
-def train_sft(arguments: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
+def train_sft(arguments: dict[str, Any], *, resume: bool, console: Console, yes: bool) -> dict[str, Any]:
     """Supervised fine-tuning on a task's demonstrations."""
     config, options = split_arguments(SFTConfig, arguments)
+    require_base_model(config.base_model, console, yes=yes)
     with single_turn_task("sft", options, config) as adapter, mint.ServiceClient() as service:
         tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
         trained, heldout = (
@@ -162,11 +170,12 @@ def train_sft(arguments: dict[str, Any], *, resume: bool, console: Console) -> d
     return asdict(result)
 
 
-def train_dpo(arguments: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
+def train_dpo(arguments: dict[str, Any], *, resume: bool, console: Console, yes: bool) -> dict[str, Any]:
     """Direct preference optimisation on a file of pairs."""
     path = Path(str(take(arguments, "data", "Add data=…: `mint train dpo` needs it")))
     style = arguments.pop("prompt_style", "chat")
     config = DPOConfig.from_texts(arguments)
+    require_base_model(config.base_model, console, yes=yes)
     rows = read_pairs(path)
     with mint.ServiceClient() as service:
         tokenizer = service.create_sampling_client(base_model=config.base_model).get_tokenizer()
@@ -183,10 +192,11 @@ def train_dpo(arguments: dict[str, Any], *, resume: bool, console: Console) -> d
     return asdict(result)
 
 
-def train_distill(arguments: dict[str, Any], *, resume: bool, console: Console) -> dict[str, Any]:
+def train_distill(arguments: dict[str, Any], *, resume: bool, console: Console, yes: bool) -> dict[str, Any]:
     """On-policy distillation on a task's prompts."""
     teacher = str(take(arguments, "teacher", "Add teacher=…: `mint train distill` needs it"))
     config, options = split_arguments(DistillConfig, arguments)
+    require_base_model(config.base_model, console, yes=yes)
     with single_turn_task("distill", options, config) as adapter, mint.ServiceClient() as service:
         sampler = teacher_sampler(service, teacher)
         tokenizer = sampler.get_tokenizer()

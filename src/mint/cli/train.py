@@ -80,6 +80,7 @@ def train(
     unsafe_sandbox: Annotated[
         bool, typer.Option("--unsafe-sandbox", help="run model-written code without any isolation")
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="download a base model that is not here, unasked")] = False,
     as_json: Json = False,
 ) -> None:
     """A recipe on any model and data: `mint train rl task=reasoning_gym:chain_sum base_model=… steps=50`."""
@@ -89,7 +90,9 @@ def train(
         arguments = parse_assignments(assignments or [])
         if unsafe_sandbox:
             arguments["unsafe_sandbox"] = True
-        report = train_recipe(recipe.value, arguments, run_dir=run_dir, resume=resume, console=Console(stderr=True))
+        report = train_recipe(
+            recipe.value, arguments, run_dir=run_dir, resume=resume, console=Console(stderr=True), yes=yes
+        )
     except MintError as error:
         fail(error)
     if as_json:

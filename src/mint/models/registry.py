@@ -15,9 +15,12 @@ from mint.models.gguf_folder import HOW_TO_INSTALL, PACKAGED, gguf_folder, packa
 BUNDLED = {"mint/tiny": Path(__file__).parent / "tiny"}
 """The base models in the package."""
 
+HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
+"""What mint needs of a model on the hub: configuration, tokenizer, chat template, and weights in this format alone."""
+
 HOW_TO_ADD = (
-    "Add one with MINT_MODELS=name=path (a Hugging Face folder or a .gguf file), or download it into the Hugging Face "
-    "cache"
+    "Download it with `mint models pull NAME`, or add one with MINT_MODELS=name=path (a Hugging Face folder or a .gguf "
+    "file)"
 )
 
 
@@ -119,6 +122,6 @@ def _cached_folder(target: str) -> Path | None:
     except ImportError:
         return None
     try:
-        return Path(snapshot_download(target, local_files_only=True))
+        return Path(snapshot_download(target, local_files_only=True, allow_patterns=list(HUB_FILES)))
     except (LocalEntryNotFoundError, HFValidationError):
         return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
+from mint.cli.base_models import pull
 from mint.cli.runs import RUN_COLUMNS, newest_runs, run_folder, run_row, show_run_folder
 from mint.cli.storage.tables import (
     checkpoint_json,
@@ -44,6 +45,7 @@ runs_app = typer.Typer(no_args_is_help=True, help="Models that a service trains,
 checkpoints_app = typer.Typer(no_args_is_help=True, help="Saved weights: list, publish, keep, copy, move, delete.")
 sessions_app = typer.Typer(no_args_is_help=True, help="Sessions, living and ended.")
 models_app = typer.Typer(no_args_is_help=True, help="Base models that can be used by name.")
+models_app.command()(pull)
 
 DataDir = Annotated[Path | None, typer.Option(help="read this folder as its operator; MINT_HOME without a server")]
 Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
