@@ -1,6 +1,8 @@
 """What a server under load and locks does to those who wait: `/healthz`, sampling, fairness, memory.
 
     python -m benchmarks.serving.load [pauses] [crowd] [vanish] [fairness] [--lock-s 40] [--quick]
+    python -m benchmarks.serving.load crowd --clients 1000 --calls 10 --rounds 2 --submit-s 60
+    python -m benchmarks.serving.load vanish --clients 500
 
 `pauses`: 12 clients train and sample, bodies of 36 MB of JSON arrive one after another, good and hostile ones in turn,
 and another process locks the database. `crowd`: 200 clients with 1,000 open futures, among them readers that take a
@@ -15,11 +17,12 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import sqlite3
 import tempfile
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +30,21 @@ import httpx
 import numpy as np
 
 import mint
+from benchmarks.serving.crowd_clients import API, BASE, Crowd, run_crowd
 from benchmarks.serving.processes import PROBE_HEAD, Probe, ServerProcess, percentile, serving
 from mint import types
 from mint.errors import MintError
 from mint.server.store.journal import JOURNAL_FILE
 
-API = "/api/v1"
-BASE = "mint/tiny"
 BODY_BYTES = 36_000_000
 SPAWN = multiprocessing.get_context("spawn")
 BUSY, STEPS = 'mint_engine_busy_seconds_total{operation="sample"}', "mint_sampling_steps_total"
 FLOOD_TOKENS = 64
+CLIENTS_OF_AN_OWNER = 200
+"""An owner may have 256 sessions."""
+KV_CACHE_MIB = 256
+ROWS = 512
+"""Sequences that decode together."""
 PROMPT = types.ModelInput.from_ints([1, 40, 60, 22])
 
 
@@ -85,23 +92,24 @@ def pauses(lock_s: float) -> None:
         print(keyed.row("a route that asks for a key, meanwhile", idle))
         print(f"while locked: {during}; /readyz: {ready}")
         print(f"after the lock: 6 more steps within {recovered_s:.1f} s; in all: {dict(counts)}")
-        shares = pause_shares(before, after)
+        pauses_ms = shares("mint_event_loop_pause_seconds", before, after)
         print(
-            f"the event loop's own pauses: {shares}, worst of the last minute "
+            f"the event loop's own pauses: {pauses_ms}, worst of the last minute "
             f"{after['mint_event_loop_worst_pause_seconds'] * 1e3:.0f} ms"
         )
         print(f"server: {server.memory_mib:.0f} MiB, {server.descriptors} descriptors, {server.threads} threads")
 
 
-def pause_shares(before: dict[str, float], after: dict[str, float]) -> str:
-    """The shares of the loop's timers that came at most so late."""
+def shares(metric: str, before: dict[str, float], after: dict[str, float], **labels: str) -> str:
+    """The shares of a histogram's observations that were at most so long."""
 
     def counted(le: str) -> float:
-        name = f'mint_event_loop_pause_seconds_bucket{{le="{le}"}}'
+        described = ",".join(f'{name}="{value}"' for name, value in {"le": le, **labels}.items())
+        name = f"{metric}_bucket{{{described}}}"
         return after[name] - before.get(name, 0.0)
 
-    shares = {ms: counted(str(ms / 1000)) / counted("+Inf") for ms in (10, 50, 100, 250)}
-    return ", ".join(f"≤ {ms} ms: {share:.2%}" for ms, share in shares.items())
+    found = {ms: counted(str(ms / 1000)) / counted("+Inf") for ms in (10, 50, 100, 250, 500)}
+    return ", ".join(f"≤ {ms} ms: {share:.2%}" for ms, share in found.items())
 
 
 def twelve_clients(url: str, key: str, counts: Any, is_over: Any) -> None:
@@ -181,80 +189,47 @@ def large_bodies(url: str, key: str, counts: Any, is_over: Any) -> None:
 # --- crowd -----------------------------------------------------------------------------------------------------------
 
 
-def crowd(clients: int, calls: int, rounds: int) -> None:
-    """Many clients with many open futures, again and again: every answer comes, and the memory stays."""
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), ("ada",)) as (server, keys):
+def crowd(clients: int, calls: int, rounds: int, submit_s: float) -> None:
+    """Many clients with many open futures, again and again: every answer comes, and the memory stays.
+
+    The KV cache is bounded by itself; it is small here, so that the memory shows what requests and results take.
+    """
+    os.environ["MINT_KV_CACHE_MIB"] = str(KV_CACHE_MIB)
+    owners = [f"owner{number}" for number in range(1 + clients // CLIENTS_OF_AN_OWNER)]
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), owners) as (server, keys):
+        one_a_second(server, keys[owners[0]], 3)  # loads the model
+        idle_mib = server.memory_mib
         with Probe(server.url) as idle:
             time.sleep(3.0)
         print(PROBE_HEAD)
         print(idle.row("idle"))
         for number in range(rounds):
             found = SPAWN.Manager().dict()
-            load = SPAWN.Process(target=crowd_process, args=(server.url, keys["ada"], clients, calls, found))
+            asked = Crowd(server.url, list(keys.values()), clients, calls, submit_s)
+            load = SPAWN.Process(target=run_crowd, args=(asked, found))
+            before, most_open, began = server.metrics(keys[owners[0]]), 0.0, time.monotonic()
             with Probe(server.url) as busy:
-                began = time.monotonic()
                 load.start()
-                load.join()
+                while load.is_alive():
+                    most_open = max(most_open, sum(at_work(server, keys[owners[0]])))
+                    load.join(1.0)
+            after = server.metrics(keys[owners[0]])
             print(busy.row(f"{clients} clients, {clients * calls} futures, round {number + 1}", idle))
+            if not found:
+                raise SystemExit("the clients failed")
+            submits = found["submit_s"]
             print(
-                f"{dict(found)} in {time.monotonic() - began:.1f} s; server: {server.memory_mib:.0f} MiB, "
+                f"{found['requests']} requests, {sum(found['answers'].values())} answers {found['answers']}, "
+                f"{found['refused']} times refused with 429, in {time.monotonic() - began:.1f} s; at most "
+                f"{most_open:.0f} unfinished\n"
+                f"submit: p50 {percentile(submits, 0.5) * 1e3:.0f}, p99 {percentile(submits, 0.99) * 1e3:.0f}, worst "
+                f"{max(submits) * 1e3:.0f} ms; longest call {found['longest_call_s']:.1f} s (a poll is held for 25), "
+                f"longest time without an answer {found['longest_silence_s']:.1f} s\n"
+                f"within the server: {shares('mint_request_seconds', before, after, route=f'{API}/asample')}\n"
+                f"the event loop's own pauses: {shares('mint_event_loop_pause_seconds', before, after)}\n"
+                f"server: {server.memory_mib:.0f} MiB, at most {server.peak_memory_mib:.0f}, {idle_mib:.0f} when idle; "
                 f"{server.descriptors} descriptors, {server.threads} threads"
             )
-
-
-def crowd_process(url: str, key: str, clients: int, calls: int, found: Any) -> None:
-    """All futures are open before the first answer is fetched; a tenth of the clients reads slowly."""
-
-    async def client(number: int, answers: Counter[str], together: asyncio.Barrier) -> None:
-        async with httpx.AsyncClient(base_url=url, headers={"x-api-key": key}, timeout=120) as http:
-            session = (await http.post(f"{API}/create_session", json={})).json()["session_id"]
-            made = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
-            made = (await http.post(f"{API}/create_sampling_session", json=made)).json()
-            names = []
-            for seq_id in range(calls):
-                body = {
-                    "sampling_session_id": made["sampling_session_id"],
-                    "seq_id": seq_id,
-                    "prompt": {"chunks": [{"tokens": [1 + number % 400, 40]}]},
-                    "sampling_params": {"max_tokens": 16},
-                }
-                names.append((await http.post(f"{API}/asample", json=body)).json()["request_id"])
-            await together.wait()
-            for name in names:
-                if number % 10:
-                    while answer := await http.post(f"{API}/retrieve_future", json={"request_id": name}):
-                        if answer.status_code != 408:
-                            break
-                    answers[str(answer.status_code)] += 1
-                else:
-                    answers[await read_slowly(url, key, name)] += 1
-            await http.post(f"{API}/sessions/{session}/finish")
-
-    async def run() -> Counter[str]:
-        answers: Counter[str] = Counter()
-        together = asyncio.Barrier(clients)
-        await asyncio.gather(*(client(number, answers, together) for number in range(clients)))
-        return answers
-
-    found.update(asyncio.run(run()))
-
-
-async def read_slowly(url: str, key: str, name: str) -> str:
-    """The status of an answer that is read 16 bytes at a time."""
-    address = httpx.URL(url)
-    body = json.dumps({"request_id": name}).encode()
-    while True:
-        reader, writer = await asyncio.open_connection(address.host, address.port, limit=64)
-        head = f"POST {API}/retrieve_future HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\nconnection: close\r\n"
-        writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        read = b""
-        while part := await reader.read(16):
-            read += part
-            await asyncio.sleep(0.02)
-        writer.close()
-        status = read.split(b" ", 2)[1].decode() if read else "nothing"
-        if status != "408":
-            return f"{status}, slowly"
 
 
 # --- clients that vanish ---------------------------------------------------------------------------------------------
@@ -264,7 +239,9 @@ def vanish(clients: int) -> None:
     """Clients that leave in the middle of a stream: when their places in the batch are free again."""
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), ("ada",)) as (server, keys):
         started = SPAWN.Value("i", 0)
-        load = SPAWN.Process(target=vanishing, args=(server.url, keys["ada"], clients, started))
+        load = SPAWN.Process(
+            target=vanishing, args=(server.url, keys["ada"], clients, max(1, ROWS // clients), started)
+        )
         load.start()
         deadline = time.monotonic() + 60
         while started.value < clients and time.monotonic() < deadline:
@@ -287,11 +264,12 @@ def at_work(server: ServerProcess, key: str) -> tuple[float, float]:
     return now["mint_sampled_rows"], now['mint_waiting_requests{kind="sample"}']
 
 
-def vanishing(url: str, key: str, clients: int, started: Any) -> None:
+def vanishing(url: str, key: str, clients: int, samples: int, started: Any) -> None:
     """Opens streams that would take long, until it is killed."""
 
     async def stream(http: httpx.AsyncClient) -> None:
-        body = {"model": BASE, "prompt": "1 2 3", "max_tokens": 1000, "n": 8, "stream": True}
+        # nearly uniform draws, so that few samples come to an end by themselves
+        body = {"model": BASE, "prompt": "1", "max_tokens": 1000, "temperature": 100, "n": samples, "stream": True}
         async with http.stream("POST", "/v1/completions", json=body) as response:
             is_first = True
             async for _ in response.aiter_bytes():
@@ -365,13 +343,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=["pauses", "crowd", "vanish", "fairness"], default=[])
     parser.add_argument("--lock-s", type=float, default=40.0)
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--calls", type=int, default=5, help="futures of each client of the crowd")
+    parser.add_argument("--rounds", type=int, default=3, help="of the crowd")
+    parser.add_argument("--submit-s", type=float, default=5.0, help="how long the crowd takes to send its requests")
     parser.add_argument("--quick", action="store_true", help="a tenth of the crowd and of the flood")
     options = parser.parse_args()
     share = 10 if options.quick else 1
     parts = {
         "pauses": lambda: pauses(options.lock_s),
-        "crowd": lambda: crowd(200 // share, 5, 3),
-        "vanish": lambda: vanish(200 // share),
+        "crowd": lambda: crowd(options.clients // share, options.calls, options.rounds, options.submit_s),
+        "vanish": lambda: vanish(options.clients // share),
         "fairness": lambda: fairness(2000 // share, 30),
     }
     for name, part in parts.items():

@@ -83,6 +83,11 @@ class ServerProcess:
         return self._status("VmRSS:") / 1024
 
     @property
+    def peak_memory_mib(self) -> float:
+        """The largest resident memory so far."""
+        return self._status("VmHWM:") / 1024
+
+    @property
     def descriptors(self) -> int:
         """The open file descriptors."""
         return len(list(Path(f"/proc/{self._id}/fd").iterdir()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from server_harness import API, Person, make_key, pass_input, running, sample_bo
 from waiting import HANG_S
 
 from mint import wire
+from mint.compose.event_loop import SOCKETS_IN_A_TURN, new_event_loop
 from mint.compose.serving import Server
 
 
@@ -90,6 +93,39 @@ def test_a_sample_is_decoded_beside_the_event_loop(tmp_path: Path, monkeypatch: 
         finally:
             held.go_on.set()
             sender.join()
+
+
+def test_a_burst_on_many_sockets_lets_others_run_between() -> None:
+    """Each socket is read once, in turns of a few; one that closes before its turn is not read."""
+    pairs = [socket.socketpair() for _ in range(100)]
+    read: list[int] = []
+    between: list[int] = []
+    loop = new_event_loop()
+
+    def take(number: int) -> None:
+        pairs[number][0].recv(1)
+        read.append(number)
+        if len(read) == 1:
+            loop.remove_reader(pairs[-1 - number][0])
+
+    async def run() -> None:
+        for number, (one, other) in enumerate(pairs):
+            loop.add_reader(one, take, number)
+            other.send(b"x")
+        while len(read) < len(pairs) - 1:
+            before = len(read)
+            await asyncio.sleep(0)
+            between.append(len(read) - before)
+        await asyncio.sleep(0.01)
+
+    try:
+        loop.run_until_complete(asyncio.wait_for(run(), HANG_S))
+    finally:
+        for pair in pairs:
+            pair[0].close(), pair[1].close()
+        loop.close()
+    assert sorted(read) == sorted(set(range(100)) - {99 - read[0]})
+    assert max(between) == SOCKETS_IN_A_TURN
 
 
 @pytest.mark.parametrize("route", ["retrieve_future", "retrieve_futures", "client/config"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -59,3 +61,19 @@ def test_a_server_shows_its_pauses(tmp_path: Path) -> None:
                 break
             assert time.monotonic() < give_up_at
     assert 0.0 <= found["mint_event_loop_worst_pause_seconds"] < HANG_S
+
+
+COUNT_OBJECTS = """
+import gc, sys
+from mint.compose import serving
+from mint.config import read_serve_settings
+serving.Server.run = lambda server, announce: print(len(gc.get_objects()), gc.get_freeze_count())
+serving.serve(read_serve_settings({"port": 0, "data_dir": sys.argv[1]}), announce=print)
+"""
+
+
+def test_the_garbage_collector_of_a_server_does_not_look_at_libraries(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COUNT_OBJECTS, str(tmp_path)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=HANG_S)
+    looked_at, left_out = map(int, result.stdout.split())
+    assert looked_at < left_out / 100

@@ -13,6 +13,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from mint.compose.event_loop import new_event_loop
+
 HEADERS_TIMEOUT_S = 30.0
 MAX_HEADERS_BYTES = 64 * 1024
 KEEP_ALIVE_S = 75.0
@@ -66,6 +68,11 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._release_clients = release_clients
         self.on_started: Callable[[], None] = lambda: None
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers until a signal, on an event loop of its own."""
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(self.serve(sockets=sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to answer."""

@@ -7,6 +7,7 @@ cut off; the next process runs it again.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -89,7 +90,18 @@ def serve(settings: ServeSettings, *, announce: Callable[[str], None], engine: E
     configure_logs(format=settings.log_format, level=settings.log_level, on_thread=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     server = Server(settings, engine=engine)
+    _spare_collections()
     server.run(announce)
+
+
+def _spare_collections() -> None:
+    """Takes all objects that are here now out of the garbage collector's sight, for the life of this process.
+
+    A full collection holds the interpreter's lock until it has looked at every object. The libraries have several
+    hundred thousand, and none of them ever goes: without this, each full collection is a pause of 0.3 s and more.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class Server:
