@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow check format bench docs map pretrain clean
+.PHONY: help setup demo test test-fast test-slow check format bench docs map lock pretrain clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -65,6 +65,12 @@ docs: $(VENV)/.docs  ## build the documentation site into site/; a broken link i
 
 map:             ## print every file with the first sentence of its docstring; OUTPUT=FILE writes it there
 	@$(PYTHON) scripts/code_map.py $(if $(OUTPUT),--output $(OUTPUT))
+
+lock: $(BIN)/python  ## pin what a deployment installs, with hashes, into constraints/deployment.txt (asks the package index)
+	$(PIP) uv
+	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
+		--constraint constraints/cpu.txt --extra local --extra tasks --extra trackers \
+		--custom-compile-command "make lock" --output-file constraints/deployment.txt
 
 pretrain: $(VENV)/.local  ## make the bundled model again, from its seed (an hour on 2 cores)
 	$(BIN)/python -m scripts.tiny.pretrain --tokens 17000000 --seed 0 --output src/mint/models/tiny
