@@ -116,6 +116,11 @@ def test_going_back_to_the_snapshot_names_what_is_lost_and_never_leaves_half_a_s
     session_id, model_id, _ = stopped(tmp_path / "data")
     lost = done(model_id, "--at-snapshot", "--data-dir", str(tmp_path / "data"))
     assert lost["snapshot"] == 2 and [request["seq_id"] for request in lost["requests"]] == [3, 4, 5, 6, 7]
+    fresh = Harness(open_service(tmp_path / "data"))  # another program, with a session of its own
+    body = {"session_id": fresh.session_id, "model_seq_id": 0, "path": lost["checkpoint"], "optimizer": True}
+    loaded = fresh.wait(fresh.submit("load_weights", body))["model_id"]
+    assert fresh.digest(loaded) == digests[0]
+    fresh.service.stop()
     for _ in range(2):  # a second restart finds the same
         harness = reopened(tmp_path / "data", session_id)
         harness.restore(model_id)

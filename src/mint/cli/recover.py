@@ -14,7 +14,7 @@ from mint.errors import InvalidRequestError, MintError
 
 if TYPE_CHECKING:
     from mint.engine.protocol import ModelState
-    from mint.server.ops.stopped_models import Decision, StoppedModel
+    from mint.server.ops.stopped_models import Decided, Decision, StoppedModel
 
 
 def recover(
@@ -40,7 +40,7 @@ def recover(
         elif model is None:
             raise InvalidRequestError("is missing", field="MODEL", value="(none)", remedy="`mint recover` lists them")
         else:
-            _report(stopped_models.decide(folder, model, decision, _is_sound), decision, as_json)
+            _report(stopped_models.decide(folder, model, decision, _is_sound), as_json)
     except MintError as error:
         fail(error)
 
@@ -88,16 +88,20 @@ def _list(found: list[StoppedModel], as_json: bool) -> None:
         typer.echo("Change back what had changed, and use --retry; or --accept; or --at-snapshot: docs/operations.md")
 
 
-def _report(stopped: StoppedModel, decision: Decision, as_json: bool) -> None:
+def _report(decided: Decided, as_json: bool) -> None:
+    stopped = decided.stopped
     if as_json:
-        typer.echo(json.dumps({"decision": decision, **asdict(stopped)}))
+        document = {"decision": decided.decision, "checkpoint": decided.checkpoint}
+        typer.echo(json.dumps({**document, **asdict(stopped)}))
         return
     sentences = {
         "retry": "is restored at its next request, and must give what was acknowledged",
         "accept": f"goes on from what the replay gives here. What was acknowledged may differ: {_requests(stopped)}",
         "at-snapshot": f"goes back to {_snapshot(stopped)}. Acknowledged, and lost now: {_requests(stopped)}",
     }
-    typer.echo(f"{stopped.model_id} {sentences[decision]}")
+    typer.echo(f"{stopped.model_id} {sentences[decided.decision]}")
+    if decided.checkpoint is not None:
+        typer.echo(f"A program that starts anew can load {decided.checkpoint}")
 
 
 def _snapshot(stopped: StoppedModel) -> str:

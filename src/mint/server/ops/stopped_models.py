@@ -7,6 +7,8 @@ caller says how the arrays of a snapshot are verified.
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,10 +17,13 @@ from pathlib import Path
 
 from mint.engine.protocol import ModelState
 from mint.errors import CheckpointError, DamagedDataError, InvalidRequestError
+from mint.server.store import checkpoint_folders, checkpoints
+from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.instances import Instance, ServerLock
 from mint.server.store.journal import JOURNAL_FILE, Journal
-from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, JobRow, ModelRow, SnapshotRow
-from mint.server.store.snapshot_files import read_snapshot
+from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, CheckpointRow, JobRow, ModelRow, SnapshotRow
+from mint.server.store.snapshot_files import read_snapshot, size_bytes
+from mint.types.checkpoint_path import CheckpointPath
 
 CHANGING_KINDS = frozenset({"forward_backward", "optim_step", "load_weights"})
 """The requests that are run again in a replay."""
@@ -37,7 +42,8 @@ class Decision(StrEnum):
     """Replay the finished requests, and go on from the state to which they lead here."""
 
     AT_SNAPSHOT = "at-snapshot"
-    """Go back to the newest sound snapshot. The finished requests after it count as failed."""
+    """Go back to the newest sound snapshot, which is saved as a checkpoint, too. The finished requests after it count
+    as failed."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,18 @@ def stopped_models(data_dir: Path, is_sound: IsSound) -> list[StoppedModel]:
         return [_describe(journal, data_dir, row, is_sound) for row in journal.stopped_models()]
 
 
-def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound) -> StoppedModel:
-    """Stores a decision; returns what it concerns.
+@dataclass(frozen=True)
+class Decided:
+    """A stored decision, and what it concerns. `checkpoint` is the path under which the snapshot's state was saved, for
+    programs that start anew."""
+
+    decision: Decision
+    stopped: StoppedModel
+    checkpoint: str | None
+
+
+def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound) -> Decided:
+    """Stores a decision.
 
     Raises:
         InvalidRequestError: the data directory is in use, the model has not stopped, or it cannot go on in this way.
@@ -102,8 +118,27 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
         if decision is not Decision.RETRY:
             row.verify_checksum()
             _require_possible(stopped, decision)
-        journal.restart_model(model_id, replay=_replay(journal, stopped, decision))
-        return stopped
+        saved = _save_snapshot(journal, data_dir, row, stopped) if decision is Decision.AT_SNAPSHOT else None
+        journal.restart_model(model_id, replay=_replay(journal, stopped, decision), checkpoint=saved)
+        path = None if saved is None else CheckpointPath(saved.model_id, saved.kind, saved.name).uri
+        return Decided(decision, stopped, path)
+
+
+def _save_snapshot(journal: Journal, data_dir: Path, row: ModelRow, stopped: StoppedModel) -> CheckpointRow | None:
+    """Writes the newest sound snapshot as a checkpoint of the model, with its optimizer; None for the new model."""
+    snapshot = next((each for each in journal.snapshots(row.model_id) if each.seq_id == stopped.snapshot), None)
+    if snapshot is None or row.base_model is None or row.lora is None:
+        return None
+    state = read_snapshot(data_dir / snapshot.file, digest=snapshot.digest)
+    path = CheckpointPath(row.model_id, checkpoints.TRAINING, f"recovered-{snapshot.seq_id}")
+    # A name made of the place: written again after a kill, it is the same folder.
+    folder = f"checkpoints/{uuid.uuid5(uuid.NAMESPACE_URL, path.uri)}"
+    now = time.time()
+    manifest = Manifest(path.uri, row.base_model, row.lora, bool(row.seed_given), state.step, now)
+    with journal.storage.writing("a checkpoint", size_bytes(state)):
+        checkpoint_folders.write_checkpoint(data_dir / folder, state, manifest, optimizer=True)
+    size = checkpoint_folders.folder_size(data_dir / folder)
+    return CheckpointRow(row.model_id, path.kind, path.name, folder, now, owner=stopped.owner, size_bytes=size)
 
 
 def _require_possible(stopped: StoppedModel, decision: Decision) -> None:

@@ -284,9 +284,14 @@ class Journal:
         """The models that are stopped, by id."""
         return self.database.rows(ModelRow, "SELECT * FROM models WHERE diverged IS NOT NULL ORDER BY model_id")
 
-    def restart_model(self, model_id: str, *, replay: Mapping[int, str]) -> None:
-        """Lets a stopped model be restored again; stores what was decided about the replay of some of its requests."""
+    def restart_model(
+        self, model_id: str, *, replay: Mapping[int, str], checkpoint: CheckpointRow | None = None
+    ) -> None:
+        """Lets a stopped model be restored again; stores what was decided about the replay of some of its requests, and
+        a checkpoint of its state."""
         with self.database.transaction() as transaction:
+            if checkpoint is not None:
+                transaction.execute(_PUT_CHECKPOINT, **vars(checkpoint))
             for seq_id, decision in replay.items():
                 job = transaction.row(JobRow, _READ_JOB, model_id=model_id, seq_id=seq_id)
                 if job is None:

@@ -165,6 +165,8 @@ class Worker:
             self._trainer.memory.save_all(until=self._save_until)
         except JournalError as error:
             log.warning("not all models are saved, and some requests will be replayed: %s", error)
+        except Exception:  # the boundary: as above
+            log.exception("the models were not saved, and some requests will be replayed")
 
     def _run_next(self, housekeeping_at: float) -> None:
         now = self._clock()
