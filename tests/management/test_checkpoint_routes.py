@@ -72,7 +72,7 @@ def test_what_already_samples_a_deleted_checkpoint_goes_on(place: Place) -> None
     assert isinstance(refusal(lambda: client.create_sampling_client(model_path=path).result()), NotFoundError)
     assert len(place.folders()) == 1
     client.close()
-    place.service.checkpoint_catalog.remove_expired(0.0)
+    place.service.checkpoints.remove_expired(0.0)
     assert place.folders() == set()
 
 
@@ -256,7 +256,7 @@ def test_a_copy_into_a_session_takes_a_free_slot_there(place: Place) -> None:
     client = place.client("alice")
     trainer = client.create_lora_training_client("mint/tiny", rank=4)
     path = trainer.save_state("one").result().path
-    catalog, session_id = place.service.checkpoint_catalog, client.session_id
+    catalog, session_id = place.service.checkpoints, client.session_id
     copy = catalog.copy("alice", CopyWeightsRequest(source_path=path, session_id=session_id, model_seq_id=1))
     assert copy == f"tinker://{session_id}:train:1/weights/one"
     error = refusal(
@@ -270,10 +270,10 @@ def test_a_copy_counts_for_the_quota(place: Place) -> None:
     size = place.rest("alice").get_checkpoint(path).result().size_bytes
     assert size is not None
     request = CopyWeightsRequest(source_path=path)
-    error = refusal(lambda: place.service.checkpoint_catalog.copy("alice", request, max_bytes=2 * size - 1))
+    error = refusal(lambda: place.service.checkpoints.copy("alice", request, max_bytes=2 * size - 1))
     assert error.field == "max_checkpoint_bytes"
     assert error.status == 400
-    place.service.checkpoint_catalog.copy("alice", request, max_bytes=2 * size)
+    place.service.checkpoints.copy("alice", request, max_bytes=2 * size)
 
 
 # --- ids ---------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_a_checkpoint_answers_under_each_of_its_names(
     own = sampled(server.mint_client().create_sampling_client(model_path=sampling))
     (alias,) = [
         kept.alias
-        for kept in server.running.service.checkpoint_catalog.checkpoints("ada").checkpoints
+        for kept in server.running.service.checkpoints.checkpoints("ada").checkpoints
         if kept.tinker_path == sampling
     ]
     for name in (sampling, sampling.replace("mint://", "tinker://"), training, alias):
@@ -124,7 +124,7 @@ def test_what_others_own_is_not_there_until_it_is_published(
             with pytest.raises(openai.NotFoundError) as nothing:
                 said(bob, name.replace("sess", "sess0"))
             assert refusal.value.body["message"].replace("sess", "sess0") == nothing.value.body["message"]
-        server.running.service.checkpoint_catalog.publish("ada", path, public=True)
+        server.running.service.checkpoints.publish("ada", path, public=True)
         assert said(bob, path) == said(client, path)
         assert path not in [model.id for model in bob.models.list()]
 

@@ -175,7 +175,7 @@ def test_a_server_and_two_embedded_processes_share_checkpoints_and_no_session(tm
         for service in services:
             body = b'{"tinker_path": "%s"}' % path.encode()
             assert service.weights_info(LOCAL, body).base_model == BASE
-            (listed,) = service.checkpoint_catalog.checkpoints("local").checkpoints
+            (listed,) = service.checkpoints.checkpoints("local").checkpoints
             assert listed.tinker_path.partition("://")[2] == path.partition("://")[2]
         for notebook in notebooks:
             with pytest.raises(NotFoundError, match="another process"):

@@ -190,7 +190,7 @@ def _owner_quotas(settings: ServeSettings, service: Service) -> Quotas:
     """The quotas of an owner whose key has none of its own."""
     if settings.owner_checkpoints_mib is None:
         # what is stored already counts as free, so that a restart changes nothing
-        most = default_checkpoint_bytes(service.disk.free_bytes + service.journal.checkpoint_bytes())
+        most = default_checkpoint_bytes(service.disk.free_bytes + service.checkpoints.used_bytes())
     else:
         most = settings.owner_checkpoints_mib * MIB
     return Quotas(settings.owner_sessions, settings.owner_models, None, most)

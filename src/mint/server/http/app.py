@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -161,10 +162,17 @@ def _endpoint(
             if not row.is_open:  # open rows read no body: a sender without a key gets no memory
                 record.owner = caller.owner
                 body = None if row.streams_body else await bodies.read(request, caller.owner, row.max_body_bytes)
-            if body is None:
-                call = Call(service, request, caller, run_blocking)
-            else:
-                call = Call(service, request, caller, run_blocking, body.content, body.release)
+            call = Call(
+                service,
+                request,
+                caller,
+                run_blocking,
+                runs=service.training_runs,
+                checkpoints=service.checkpoints,
+                sessions=service.stored_sessions,
+            )
+            if body is not None:
+                call = replace(call, body=body.content, release_body=body.release)
             return await (operation(call) if is_coroutine else run_blocking(operation, call))
         except MintError as error:
             if error.status >= DELAYED_STATUS:

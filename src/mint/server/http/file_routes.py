@@ -7,14 +7,12 @@ A file is named by its checkpoint and one of a few names, never by a path. What 
 from __future__ import annotations
 
 import asyncio
-import re
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 from email.utils import format_datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import quote, urlencode
 
@@ -31,8 +29,7 @@ from mint.server.http.public_address import public_address
 from mint.server.http.route_table import Call, RouteRow, respond, respond_json
 from mint.server.http.signed_urls import LIFETIME_S, Signer
 from mint.server.service.downloads import ARCHIVE, PEFT_FILES, open_file
-from mint.server.service.service import Service
-from mint.server.service.uploads import SCRATCH_FOLDER, import_checkpoint, report_storage_faults
+from mint.server.service.uploads import SCRATCH_FOLDER, report_storage_faults
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.rows import CheckpointRow
 from mint.types.checkpoint_path import CheckpointPath
@@ -46,8 +43,6 @@ CHUNK_TIMEOUT_S = 60.0
 MAX_FIELD_BYTES = 4096
 FILE_FIELD = "file"
 TEXT_FIELDS = ("base_model", "name")
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 _uploads = threading.BoundedSemaphore(MAX_UPLOADS)
 
@@ -79,7 +74,7 @@ def download(call: Call) -> Response:
     name = call.request.path_params["file"]
     try:
         # For any reader: whoever has a signed address may read the file.
-        row = checkpoints.find_checkpoint(service.journal, _path(call), reader=None)
+        row = service.find_checkpoint(_path(call), reader=None)
     except (NotFoundError, InvalidRequestError):
         row = None  # the same error as for a wrong signature: another one would tell what others have
     Signer(service.data_dir).check(
@@ -109,7 +104,7 @@ def _path(call: Call, kind: str | None = None) -> str:
 
 def _readable(call: Call, kind: str | None = None) -> CheckpointRow:
     """The row of a checkpoint that the caller may read; checks that its files are undamaged."""
-    row = checkpoints.find_checkpoint(call.service.journal, _path(call, kind), reader=call.caller.owner)
+    row = call.service.find_checkpoint(_path(call, kind), reader=call.caller.owner)
     folder = call.service.data_dir / row.folder
     manifest = checkpoint_folders.read_manifest(folder)
     checkpoint_folders.check_files(folder, manifest, manifest.files)
@@ -148,32 +143,8 @@ async def upload(call: Call) -> Response:
 
 
 def _import(call: Call, spool: BinaryIO, fields: Mapping[str, str]) -> CheckpointRow:
-    call.service.disk.require_free_space()
-    return import_checkpoint(
-        call.service.journal,
-        call.service.data_dir,
-        spool,
-        owner=call.caller.owner,
-        base_model=fields.get("base_model") or None,
-        name=fields.get("name") or None,
-        folder_of=_offered(call.service),
-        max_bytes=call.caller.quotas.max_checkpoint_bytes,
-    )
-
-
-def _offered(service: Service) -> Callable[[str], Path]:
-    """Finds base models by name; a name in an uploaded file must not make the server read other folders."""
-
-    def find(name: str) -> Path:
-        bases = service.base_models
-        if name in bases.names or (_HUB_ID.fullmatch(name) and not Path(name).exists()):
-            return bases.folder(name)
-        for offered in bases.names:
-            if bases.key(offered) == name:
-                return bases.folder(offered)
-        raise NotFoundError("is not offered here", field="base_model", value=name)
-
-    return find
+    base_model, name = (fields.get(field) or None for field in TEXT_FIELDS)
+    return call.service.import_checkpoint(call.caller, spool, base_model=base_model, name=name)
 
 
 async def _receive(call: Call, spool: BinaryIO) -> dict[str, str]:

@@ -28,13 +28,13 @@ _OLD_SDK = re.compile(r"0\.(?:1?\d|2[0-7])\.")
 
 def list_training_runs(call: Call) -> Response:
     """The caller's training runs, newest first: `limit`, `offset`, `access_scope`, `project_id`."""
-    return respond(call.service.run_catalog.runs(call.caller.owner, _page(call)))
+    return respond(call.runs.runs(call.caller.owner, _page(call)))
 
 
 def get_training_run(call: Call) -> Response:
     """One training run; with `access_scope=accessible` also of another owner who has published something of it."""
     accessible = _page(call).access_scope == "accessible"
-    return respond(call.service.run_catalog.run(call.caller.owner, _part(call, "run_id"), accessible=accessible))
+    return respond(call.runs.run(call.caller.owner, _part(call, "run_id"), accessible=accessible))
 
 
 def _readable_by_sdk(call: Call, found: records.CheckpointsListResponse) -> records.CheckpointsListResponse:
@@ -49,48 +49,48 @@ def _readable_by_sdk(call: Call, found: records.CheckpointsListResponse) -> reco
 
 def list_run_checkpoints(call: Call) -> Response:
     """All checkpoints of a run, newest first; of another owner's run, those that are published."""
-    found = call.service.checkpoint_catalog.checkpoints_of(call.caller.owner, _part(call, "run_id"))
+    found = call.checkpoints.checkpoints_of(call.caller.owner, _part(call, "run_id"))
     return respond(_readable_by_sdk(call, found))
 
 
 def list_checkpoints(call: Call) -> Response:
     """The caller's checkpoints of all runs, newest first: `limit`, `offset`, `access_scope`."""
-    found = call.service.checkpoint_catalog.checkpoints(call.caller.owner, _page(call, limit=CHECKPOINTS_PAGE))
+    found = call.checkpoints.checkpoints(call.caller.owner, _page(call, limit=CHECKPOINTS_PAGE))
     return respond(_readable_by_sdk(call, found))
 
 
 def get_checkpoint(call: Call) -> Response:
     """One checkpoint."""
-    return respond(call.service.checkpoint_catalog.checkpoint(call.caller.owner, _path(call)))
+    return respond(call.checkpoints.checkpoint(call.caller.owner, _path(call)))
 
 
 def get_checkpoint_by_alias(call: Call) -> Response:
     """One checkpoint by its `ckpt_…` id."""
-    return respond(call.service.checkpoint_catalog.checkpoint(call.caller.owner, _part(call, "alias")))
+    return respond(call.checkpoints.checkpoint(call.caller.owner, _part(call, "alias")))
 
 
 def delete_checkpoint(call: Call) -> Response:
     """Deletes a checkpoint; models and samplers made from it stay."""
-    call.service.checkpoint_catalog.delete(call.caller.owner, _path(call))
+    call.checkpoints.delete(call.caller.owner, _path(call))
     return respond_json(b"{}")
 
 
 def publish_checkpoint(call: Call) -> Response:
     """Makes a checkpoint readable by everyone who knows its path."""
-    call.service.checkpoint_catalog.publish(call.caller.owner, _path(call), public=True)
+    call.checkpoints.publish(call.caller.owner, _path(call), public=True)
     return respond_json(b"{}")
 
 
 def unpublish_checkpoint(call: Call) -> Response:
     """Makes a checkpoint readable by its owner alone."""
-    call.service.checkpoint_catalog.publish(call.caller.owner, _path(call), public=False)
+    call.checkpoints.publish(call.caller.owner, _path(call), public=False)
     return respond_json(b"{}")
 
 
 def set_checkpoint_ttl(call: Call) -> Response:
     """How long a checkpoint is kept from now on; null keeps it for ever."""
     ttl_seconds = wire.decode(records.SetCheckpointTtlRequest, call.body).ttl_seconds
-    call.service.checkpoint_catalog.set_ttl(call.caller.owner, _path(call), ttl_seconds)
+    call.checkpoints.set_ttl(call.caller.owner, _path(call), ttl_seconds)
     return respond_json(b"{}")
 
 
@@ -101,7 +101,7 @@ def copy_weights(call: Call) -> Response:
     if WEIGHTS_ACCESS_TOKEN in headers:
         request = request.model_copy(update={"weights_access_token": headers[WEIGHTS_ACCESS_TOKEN]})
     call.service.disk.require_free_space()
-    path = call.service.checkpoint_catalog.copy(
+    path = call.checkpoints.copy(
         call.caller.owner,
         request,
         key=headers.get(IDEMPOTENCY_KEY),
@@ -112,30 +112,30 @@ def copy_weights(call: Call) -> Response:
 
 def list_sessions(call: Call) -> Response:
     """The caller's sessions, live or ended, newest first: `limit`, `offset`."""
-    return respond(call.service.session_catalog.sessions(call.caller.owner, _page(call)))
+    return respond(call.sessions.sessions(call.caller.owner, _page(call)))
 
 
 def get_session(call: Call) -> Response:
     """The runs and samplers of a session."""
-    return respond(call.service.session_catalog.session(call.caller.owner, _part(call, "session_id")))
+    return respond(call.sessions.session(call.caller.owner, _part(call, "session_id")))
 
 
 def search_sessions(call: Call) -> Response:
     """The caller's sessions that match a search, newest first."""
     request = wire.decode(records.SessionSearchRequest, call.body)
-    return respond(call.service.session_catalog.search_sessions(call.caller.owner, request))
+    return respond(call.sessions.search_sessions(call.caller.owner, request))
 
 
 def assign_session_project(call: Call) -> Response:
     """Puts a session, and with it its runs, into a project: a name to list them by."""
     project_id = wire.decode(records.AssignSessionProjectRequest, call.body).project_id
-    call.service.session_catalog.assign_project(call.caller.owner, _part(call, "session_id"), project_id)
+    call.sessions.assign_project(call.caller.owner, _part(call, "session_id"), project_id)
     return respond_json(b"{}")
 
 
 def export_session_trace(call: Call) -> Response:
     """Answers that no traces are kept, in the form that clients poll for."""
-    call.service.session_catalog.session(call.caller.owner, _part(call, "session_id"))
+    call.sessions.session(call.caller.owner, _part(call, "session_id"))
     reason = "this server keeps no traces of sessions; the server's log and /metrics say what ran"
     return respond(records.SessionTraceExportResponse(status="failed", error=reason))
 

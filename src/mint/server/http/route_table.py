@@ -14,6 +14,9 @@ import mint.wire as wire
 from mint.errors import MintError
 from mint.server.callers import Caller
 from mint.server.service.service import Service
+from mint.server.store.checkpoint_catalog import CheckpointCatalog
+from mint.server.store.session_catalog import SessionCatalog
+from mint.server.store.training_run_catalog import TrainingRunCatalog
 
 T = TypeVar("T")
 
@@ -28,13 +31,17 @@ class RunBlocking(Protocol):
 class Call:
     """A request whose sender is known and whose body is complete, decompressed and within its limits.
 
-    `release_body` gives the memory of the body back before the call is over.
+    `runs`, `checkpoints` and `sessions` are what is stored, for management. `release_body` gives the memory of the body
+    back before the call is over.
     """
 
     service: Service
     request: Request
     caller: Caller
     run_blocking: RunBlocking
+    runs: TrainingRunCatalog
+    checkpoints: CheckpointCatalog
+    sessions: SessionCatalog
     body: bytes = b""
     release_body: Callable[[], None] = lambda: None
 

@@ -5,13 +5,11 @@ Checks who owns them.
 
 from __future__ import annotations
 
-import pydantic_core
-
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.server.callers import Caller
 from mint.server.openai.schemas import ModelCard
 from mint.server.service.service import Service
-from mint.server.store import checkpoint_folders, checkpoints
+from mint.server.store import checkpoint_folders
 from mint.server.store.rows import SamplerRow
 from mint.types.checkpoint_path import CheckpointPath
 
@@ -28,7 +26,7 @@ def find_weights(service: Service, caller: Caller, model: str) -> SamplerRow:
     try:
         if "://" in model or model.startswith("ckpt_"):
             return _saved(service, caller, model)
-        if service.journal.run(model) is not None:
+        if service.is_training_run(model):
             return _newest(service, caller, model)
         if model not in service.base_models.names and _is_path(model):
             raise NotFoundError("names a folder")  # only the operator decides which folders are models
@@ -58,13 +56,13 @@ def list_models(service: Service, caller: Caller) -> list[ModelCard]:
     """
     models = [_model(service, base, base, OWNED_BY_MINT, 0) for base in service.base_models.names]
     bases: dict[str, str] = {}
-    for run in service.run_catalog.runs(caller.owner).training_runs:
+    for run in service.training_runs.runs(caller.owner).training_runs:
         bases[run.training_run_id] = run.base_model
         is_saved = run.last_checkpoint is not None or run.last_sampler_checkpoint is not None
-        if is_saved or service.journal.saves(run.training_run_id, limit=1):
+        if is_saved or service.has_saved_weights(run.training_run_id):
             created = int(run.last_request_time.timestamp())
             models.append(_model(service, run.training_run_id, run.base_model, run.model_owner, created))
-    for checkpoint in service.checkpoint_catalog.checkpoints(caller.owner).checkpoints:
+    for checkpoint in service.checkpoints.checkpoints(caller.owner).checkpoints:
         base = bases.get(CheckpointPath.parse(checkpoint.tinker_path).model_id, "unknown")
         models.append(_model(service, checkpoint.tinker_path, base, caller.owner, int(checkpoint.time.timestamp())))
     return models
@@ -76,25 +74,18 @@ class _NoWeightsError(NotFoundError):
 
 def _newest(service: Service, caller: Caller, run_id: str) -> SamplerRow:
     """The newest published or saved weights that still exist; after the session's end, the newest checkpoint."""
-    kept = service.checkpoint_catalog.checkpoints_of(caller.owner, run_id).checkpoints
-    run = service.journal.run(run_id)
-    if run is not None and run.owner == caller.owner:
-        for result in service.journal.saves(run_id):
-            content = pydantic_core.from_json(result)
-            sampler = content.get("sampling_session_id")
-            found = service.journal.sampler(sampler) if sampler else None
-            if found is not None:
-                return found
-            if content.get("path"):
-                break  # a named save: the catalog knows the newest of those that were not deleted since
-    for checkpoint in kept:
+    kept = service.checkpoints.checkpoints_of(caller.owner, run_id).checkpoints
+    published = service.newest_published(caller, run_id)
+    if published is not None:
+        return published
+    for checkpoint in kept:  # newest first, without those that were deleted since
         if checkpoint.checkpoint_type != "external":
             return _saved(service, caller, checkpoint.tinker_path)
     raise _NoWeightsError("has no weights yet: save or publish some first")
 
 
 def _saved(service: Service, caller: Caller, path: str) -> SamplerRow:
-    found = checkpoints.find_checkpoint(service.journal, path, reader=caller.owner)
+    found = service.find_checkpoint(path, reader=caller.owner)
     manifest = checkpoint_folders.read_manifest(service.data_dir / found.folder)
     uri = CheckpointPath(found.model_id, found.kind, found.name).uri
     return SamplerRow(f"saved:{uri}", "", manifest.base_model, uri, found.folder, None, manifest.lora, "")

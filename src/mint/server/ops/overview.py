@@ -86,7 +86,7 @@ class Overview:
         waiting = self._service.pending
         owners = service.session_owners
         sessions = Counter(owners.values())
-        models = Counter(owner for session_id, owner in owners.items() for _ in service.journal.models_of(session_id))
+        models = service.models_by_owner
         training = Counter(item.owner for item in waiting.training)
         samples = Counter(item.owner for item in waiting.samples)
         rows = [
@@ -94,7 +94,7 @@ class Overview:
                 "owner": owner,
                 "sessions": sessions[owner],
                 "models": models[owner],
-                "checkpoint_bytes": service.journal.checkpoint_bytes(owner),
+                "checkpoint_bytes": service.checkpoints.used_bytes(owner),
                 "waiting_training": training[owner],
                 "waiting_samples": samples[owner],
             }

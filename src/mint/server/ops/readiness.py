@@ -71,7 +71,7 @@ class Readiness:
     async def _journal_problem(self) -> str | None:
         # one write at a time: while a disk hangs, no further check may block a thread
         if self._write is None or self._write.done():
-            self._write = asyncio.ensure_future(asyncio.to_thread(self._service.journal.database.probe))
+            self._write = asyncio.ensure_future(asyncio.to_thread(self._service.probe_storage))
         try:
             await asyncio.wait_for(asyncio.shield(self._write), WRITE_TIMEOUT_S)
         except TimeoutError:

@@ -14,11 +14,14 @@ import secrets
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 from weakref import WeakValueDictionary
 
+import pydantic_core
 from pydantic import BaseModel
 
 import mint.wire as wire
@@ -50,13 +53,14 @@ from mint.server.service.new_samplers import new_sampler
 from mint.server.service.request_reader import PROCESSES, RequestReader
 from mint.server.service.sessions import SUSPENDED_S, Sessions
 from mint.server.service.takeover import UnfinishedJob, adopt_sessions, unfinished_jobs
+from mint.server.service.uploads import import_checkpoint
 from mint.server.storage_state import START_REMEDY, StorageProblem, starting
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.obsolete_files import OrphanSweep
-from mint.server.store.rows import JobRow, ModelRow, SamplerRow, TrainingRunRow
+from mint.server.store.rows import CheckpointRow, JobRow, ModelRow, SamplerRow, TrainingRunRow
 from mint.server.store.session_catalog import SessionCatalog
 from mint.server.store.training_run_catalog import TrainingRunCatalog
 from mint.server.worker.base_models import BaseModels
@@ -166,9 +170,9 @@ class Service:
         self.long_poll_s = long_poll_s
         self.limits = limits or ServerLimits()
         self.journal = Journal(data_dir / JOURNAL_FILE)
-        self.run_catalog = TrainingRunCatalog(self.journal, data_dir)
-        self.checkpoint_catalog = CheckpointCatalog(self.journal, data_dir)
-        self.session_catalog = SessionCatalog(self.journal)
+        self.training_runs = TrainingRunCatalog(self.journal, data_dir)
+        self.checkpoints = CheckpointCatalog(self.journal, data_dir)
+        self.stored_sessions = SessionCatalog(self.journal)
         self._orphans = OrphanSweep(self.journal, data_dir)
         self.base_models = BaseModels(engine, aliases, offered)
         self.futures = Futures()
@@ -277,6 +281,20 @@ class Service:
     def memory(self) -> ModelMemory:
         """The memory of the models."""
         return self._trainer.memory
+
+    def probe_storage(self) -> None:
+        """Writes something that changes nothing.
+
+        Raises:
+            JournalError: the journal cannot be written.
+        """
+        self.journal.database.probe()
+
+    @property
+    def models_by_owner(self) -> Counter[str]:
+        """How many models each owner has in the sessions that live here."""
+        owners = self._sessions.owners()
+        return Counter(owner for session_id, owner in owners.items() for _ in self.journal.models_of(session_id))
 
     @property
     def model_count(self) -> int:
@@ -731,7 +749,7 @@ class Service:
             self._indexed_at = now
         return self._queue_index.position(parsed, now, at_limit=at_limit)
 
-    # --- base models and checkpoints -----------------------------------------------------------------------------
+    # --- base models, training runs and checkpoints --------------------------------------------------------------
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """The base models that can be used by name."""
@@ -748,6 +766,58 @@ class Service:
         manifest = checkpoint_folders.read_manifest(self.data_dir / row.folder)
         trained = {key: manifest.lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
         return WeightsInfoResponse(base_model=manifest.base_model, lora_rank=manifest.lora["rank"], **trained)
+
+    def find_checkpoint(self, path: str, *, reader: str | None) -> CheckpointRow:
+        """The row of a checkpoint that the owner `reader` may read; None may read all.
+
+        Raises:
+            InvalidRequestError: `path` is no checkpoint's path or alias.
+            NotFoundError: there is no such checkpoint that `reader` may read.
+        """
+        return checkpoints.find_checkpoint(self.journal, path, reader=reader)
+
+    def import_checkpoint(
+        self, caller: Caller, source: BinaryIO, *, base_model: str | None, name: str | None
+    ) -> CheckpointRow:
+        """Makes a checkpoint of an archive, as `uploads.import_checkpoint`, of a base model that is offered here.
+
+        Raises:
+            OverloadedError: the disk is filled up to the reserve.
+            InvalidRequestError: the archive cannot be used, or a quota is exceeded.
+        """
+        self.disk.require_free_space()
+        return import_checkpoint(
+            self.journal,
+            self.data_dir,
+            source,
+            owner=caller.owner,
+            base_model=base_model,
+            name=name,
+            folder_of=self.base_models.offered_folder,
+            max_bytes=caller.quotas.max_checkpoint_bytes,
+        )
+
+    def is_training_run(self, name: str) -> bool:
+        """Whether a training run has this id, whoever owns it."""
+        return self.journal.run(name) is not None
+
+    def has_saved_weights(self, run_id: str) -> bool:
+        """Whether a live model has saved or published weights."""
+        return bool(self.journal.saves(run_id, limit=1))
+
+    def newest_published(self, caller: Caller, run_id: str) -> SamplerRow | None:
+        """The newest weights that a live model of the caller has published and that still exist; None if it has saved
+        a checkpoint since, or has none."""
+        run = self.journal.run(run_id)
+        if run is None or run.owner != caller.owner:
+            return None
+        for result in self.journal.saves(run_id):
+            content = pydantic_core.from_json(result)
+            sampler = content.get("sampling_session_id")
+            found = self.journal.sampler(sampler) if sampler else None
+            if found is not None or content.get("path"):
+                return found
+        return None
 
     # --- housekeeping --------------------------------------------------------------------------------------------
 
@@ -781,7 +851,7 @@ class Service:
         if self.instance.is_housekeeper():
             with self.journal.storage.writing("the list of orphans"):
                 self._orphans.advance(running_s)
-            self.checkpoint_catalog.remove_expired(running_s)
+            self.checkpoints.remove_expired(running_s)
 
     def _suspend_session(self, session_id: str, owner: str) -> None:
         """Takes a session out of the queue and the engine; what was accepted stays in the journal."""

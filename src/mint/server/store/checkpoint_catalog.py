@@ -73,6 +73,10 @@ class CheckpointCatalog:
         )
         return CheckpointsListResponse(checkpoints=[checkpoint_record(row) for row in rows], cursor=cursor)
 
+    def used_bytes(self, owner: str | None = None) -> int:
+        """How many bytes the checkpoints of an owner, or of all, have together."""
+        return self._journal.checkpoint_bytes(owner)
+
     def checkpoints_of(self, owner: str | None, run_id: str) -> CheckpointsListResponse:
         """All checkpoints of a run, newest first; of another owner's run, the public ones.
 

@@ -7,13 +7,16 @@ share its weights.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 
 from mint.engine.protocol import BaseInfo, Engine
-from mint.errors import UnknownBaseModelError
+from mint.errors import NotFoundError, UnknownBaseModelError
 from mint.models import registry
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 class BaseModels:
@@ -44,6 +47,19 @@ class BaseModels:
         if name not in self._folders:
             self._folders[name] = registry.resolve(name, self._aliases)
         return self._folders[name]
+
+    def offered_folder(self, name: str) -> Path:
+        """The folder of a base model that an uploaded file names: it must not make the server read other folders.
+
+        Raises:
+            NotFoundError: no offered base model has this name or this folder.
+        """
+        if name in self.names or (_HUB_ID.fullmatch(name) and not Path(name).exists()):
+            return self.folder(name)
+        for offered in self.names:
+            if self.key(offered) == name:
+                return self.folder(offered)
+        raise NotFoundError("is not offered here", field="base_model", value=name)
 
     def key(self, name: str) -> str:
         """The name under which the engine holds this base."""
