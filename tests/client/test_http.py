@@ -317,6 +317,47 @@ def test_the_environment_is_read_when_the_client_is_made(
         assert (request.project_id, request.tags, request.display_name) == ("p1", ["a", "b"], "shown")
 
 
+# --- opening a session -------------------------------------------------------------------------------------------
+
+
+def test_a_session_whose_opening_was_answered_too_late_is_opened_once(door: RecordingServer) -> None:
+    lost = iter(range(2))
+
+    async def losing(scope: Any, receive: Any, send: Any) -> None:
+        if not scope.get("path", "").endswith("/create_session") or next(lost, None) is None:
+            return await door(scope, receive, send)
+        await door(scope, receive, assert_sent)  # the server has done it; nobody hears of it
+        return await Response("lost", status_code=503)(scope, receive, send)
+
+    async def assert_sent(message: dict[str, Any]) -> None:
+        assert message.get("status", 200) == 200
+
+    with http_app(door.running, losing) as url, mint.ServiceClient(base_url=url) as client:
+        opened = client.session_id
+        assert len(door.headers("create_session")) == 3
+        assert list(door.running.service.session_owners) == [opened]
+        assert client.create_lora_training_client("mint/tiny", rank=4).get_info()
+
+
+def test_many_tasks_that_open_one_session_wait_until_it_is_open(door: RecordingServer) -> None:
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path", "").endswith("/create_session"):
+            await asyncio.sleep(0.5)
+        await door(scope, receive, send)
+
+    async def sample(client: mint.ServiceClient, after_s: float) -> int:
+        await asyncio.sleep(after_s)
+        sampler = await client.create_sampling_client_async(base_model="mint/tiny")
+        return len((await sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=2))).sequences)
+
+    async def all_at_once(client: mint.ServiceClient) -> list[int]:
+        return await asyncio.gather(*(sample(client, 0.1 * number) for number in range(4)))
+
+    with http_app(door.running, slow) as url, mint.ServiceClient(base_url=url) as client:
+        assert asyncio.run(all_at_once(client)) == [1] * 4
+        assert len(door.headers("create_session")) == 1
+
+
 # --- other processes ---------------------------------------------------------------------------------------------
 
 

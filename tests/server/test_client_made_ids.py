@@ -94,3 +94,26 @@ def test_without_keys_the_chosen_id_is_the_sessions_id(tmp_path: Path) -> None:
         model_id = person.result(create(person, CHOSEN)["request_id"])["model_id"]
         assert model_id == f"{CHOSEN}:train:0"
         train(person, model_id)
+
+
+def test_a_request_for_a_session_that_comes_again_gets_the_same_one_also_after_a_restart(tmp_path: Path) -> None:
+    keys = [make_key(tmp_path, owner) for owner in ("ann", "eve")]
+    wanted, other = {"request_key": "0" * 32}, {"request_key": "1" * 32}
+
+    def opened(person: Person, body: dict[str, Any]) -> str:
+        return person.post("create_session", body)["session_id"]
+
+    with running(tmp_path, owner_sessions=2) as server:
+        ann, eve = (Person(server, key) for key in keys)
+        first = opened(ann, wanted)
+        assert opened(ann, wanted) == first
+        assert opened(ann, other) != first
+        assert opened(ann, wanted) == first  # a full quota does not stop a copy
+        assert opened(eve, wanted) != first
+        assert ann.send("POST", f"{API}/create_session", {"request_key": "2" * 32}).status_code == 429
+        assert ann.send("POST", f"{API}/create_session", {"request_key": "short"}).status_code == 400
+    with running(tmp_path, owner_sessions=2) as server:
+        ann = Person(server, keys[0])
+        assert opened(ann, wanted) == first
+        assert len(server.service.session_owners) == 3
+        assert ann.model(first)

@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, Protocol, TypeVar
@@ -67,11 +68,15 @@ class Session:
         `open_embedded` opens the service in this process, for an address without a URL.
         """
         self.endpoint = endpoint
-        self._request = request or CreateSessionRequest()
+        # with a key, so that a request that is sent again opens no second session
+        self._request = (request or CreateSessionRequest()).model_copy(update={"request_key": uuid.uuid4().hex})
         self._open_embedded = open_embedded
         self._joined = joined
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_open = False
+        """Set once, when everything is there; so it may be read without the lock."""
+
         self._pid = os.getpid()
         self._closed = False
         self._session_id: str | None = None
@@ -102,7 +107,7 @@ class Session:
 
     async def open_async(self) -> None:
         """Same as `open`, without blocking the caller's event loop."""
-        if self._loop is None:
+        if not self._is_open:
             await asyncio.to_thread(self.open)
 
     def _start(self) -> None:
@@ -113,12 +118,13 @@ class Session:
         self._thread = thread
         self._embedded = embedded
         self._pid = os.getpid()
-        self._loop = loop  # set last, because `open_async` reads it without the lock
+        self._loop = loop
         try:
             asyncio.run_coroutine_threadsafe(self._connect(), loop).result()
         except BaseException:
             self._stop()
             raise
+        self._is_open = True
         _open_sessions.add(self)
 
     async def _connect(self) -> None:

@@ -18,6 +18,12 @@ def new_session_id() -> str:
     return f"sess-{uuid.uuid4().hex}"
 
 
+def keyed_session_id(owner: str, request_key: str) -> str:
+    """The id of the session that a request with this random key opens. Only who knows the key can guess it."""
+    digest = hashlib.sha256(f"{len(owner)} {owner} {request_key}".encode()).hexdigest()
+    return f"sess-{digest[:32]}"
+
+
 def model_id(session_id: str, number: int) -> str:
     """The id of a model; clients of this protocol compute it themselves."""
     return f"{session_id}:train:{number}"

@@ -53,13 +53,17 @@ class ClientConfigRequest(WireRequest):
 
 
 class CreateSessionRequest(WireRequest):
-    """Opens a session; models and samplers belong to one."""
+    """Opens a session; models and samplers belong to one.
+
+    `request_key` is a random key of this request: an owner who sends it again gets the same session.
+    """
 
     tags: list[str] = Field(default_factory=list)
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
+    request_key: str | None = Field(default=None, pattern="^[0-9a-f]{32}$")
     type: Literal["create_session"] = "create_session"
 
 

@@ -41,7 +41,7 @@ from mint.errors import (
 )
 from mint.server.callers import Caller
 from mint.server.disk_space import DiskSpace, folder_bytes
-from mint.server.ids import RequestId, request_id, sampler_id, session_of
+from mint.server.ids import RequestId, keyed_session_id, new_session_id, request_id, sampler_id, session_of
 from mint.server.limits import ServerLimits, default_published_bytes
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import FutureResult, Futures
@@ -311,6 +311,8 @@ class Service:
     def create_session(self, caller: Caller, body: bytes) -> CreateSessionResponse:
         """Opens a session; warns clients whose SDK is newer than those that were tried.
 
+        A request with a key that comes again, because its answer was lost, gets the session of the first.
+
         Raises:
             OverloadedError: the caller's quota of sessions is used up.
         """
@@ -319,10 +321,13 @@ class Service:
             raise InvalidRequestError("is too large", field="body", value=f"{len(body)} bytes", remedy=remedy)
         request = wire.decode(CreateSessionRequest, body)
         details = request.model_dump(include={"tags", "sdk_version", "project_id", "display_name"}, exclude_none=True)
+        key = request.request_key
+        session_id = new_session_id() if key is None else keyed_session_id(caller.owner, key)
         with self._accepting:
-            caller.quotas.require_session(len(self._sessions.of(caller.owner)))
-            self._require_below("max_sessions", len(self._sessions.owners()), self.limits.max_sessions)
-            session_id = self._sessions.create(caller.owner, request.user_metadata, details)
+            if key is None or not self._sessions.is_of(session_id, caller.owner):
+                caller.quotas.require_session(len(self._sessions.of(caller.owner)))
+                self._require_below("max_sessions", len(self._sessions.owners()), self.limits.max_sessions)
+                self._sessions.create(session_id, caller.owner, request.user_metadata, details)
         return CreateSessionResponse(session_id=session_id, warning_message=_version_warning(request.sdk_version))
 
     def heartbeat(self, caller: Caller, body: bytes) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 from mint.errors import NotFoundError, SessionEndedError
 from mint.server.callers import LOCAL_OWNER, Caller
-from mint.server.ids import new_session_id
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SessionRow
 
@@ -51,20 +50,13 @@ class Sessions:
         self._session_of: dict[str, str] = {}  # of models that are in the journal: a cache
 
     def create(
-        self,
-        owner: str,
-        user_metadata: dict[str, Any] | None,
-        details: dict[str, Any] | None = None,
-        *,
-        session_id: str | None = None,
-    ) -> str:
-        """A new session's id; `session_id` is an unused one that a client has chosen."""
-        session_id = session_id or new_session_id()
+        self, session_id: str, owner: str, user_metadata: dict[str, Any] | None, details: dict[str, Any] | None = None
+    ) -> None:
+        """Opens a session under an unused id."""
         now = time.time()
         row = SessionRow(session_id, self._instance_id, user_metadata, now, None, owner, details, now)
         self._journal.add_session(row)
         self.resume(session_id, owner)
-        return session_id
 
     def resume(self, session_id: str, owner: str) -> None:
         """Serves a session from now on; its silence is counted from here."""
@@ -158,11 +150,11 @@ class Sessions:
         if self.touch(session_id, caller.owner):
             return session_id
         session_id = self.stored_id(session_id, caller.owner)
-        if CLIENT_MADE_ID.fullmatch(session_id) and not self._is_of(session_id, caller.owner):
+        if CLIENT_MADE_ID.fullmatch(session_id) and not self.is_of(session_id, caller.owner):
             session_id = _own_id(session_id, caller.owner)
             if self._journal.session(session_id) is None:
                 caller.quotas.require_session(len(self.of(caller.owner)))
-                self.create(caller.owner, None, session_id=session_id)
+                self.create(session_id, caller.owner, None)
         self.require(session_id, caller.owner)
         return session_id
 
@@ -172,9 +164,9 @@ class Sessions:
         The same id if there is none, or if the owner has a session of that very id.
         """
         own = _own_id(session_id, owner)
-        return own if not self._is_of(session_id, owner) and self._is_of(own, owner) else session_id
+        return own if not self.is_of(session_id, owner) and self.is_of(own, owner) else session_id
 
-    def _is_of(self, session_id: str, owner: str) -> bool:
+    def is_of(self, session_id: str, owner: str) -> bool:
         """Whether an owner has, or had, a session of this id."""
         with self._lock:
             known = self._owners.get(session_id) or self._suspended.get(session_id)
