@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_data import CROSS_ENTROPY, LORA, datum, random_data, train
+from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, train
 from small_models import write_model
 from transformers import Qwen3ForCausalLM
 
@@ -20,7 +22,7 @@ from mint.engine.memory_budget import MIN_ROWS, bytes_per_row, is_out_of_memory,
 from mint.engine.model.blocks import Mlp
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
-from mint.engine.protocol import MicroBatching, PassResult, TrainDatum
+from mint.engine.protocol import LoraSpec, MicroBatching, PassResult, TrainDatum
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import OutOfMemoryError, RequestFailedError
 
@@ -219,3 +221,36 @@ def test_under_a_real_limit_of_the_process_the_pass_is_split_until_it_fits(tmp_p
     (free_loss, free_retries, free_gradient), (loss, retries, gradient) = found
     assert free_retries == 0 and retries >= 1
     assert loss == pytest.approx(free_loss, rel=1e-6) and gradient == pytest.approx(free_gradient, rel=1e-4)
+
+
+def _tensor_bytes() -> int:
+    """The memory of all tensors of this process."""
+    gc.collect()
+    storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _use(engine: TorchEngine, name: str, lora: LoraSpec) -> None:
+    """A model that is trained, and sampled from."""
+    engine.create_model(name, "base", lora)
+    train(engine, name)
+    engine.publish(name, name)
+    engine.sample([job([3, 4, 5], weights_id=name, num_samples=3)])
+
+
+@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_model_takes_the_memory_that_is_said(
+    tmp_path: Path, native_folder: Path, family: str, is_native: bool
+) -> None:
+    write_model(tmp_path, "tied", family=family)
+    engine = TorchEngine(threads=1, device="cpu", native=native_folder if is_native else None)
+    engine.load_base("base", str(tmp_path))
+    lora = replace(LORA, rank=3)
+    _use(engine, "earlier", lora)  # now all caches are there
+    before = _tensor_bytes()
+    _use(engine, "own", lora)
+    assert _tensor_bytes() - before == pytest.approx(engine.model_bytes("base", lora), rel=0.03)
+    engine.drop_model("own")
+    engine.drop_weights("own")
+    assert _tensor_bytes() == before

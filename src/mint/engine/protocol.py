@@ -272,7 +272,7 @@ class Engine(Protocol):
         ...
 
     def model_bytes(self, base: str, lora: LoraSpec) -> int:
-        """The memory of a model of this shape, with gradient and optimizer; its base is loaded."""
+        """The memory of a model of this shape, with gradient, optimizer and a published copy; its base is loaded."""
         ...
 
     def free_bytes(self) -> int | None:

@@ -137,8 +137,11 @@ class TorchEngine:
         }
 
     def model_bytes(self, base: str, lora: LoraSpec) -> int:
-        """The memory of a model of this shape: weights, gradient and two moments in float32."""
-        return 4 * 4 * parameter_count(self._base(base).sites(lora), lora.rank)
+        """The memory of a model of this shape: weights, gradient and two moments in float32, a copy of the weights that
+        is published for sampling, and what its base keeps for both (merged matrices)."""
+        found = self._base(base)
+        kept = found.kept_bytes(lora, with_gradient=True) + found.kept_bytes(lora, with_gradient=False)
+        return 5 * 4 * parameter_count(found.sites(lora), lora.rank) + kept
 
     def free_bytes(self) -> int | None:
         """The memory that is free on the device; None if unknown."""
@@ -150,7 +153,9 @@ class TorchEngine:
 
     def drop_model(self, model_id: str) -> None:
         """Forgets a model; unknown ids are fine."""
-        self._models.pop(model_id, None)
+        model = self._models.pop(model_id, None)
+        if model is not None:
+            self._bases[model.base].forget(model.weights)
 
     def has_model(self, model_id: str) -> bool:
         """Whether the model is in memory."""

@@ -86,6 +86,14 @@ class BaseModel(Protocol):
         """An empty batch."""
         ...
 
+    def kept_bytes(self, lora: LoraSpec, *, with_gradient: bool) -> int:
+        """The memory of what is kept for a lora beside its own weights, once it was used."""
+        ...
+
+    def forget(self, lora: LoraWeights) -> None:
+        """Frees what is kept for a lora that is not expected again."""
+        ...
+
     def add_weights(self, lora: LoraWeights) -> None:
         """Says that jobs with these weights may come, until `drop_weights`."""
         ...

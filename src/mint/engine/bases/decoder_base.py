@@ -105,6 +105,12 @@ class DecoderBase:
             self._memory = self._new_memory()
         return Sampler(self._decoder, self._memory)
 
+    def kept_bytes(self, lora: LoraSpec, *, with_gradient: bool) -> int:
+        return self._decoder.loras.kept_bytes(self.sites(lora), with_gradient=with_gradient)
+
+    def forget(self, lora: LoraWeights) -> None:
+        self._decoder.loras.forget(lora)
+
     def add_weights(self, lora: LoraWeights) -> None:
         self._published.append(lora)
         if self._memory is not None:
@@ -112,6 +118,7 @@ class DecoderBase:
 
     def drop_weights(self, lora: LoraWeights) -> None:
         self._published.remove(lora)
+        self.forget(lora)
         if self._memory is not None:
             self._memory.prefix_cache.close(lora)
 

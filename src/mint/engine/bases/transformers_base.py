@@ -104,6 +104,12 @@ class TransformersBase:
     def open_sampler(self) -> TransformersSampler:
         return TransformersSampler(self._decoder, self._cache_use, self._counters)
 
+    def kept_bytes(self, lora: LoraSpec, *, with_gradient: bool) -> int:
+        return 0
+
+    def forget(self, lora: LoraWeights) -> None:
+        """Nothing is kept for it."""
+
     def add_weights(self, lora: LoraWeights) -> None:
         """Nothing is cached under weights."""
 

@@ -74,6 +74,14 @@ class PackedMatrix:
     def min_rows(self) -> int:
         return _onednn_rows(self)
 
+    @property
+    def size_bytes(self) -> int:
+        return self.outputs * self.inputs * self._dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        return 0
+
     def dense(self) -> Tensor:
         return self.packed.to_dense()
 

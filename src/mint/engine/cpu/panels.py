@@ -77,6 +77,14 @@ class PanelMatrix:
         self.panels = panels
         self._product = products.kernels[panels.dtype]
 
+    @property
+    def size_bytes(self) -> int:
+        return self.panels.nbytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        return 0
+
     def dense(self) -> Tensor:
         return self.products.unpack(self.panels)
 
@@ -112,6 +120,11 @@ class SmallPanelMatrix(PanelMatrix):
     def __init__(self, products: NativeProducts, panels: Tensor) -> None:
         super().__init__(products, panels)
         self._transposed: PanelMatrix | None = None
+
+    @property
+    @override
+    def gradient_bytes(self) -> int:
+        return self.panels.nbytes
 
     @override
     def transposed(self) -> PanelMatrix | None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mint.engine.lora import LoraRows
+from mint.engine.lora import LoraRows, LoraWeights, Site
 
 MKL_ROWS, MKL_ROWS_PER_THREAD = 16, 4
 """Below 4 rows, and below about 2 for each thread, MKL sums in another order (measured with 1 to 16 threads). With
@@ -39,6 +39,16 @@ class Matrix(Protocol):
     @property
     def min_rows(self) -> int:
         """Rows that a product needs so that each of them gets the same bits whatever other rows are in the batch."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of the weights."""
+        ...
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The memory of what `gradient` keeps for the next time."""
         ...
 
     def dense(self) -> Tensor:
@@ -92,6 +102,14 @@ class LoraLinears(Protocol):
         """Changes when other matrices than before belong to the same `loras`."""
         ...
 
+    def kept_bytes(self, sites: Sequence[Site], *, with_gradient: bool) -> int:
+        """The memory of what is kept for a lora that trains `sites`, beside its own weights."""
+        ...
+
+    def forget(self, lora: LoraWeights) -> None:
+        """Frees what is kept for a lora, which is not expected again."""
+        ...
+
 
 class DenseMatrix:
     """A matrix in torch's own row-major layout, float32 or bfloat16."""
@@ -103,6 +121,14 @@ class DenseMatrix:
     @property
     def min_rows(self) -> int:
         return min_rows()
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weight.nbytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        return 0
 
     def dense(self) -> Tensor:
         return self.weight

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
+from mint.engine.lora import LoraRows, LoraWeights, Site, SiteWeights
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import Linear, Matrix, min_rows
@@ -139,6 +139,12 @@ class SeparateLoras:
     def versions(self, loras: Sequence[LoraRows]) -> list[int]:
         return []
 
+    def kept_bytes(self, sites: Sequence[Site], *, with_gradient: bool) -> int:
+        return 0
+
+    def forget(self, lora: LoraWeights) -> None:
+        """Nothing is kept for it."""
+
 
 class MergedLoras(SeparateLoras):
     """Merges loras into copies of the matrices of the layers: when first asked for, and again after every change. At
@@ -168,6 +174,15 @@ class MergedLoras(SeparateLoras):
     @override
     def versions(self, loras: Sequence[LoraRows]) -> list[int]:
         return [own.weights.flat._version for own in loras if own.weights is not None]
+
+    @override
+    def kept_bytes(self, sites: Sequence[Site], *, with_gradient: bool) -> int:
+        merged = [self._matrices[site.name] for site in sites if site.name in self._matrices]
+        return sum(matrix.size_bytes + with_gradient * matrix.gradient_bytes for matrix in merged)
+
+    @override
+    def forget(self, lora: LoraWeights) -> None:
+        self._sets.pop(lora, None)
 
     def _merged(self, lora: LoraWeights | None) -> dict[str, MergedLinear]:
         """The merged matrices of those sites that `lora` trains."""
