@@ -12,7 +12,7 @@ import pytest
 
 from mint.chaos.faults import read_case
 from mint.chaos.outcome import TrialOutcome, differences
-from mint.chaos.plan import shortages
+from mint.chaos.plan import other_cases, shortages
 
 PLANTED = Path(__file__).parents[1] / "planted"
 
@@ -56,6 +56,7 @@ def test_a_hundred_kills_change_no_bit() -> None:
     ("planted", "case"),
     [
         ("acknowledged_before_sync", "http power-loss:after_accept_before_reply/optim_step#3"),
+        ("no_folder_sync", "embedded-sft power-loss:after_commit/save_weights#2"),
         ("no_replay", "http kill:after_commit/forward_backward#3"),
         ("no_deduplication", "http kill:after_accept_before_reply/optim_step#2"),
     ],
@@ -64,6 +65,15 @@ def test_a_planted_bug_is_found(planted: str, case: str) -> None:
     code, report = run_chaos("--case", case, planted=planted)
     assert code == 1
     assert [violated["case"] for violated in report["violations"]] == [case]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_power_loss_takes_nothing_from_a_program_with_the_service_in_itself() -> None:
+    cases = [case for case in other_cases(["power-loss"]) if case.scenario != "http"]
+    code, report = run_chaos(*(argument for case in cases for argument in ("--case", str(case))))
+    assert (code, report["violations"]) == (0, [])
+    assert report["kills"] == sum(len(case.lives) for case in cases) >= 10
 
 
 def test_after_a_shortage_of_memory_the_values_are_those_of_a_run_with_that_shortage() -> None:

@@ -34,6 +34,7 @@ ACTIONS = {
 }
 
 ENDS_THE_PROCESS = frozenset({"kill", "power-loss", "torn", "terminate"})
+LOSES_POWER = frozenset({"power-loss", "torn"})
 FROM_OUTSIDE = frozenset({"locked-database", "stop", "terminate"})
 """Done to the process by its supervisor; at a time only."""
 

@@ -78,6 +78,11 @@ OTHER_FAULTS: dict[str, tuple[str, ...]] = {
         "http kill:after_commit/optim_step#2 power-loss:after_adoption#1 torn:after_unlink#1",
         "http kill:after_commit/forward_backward#2 torn:during_replay#1 power-loss:after_restore#1",
         "http torn:upload_before_reply#1",
+        "embedded-sft power-loss:accepted_not_synced/optim_step#2 torn:snapshot_before_commit/optim_step#2",
+        "embedded-sft torn:renamed_not_synced/checkpoints#1 power-loss:checkpoint_before_commit/save_weights#1",
+        "embedded-sft kill:after_commit/forward_backward#2 power-loss:during_replay#1",
+        "embedded-grpo power-loss:after_commit/optim_step#1 torn:published_before_commit#2",
+        "embedded-grpo torn:accepted_not_synced/forward_backward#2 power-loss:after_snapshot#1",
     ),
 }
 """What else can break, by the names of `--faults`."""

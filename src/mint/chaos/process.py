@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mint.chaos.disasters import Disasters
-from mint.chaos.faults import Fault
+from mint.chaos.faults import LOSES_POWER, Fault
 from mint.chaos.injection import Injection
 from mint.chaos.workloads import WORKLOADS
 from mint.client.service_client import ServiceClient
@@ -110,7 +110,7 @@ def run_program(life: ProgramLife, supervisor: Connection) -> None:
 
 
 def _arm(faults: Sequence[Fault], data_dir: Path, hits_file: Path) -> Injection:
-    watches = any(fault.action in ("power-loss", "torn") for fault in faults)
+    watches = any(fault.action in LOSES_POWER for fault in faults)
     injection = Injection(faults, Disasters(data_dir, keeps_unsynced_apart=watches), hits_file)
     injection.install()
     return injection

@@ -17,7 +17,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from mint.chaos.checks import check_folder, check_jobs, read_hits, read_values
-from mint.chaos.faults import FROM_OUTSIDE, Case, Fault
+from mint.chaos.faults import FROM_OUTSIDE, LOSES_POWER, Case, Fault
 from mint.chaos.outcome import TrialOutcome, differences
 from mint.chaos.process import FAILED, FINISHED, UP, ProgramLife, ServerLife, run_program, run_server
 from mint.chaos.supervised_process import SupervisedProcess
@@ -90,10 +90,12 @@ class _Trial:
                 self._keys = {tenant: ApiKeys(database).create(tenant)[0] for tenant in WORKLOADS}
             self._start(SERVER)
         for tenant in WORKLOADS:
-            self._start(tenant)
+            if self._is_http or tenant == self._victim:
+                self._start(tenant)
         while len(self._sessions) < len(WORKLOADS) and not self._failed:
             self._listen()
             self._restart_the_dead()
+            self._start_those_beside()
             self._watch_progress()
             time.sleep(POLL_S)
         if not self._failed:
@@ -132,6 +134,19 @@ class _Trial:
             name, self._folder / name, self._data_dir, log_file, hits_file, url, self._keys.get(name), inside
         )
         self._processes[name] = SupervisedProcess(run_program, program)
+
+    def _start_those_beside(self) -> None:
+        """Starts the other program with a service in itself, which shares the victim's data folder.
+
+        A loss of power strikes all who use the folder, and the victim's watch sees the victim's syncs alone. So the
+        other one starts when the last loss is over.
+        """
+        lives = self.outcome.case.lives
+        losses = [life for life, faults in enumerate(lives) if any(fault.action in LOSES_POWER for fault in faults)]
+        is_over = self._victim in self._sessions or self._lives[self._victim] > max(losses, default=-1) + 1
+        for tenant in WORKLOADS:
+            if is_over and not self._failed and self._lives[tenant] == 0:
+                self._start(tenant)
 
     def _faults(self, life: int) -> tuple[Fault, ...]:
         lives = self.outcome.case.lives
