@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from small_models import write_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config
 
 from mint.engine.model.config import RopeScaling, read_decoder_config
 from mint.engine.torch_engine import TorchEngine
@@ -36,12 +36,13 @@ MOE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model_type", "mistral"), ("model_type", None), ("hidden_act", "gelu"), ("attention_bias", True),
+        ("model_type", "gemma2"), ("model_type", None), ("hidden_act", "gelu"), ("attention_bias", True),
         ("mlp_bias", True), ("use_sliding_window", True), ("dual_chunk_attention_config", {"chunk_size": 8}),
-        ("rope_scaling", {"type": "yarn", "factor": 4.0}), ("quantization_config", {"bits": 4}),
+        ("rope_scaling", {"type": "dynamic", "factor": 4.0}), ("quantization_config", {"bits": 4}),
         ("layer_types", ["sliding_attention"]), ("num_key_value_heads", 3), ("head_dim", 10),
         ("hidden_size", 9), ("intermediate_size", 6), ("rope_theta", None), ("rope_theta", True),
-        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6}), ("vocab_size", "10"), ("hidden_size", 0),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": -1.0}), ("vocab_size", "10"),
+        ("hidden_size", 0),
         ("rope_parameters", {"partial_rotary_factor": 0.5, "rope_theta": 1e6}), ("num_hidden_layers", None),
         ("rope_scaling", {**LLAMA3, "rope_type": "llama3", "factor": 0}),
         ("rope_scaling", {**LLAMA3, "rope_type": "llama3", "low_freq_factor": 4.0}),
@@ -111,12 +112,13 @@ def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> No
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"model_type": "mistral"}, "mistral"), ({"model_type": "gemma3", "text_config": {}}, "gemma3"),
+        ({**QWEN3, **_sizes(4096, 14336, 32, 32, 8), "model_type": "mistral", "sliding_window": 4096},
+         "sliding_window"),
+        ({"model_type": "gemma3", "text_config": {}}, "gemma3"),
         ({"model_type": "qwen2_moe", **_sizes(2048, 5632, 24, 16, 16)}, "qwen2_moe"),
         ({"model_type": "qwen3_next", **_sizes(2048, 5120, 48, 16, 2)}, "qwen3_next"),
         ({"model_type": "llama4"}, "llama4"), ({"model_type": "phi3"}, "phi3"), ({"model_type": "gpt_oss"}, "gpt_oss"),
-        ({**QWEN3, **_sizes(1024, 3072, 28, 16, 8), "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
-          "original_max_position_embeddings": 32768}}, "yarn"),
+        ({**QWEN3, **_sizes(1024, 3072, 28, 16, 8), "rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4), "dual_chunk_attention_config": {"chunk_size": 262144}},
          "dual_chunk_attention_config"),
         ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4), "quantization_config": {"quant_method": "awq"}}, "awq"),
@@ -138,6 +140,29 @@ def test_llama_3s_rope_scaling_is_read_in_every_spelling(place: str, kind: str) 
     assert read_decoder_config(config).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 16.0)
     assert read_decoder_config({**config, place: {kind: "default"}}).rope_scaling is None
     assert read_decoder_config({**config, place: None}).rope_scaling is None
+
+
+def test_a_llama_without_rope_theta_has_the_one_of_transformers() -> None:
+    config = {name: value for name, value in GOOD.items() if name not in ("rope_theta", "rope_parameters")}
+    assert read_decoder_config({**config, "model_type": "llama"}).rope_theta == 10000.0
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    config = {**GOOD, "model_type": "mistral", "sliding_window": GOOD["max_position_embeddings"]}
+    assert read_decoder_config(config).family.name == "Mistral"
+
+
+@pytest.mark.parametrize(
+    ("given", "layers"),
+    [({}, {3, 7}), ({"no_rope_layer_interval": 3}, {2, 5}), ({"no_rope_layers": [1, 0, 1, 1, 1, 1, 0, 1]}, {1, 6})],
+)
+def test_the_layers_without_rotation_are_read_as_transformers_reads_them(
+    given: dict[str, Any], layers: set[int]
+) -> None:
+    config = {**GOOD, "model_type": "smollm3", "num_hidden_layers": 8, **given}
+    assert read_decoder_config(config).unrotated_layers == layers
+    marks = SmolLM3Config(num_hidden_layers=8, **given).no_rope_layers
+    assert {layer for layer, is_rotated in enumerate(marks) if not is_rotated} == layers
 
 
 def test_which_layers_are_mixtures_is_read_as_transformers_reads_it() -> None:

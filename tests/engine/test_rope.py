@@ -25,7 +25,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {"head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     "Llama-3.1-8B": {"head_dim": 128, "rope_parameters": {**SCALED, "factor": 8.0}},
     "Llama-3.2-1B": {"head_dim": 64, "rope_parameters": {**SCALED, "factor": 32.0}},
-}
+    "long context by interpolation": {
+        "head_dim": 128, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}},
+    "Qwen3 with YaRN": {
+        "head_dim": 128, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+                                             "original_max_position_embeddings": 32768}},
+    "Ministral 3": {
+        "head_dim": 128, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0,
+                                             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                                             "original_max_position_embeddings": 16384}},
+    "YaRN without whole pairs": {
+        "head_dim": 64, "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0,
+                                            "truncate": False, "attention_factor": 1.3,
+                                            "original_max_position_embeddings": 4096}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

@@ -72,7 +72,7 @@ class Device:
         """The decoding steps of a base model over its KV cache."""
         if isinstance(decoder.operations, NativeOperations):
             return NativeSteps(decoder, decoder.operations, cache)
-        if self.torch.type == "cuda" and self._gpu_kernels and not decoder.mixtures:
+        if self.torch.type == "cuda" and self._gpu_kernels and _fits_graphs(decoder):
             try:
                 # Imports Triton, which only CUDA builds of torch bring with them.
                 from mint.engine.cuda.kernels import TritonKernels
@@ -85,6 +85,11 @@ class Device:
     def draw(self, operations: Operations) -> Draw:
         """How tokens are drawn from the logits of these operations."""
         return NativeDraw(operations.kernels) if isinstance(operations, NativeOperations) else TorchDraw(operations)
+
+
+def _fits_graphs(decoder: Decoder) -> bool:
+    """Whether the kernels of the CUDA graphs compute all that the decoder does."""
+    return not decoder.mixtures and not decoder.config.unrotated_layers
 
 
 def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:

@@ -5,11 +5,15 @@ Knows the families; knows nothing of weights or torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mint.errors import InvalidRequestError
+
+_DEFAULT_THETA = 10000.0
+"""Old files of Llama and Mistral do not name it."""
 
 ALIGNED = 4
 """Widths are multiples of this: 16 bytes in float32."""
@@ -23,6 +27,7 @@ class Family:
     qkv_bias: bool = False
     head_norms: bool = False
     experts: bool = False
+    unrotated_layers: bool = False
 
 
 FAMILIES = {
@@ -30,6 +35,8 @@ FAMILIES = {
     "qwen2": Family("Qwen2.5", qkv_bias=True),
     "qwen3": Family("Qwen3", head_norms=True),
     "qwen3_moe": Family("Qwen3-MoE", head_norms=True, experts=True),
+    "mistral": Family("Mistral"),
+    "smollm3": Family("SmolLM3", unrotated_layers=True),
 }
 """By the `model_type` of config.json."""
 
@@ -43,6 +50,30 @@ _REFUSED_OPTIONS = (
 
 SUPPORTED = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
 """The families, for error messages."""
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): frequencies that turn less than `beta_slow` times in the original context are divided by
+    `factor`, those that turn more than `beta_fast` times stay, with a ramp over the pairs in between; and cos and sin
+    are multiplied by `attention_factor`.
+
+    With `truncate` the ramp begins and ends at whole pairs.
+    """
+
+    factor: float
+    original_max_position_embeddings: float
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
 
 
 @dataclass(frozen=True)
@@ -85,7 +116,8 @@ class DecoderConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | LinearScaling | YarnScaling | None
+    unrotated_layers: frozenset[int]
     tie_word_embeddings: bool
     experts: ExpertsConfig | None
 
@@ -139,6 +171,7 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
+        unrotated_layers=_unrotated_layers(config, layers) if FAMILIES[model_type].unrotated_layers else frozenset(),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         experts=_experts(config, layers) if FAMILIES[model_type].experts else None,
     )
@@ -150,6 +183,9 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
     for option in _REFUSED_OPTIONS:
         if config.get(option):
             raise _unsupported(option, config[option], "only without")
+    window = config.get("sliding_window")
+    if config["model_type"] == "mistral" and window is not None and window < config.get("max_position_embeddings", 0):
+        raise _unsupported("sliding_window", window, "only one of at least max_position_embeddings")
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise _unsupported("layer_types", config["layer_types"], "only full_attention")
 
@@ -172,20 +208,64 @@ def _experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
     )
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _unrotated_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """The layers whose heads are not rotated: those with a 0 in `no_rope_layers`, else every so manyth."""
+    marks = config.get("no_rope_layers")
+    if marks is None:
+        step = _size(config, "no_rope_layer_interval", default=4)
+        return frozenset(range(step - 1, layers, step))
+    if not isinstance(marks, list) or len(marks) != layers:
+        raise _unsupported("no_rope_layers", marks, f"a list of {layers} marks, 1 or 0")
+    return frozenset(layer for layer, is_rotated in enumerate(marks) if not is_rotated)
+
+
+def _yarn(config: Mapping[str, Any], place: str, rope: Mapping[str, Any]) -> YarnScaling:
+    original = _positive(
+        f"{place}.original_max_position_embeddings",
+        rope.get("original_max_position_embeddings", config.get("max_position_embeddings")),
+    )
+    factor = rope.get("factor")
+    if factor is None:
+        factor = config.get("max_position_embeddings", 0) / original
+    factor = _positive(f"{place}.factor", factor)
+    attention = rope.get("attention_factor")
+    if attention is None:
+        scale, scale_all = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
+        attention = _magnitude(factor, 1.0)
+        if scale and scale_all:
+            attention = _magnitude(factor, scale) / _magnitude(factor, scale_all)
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=_positive(f"{place}.beta_fast", rope.get("beta_fast") or 32.0),
+        beta_slow=_positive(f"{place}.beta_slow", rope.get("beta_slow") or 1.0),
+        attention_factor=_positive(f"{place}.attention_factor", attention),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | LinearScaling | YarnScaling | None]:
     """The base and the scaling. Transformers 5 writes both to `rope_parameters`. Older files have the base at the top
     level and the scaling in `rope_scaling`, whose kind is `type` or `rope_type`."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(place) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise _unsupported(f"{place}.rope_type", kind, "'default' or 'llama3'")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise _unsupported(f"{place}.rope_type", kind, "'default', 'linear', 'llama3' or 'yarn'")
     rotary = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if rotary != 1.0:
         raise _unsupported(f"{place}.partial_rotary_factor", rotary, "only 1.0")
-    theta = _positive("rope_theta", rope.get("rope_theta", config.get("rope_theta")))
+    theta = _positive("rope_theta", rope.get("rope_theta", config.get("rope_theta", _DEFAULT_THETA)))
     if kind == "default":
         return theta, None
+    if kind == "linear":
+        return theta, LinearScaling(_positive(f"{place}.factor", rope.get("factor")))
+    if kind == "yarn":
+        return theta, _yarn(config, place, rope)
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     scaling = RopeScaling(**{name: _positive(f"{place}.{name}", rope.get(name)) for name in names})
     if scaling.low_freq_factor >= scaling.high_freq_factor:

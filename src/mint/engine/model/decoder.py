@@ -26,7 +26,7 @@ from mint.engine.model.config import DecoderConfig
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
 from mint.engine.model.operations import Attention, FeedForward, Operations
-from mint.engine.model.rope import rope_tables
+from mint.engine.model.rope import no_rotation, rope_tables
 from mint.engine.model.weight_loader import load_weights
 from mint.engine.model.weights import MixtureWeights, list_sites
 from mint.engine.packing import AttentionBlock
@@ -42,6 +42,7 @@ class _ForwardBatch:
     attention: Attention
     loras: Sequence[LoraRows]
     context: ForwardContext
+    unrotated: ForwardContext
 
 
 class Decoder:
@@ -59,6 +60,7 @@ class Decoder:
         self.device = operations.device
         self.weights = load_weights(config, tensors, operations)
         self.rope = rope_tables(config, operations.device)
+        self._unrotated = no_rotation(config, operations.device) if config.unrotated_layers else None
         matrices = self.weights.matrices
         self._matrices = list(matrices.values())
         self.loras = operations.loras(matrices)
@@ -99,8 +101,18 @@ class Decoder:
         count = len(tokens)
         least = rows_needed(self._matrices)
         tokens, positions = pad_rows(tokens, least), pad_rows(positions, least)
-        cos, sin = self.rope
-        context = ForwardContext(
+        context = self._context(self.rope, positions)
+        unrotated = context if self._unrotated is None else self._context(self._unrotated, positions)
+        batch = _ForwardBatch(count, attention, cover(loras, count, len(tokens)), context, unrotated)
+        x = self.operations.take_rows(self.weights.embedding, tokens)
+        for index in range(len(self.weights.layers)):
+            layer = partial(self._layer, index, batch=batch)
+            x = recomputed(layer, x) if recompute else layer(x)
+        return Norm.run(x, self.weights.final_norm, context.eps, self.operations)[:count]
+
+    def _context(self, tables: tuple[Tensor, Tensor], positions: Tensor) -> ForwardContext:
+        cos, sin = tables
+        return ForwardContext(
             operations=self.operations,
             eps=self.config.rms_norm_eps,
             rotated=self.config.num_attention_heads + self.config.num_key_value_heads,
@@ -108,17 +120,11 @@ class Decoder:
             cos=self.operations.take_rows(cos, positions).unsqueeze(1),
             sin=self.operations.take_rows(sin, positions).unsqueeze(1),
         )
-        batch = _ForwardBatch(count, attention, cover(loras, count, len(tokens)), context)
-        x = self.operations.take_rows(self.weights.embedding, tokens)
-        for index in range(len(self.weights.layers)):
-            layer = partial(self._layer, index, batch=batch)
-            x = recomputed(layer, x) if recompute else layer(x)
-        return Norm.run(x, self.weights.final_norm, context.eps, self.operations)[:count]
 
     def _layer(self, index: int, x: Tensor, *, batch: _ForwardBatch) -> Tensor:
         """x [T, E] → [T, E]: x + attention(norm(x)), and of that x + mlp(norm(x))."""
         layer = self.weights.layers[index]
-        context = batch.context
+        context = batch.unrotated if index in self.config.unrotated_layers else batch.context
         qkv = self.loras.linear(f"{index}.qkv", layer.qkv, batch.loras)
         heads = AttentionInputs.run(x, layer, qkv, context, *qkv.parameters)
         attended = pad_rows(batch.attention(index, heads[: batch.count]), len(x))

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: tables of cos and sin for each position and pair of a head, with Llama 3's scaling."""
+"""Rotary position embeddings: tables of cos and sin for each position and pair of a head, with their scalings."""
 
 from __future__ import annotations
 
@@ -7,17 +7,30 @@ import math
 import torch
 from torch import Tensor
 
-from mint.engine.model.config import DecoderConfig, RopeScaling
+from mint.engine.model.config import DecoderConfig, LinearScaling, RopeScaling, YarnScaling
 
 
 def rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, D / 2] in float32, computed as Hugging Face does."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
-    if config.rope_scaling is not None:
-        frequencies = _scale(frequencies, config.rope_scaling)
+    scaling = config.rope_scaling
+    magnitude = 1.0
+    if isinstance(scaling, RopeScaling):
+        frequencies = _scale(frequencies, scaling)
+    elif isinstance(scaling, LinearScaling):
+        frequencies = frequencies / scaling.factor
+    elif isinstance(scaling, YarnScaling):
+        frequencies = _scale_yarn(frequencies, scaling, config)
+        magnitude = scaling.attention_factor
     angles = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos().to(device), angles.sin().to(device)
+    return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
+
+
+def no_rotation(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tables as those of `rope_tables` that rotate nothing."""
+    shape = config.max_position_embeddings, config.head_dim // 2
+    return torch.ones(shape, device=device), torch.zeros(shape, device=device)
 
 
 def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -26,3 +39,21 @@ def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0 for fewer than `low` turns in the original context
     return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _scale_yarn(frequencies: Tensor, scaling: YarnScaling, config: DecoderConfig) -> Tensor:
+    """Frequencies [D / 2] by YaRN: a ramp over the pairs from those that stay to those divided by `factor`."""
+    low, high = (_pair_of(turns, scaling, config) for turns in (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    if low == high:
+        high += 0.001
+    divided = ((torch.arange(len(frequencies), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies * (1 - divided) + frequencies / scaling.factor * divided
+
+
+def _pair_of(turns: float, scaling: YarnScaling, config: DecoderConfig) -> float:
+    """The pair, as a fraction, that turns so many times in the original context."""
+    ratio = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+    return config.head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
