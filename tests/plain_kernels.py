@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.cuda.graph_step import LoraPart, StepContext
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.weights import LayerWeights
 
 
@@ -82,12 +82,12 @@ class PlainKernels:
         return lora.scale * torch.cat([down @ b.T for down, b in parts], -1)
 
     def _write(self, plane: Tensor, own: Tensor, rows: StepContext) -> None:
-        """`own` [T, K, D] into plane [N, K/J, CHUNK, J·D]; padding rows write what the first row writes."""
+        """`own` [T, K, D] into plane [N, K/J, PAGE_POSITIONS, J·D]; padding rows write what the first row writes."""
         positions = rows.inputs[1].long()
-        pages = rows.inputs[2:].gather(0, (positions.clamp(min=0) // CHUNK)[None])[0].long()
+        pages = rows.inputs[2:].gather(0, (positions.clamp(min=0) // PAGE_POSITIONS)[None])[0].long()
         real = (positions >= 0)[:, None]
         parts = pages[:, None] * plane.shape[1] + torch.arange(plane.shape[1], device=plane.device)
-        places = parts * CHUNK + positions[:, None] % CHUNK
+        places = parts * PAGE_POSITIONS + positions[:, None] % PAGE_POSITIONS
         new = own.reshape(len(own), plane.shape[1], -1)
         places = torch.where(real, places, places[:1])
         new = torch.where(real[..., None], new, new[:1])
@@ -95,6 +95,6 @@ class PlainKernels:
 
     def _read(self, plane: Tensor, table: Tensor, rows: StepContext) -> Tensor:
         """[T, K, W, D] of the pages `table` [T, C]."""
-        own = plane[table.long()].to(self.wide)  # [T, C, K/J, CHUNK, J·D]
+        own = plane[table.long()].to(self.wide)  # [T, C, K/J, PAGE_POSITIONS, J·D]
         own = own.unflatten(-1, (rows.side_by_side, rows.head_dim)).permute(0, 2, 4, 1, 3, 5)
         return own.reshape(len(table), rows.kv_heads, -1, rows.head_dim)

@@ -19,7 +19,7 @@ from small_models import write_model
 from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext, StepGraphs
 from mint.engine.cuda.kernels import TritonKernels
 from mint.engine.lora import LoraRows
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.linear import DenseMatrix
 from mint.engine.model.weights import LayerWeights, MlpWeights
 from mint.engine.protocol import LoraSpec
@@ -41,7 +41,7 @@ def _close(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None
 
 def _rows(lengths: list[int], *, groups: int, dim: int, side: int = 1, kv_heads: int = 2, seed: int = 0) -> StepContext:
     """Rows of so many keys, 0 for padding, in random pages of their own."""
-    columns = -(-max(lengths) // CHUNK)
+    columns = -(-max(lengths) // PAGE_POSITIONS)
     table = np.random.default_rng(seed).permutation(len(lengths) * columns).reshape(columns, -1)
     inputs = np.concatenate([np.zeros((1, len(lengths))), np.array(lengths)[None] - 1, table])
     angles = _random(1024, dim // 2, seed=9)
@@ -52,7 +52,7 @@ def _rows(lengths: list[int], *, groups: int, dim: int, side: int = 1, kv_heads:
 
 def _planes(rows: StepContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     count = rows.inputs[2:].numel()
-    shape = (count, rows.kv_heads // rows.side_by_side, CHUNK, rows.side_by_side * rows.head_dim)
+    shape = (count, rows.kv_heads // rows.side_by_side, PAGE_POSITIONS, rows.side_by_side * rows.head_dim)
     return _random(*shape, seed=3, dtype=dtype), _random(*shape, seed=4, dtype=dtype)
 
 

@@ -9,13 +9,13 @@ import pytest
 from conftest import Twin
 from engine_data import job
 
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.protocol import SampleBatch, SampleJob
 from mint.engine.sampling import sampler as sampler_module
 from mint.engine.sampling.admission import fair_shares, may_begin
 from mint.engine.torch_engine import TorchEngine
 
-PAGE_BYTES = 2 * 2 * 2 * CHUNK * 16 * 4
+PAGE_BYTES = 2 * 2 * 2 * PAGE_POSITIONS * 16 * 4
 """Keys and values of two layers with two kv heads of 16 numbers in float32."""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mint.engine.cuda.graph_step import SPLIT_PAGES
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch")
 
@@ -30,10 +30,10 @@ def test_the_kernels_compile_for_an_h100_without_spilling(monkeypatch: pytest.Mo
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = importlib.import_module("mint.engine.cuda.kernels")
     compiler, backend = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
-    attention = {"GROUPS": 2, "DIM": 128, "CHUNK": CHUNK, "SPLIT_PAGES": SPLIT_PAGES, "WIDTH": 128}
+    attention = {"GROUPS": 2, "DIM": 128, "PAGE_POSITIONS": PAGE_POSITIONS, "SPLIT_PAGES": SPLIT_PAGES, "WIDTH": 128}
     tile = {"RANK": 16, "ROWS": found.ROWS_AT_ONCE, "COLUMNS": found.COLUMNS_AT_ONCE, "RANKS": 16}
-    heads = {"QUERY_HEADS": 16, "KV_HEADS": 8, "DIM": 128, "SIDE": 2, "CHUNK": CHUNK, "BIASED": True, "NORMED": True,
-             "RANK": 16, "ROWS": 16, "HALF": 64, "RANKS": 16}  # fmt: skip
+    heads = {"QUERY_HEADS": 16, "KV_HEADS": 8, "DIM": 128, "SIDE": 2, "PAGE_POSITIONS": PAGE_POSITIONS,
+             "BIASED": True, "NORMED": True, "RANK": 16, "ROWS": 16, "HALF": 64, "RANKS": 16}  # fmt: skip
     numbers = {"eps": "fp32", "scale": "fp32"} | dict.fromkeys(
         ("stride", "page_size", "count", "inner", "outputs", "width", "splits"), "i32"
     )

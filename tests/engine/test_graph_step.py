@@ -19,7 +19,7 @@ from small_models import write_model
 from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepGraphs
 from mint.engine.devices import Device
 from mint.engine.lora import LoraRows, LoraWeights
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec
 from mint.engine.sampling.decode_step import EagerSteps
@@ -84,7 +84,7 @@ def test_rows_that_come_and_go_have_the_logits_of_the_decoders_forward(family: P
         ends = np.cumsum(counts).tolist()
         runs = [LoraRows(end - n, end, lora) for end, n, lora in zip(ends, counts, loras, strict=True) if n]
         table = rng.permutation(PAGES)[: 2 * SPLIT_PAGES * ends[-1]].reshape(ends[-1], -1)
-        last = CHUNK * int(rng.integers(1, 2 * SPLIT_PAGES))
+        last = PAGE_POSITIONS * int(rng.integers(1, 2 * SPLIT_PAGES))
         positions = np.maximum(0, last - rng.integers(1, 9, ends[-1]) * rng.integers(1, 50, ends[-1]))
         step = graphs.open(table, table[:, 0], positions, runs)
         for _ in range(4):

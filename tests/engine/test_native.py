@@ -25,7 +25,7 @@ from mint.engine.cpu.attention import (
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import HEAD_DIMS, NativeKernels
 from mint.engine.cpu.operations import NativeOperations
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.protocol import SampleResult
 from mint.engine.torch_engine import TorchEngine
@@ -97,14 +97,14 @@ def test_a_token_alone_gets_the_bits_that_it_gets_among_others(kernels: NativeKe
     heads = torch.randn(count, 8, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
     rows = PackedRows(4, kv_heads, np.arange(count), *(np.zeros(count, np.int64) for _ in range(3)))
     whole = attend_packed(kernels, rows, heads)
-    pages = heads.new_zeros(2, 5, kv_heads, CHUNK, dim)
+    pages = heads.new_zeros(2, 5, kv_heads, PAGE_POSITIONS, dim)
     table = np.array([[3, 0, 4]])
     for position in range(count):
         for plane in range(2):
             own = heads[position, 4 + plane * kv_heads :][:kv_heads]
-            pages[plane, table[0, position // CHUNK], :, position % CHUNK] = own
+            pages[plane, table[0, position // PAGE_POSITIONS], :, position % PAGE_POSITIONS] = own
     for wanted in (np.array([0]), np.array([63]), np.array([64]), np.array([149, 5, 15, 16, 128, 127])):
-        decoded = DecodedRows(4, kv_heads, 1, CHUNK, np.repeat(table, len(wanted), axis=0), wanted)
+        decoded = DecodedRows(4, kv_heads, 1, PAGE_POSITIONS, np.repeat(table, len(wanted), axis=0), wanted)
         out = attend_pages(kernels, decoded, heads[wanted].contiguous(), pages[0], pages[1])
         assert torch.equal(out, whole[wanted])
 

@@ -17,7 +17,7 @@ from mint.engine.cpu.attention import DecodedRows, PackedRows, attend_packed, at
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import NativeOperations
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 
@@ -76,12 +76,12 @@ def _in_pages(heads: Tensor, kv_heads: int, side: int, layout: Layout) -> tuple[
     query_heads, pages, table, shared = heads.shape[1] - 2 * kv_heads, [], [], {}
     for seen, prompt in zip(layout.seen, layout.prompts, strict=True):
         own = []
-        for start in range(0, len(seen), CHUNK):
-            key = (seen[0], start) if start + CHUNK <= prompt else (len(table), start, -1)
+        for start in range(0, len(seen), PAGE_POSITIONS):
+            key = (seen[0], start) if start + PAGE_POSITIONS <= prompt else (len(table), start, -1)
             if key not in shared:
                 shared[key] = len(pages)
-                places = seen[start : start + CHUNK]
-                page = heads.new_full((2, kv_heads // side, CHUNK, side * heads.shape[2]), math.nan)
+                places = seen[start : start + PAGE_POSITIONS]
+                page = heads.new_full((2, kv_heads // side, PAGE_POSITIONS, side * heads.shape[2]), math.nan)
                 stored = heads[places, query_heads:].view(len(places), 2, kv_heads // side, -1)
                 page[:, :, : len(places)] = stored.permute(1, 2, 0, 3)
                 pages.append(page)
@@ -102,7 +102,7 @@ def _decoded(
 ) -> Tensor:
     query_heads = heads.shape[1] - 2 * kv_heads
     positions = np.array([len(own) - 1 for own in seen])
-    rows = DecodedRows(query_heads, kv_heads, side, CHUNK, table, positions)
+    rows = DecodedRows(query_heads, kv_heads, side, PAGE_POSITIONS, table, positions)
     own = heads[[places[-1] for places in seen]].contiguous()
     return attend_pages(kernels, rows, own, pages[0].contiguous(), pages[1].contiguous())
 

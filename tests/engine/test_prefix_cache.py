@@ -9,7 +9,7 @@ import pytest
 from conftest import Twin
 from engine_data import LORA, job, train
 
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.protocol import SampleJob, SampleResult
 from mint.engine.torch_engine import TorchEngine
 
@@ -22,7 +22,7 @@ def published(engine: TorchEngine) -> TorchEngine:
     return engine
 
 
-PAGE_BYTES = 2 * 2 * 2 * CHUNK * 16 * 4
+PAGE_BYTES = 2 * 2 * 2 * PAGE_POSITIONS * 16 * 4
 """Keys and values of two layers with two kv heads of 16 numbers in float32."""
 
 Fresh = Callable[..., TorchEngine]

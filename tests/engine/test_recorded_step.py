@@ -21,7 +21,7 @@ from mint.engine.cpu.operations import NativeOperations
 from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.cpu.recorded_step import RECORDED_BYTES, SPARE_PAGES, NativeSteps, RecordedStep
 from mint.engine.lora import LoraRows, LoraWeights
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import LoraSpec, SampleJob, SampleResult, StopRule
 from mint.engine.sampling.decode_step import DecodeStep, EagerStep
@@ -90,7 +90,7 @@ class _Batch:
         """Logits of one step, in the way of the sampler."""
         with torch.inference_mode():
             if self.step is None or not self.step.fits(positions):
-                self.width = max(self.width, int(positions.max()) // CHUNK + 1)
+                self.width = max(self.width, int(positions.max()) // PAGE_POSITIONS + 1)
                 table = self.table[:, : self.width]
                 if self.recorded:
                     steps = _steps(self.decoder, self.pages)
@@ -128,8 +128,9 @@ def test_a_recorded_step_gives_the_bits_of_the_forward_over_page_boundaries(
     loras = _runs(decoder, kind)
     eager, recorded = (_Batch(decoder, loras, recorded=own) for own in (False, True))
     rng = np.random.default_rng(1)
-    positions = rng.integers(0, COLUMNS * CHUNK - 1, ROWS)
-    positions[:4] = [0, CHUNK - 3, CHUNK - 1, 2 * CHUNK - 2]  # two will need a page that the table has not had
+    positions = rng.integers(0, COLUMNS * PAGE_POSITIONS - 1, ROWS)
+    # two will need a page that the table has not had
+    positions[:4] = [0, PAGE_POSITIONS - 3, PAGE_POSITIONS - 1, 2 * PAGE_POSITIONS - 2]
     first = None
     for step in range(6):
         tokens = rng.integers(0, 96, ROWS)
@@ -162,7 +163,7 @@ def test_a_step_of_more_pages_than_it_left_room_for_is_recorded_again(
     steps = []
     for spare in (0, SPARE_PAGES, SPARE_PAGES + 1):
         eager.width = recorded.width = COLUMNS + spare
-        tokens, positions = np.arange(ROWS), np.arange(ROWS) + CHUNK * len(steps)
+        tokens, positions = np.arange(ROWS), np.arange(ROWS) + PAGE_POSITIONS * len(steps)
         assert torch.equal(recorded.run(tokens, positions), eager.run(tokens, positions))
         steps.append(recorded.step)
     assert steps[0] is steps[1] and steps[1] is not steps[2]
@@ -214,7 +215,7 @@ def engine(folders: dict[str, Path], native_folder: Path) -> TorchEngine:
 
 def _jobs() -> list[SampleJob]:
     """Of several loras, lengths and rules; rows end at different steps, some at a stop token."""
-    prompts = [[3, 4, 5, 6], [7] * CHUNK, list(range(20, 90)), [9] * (CHUNK - 2), [5, 3]]
+    prompts = [[3, 4, 5, 6], [7] * PAGE_POSITIONS, list(range(20, 90)), [9] * (PAGE_POSITIONS - 2), [5, 3]]
     stop = StopRule(token_ids=frozenset(range(20, 26)))
     changes: list[dict[str, Any]] = [
         {"weights_id": "m-weights", "num_samples": 5, "max_tokens": 40, "stop": stop},

@@ -12,7 +12,7 @@ from conftest import Twin
 from engine_data import LORA, job, train
 
 from mint.engine.bases.multi_base_batch import MultiBaseBatch
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, LoraSpec, SampleBatch, SampleJob, SampleResult, StopRule
 from mint.engine.sampling import sampler as sampler_module
@@ -22,7 +22,7 @@ WEIGHTS = (None, "w", "v")
 
 
 LORAS = {"w": LORA, "v": LoraSpec(5, 3, True, True, False)}
-PAGE_BYTES = 2 * 2 * 2 * CHUNK * 16 * 4
+PAGE_BYTES = 2 * 2 * 2 * PAGE_POSITIONS * 16 * 4
 """Keys and values of two layers with two kv heads of 16 numbers in float32."""
 
 Fresh = Callable[..., TorchEngine]

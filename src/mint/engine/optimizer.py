@@ -52,8 +52,8 @@ def step_adam(
         updated, moved = advance(weights, gradient, state, adam)
         finite = updated.isfinite().all() & moved.exp_avg_sq.isfinite().all() & moved.exp_avg.isfinite().all()
         distance = torch.linalg.vector_norm(updated - weights, dtype=torch.float64)
-        sound, distance = torch.stack([finite.double(), distance]).tolist()
-        skipped = not sound
+        is_finite, distance = torch.stack([finite.double(), distance]).tolist()
+        skipped = not is_finite
         if not skipped:
             update_norm = distance
             weights.copy_(updated)

@@ -47,7 +47,7 @@ class CacheUse(enum.Enum):
 
 
 @dataclass(eq=False)
-class _Entry:
+class _BatchJob:
     """A job; `slots` [S] are those of its samples, and `rows` the samples in the cache, in its order."""
 
     key: str
@@ -55,7 +55,7 @@ class _Entry:
     lora: LoraWeights | None
     listener: TokenListener | None
     arrival: int
-    told: np.ndarray
+    tokens_sent: np.ndarray
     slots: np.ndarray
     rows: np.ndarray
     cache: Any = None
@@ -81,9 +81,9 @@ class TransformersSampler:
         self._counters = counters
         self._draw = TorchDraw(decoder.operations)
         self._sequences = Sequences()
-        self._entries: dict[str, _Entry] = {}
-        self._waiting = WaitingJobs[_Entry]()
-        self._running: list[_Entry] = []
+        self._entries: dict[str, _BatchJob] = {}
+        self._waiting = WaitingJobs[_BatchJob]()
+        self._running: list[_BatchJob] = []
         self._cancelled: list[str] = []
         self._results: dict[str, SampleResult] = {}
         self._arrivals = 0
@@ -97,7 +97,7 @@ class TransformersSampler:
     def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
         """Adds a job; it joins at the next step."""
         none = np.zeros(0, np.int64)
-        entry = _Entry(key, job, lora, listener, self._arrivals, np.zeros(job.num_samples, np.int64), none, none)
+        entry = _BatchJob(key, job, lora, listener, self._arrivals, np.zeros(job.num_samples, np.int64), none, none)
         self._arrivals += 1
         self._entries[key] = entry
         self._waiting.add(entry)
@@ -124,13 +124,13 @@ class TransformersSampler:
         self._results = {}
         return results
 
-    def _admitted(self) -> list[_Entry]:
+    def _admitted(self) -> list[_BatchJob]:
         """Waiting jobs, those of the scope with the fewest sequences first, as long as they fit into this step."""
         sequences = Counter[str]()
         for entry in self._running:
             sequences[entry.scope] += entry.count
         prompts = 0
-        found: list[_Entry] = []
+        found: list[_BatchJob] = []
         while self._waiting:
             entry = self._waiting.first(sequences)
             size = len(entry.job.prompt)
@@ -143,7 +143,7 @@ class TransformersSampler:
             prompts += size
         return found
 
-    def _run(self, entry: _Entry, work: Any) -> None:
+    def _run(self, entry: _BatchJob, work: Any) -> None:
         """Runs a part of a job. If memory does not suffice, the job starts again when others have ended."""
         try:
             work(entry)
@@ -158,7 +158,7 @@ class TransformersSampler:
             self._sequence_limit = max(1, sum(other.count for other in self._running))
             self._counters["restarts"] += 1
 
-    def _start(self, entry: _Entry) -> None:
+    def _start(self, entry: _BatchJob) -> None:
         """Runs the prompt, answers what is asked about it, and draws the first tokens."""
         job, decoder = entry.job, self._decoder
         prompt = torch.from_numpy(job.prompt).to(decoder.device)
@@ -183,7 +183,7 @@ class TransformersSampler:
         entry.rows = np.arange(entry.count)
         self._collect(entry, logits.expand(entry.count, -1))
 
-    def _advance(self, entry: _Entry) -> None:
+    def _advance(self, entry: _BatchJob) -> None:
         """Decodes one token for each of a job's samples."""
         decoder, sequences = self._decoder, self._sequences
         slots = entry.slots[entry.rows]
@@ -196,7 +196,7 @@ class TransformersSampler:
             last, entry.cache = decoder.decode(torch.from_numpy(tokens).to(decoder.device), entry.lora, entry.cache)
         self._collect(entry, decoder.logits(last, [LoraRows(0, len(last), entry.lora)]))
 
-    def _collect(self, entry: _Entry, logits: Tensor) -> None:
+    def _collect(self, entry: _BatchJob, logits: Tensor) -> None:
         """Draws a token for each sample that has not ended; logits [rows, V]. Ends the job with its last sample."""
         sequences, slots = self._sequences, entry.slots[entry.rows]
         rows = np.flatnonzero(~sequences.of["ended"][slots])
@@ -212,14 +212,14 @@ class TransformersSampler:
             self._note_best(slots, logits[torch.from_numpy(rows).to(logits.device)], entry.job.topk_sample_logprobs)
         ended = sequences.note(slots, tokens, logprobs)
         self._counters["sampled"] += len(slots)
-        self._tell(entry, own, tokens, logprobs)
+        self._stream_tokens(entry, own, tokens, logprobs)
         if ended.all():
             samples = [sequences.sample(slot) for slot in entry.slots.tolist()]
             self._close(entry, SampleResult(samples, **vars(entry.scores)))
         elif ended.any():
             self._drop_ended(entry)
 
-    def _drop_ended(self, entry: _Entry) -> None:
+    def _drop_ended(self, entry: _BatchJob) -> None:
         """Ended samples leave the cache where it allows that and most of its rows have ended."""
         live = np.flatnonzero(~self._sequences.of["ended"][entry.slots[entry.rows]])
         if entry.cache is None:  # whole sequences run, of one length: those that live on
@@ -233,24 +233,24 @@ class TransformersSampler:
         logprobs = (best.values - logits.logsumexp(1, keepdim=True)).cpu().numpy()
         self._sequences.note_best(slots, best.indices.cpu().numpy(), logprobs)
 
-    def _tell(self, entry: _Entry, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def _stream_tokens(self, entry: _BatchJob, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Calls the listener with the new tokens. A job that started again repeats no token."""
         if entry.listener is None:
             return
         columns = zip(own["sample"].tolist(), own["emitted"].tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
         for sample, emitted, token, logprob in columns:
-            if emitted >= entry.told[sample]:
-                entry.told[sample] += 1
+            if emitted >= entry.tokens_sent[sample]:
+                entry.tokens_sent[sample] += 1
                 entry.listener(sample, token, logprob)
 
-    def _close(self, entry: _Entry, result: SampleResult) -> None:
+    def _close(self, entry: _BatchJob, result: SampleResult) -> None:
         self._results[entry.key] = result
         del self._entries[entry.key]
         self._waiting.remove(entry)
         self._leave(entry)
         self._sequence_limit = MAX_SEQUENCES
 
-    def _leave(self, entry: _Entry) -> None:
+    def _leave(self, entry: _BatchJob) -> None:
         """Takes a job out of the step, and frees its cache and its slots."""
         if entry in self._running:
             self._running.remove(entry)

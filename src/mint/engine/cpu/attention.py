@@ -20,7 +20,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.threads import Int64
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.packing import AttentionBlock
 from mint.engine.sampling.kv_cache import KVCache
@@ -150,12 +150,14 @@ class NativeDecodeAttention:
         self._cache = cache
         self._table = table
         self._positions = positions
-        self._columns = positions // CHUNK
-        self._rows = DecodedRows(cache.query_heads, cache.kv_heads, cache.side_by_side, CHUNK, table, positions)
+        self._columns = positions // PAGE_POSITIONS
+        self._rows = DecodedRows(
+            cache.query_heads, cache.kv_heads, cache.side_by_side, PAGE_POSITIONS, table, positions
+        )
 
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions are still within their pages."""
-        return bool((positions // CHUNK == self._columns).all())
+        return bool((positions // PAGE_POSITIONS == self._columns).all())
 
     def begin_step(self, positions: np.ndarray) -> None:
         """The next token of each row is at `positions` [R]."""
@@ -233,7 +235,7 @@ def store(
         table=table,
         positions=positions,
         columns=table.shape[1],
-        chunk=CHUNK,
+        chunk=PAGE_POSITIONS,
         query_heads=cache.query_heads,
         kv_heads=cache.kv_heads,
         side=cache.side_by_side,

@@ -24,7 +24,7 @@ from mint.engine.cpu.operations import NativeOperations
 from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.cpu.recording import Recording, Replay, record
 from mint.engine.lora import LoraRows
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.linear import Matrix
 from mint.engine.model.weights import MixtureWeights
@@ -143,7 +143,7 @@ class RecordedStep:
 
     def _place(self, table: np.ndarray, positions: np.ndarray) -> None:
         self._table[:, : table.shape[1]] = table
-        self._limits = (positions // CHUNK + 1) * CHUNK
+        self._limits = (positions // PAGE_POSITIONS + 1) * PAGE_POSITIONS
         for part in self._parts:
             part.attention.reserve(int(self._limits[part.rows].max()))
 

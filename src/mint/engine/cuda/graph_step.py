@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.lora import LoraRows, LoraWeights
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.weights import LayerWeights, MlpWeights
 from mint.engine.protocol import LoraSpec
@@ -167,7 +167,7 @@ class StepGraphs:
         self.buckets = buckets
         self._kernels = kernels
         self._capture = capture
-        self.columns = -(-decoder.config.max_position_embeddings // CHUNK)
+        self.columns = -(-decoder.config.max_position_embeddings // PAGE_POSITIONS)
         self._inputs = torch.zeros((2 + self.columns, buckets[-1]), dtype=torch.int32, device=decoder.device)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._captured: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -265,7 +265,7 @@ class GraphStep:
     def __init__(self, graphs: StepGraphs, table: np.ndarray, positions: np.ndarray, loras: Sequence[LoraRows]) -> None:
         """See `DecodeSteps.open`."""
         self._graphs = graphs
-        self._columns = positions // CHUNK
+        self._columns = positions // PAGE_POSITIONS
         self._parts: list[_GraphRows] = []
         width = 0
         for run in loras:
@@ -286,7 +286,7 @@ class GraphStep:
 
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions are still within their pages."""
-        return bool((positions // CHUNK == self._columns).all())
+        return bool((positions // PAGE_POSITIONS == self._columns).all())
 
     def run(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
         """Logits [R, V]; one transfer to the device, and none back."""

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.weights import LayerWeights
 
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 64
@@ -71,7 +71,7 @@ class TritonKernels:
             KV_HEADS=rows.kv_heads,
             DIM=dim,
             SIDE=rows.side_by_side,
-            CHUNK=CHUNK,
+            PAGE_POSITIONS=PAGE_POSITIONS,
             RANK=rank,
             BIASED=layer.qkv_bias is not None,
             NORMED=layer.head_norms is not None,
@@ -104,7 +104,7 @@ class TritonKernels:
             GROUPS=groups,
             DIM=dim,
             SIDE=rows.side_by_side,
-            CHUNK=CHUNK,
+            PAGE_POSITIONS=PAGE_POSITIONS,
             SPLIT_PAGES=SPLIT_PAGES,
             SINGLE=splits == 1,
             QUERIES=_padded(groups),
@@ -120,7 +120,7 @@ class TritonKernels:
                 splits=splits,
                 GROUPS=groups,
                 DIM=dim,
-                CHUNK=CHUNK,
+                PAGE_POSITIONS=PAGE_POSITIONS,
                 SPLIT_PAGES=SPLIT_PAGES,
                 QUERIES=triton.next_power_of_2(groups),
                 WIDTH=triton.next_power_of_2(dim),
@@ -234,7 +234,7 @@ def _heads(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PAGE_POSITIONS: tl.constexpr,
     RANK: tl.constexpr,
     BIASED: tl.constexpr,
     NORMED: tl.constexpr,
@@ -280,8 +280,12 @@ def _heads(
     else:
         kv = (head - QUERY_HEADS) % KV_HEADS
         used = used & real
-        page = tl.load(inputs + (2 + position // CHUNK) * stride + rows, mask=used, other=0).to(tl.int64)
-        start = page * page_size + ((kv // SIDE) * CHUNK + position % CHUNK) * (SIDE * DIM) + (kv % SIDE) * DIM
+        page = tl.load(inputs + (2 + position // PAGE_POSITIONS) * stride + rows, mask=used, other=0).to(tl.int64)
+        start = (
+            page * page_size
+            + ((kv // SIDE) * PAGE_POSITIONS + position % PAGE_POSITIONS) * (SIDE * DIM)
+            + (kv % SIDE) * DIM
+        )
         inside = start[:, None] + half[None, :]
         stored = used[:, None] & within[None, :]
         if head < QUERY_HEADS + KV_HEADS:
@@ -308,7 +312,7 @@ def _attend(
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
     SIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PAGE_POSITIONS: tl.constexpr,
     SPLIT_PAGES: tl.constexpr,
     SINGLE: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -318,21 +322,21 @@ def _attend(
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     length = tl.load(inputs + stride + row) + 1
-    group, dims, keys_of_page = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, CHUNK)
-    known = (group < GROUPS) & (SINGLE | (split * (SPLIT_PAGES * CHUNK) < length))
+    group, dims, keys_of_page = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, PAGE_POSITIONS)
+    known = (group < GROUPS) & (SINGLE | (split * (SPLIT_PAGES * PAGE_POSITIONS) < length))
     mask = known[:, None] & (dims < DIM)[None, :]
     place = ((row * kv_heads + kv) * GROUPS + group)[:, None] * DIM + dims[None, :]
     query = tl.load(queries + place, mask=mask, other=0.0)
     largest = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
-    offset = (kv // SIDE) * (CHUNK * SIDE * DIM) + (kv % SIDE) * DIM
+    offset = (kv // SIDE) * (PAGE_POSITIONS * SIDE * DIM) + (kv % SIDE) * DIM
     inside = keys_of_page[:, None] * (SIDE * DIM) + dims[None, :]
     for index in range(SPLIT_PAGES):  # of constant length, so that the loads are pipelined
         column = split * SPLIT_PAGES + index
-        page = tl.load(inputs + (2 + column) * stride + row, mask=column * CHUNK < length, other=0)
+        page = tl.load(inputs + (2 + column) * stride + row, mask=column * PAGE_POSITIONS < length, other=0)
         start = page.to(tl.int64) * page_size + offset
-        seen = column * CHUNK + keys_of_page < length
+        seen = column * PAGE_POSITIONS + keys_of_page < length
         loaded = seen[:, None] & (dims < DIM)[None, :]
         key = tl.load(keys + start + inside, mask=loaded, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
@@ -364,7 +368,7 @@ def _merge(
     splits,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PAGE_POSITIONS: tl.constexpr,
     SPLIT_PAGES: tl.constexpr,
     QUERIES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -380,7 +384,7 @@ def _merge(
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
     split = 0
-    while split * (SPLIT_PAGES * CHUNK) < length:
+    while split * (SPLIT_PAGES * PAGE_POSITIONS) < length:
         own = ((row * kv_heads + kv).to(tl.int64) * splits + split) * GROUPS + group
         found = tl.load(parts + own * (DIM + 2) + DIM + 1, mask=known, other=0.0)
         higher = tl.maximum(largest, found)

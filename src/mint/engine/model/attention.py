@@ -18,10 +18,10 @@ from torch import Tensor
 BLOCK = 32
 """Positions of a block: its queries attend to equally many keys."""
 
-CHUNK = 64
-"""Sums over values are cut at multiples of this, and once more at `BLOCK`; the parts are added in order, in float32. So
-samples can be multiplied with the keys of a shared prompt in one product and with their own keys in another. It is also
-the number of positions in a page of the KV cache."""
+PAGE_POSITIONS = 64
+"""Positions of a page of the KV cache. Sums over values are cut at multiples of this, and once more at `BLOCK`; the
+parts are added in order, in float32. So samples can be multiplied with the keys of a shared prompt in one product and
+with their own keys in another."""
 
 MIN_QUERIES = 4
 """Below this, BLAS multiplies matrix and vector in another order (measured)."""
@@ -29,7 +29,7 @@ MIN_QUERIES = 4
 
 def cuts(keys: int) -> list[tuple[int, int]]:
     """The keys `start:stop` of each part of a sum over so many keys, a multiple of `BLOCK`."""
-    edges = [0, *range(CHUNK, keys, CHUNK), keys]
+    edges = [0, *range(PAGE_POSITIONS, keys, PAGE_POSITIONS), keys]
     if keys > BLOCK:
         edges.insert(1, BLOCK)
     return list(pairwise(edges))

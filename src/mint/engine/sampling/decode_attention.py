@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.model.attention import BLOCK, CHUNK, MIN_QUERIES, add_parts, cuts
+from mint.engine.model.attention import BLOCK, MIN_QUERIES, PAGE_POSITIONS, add_parts, cuts
 from mint.engine.sampling.kv_cache import KVCache
 
 
@@ -37,7 +37,7 @@ class _PageRows:
     ids: Tensor | None
 
     def product(self, rows: Tensor, plane: Tensor, *, transposed: bool) -> Tensor:
-        """rows [n, K/J, M, ·] times the pages in plane [N, K/J, CHUNK, J·D]."""
+        """rows [n, K/J, M, ·] times the pages in plane [N, K/J, PAGE_POSITIONS, J·D]."""
         if len(rows) != self.stop - self.start:
             rows = rows[self.start : self.stop]
         count, parts, queries, _ = rows.shape
@@ -90,7 +90,7 @@ class DecodeAttention:
 
     def begin_step(self, positions: np.ndarray) -> None:
         """The next token of each row is at `positions` [R]."""
-        own = self._table[self._rows, positions // CHUNK]
+        own = self._table[self._rows, positions // PAGE_POSITIONS]
         self._places = self._cache.places(own, positions)
         hidden = np.arange(BLOCK) > positions[:, None] % BLOCK
         mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
@@ -159,8 +159,8 @@ def _plan(table: np.ndarray, start: int, stop: int, keys: int, device: torch.dev
     """`table` [rows, 1 + C]: the page of the first block, and then all pages."""
     parts = []
     for first, last in cuts(keys):
-        column = 0 if first == 0 else first // CHUNK + 1
-        within = slice(first % CHUNK, first % CHUNK + last - first)
+        column = 0 if first == 0 else first // PAGE_POSITIONS + 1
+        within = slice(first % PAGE_POSITIONS, first % PAGE_POSITIONS + last - first)
         parts.append(_pieces(table[:, column], within, device))
     return _EqualRows(start, stop, keys, tuple(parts))
 

@@ -1,4 +1,4 @@
-"""The KV cache of one base model: pages of `CHUNK` positions in one allocation, shared by reference counts.
+"""The KV cache of one base model: pages of `PAGE_POSITIONS` positions in one allocation, shared by reference counts.
 
 A page is what vLLM calls a block; "block" is used here for positions that attend to equally many keys.
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.model.attention import CHUNK, MIN_QUERIES
+from mint.engine.model.attention import MIN_QUERIES, PAGE_POSITIONS
 from mint.engine.model.config import DecoderConfig
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -36,7 +36,7 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         self._width = self.side_by_side * config.head_dim
-        shape = (config.num_hidden_layers, 2, self.kv_heads // self.side_by_side, CHUNK, self._width)
+        shape = (config.num_hidden_layers, 2, self.kv_heads // self.side_by_side, PAGE_POSITIONS, self._width)
         self.page_bytes = int(np.prod(shape)) * dtype.itemsize
         layers, both, parts, chunk, width = shape
         count = max(1, limit_bytes // self.page_bytes)
@@ -50,7 +50,7 @@ class KVCache:
     @property
     def layout(self) -> tuple[int, int, int, int]:
         """Positions of a page, query heads, K and J."""
-        return CHUNK, self.query_heads, self.kv_heads, self.side_by_side
+        return PAGE_POSITIONS, self.query_heads, self.kv_heads, self.side_by_side
 
     @property
     def free(self) -> int:
@@ -97,7 +97,7 @@ class KVCache:
         """`places` as an array on the host."""
         planes = np.arange(2)[None, :, None] * self.count + pages[:, None, None]
         parts = planes * self._parts + np.arange(self._parts)
-        return (parts * CHUNK + positions[:, None, None] % CHUNK).reshape(-1)
+        return (parts * PAGE_POSITIONS + positions[:, None, None] % PAGE_POSITIONS).reshape(-1)
 
     def write(self, layer: int, heads: Tensor, places: Tensor) -> None:
         """Stores the key and value heads of `heads` [X, all heads, D]."""
@@ -110,7 +110,7 @@ class KVCache:
         return rows.view(-1, 2 * self.kv_heads, self._width // self.side_by_side)
 
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [N, K/J, CHUNK, J·D]."""
+        """Keys and values, each [N, K/J, PAGE_POSITIONS, J·D]."""
         keys, values = self._pages[layer]
         return keys, values
 
@@ -135,18 +135,18 @@ class Lease:
         np.add.at(self._cache.holders, pages, 1)
         np.add.at(self._held, pages, 1)
 
-    def release(self, pages: np.ndarray, *, sound: bool = True) -> None:
-        """Takes one holder from each of `pages`. With `sound` False they may contain NaN, and are cleared once they are
-        free."""
+    def release(self, pages: np.ndarray, *, is_finite: bool = True) -> None:
+        """Takes one holder from each of `pages`. If not `is_finite`, they may contain NaN, and are cleared once they
+        are free."""
         np.subtract.at(self._cache.holders, pages, 1)
         np.subtract.at(self._held, pages, 1)
-        if not sound:
+        if not is_finite:
             self._cache.clear(pages[self._cache.holders[pages] == 0])
 
     def __del__(self) -> None:
         left = np.flatnonzero(self._held)
         if len(left):
-            self.release(np.repeat(left, self._held[left]), sound=False)
+            self.release(np.repeat(left, self._held[left]), is_finite=False)
 
 
 def _side_by_side(config: DecoderConfig) -> int:

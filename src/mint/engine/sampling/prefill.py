@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from mint.engine.lora import LoraWeights, rows_of
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.sampling.kv_cache import KVCache
@@ -54,8 +54,8 @@ def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -
         tokens.append(part.tokens[part.start :])
         positions.append(own)
         positions_before.append(before)
-        pages.append(part.pages[own // CHUNK])
-        pages_before.append(part.pages[before // CHUNK])
+        pages.append(part.pages[own // PAGE_POSITIONS])
+        pages_before.append(part.pages[before // PAGE_POSITIONS])
     packed = decoder.packed_attention(attention_blocks(spans))
     computed, places, written, read = upload(
         decoder.device,

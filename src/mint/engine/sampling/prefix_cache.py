@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mint.engine.lora import LoraWeights
-from mint.engine.model.attention import CHUNK
+from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.sampling.kv_cache import KVCache
 
 
@@ -69,7 +69,7 @@ class Match:
     @property
     def length(self) -> int:
         """Tokens whose keys and values are cached."""
-        return len(self.pages) * CHUNK + self.rest
+        return len(self.pages) * PAGE_POSITIONS + self.rest
 
 
 class PrefixCache:
@@ -109,9 +109,9 @@ class PrefixCache:
         partial, rest = -1, 0
         if level is None:
             return Match(np.zeros(0, np.int64))
-        for start in range(0, len(tokens), CHUNK):
-            own = tokens[start : start + CHUNK]
-            node = level.nodes.get(_key(own)) if len(own) == CHUNK else None
+        for start in range(0, len(tokens), PAGE_POSITIONS):
+            own = tokens[start : start + PAGE_POSITIONS]
+            node = level.nodes.get(_key(own)) if len(own) == PAGE_POSITIONS else None
             if node is None:
                 nearest, rest = level.nearest(own)
                 if nearest is not None:
@@ -131,8 +131,8 @@ class PrefixCache:
         level = self._roots[weights][scope]
         path = []
         used = self._used.setdefault(scope, OrderedDict())
-        for start, page in zip(range(0, len(tokens), CHUNK), pages.tolist(), strict=False):
-            own = tokens[start : start + CHUNK]
+        for start, page in zip(range(0, len(tokens), PAGE_POSITIONS), pages.tolist(), strict=False):
+            own = tokens[start : start + PAGE_POSITIONS]
             node = level.nodes.get(_key(own))
             if node is None:
                 node = level.add(own, page, scope)

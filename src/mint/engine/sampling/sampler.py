@@ -2,8 +2,8 @@
 
 A job's prompt is computed once for all its samples, and only as far as the prefix cache does not have it. Rows of one
 lora are neighbours, and among them rows of similar length. The result of a job is a function of that job alone: a row
-has the same bits in any company, and each draw comes from the counter (seed, sample, position). So a job that was
-preempted starts again and draws the same tokens. Knows nothing of requests, tenants or text.
+has the same bits whatever other rows are in the batch, and each draw comes from the counter (seed, sample, position).
+So a job that was preempted starts again and draws the same tokens. Knows nothing of requests, tenants or text.
 
 Letters: R rows (sequences in the batch) · S samples of a job · V vocabulary · P prompt tokens · X known tokens.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
 from mint.engine.memory_budget import is_out_of_memory
-from mint.engine.model.attention import BLOCK, CHUNK
+from mint.engine.model.attention import BLOCK, PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener
 from mint.engine.sampling.admission import SPARE_ROWS, WaitingJobs, fair_shares, may_begin
@@ -66,7 +66,7 @@ class SamplerMemory:
 
 
 @dataclass(eq=False)
-class _Entry:
+class _BatchJob:
     """A job. Its prompt fills the `pages`; the rest of it is in the first of `own`, which has one page for each
     sample."""
 
@@ -75,7 +75,7 @@ class _Entry:
     lora: LoraWeights | None
     listener: TokenListener | None
     arrival: int
-    told: np.ndarray
+    tokens_sent: np.ndarray
     pages: np.ndarray
     own: np.ndarray
     done: int = 0
@@ -86,12 +86,12 @@ class _Entry:
     left: int = 0
     rows: int = 0
     closed: bool = False
-    sound: bool = True
+    is_finite: bool = True
 
     @property
     def prompt_pages(self) -> np.ndarray:
         """The pages that hold the prompt."""
-        return np.append(self.pages, self.own[:1]) if len(self.job.prompt) % CHUNK else self.pages
+        return np.append(self.pages, self.own[:1]) if len(self.job.prompt) % PAGE_POSITIONS else self.pages
 
     @property
     def scope(self) -> str:
@@ -116,13 +116,13 @@ class Sampler:
         self._memory = memory
         self._lease = Lease(memory.kv_cache)
         self._sequences = Sequences()
-        self._entries: dict[int, _Entry] = {}
-        self._keys: dict[str, _Entry] = {}
+        self._entries: dict[int, _BatchJob] = {}
+        self._keys: dict[str, _BatchJob] = {}
         self._listening: set[int] = set()
-        self._waiting = WaitingJobs[_Entry]()
-        self._prefilling: list[_Entry] = []
+        self._waiting = WaitingJobs[_BatchJob]()
+        self._prefilling: list[_BatchJob] = []
         self._arrivals = 0
-        self._cancelled: list[_Entry] = []
+        self._cancelled: list[_BatchJob] = []
         self._row_limit = MAX_ROWS
         # Slots in the order of the batch's rows. Ended ones stay until it pays to move the others.
         self._order = np.zeros(0, np.int64)
@@ -138,8 +138,10 @@ class Sampler:
 
     def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
         """Adds a job; it joins at the next step."""
-        told = np.zeros(job.num_samples, np.int64)
-        entry = _Entry(key, job, lora, listener, self._arrivals, told, pages=told[:0], own=told[:0])
+        tokens_sent = np.zeros(job.num_samples, np.int64)
+        entry = _BatchJob(
+            key, job, lora, listener, self._arrivals, tokens_sent, pages=tokens_sent[:0], own=tokens_sent[:0]
+        )
         if listener is not None:
             self._listening.add(self._arrivals)
         self._arrivals += 1
@@ -161,14 +163,14 @@ class Sampler:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._give_way()
+            self._preempt_latest()
         results = self._results
         self._results = {}
         return results
 
     def _advance(self) -> None:
         self._memory.counters["steps"] += 1
-        self._tidy()
+        self._compact_rows()
         self._admit()
         decoding = len(self._order) > 0
         if self._prefilling:
@@ -176,7 +178,7 @@ class Sampler:
         if decoding:
             self._decode()
         if self._ended and self._sequences.of["ended"][self._order].all():
-            self._tidy(now=True)
+            self._compact_rows(now=True)
 
     # --- admission ---
 
@@ -184,7 +186,7 @@ class Sampler:
         """Admits waiting jobs as long as they fit, in the order of `admission`."""
         if not self._waiting:
             return
-        later: list[_Entry] = []
+        later: list[_BatchJob] = []
         rows = self._rows_by_scope()
         scopes = len(rows.keys() | self._waiting.scopes)
         spare = 0 if self._row_limit < MAX_ROWS else SPARE_ROWS  # memory was short: no more rows than before
@@ -225,13 +227,13 @@ class Sampler:
             rows[entry.scope] += entry.count
         return rows
 
-    def _begin(self, entry: _Entry, known: Match, spare: int) -> bool:
+    def _begin(self, entry: _BatchJob, known: Match, spare: int) -> bool:
         """Takes pages for the part of a prompt that is not `known`; False where these and `spare` more are not free."""
         memory = self._memory
         job = entry.job
         held = np.append(known.pages, known.partial) if known.rest else known.pages
         self._lease.hold(held)  # before `evict_pages`, which may evict them from the prefix cache
-        whole, rest = divmod(len(job.prompt), CHUNK)
+        whole, rest = divmod(len(job.prompt), PAGE_POSITIONS)
         new = whole - len(known.pages)
         needed = new + (entry.count if job.max_tokens > 1 else int(rest > 0))
         taken = self._lease.take(needed) if memory.prefix_cache.evict_pages(needed + spare) else None
@@ -252,9 +254,9 @@ class Sampler:
             if not entry.closed:
                 self._close(entry, SampleResult([], error=CANCELLED))
         self._cancelled = []
-        self._tidy(now=True)
+        self._compact_rows(now=True)
 
-    def _close(self, entry: _Entry, result: SampleResult) -> None:
+    def _close(self, entry: _BatchJob, result: SampleResult) -> None:
         """Records a job's result; its rows leave the batch at the next tidying."""
         entry.closed = True
         self._results[entry.key] = result
@@ -265,7 +267,7 @@ class Sampler:
         if not entry.rows:
             del self._entries[entry.arrival]
 
-    def _leave(self, entry: _Entry) -> None:
+    def _leave(self, entry: _BatchJob) -> None:
         """Removes a job from the queues and ends its sequences."""
         self._waiting.remove(entry)
         if entry in self._prefilling:
@@ -275,13 +277,13 @@ class Sampler:
             own = self._order[self._sequences.of["entry"][self._order] == entry.arrival]
             self._sequences.of["ended"][own] = self._ended = True
 
-    def _release_prompt(self, entry: _Entry) -> None:
-        self._lease.release(np.concatenate([entry.pages, entry.own]), sound=entry.sound)
+    def _release_prompt(self, entry: _BatchJob) -> None:
+        self._lease.release(np.concatenate([entry.pages, entry.own]), is_finite=entry.is_finite)
         entry.pages = entry.own = entry.pages[:0]
         entry.hidden = []
         entry.done = 0
 
-    def _give_way(self) -> None:
+    def _preempt_latest(self) -> None:
         """Preempts a job after memory ran out, the latest of the scope with the most rows: it starts again once there
         is room. A job that is alone fails."""
         of = self._sequences.of[self._order]
@@ -291,7 +293,7 @@ class Sampler:
             raise MemoryError(NO_ROOM)
         if len(inside) == 1:
             self._close(self._entries[inside.pop()], SampleResult([], error=NO_ROOM))
-            self._tidy(now=True)
+            self._compact_rows(now=True)
             return
         # Jobs that were interrupted between their prompt and the first token start again, too.
         between = {entry.arrival for entry in self._prefilling if entry.done == len(entry.job.prompt)}
@@ -300,7 +302,7 @@ class Sampler:
         again = {victim} | between | (set(of["entry"][of["emitted"] == 0].tolist()) & inside)
         for number in again:
             self._leave(self._entries[number])
-        self._tidy(now=True)
+        self._compact_rows(now=True)
         for number in again:
             entry = self._entries[number]
             entry.samples = {}
@@ -310,7 +312,7 @@ class Sampler:
         # Until a job ends, no more rows than now: the preempted job would be admitted and preempted again and again.
         self._row_limit = max(1, len(self._order) + sum(other.count for other in self._prefilling))
 
-    def _tidy(self, *, now: bool = False) -> None:
+    def _compact_rows(self, *, now: bool = False) -> None:
         """Removes ended rows where that pays, or `now`."""
         if not self._ended:
             return
@@ -328,7 +330,7 @@ class Sampler:
         for slot, number in zip(slots.tolist(), sequences.of["entry"][slots].tolist(), strict=True):
             entry = self._entries[number]
             own = sequences.pages_of(slot)
-            if entry.sound:
+            if entry.is_finite:
                 # Without the last token: it was drawn, but never run, so it has no keys and values.
                 known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
                 self._memory.prefix_cache.insert(entry.lora, entry.scope, known, own)
@@ -337,7 +339,7 @@ class Sampler:
             entry.rows -= 1
             if not entry.rows and entry.closed:
                 del self._entries[number]
-            self._lease.release(np.append(own, sequences.fronts_of([slot])), sound=entry.sound)
+            self._lease.release(np.append(own, sequences.fronts_of([slot])), is_finite=entry.is_finite)
         sequences.remove(slots)
 
     def _set_order(self, slots: np.ndarray) -> None:
@@ -361,7 +363,7 @@ class Sampler:
         for entry in self._prefilling:
             wanted[entry.scope] += max(len(entry.job.prompt) - entry.done, LEAST_PREFILL)
         shares = fair_shares(wanted, budget)
-        batch: list[tuple[_Entry, int]] = []
+        batch: list[tuple[_BatchJob, int]] = []
         for entry in self._prefilling:
             size = min(len(entry.job.prompt) - entry.done, shares[entry.scope])
             if size > 0:
@@ -380,7 +382,7 @@ class Sampler:
         for entry, size in batch:
             end += size
             entry.done += size
-            entry.sound &= bool(finite[end - size : end].all())
+            entry.is_finite &= bool(finite[end - size : end].all())
             if asks(entry.job):
                 entry.hidden.append(hidden[end - size : end])
             if entry.done == len(entry.job.prompt):
@@ -390,14 +392,14 @@ class Sampler:
         if complete:
             self._start(complete, hidden[torch.tensor(last, device=hidden.device)])
 
-    def _start(self, entries: list[_Entry], hidden: Tensor) -> None:
+    def _start(self, entries: list[_BatchJob], hidden: Tensor) -> None:
         """Adds rows for jobs whose prompts are computed, and draws their first tokens from hidden [jobs, E]."""
         logits = self._decoder.logits(hidden, rows_of([entry.lora for entry in entries]))
         finite = logits.isfinite().all(1).cpu().numpy()
         started, rows = [], []
         for index, entry in enumerate(entries):
-            entry.sound &= bool(finite[index])
-            if not entry.sound:  # not cached either: another prompt that begins alike would read the same numbers
+            entry.is_finite &= bool(finite[index])
+            if not entry.is_finite:  # not cached either: another prompt that begins alike would read the same numbers
                 self._close(entry, SampleResult([], error=DIVERGED))
                 continue
             self._memory.prefix_cache.insert(entry.lora, entry.scope, entry.job.prompt, entry.prompt_pages)
@@ -415,13 +417,13 @@ class Sampler:
             self._set_order(np.concatenate([self._order, slots]))
             self._collect(slots, logits[torch.tensor(rows, device=logits.device)])
 
-    def _open_rows(self, entry: _Entry) -> np.ndarray:
+    def _open_rows(self, entry: _BatchJob) -> np.ndarray:
         """Slots for a job's samples. They share the prompt's whole pages; its rest is copied for each."""
         count, own = entry.count, entry.own
         self._prefilling.remove(entry)
         self._lease.hold(np.tile(entry.pages, count - 1))
         if entry.job.max_tokens > 1:
-            self._memory.kv_cache.copy(int(own[0]), own[1:], len(entry.job.prompt) % CHUNK)
+            self._memory.kv_cache.copy(int(own[0]), own[1:], len(entry.job.prompt) % PAGE_POSITIONS)
             table = np.column_stack([np.tile(entry.pages, (count, 1)), own])
         else:  # the only token is drawn from the prompt's logits and never run, so nothing is written
             self._lease.release(own)
@@ -440,7 +442,7 @@ class Sampler:
         own = sequences.of[slots]
         positions = own["prompt"] + own["emitted"] - 1
         if self._step is None or not self._step.fits(positions):
-            missing = slots[positions // CHUNK >= own["pages"]]
+            missing = slots[positions // PAGE_POSITIONS >= own["pages"]]
             if len(missing):
                 taken = self._lease.take(len(missing)) if self._memory.prefix_cache.evict_pages(len(missing)) else None
                 if taken is None:
@@ -471,10 +473,10 @@ class Sampler:
         ended = sequences.note(slots, tokens, logprobs)
         self._memory.counters["sampled"] += len(slots)
         for number in [] if finite.all() else np.unique(own["entry"][~finite]).tolist():
-            self._entries[number].sound = False
+            self._entries[number].is_finite = False
             self._close(self._entries[number], SampleResult([], error=DIVERGED))
         if self._listening:
-            self._tell(own, tokens, logprobs)
+            self._stream_tokens(own, tokens, logprobs)
         if ended.any():
             self._ended = True
             numbers, counts = np.unique(own["entry"][ended], return_counts=True)
@@ -492,16 +494,16 @@ class Sampler:
             logprobs = (best.values - own.logsumexp(1, keepdim=True)).cpu().numpy()
             self._sequences.note_best(slots[rows], best.indices.cpu().numpy(), logprobs)
 
-    def _tell(self, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def _stream_tokens(self, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Calls the listeners with the new tokens. A job that started again repeats no token."""
         for row in np.flatnonzero(np.isin(own["entry"], list(self._listening))).tolist():
             entry = self._entries[int(own["entry"][row])]
             sample = int(own["sample"][row])
-            if entry.listener is not None and own["emitted"][row] >= entry.told[sample]:
-                entry.told[sample] += 1
+            if entry.listener is not None and own["emitted"][row] >= entry.tokens_sent[sample]:
+                entry.tokens_sent[sample] += 1
                 entry.listener(sample, int(tokens[row]), float(logprobs[row]))
 
-    def _finish(self, entry: _Entry) -> None:
+    def _finish(self, entry: _BatchJob) -> None:
         """Records the result of a job whose sequences have all ended."""
         sequences = self._sequences
         for slot in self._order[sequences.of["entry"][self._order] == entry.arrival].tolist():

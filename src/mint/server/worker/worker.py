@@ -232,7 +232,9 @@ class Worker:
 
         durability = self._journal.durability
         result = FutureResult(finish.result, failed=finish.status == "failed")
-        durability.call_when_durable(self._told_after(job, finish), partial(self._futures.finish, {name: result}))
+        durability.call_when_durable(
+            self._commit_to_wait_for(job, finish), partial(self._futures.finish, {name: result})
+        )
         if outcome.obsolete_files:
             discard = partial(discard_files, self._journal, self._data_dir, outcome.obsolete_files)
             durability.call_when_durable(durability.newest_commit, discard)
@@ -245,7 +247,7 @@ class Worker:
         """The samplers with requests that wait or run."""
         return self._batch.samplers | {each.request.sampling_session_id for each in self._queue.pending().samples}
 
-    def _told_after(self, job: TrainingJob, finish: Finish) -> int:
+    def _commit_to_wait_for(self, job: TrainingJob, finish: Finish) -> int:
         """The commit that must be durable before a result is sent: as a rule the one that accepted the request.
 
         The rows of a new model and of a new sampler are read as soon as the client knows them, and a checkpoint has a
