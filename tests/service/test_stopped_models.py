@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 
 from mint.cli.main import app
 from mint.engine.fake_engine import FakeEngine
-from mint.engine.protocol import AdamSpec
+from mint.engine.protocol import AdamSpec, Engine
+from mint.engine.torch_engine import TorchEngine
 from mint.errors import DamagedDataError, MintError, RecoveryDivergedError, StepRefusedError
 from mint.server.store.instances import ServerLock
 from mint.server.store.journal import JOURNAL_FILE, Journal
@@ -67,7 +68,7 @@ def stopped(folder: Path) -> tuple[str, str, MintError]:
     return harness.session_id, model_id, error
 
 
-def reopened(folder: Path, session_id: str, engine: FakeEngine | None = None) -> Harness:
+def reopened(folder: Path, session_id: str, engine: Engine | None = None) -> Harness:
     return Harness(open_service(folder, engine=engine or OtherSteps(), is_server=True), session_id)
 
 
@@ -171,6 +172,30 @@ def test_a_damaged_request_is_given_up_with_what_follows_the_snapshot(tmp_path: 
     harness = reopened(tmp_path, harness.session_id, FakeEngine())
     harness.restore(model_id)
     assert harness.digest(model_id) == digests[0]
+    harness.service.stop()
+
+
+def test_a_snapshot_with_a_flipped_bit_is_not_gone_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", 20 << 20)  # every step is saved
+    harness = Harness(open_service(tmp_path, engine=TorchEngine(dtype="float32", threads=1), is_server=True))
+    model_id = harness.create_model()
+    digests = [step(harness, model_id, seq_id) for seq_id in (1, 3, 5)]
+    harness.service.stop()
+    (newest,) = (tmp_path / "snapshots").glob("*-6.safetensors")
+    content = bytearray(newest.read_bytes())
+    content[-100] ^= 1
+    newest.write_bytes(content)
+    journal = Journal(tmp_path / JOURNAL_FILE)
+    journal.database.write("UPDATE jobs SET payload = x'00' WHERE seq_id = 5")  # so that it cannot be replayed, either
+    journal.close()
+    harness = reopened(tmp_path, harness.session_id, TorchEngine(dtype="float32", threads=1))
+    failure(lambda: harness.restore(model_id))
+    harness.service.stop()
+    decided = done(model_id, "--at-snapshot", "--data-dir", str(tmp_path))
+    assert decided["snapshot"] == 4 and decided["checkpoint"].endswith("/weights/recovered-4")
+    harness = reopened(tmp_path, harness.session_id, TorchEngine(dtype="float32", threads=1))
+    harness.restore(model_id)
+    assert harness.digest(model_id) == digests[1]
     harness.service.stop()
 
 
