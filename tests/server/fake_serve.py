@@ -9,18 +9,20 @@ import time
 from mint.compose.serving import Server
 from mint.config import read_serve_settings
 from mint.engine.fake_engine import FakeBatch, FakeEngine
-from mint.engine.protocol import AdamSpec, SampleResult
+from mint.engine.protocol import AdamSpec, SampleJob, SampleResult, TokenListener
 from mint.server.ops.logs import configure_logs
 from mint.server.worker import snapshot_policy, snapshots
 
 FATAL_RATE = 0.25
+FATAL_SEED = 666
+DEVICE_SIDE_ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later"
 
 
 class SlowEngine(FakeEngine):
     """Takes its time for every step, of training and of sampling."""
 
     def __init__(self, seconds: float, *, loses_device: bool) -> None:
-        """`loses_device`: from a step with `FATAL_RATE` on, every call fails as on a GPU after a device-side assert."""
+        """With `loses_device`, `FATAL_RATE` in a step and `FATAL_SEED` in a sample are a device-side assert."""
         super().__init__()
         self._seconds = seconds
         self._loses_device = loses_device
@@ -30,22 +32,30 @@ class SlowEngine(FakeEngine):
             print("a step begins", flush=True)
         time.sleep(self._seconds)
         if self._loses_device and adam.learning_rate == FATAL_RATE:
-            raise RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later")
+            raise RuntimeError(DEVICE_SIDE_ASSERT)
         return super().optim_step(model_id, adam)
 
     def open_batch(self) -> FakeBatch:
-        return SlowBatch(self, self._seconds)
+        return SlowBatch(self, self._seconds, loses_device=self._loses_device)
 
 
 class SlowBatch(FakeBatch):
     """Takes as long for every step."""
 
-    def __init__(self, engine: SlowEngine, seconds: float) -> None:
+    def __init__(self, engine: SlowEngine, seconds: float, *, loses_device: bool) -> None:
         super().__init__(engine)
         self._seconds = seconds
+        self._loses_device = loses_device
+        self._seeds: dict[str, int] = {}
+
+    def add(self, key: str, job: SampleJob, listener: TokenListener | None = None) -> None:
+        super().add(key, job, listener)
+        self._seeds[key] = job.seed
 
     def step(self) -> dict[str, SampleResult]:
         time.sleep(self._seconds)
+        if self._loses_device and any(self._seeds[key] == FATAL_SEED for key in self.keys):
+            raise RuntimeError(DEVICE_SIDE_ASSERT)
         return super().step()
 
 

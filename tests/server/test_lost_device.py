@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ports import free_port
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 import mint
 from mint.compose.embedded import open_embedded
@@ -21,7 +22,7 @@ from mint.engine.protocol import AdamSpec, LoraSpec
 from mint.errors import RequestFailedError
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.types import AdamParams
-from tests.server.fake_serve import FATAL_RATE
+from tests.server.fake_serve import FATAL_RATE, FATAL_SEED
 from tests.server.test_shutdown import SCRIPT, datum, process, stop
 
 
@@ -82,6 +83,47 @@ def test_a_request_that_loses_the_device_each_time_is_failed_alone(tmp_path: Pat
         take_step(other)
         client.close()
         stop(last)
+
+
+def test_a_sample_that_loses_the_device_each_time_is_failed_alone(tmp_path: Path) -> None:
+    port = free_port()
+    prompt = mint.ModelInput.from_ints([5, 6])
+    settings = {"port": port, "data_dir": str(tmp_path), "loses_device": True, "slow": 0.05}
+    found: dict[int, Any] = {}
+
+    def sample(sampler: mint.SamplingClient, seed: int) -> None:
+        params = mint.SamplingParams(max_tokens=40, seed=seed)
+        try:
+            found[seed] = sampler.sample(prompt, 1, params).result(timeout=2 * HANG_S).sequences[0].tokens
+        except RequestFailedError as error:
+            found[seed] = error
+
+    with process(tmp_path, port, loses_device=True, slow=0.05) as first:
+        client = mint.ServiceClient(base_url=f"http://127.0.0.1:{port}")
+        sampler = client.create_sampling_client(base_model="mint/tiny")
+        threads = [threading.Thread(target=sample, args=(sampler, seed)) for seed in (1, 2, FATAL_SEED)]
+        for thread in threads:  # the last one joins the batch of the others
+            thread.start()
+            time.sleep(0.3)
+        first.communicate(timeout=HANG_S)
+    assert first.returncode == 70
+    statuses = []
+    while len(found) < 3 and len(statuses) < 8:
+        child = subprocess.Popen(
+            [sys.executable, str(SCRIPT), json.dumps(settings)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        wait_until(lambda: child.poll() is not None or len(found) == 3)  # noqa: B023
+        if child.poll() is None:
+            child.terminate()
+        statuses.append(child.wait(HANG_S))
+    assert statuses == [70, 70, 70, 70, 0]
+    assert isinstance(found[FATAL_SEED], RequestFailedError) and "died 5 times" in str(found[FATAL_SEED])
+    with process(tmp_path / "clean", port) as clean:
+        other = mint.ServiceClient(base_url=f"http://127.0.0.1:{port}").create_sampling_client(base_model="mint/tiny")
+        for seed in (1, 2):
+            answer = other.sample(prompt, 1, mint.SamplingParams(max_tokens=40, seed=seed)).result(timeout=HANG_S)
+            assert answer.sequences[0].tokens == found[seed]
+        stop(clean)
 
 
 class Failing(FakeEngine):

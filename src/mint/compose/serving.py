@@ -209,8 +209,16 @@ def _make_folder(folder: Path) -> None:
 def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | None) -> Service:
     base = read_settings()
     offered = settings.offered
+
+    def end_process(reason: str) -> None:
+        """Ends the process without a device, as a crash would: a process manager starts it again, with a device."""
+        log.critical("%s; this process ends, to be started again", reason)
+        service.note_death()
+        logging.shutdown()
+        os._exit(DEVICE_LOST_STATUS)
+
     service = Service(
-        metrics.metered(guarded(engine or torch_engine(base), _end_process)),
+        metrics.metered(guarded(engine or torch_engine(base), end_process)),
         settings.folder,
         aliases={**base.model_aliases, **{name: target for name, target in offered.items() if target != name}},
         offered=offered or available(base.model_aliases),
@@ -222,13 +230,6 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
     metrics.watch(service)
     service.start()
     return service
-
-
-def _end_process(reason: str) -> None:
-    """Ends the process without a device, as a crash would: a process manager starts it again, with a device."""
-    log.critical("%s; this process ends, to be started again", reason)
-    logging.shutdown()
-    os._exit(DEVICE_LOST_STATUS)
 
 
 def _stop(service: Service, within_s: float) -> None:

@@ -79,6 +79,8 @@ class QueuedSample:
     """What to sample from, for requests outside a sampling session."""
     not_before: float = float("-inf")
     """Monotonic seconds; for a request that was put back, because the storage would not let it run."""
+    runs_alone: bool = False
+    """Whether no other sample may run beside it: it may be what a process has died of."""
     told: Counter[int] = field(default_factory=Counter, compare=False)
     """Tokens of each sample that `on_token` has had: when a failed batch is run again, none is passed on twice."""
 

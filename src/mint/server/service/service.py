@@ -51,6 +51,7 @@ from mint.server.queue.queue_position import QueueIndex, QueuePosition
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
 from mint.server.service.new_samplers import new_sampler
 from mint.server.service.request_reader import PROCESSES, RequestReader
+from mint.server.service.sample_deaths import SampleDeaths
 from mint.server.service.sessions import SUSPENDED_S, Sessions
 from mint.server.service.takeover import UnfinishedJob, adopt_sessions, unfinished_jobs
 from mint.server.service.uploads import import_checkpoint
@@ -108,6 +109,8 @@ log = logging.getLogger("mint.service")
 
 NEWEST_TRIED_SDK = (0, 38, 0)
 """The newest public SDK that this server was tried with."""
+
+SAMPLE_DEATHS_FILE = "sample_deaths.json"
 
 MAX_SESSION_BYTES = 256 * 1024
 
@@ -177,6 +180,7 @@ class Service:
         self.base_models = BaseModels(engine, aliases, offered)
         self.futures = Futures()
         self._reader = RequestReader(PROCESSES if is_server else 0)
+        self._sample_deaths = SampleDeaths(data_dir / "instances" / SAMPLE_DEATHS_FILE)
         self.disk = DiskSpace(data_dir, self.limits.disk_reserve_bytes)
         waiting = self.limits.waiting_bytes
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
@@ -252,6 +256,11 @@ class Service:
     def release_waiters(self) -> None:
         """Answers all who wait for a result with "ask again", now and from now on."""
         self.futures.release()
+
+    def note_death(self) -> None:
+        """Counts a death of the process for the sample requests that the engine is at. For the engine's thread, before
+        the process ends; for a training request, the next process counts it."""
+        self._sample_deaths.add(self._worker.sampling_now)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Runs something on the engine's thread, between two requests."""
@@ -598,13 +607,22 @@ class Service:
             raise InvalidRequestError("is not a request's number", field="seq_id", value=number, remedy=remedy)
         name = request_id(sampler, number)
         fingerprint = hashlib.sha256(body).hexdigest()
+        request = self._sample_deaths.failure(name) or request
         with self._accepting_samples:
             known = self.futures.fingerprint(name)
             if known is None and isinstance(request, SampleRequest):
                 self._cancels[name] = cancelled = threading.Event()
-                sample = QueuedSample(name, request, time.monotonic(), caller.owner, len(body), cancelled=cancelled)
+                sample = QueuedSample(
+                    name,
+                    request,
+                    time.monotonic(),
+                    caller.owner,
+                    len(body),
+                    cancelled=cancelled,
+                    runs_alone=self._sample_deaths.has(name),
+                )
                 self._enqueue_sample(caller, sample, fingerprint)
-            elif known is None and isinstance(request, InvalidRequestError):
+            elif known is None and isinstance(request, MintError):
                 # As a result, not as a refusal: the client has used up this number, and waits for its future.
                 self.futures.open(name, fingerprint, owner=caller.owner)
                 self.futures.finish({name: FutureResult.of_error(request)})

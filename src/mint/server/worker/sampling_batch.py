@@ -49,6 +49,11 @@ class SamplingBatch:
         return SamplingLoad(self._sequences, is_closed=is_closed)
 
     @property
+    def running(self) -> list[str]:
+        """The requests that are being sampled."""
+        return list(self._running)
+
+    @property
     def samplers(self) -> set[str]:
         """The samplers that requests use."""
         return {sample.request.sampling_session_id for sample in (*self._running.values(), *self._retry_alone)}
@@ -58,6 +63,9 @@ class SamplingBatch:
         refused = {}
         for sample in samples:
             self._count(sample, 1)
+            if sample.runs_alone:
+                self._retry_alone.append(sample)
+                continue
             result = self._add(sample)
             if result is not None:
                 refused[sample.request_id] = result

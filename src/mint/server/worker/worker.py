@@ -69,6 +69,7 @@ class Worker:
         self._fairness = Fairness()
         self.eta = Eta(clock=clock)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._is_training = False
         self._stopping = threading.Event()
         self._save_until = 0.0
         journal.storage.on_recovery = queue.wake
@@ -96,6 +97,11 @@ class Worker:
     def is_alive(self) -> bool:
         """Whether requests are being worked on."""
         return self._thread.is_alive()
+
+    @property
+    def sampling_now(self) -> list[str]:
+        """The requests in the step of sampling that the engine is at; none while it trains. For this thread only."""
+        return [] if self._is_training else self._batch.running
 
     @property
     def sampled_sequences(self) -> int:
@@ -204,10 +210,12 @@ class Worker:
         with self._journal.storage.writing("which request runs"):
             self._note_running(name)
         self.eta.start([name], job.kind)
+        self._is_training = True
         try:
             outcome = self._trainer.run(job)
         finally:
             self.eta.end([name])
+            self._is_training = False
         self._commit(job, outcome)
 
     def _commit(self, job: TrainingJob, outcome: JobOutcome) -> None:
