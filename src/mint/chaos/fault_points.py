@@ -129,7 +129,7 @@ OPERATIONS = (
     FollowedCall(f"{_WORKER}.trainer:Trainer.run", lambda _trainer, job: job.kind),
     FollowedCall(f"{_WORKER}.worker:Worker._commit", lambda _worker, job, _outcome: job.kind),
     FollowedCall(f"{_WORKER}.recovery:Recovery._replay", lambda _recovery, job: job.kind),
-    FollowedCall("mint.server.http.file_routes:import_checkpoint", lambda *_: "upload"),
+    FollowedCall("mint.server.service.service:import_checkpoint", lambda *_: "upload"),
     FollowedCall("mint.server.http.file_routes:open_file", lambda *_: "download"),
 )
 """The outermost functions of the kinds of operation."""
