@@ -175,7 +175,7 @@ class ServeSettings(BaseSettings):
     max_sessions: int = Field(4096, ge=1)
     max_models: int = Field(1024, ge=1)
     owner_sessions: int = Field(256, ge=1)
-    owner_models: int = Field(64, ge=1)
+    owner_models: int = Field(256, ge=1)
     owner_checkpoints_mib: int | None = Field(None, ge=0)
     max_body_mb: int = Field(64, ge=1, le=1024)
     body_timeout_s: float = Field(30.0, ge=1, le=3600)
