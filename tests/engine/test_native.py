@@ -136,7 +136,7 @@ def test_heads_are_biased_normed_and_turned_as_in_float64(operations: NativeOper
     first, second = turned.chunk(2, dim=-1)
     cos, sin = angles.double().cos(), angles.double().sin()
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    heads, inverse = operations.finish_heads(qkv, bias, norms, angles.cos(), angles.sin(), eps=1e-6, rotated=6)
+    heads, inverse = operations.finish_heads(qkv, bias, norms, angles.cos(), angles.sin(), eps=1e-6, rotated_heads=6)
     torch.testing.assert_close(heads.double(), torch.cat([turned, exact[:, 6:]], dim=1), rtol=1e-5, atol=1e-5)
     assert (inverse is None) == (scale is None)
     if inverse is not None and scale is not None:
@@ -186,7 +186,7 @@ def test_the_gradient_of_finished_heads_is_that_of_float64(
     cos, sin = angles.double().cos(), angles.double().sin()
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     (expected,) = _gradients_in_float64(torch.cat([turned, exact[:, 6:]], dim=1), slope, exact)
-    found = operations.finish_heads_backward(slope, qkv, inverse, norms, angles.cos(), angles.sin(), rotated=6)
+    found = operations.finish_heads_backward(slope, qkv, inverse, norms, angles.cos(), angles.sin(), rotated_heads=6)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from service_harness import Harness, datum, failure, open_service, pass_body
 
-from mint.engine.model.blocks import Mlp
+from mint.engine.model.layer_parts import Mlp
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import OutOfMemoryError, RecoveryDivergedError
 from mint.server.store.journal import JOURNAL_FILE, Journal

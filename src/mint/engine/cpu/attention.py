@@ -194,7 +194,7 @@ def attend_packed_backward(kernels: NativeKernels, rows: PackedRows, heads: Tens
     """The gradient for heads [T, H, D], in float32, from grad [rows, K·G·D] in the dtype of heads."""
     grads = torch.zeros(heads.shape)
     # Split by kv head, not by row: many rows add to the gradient of one key, and always in the same order.
-    kernels.libraries["gradients"].attend_packed_backward(
+    kernels.libraries["attention_backward"].attend_packed_backward(
         rows.kv_heads,
         rows.rows * rows.longest * rows.query_heads,
         rows=rows,
@@ -229,7 +229,7 @@ def store(
 ) -> None:
     """Stores the key and value heads of heads [R, H, D] at `positions` int64 [R] of the rows' pages, int64 [R, C]."""
     keys, values = cache.planes(layer)
-    kernels.libraries["moves"].write_pages(
+    kernels.libraries["row_copies"].write_pages(
         len(heads),
         heads.numel(),
         table=table,
@@ -251,7 +251,7 @@ def widen(kernels: NativeKernels, x: Tensor) -> Tensor:
     if x.dtype == torch.float32:
         return x
     out = torch.empty(x.shape)
-    kernels.libraries["moves"].widen_rows(len(x), x.numel(), x=x, width=x.shape[1], out=out)
+    kernels.libraries["row_copies"].widen_rows(len(x), x.numel(), x=x, width=x.shape[1], out=out)
     return out
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from mint.errors import MissingExtraError
 
-SOURCES = tuple(sorted(Path(__file__).parent.glob("*.c")))
-HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
+_FOLDER = Path(__file__).parent / "sources"
+SOURCES = tuple(sorted(_FOLDER.glob("*.c")))
+HEADERS = tuple(sorted(_FOLDER.glob("*.h")))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
     "-O2",

@@ -1,4 +1,4 @@
-"""Draws the next tokens of sequences by `choice.c`. The kernel has no top-k or top-p; torch does those.
+"""Draws the next tokens of sequences by `draw.c`. The kernel has no top-k or top-p; torch does those.
 
 Letters: R rows of logits · N sequences that draw · V vocabulary.
 """
@@ -17,7 +17,7 @@ class NativeDraw:
     """`Draw` by the kernel."""
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self._kernel = kernels.libraries["choice"].draw_rows
+        self._kernel = kernels.libraries["draw"].draw_rows
 
     def __call__(
         self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray

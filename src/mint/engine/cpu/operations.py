@@ -104,8 +104,8 @@ class NativeOperations(CpuOperations):
     def __init__(self, dtype: torch.dtype, kernels: NativeKernels) -> None:
         super().__init__(dtype)
         self.kernels = kernels
-        self._rows, self._moves = kernels.libraries["rows"], kernels.libraries["moves"]
-        self._choice = kernels.libraries["choice"]
+        self._rows, self._row_copies = kernels.libraries["rows"], kernels.libraries["row_copies"]
+        self._draw = kernels.libraries["draw"]
         self._products = NativeProducts(kernels)
         self._loras = NativeLoras(kernels)
 
@@ -146,7 +146,7 @@ class NativeOperations(CpuOperations):
             IndexError: there is no such row.
         """
         out = torch.empty(len(rows), table.shape[1])
-        self._moves.take_rows(
+        self._row_copies.take_rows(
             len(rows),
             out.numel(),
             table=table,
@@ -169,7 +169,7 @@ class NativeOperations(CpuOperations):
 
     def copy_rows(self, x: Tensor, out: Tensor) -> None:
         """Copies x [T, E] to `out`, both float32."""
-        self._moves.copy_rows(len(x), x.numel(), x=x, bytes=4 * x.shape[1], out=out)
+        self._row_copies.copy_rows(len(x), x.numel(), x=x, bytes=4 * x.shape[1], out=out)
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -229,11 +229,11 @@ class NativeOperations(CpuOperations):
         sin: Tensor,
         *,
         eps: float,
-        rotated: int,
+        rotated_heads: int,
     ) -> tuple[Tensor, Tensor | None]:
         count, total, dim = qkv.shape
         heads = torch.empty(qkv.shape, dtype=self.dtype)
-        inverse = None if norms is None else qkv.new_empty(count, rotated, 1)
+        inverse = None if norms is None else qkv.new_empty(count, rotated_heads, 1)
         self._rows.finish_heads(
             count,
             qkv.numel(),
@@ -244,7 +244,7 @@ class NativeOperations(CpuOperations):
             sin=sin,
             eps=eps,
             total_heads=total,
-            rotated=rotated,
+            rotated_heads=rotated_heads,
             dim=dim,
             half=self.dtype == torch.bfloat16,
             heads=heads,
@@ -262,7 +262,7 @@ class NativeOperations(CpuOperations):
         cos: Tensor,
         sin: Tensor,
         *,
-        rotated: int,
+        rotated_heads: int,
     ) -> Tensor:
         count, total, dim = qkv.shape
         out = torch.empty_like(qkv)
@@ -276,7 +276,7 @@ class NativeOperations(CpuOperations):
             cos=cos,
             sin=sin,
             total_heads=total,
-            rotated=rotated,
+            rotated_heads=rotated_heads,
             dim=dim,
             half=grad.dtype == torch.bfloat16,
             out=out,
@@ -327,7 +327,7 @@ class NativeOperations(CpuOperations):
         chosen = torch.from_numpy(needs_gradient.astype(np.int64))
         normalisers = logits.new_empty(len(logits))
         entropies = torch.empty_like(normalisers)
-        self._choice.weigh_rows(
+        self._draw.weigh_rows(
             len(logits),
             logits.numel(),
             logits=logits,

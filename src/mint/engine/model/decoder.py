@@ -21,9 +21,9 @@ from torch import Tensor
 
 from mint.engine.lora import UNEMBED, LoraRows, Site
 from mint.engine.model.autograd import recomputed
-from mint.engine.model.blocks import AttentionInputs, ForwardContext, Mlp, Norm
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.functions import pad_rows
+from mint.engine.model.layer_parts import AttentionInputs, ForwardContext, Mlp, Norm
 from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
 from mint.engine.model.operations import Attention, FeedForward, Operations
 from mint.engine.model.rope import no_rotation, rope_tables
@@ -115,7 +115,7 @@ class Decoder:
         return ForwardContext(
             operations=self.operations,
             eps=self.config.rms_norm_eps,
-            rotated=self.config.num_attention_heads + self.config.num_key_value_heads,
+            rotated_heads=self.config.num_attention_heads + self.config.num_key_value_heads,
             head_dim=self.config.head_dim,
             cos=self.operations.take_rows(cos, positions).unsqueeze(1),
             sin=self.operations.take_rows(sin, positions).unsqueeze(1),

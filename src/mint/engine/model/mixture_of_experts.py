@@ -18,8 +18,8 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 
 from mint.engine.lora import LoraRows
 from mint.engine.model.autograd import AutogradFunction
-from mint.engine.model.blocks import Norm
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
+from mint.engine.model.layer_parts import Norm
 from mint.engine.model.linear import LoraLinears
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import MixtureWeights, expert_site

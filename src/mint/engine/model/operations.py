@@ -113,12 +113,12 @@ class Operations(Protocol):
         sin: Tensor,
         *,
         eps: float,
-        rotated: int,
+        rotated_heads: int,
     ) -> tuple[Tensor, Tensor | None]:
-        """Heads [T, H, D] in `dtype` from qkv [T, H, D], and 1 / rms [T, rotated, 1] of those that are normed.
+        """Heads [T, H, D] in `dtype` from qkv [T, H, D], and 1 / rms [T, rotated_heads, 1] of those that are normed.
 
-        The bias is added to qkv in place. The first `rotated` heads are normed, if there are `norms` [rotated, D], and
-        rotated by cos and sin [T, 1, D / 2].
+        The bias is added to qkv in place. The first `rotated_heads` heads are normed, if there are `norms`
+        [rotated_heads, D], and rotated by cos and sin [T, 1, D / 2].
         """
         ...
 
@@ -131,7 +131,7 @@ class Operations(Protocol):
         cos: Tensor,
         sin: Tensor,
         *,
-        rotated: int,
+        rotated_heads: int,
     ) -> Tensor:
         """The gradient for qkv [T, H, D] from grad [T, H, D] for `finish_heads`, which gave `inverse`."""
         ...

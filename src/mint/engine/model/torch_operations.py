@@ -119,18 +119,18 @@ class TorchOperations:
         sin: Tensor,
         *,
         eps: float,
-        rotated: int,
+        rotated_heads: int,
     ) -> tuple[Tensor, Tensor | None]:
         if bias is not None:
             qkv.add_(bias.view(qkv.shape[1:]))
-        turned = qkv[:, :rotated]
+        turned = qkv[:, :rotated_heads]
         inverse = None
         heads = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
-        heads[:, rotated:] = qkv[:, rotated:]
+        heads[:, rotated_heads:] = qkv[:, rotated_heads:]
         if norms is not None:
             inverse = inverse_rms(turned, eps)
             turned = (turned * inverse).mul_(norms)
-        rotate(turned, cos, sin, heads[:, :rotated])
+        rotate(turned, cos, sin, heads[:, :rotated_heads])
         return heads.to(self.dtype), inverse
 
     def finish_heads_backward(
@@ -142,14 +142,14 @@ class TorchOperations:
         cos: Tensor,
         sin: Tensor,
         *,
-        rotated: int,
+        rotated_heads: int,
     ) -> Tensor:
         out = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
-        out[:, rotated:] = grad[:, rotated:]
-        turned = out[:, :rotated]
-        rotate(grad[:, :rotated].float(), cos, -sin, turned)  # the transpose rotates back
+        out[:, rotated_heads:] = grad[:, rotated_heads:]
+        turned = out[:, :rotated_heads]
+        rotate(grad[:, :rotated_heads].float(), cos, -sin, turned)  # the transpose rotates back
         if inverse is not None and norms is not None:
-            norm_gradient(turned.mul_(norms), qkv[:, :rotated], inverse)
+            norm_gradient(turned.mul_(norms), qkv[:, :rotated_heads], inverse)
         return out
 
     def silu(self, gate: Tensor) -> Tensor:

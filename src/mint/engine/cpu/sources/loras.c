@@ -12,16 +12,6 @@
 #define CHUNK 64     /* rows of a lora that are computed together */
 #define SEGMENT 512  /* and outputs, so that each row's lie side by side */
 
-/* What 16 vectors sum up to, one result for each. */
-INLINE __m512 sums(const __m512 *found) {
-    float columns[LANES * LANES];
-    transpose((const int32_t *)found, LANES, (int32_t *)columns, LANES);
-    __m512 total = _mm512_loadu_ps(columns);
-#pragma GCC unroll 16
-    for (int i = 1; i < LANES; i++) total = _mm512_add_ps(total, _mm512_loadu_ps(columns + i * LANES));
-    return total;
-}
-
 /* down [rows, ranks] = x [rows, I] times `wide` rows of a [ranks, I] from `j` on; those past the last are the last
    again. */
 INLINE void squeeze(const int rows, const int wide, const float *x, const float *a, int64_t j, int64_t ranks,
@@ -47,7 +37,7 @@ INLINE void squeeze(const int rows, const int wide, const float *x, const float 
             for (int r = 0; r < rows; r++) found[r * wide + k] = _mm512_fmadd_ps(part[r], weight, found[r * wide + k]);
         }
     }
-    _mm512_storeu_ps(result, sums(found));
+    _mm512_storeu_ps(result, sum_rows(found));
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < wide && j + k < ranks; k++) down[r * ranks + j + k] = result[r * wide + k];
 }

@@ -1,6 +1,6 @@
-"""The two blocks of a layer around its attention, each one step of autograd with a hand-written backward.
+"""The two parts of a layer around its attention, each one step of autograd with a hand-written backward.
 
-A block keeps its input and one wide product for the backward and computes the rest again. What is kept is in the dtype
+A part keeps its input and one wide product for the backward and computes the rest again. What is kept is in the dtype
 of the base's matrices, as the products of the backward are.
 
 Letters: T rows · E hidden size · H all heads (query, key, value) · D head dimension · I the MLP's inner width.
@@ -24,11 +24,11 @@ from mint.engine.model.weights import LayerWeights
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers share in one forward; cos and sin [T, 1, D / 2] rotate the first `rotated` heads."""
+    """What all layers share in one forward; cos and sin [T, 1, D / 2] rotate the first `rotated_heads` heads."""
 
     operations: Operations
     eps: float
-    rotated: int
+    rotated_heads: int
     head_dim: int
     cos: Tensor
     sin: Tensor
@@ -96,7 +96,7 @@ class AttentionInputs(AutogradFunction):
             layer.head_norms,
             context.cos,
             context.sin,
-            rotated=context.rotated,
+            rotated_heads=context.rotated_heads,
         )
         normed = operations.rms_norm_again(x, inverse, layer.input_norm)
         grad_normed, grads = ctx.linear.gradient(grad_qkv.flatten(1), normed, for_input=ctx.needs_input_grad[0])
@@ -119,7 +119,7 @@ def _project_heads(
         context.cos,
         context.sin,
         eps=context.eps,
-        rotated=context.rotated,
+        rotated_heads=context.rotated_heads,
     )
     return heads, inverse, qkv, head_inverse
 

@@ -1,4 +1,4 @@
-/* What the products share: vectors of 16 numbers of 32 bits, and blocks of 16 x 16 of them turned. */
+/* What the products share: vectors of 16 numbers of 32 bits, blocks of 16 x 16 of them turned, and sums of lanes. */
 
 #ifndef MINT_TILES
 #define MINT_TILES
@@ -40,6 +40,16 @@ INLINE void transpose(const int32_t *from, int64_t from_stride, int32_t *to, int
         _mm512_storeu_si512(to + (4 + c) * to_stride, _mm512_shuffle_i32x4(odd, odd2, 0x88));
         _mm512_storeu_si512(to + (12 + c) * to_stride, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
     }
+}
+
+/* Lane i of the result is the sum of the lanes of found[i], in their order; `sums` of lanes.h adds them in pairs. */
+INLINE __m512 sum_rows(const __m512 *found) {
+    float columns[LANES * LANES];
+    transpose((const int32_t *)found, LANES, (int32_t *)columns, LANES);
+    __m512 total = _mm512_loadu_ps(columns);
+#pragma GCC unroll 16
+    for (int i = 1; i < LANES; i++) total = _mm512_add_ps(total, _mm512_loadu_ps(columns + i * LANES));
+    return total;
 }
 #endif
 
