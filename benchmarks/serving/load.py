@@ -22,7 +22,6 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,8 @@ from mint.server.store.journal import JOURNAL_FILE
 BODY_BYTES = 36_000_000
 SPAWN = multiprocessing.get_context("spawn")
 BUSY, STEPS = 'mint_engine_busy_seconds_total{operation="sample"}', "mint_sampling_steps_total"
-FLOOD_TOKENS = 64
+SAMPLED = 'mint_tokens_total{kind="sampled"}'
+FLOOD_TOKENS, FLOOD_GROUP = 64, 8
 CLIENTS_OF_AN_OWNER = 200
 """An owner may have 256 sessions."""
 KV_CACHE_MIB = 256
@@ -302,13 +302,13 @@ def fairness(flood: int, asked: int) -> None:
         after = server.metrics(keys["ada"])
         load.kill()
         load.join()
-        busy_s, steps = (after[name] - before[name] for name in (BUSY, STEPS))
+        busy_s, steps, sampled = (after[name] - before[name] for name in (BUSY, STEPS, SAMPLED))
         batch_ms = busy_s / steps * FLOOD_TOKENS * 1e3
         p95_alone, p95 = (percentile(seconds, 0.95) * 1e3 for seconds in (alone, beside))
         print(
             f"B alone: p95 {p95_alone:.0f} ms; beside {flood} open samples of A: p95 {p95:.0f} "
-            f"ms, worst {max(beside) * 1e3:.0f} ms; a batch of A takes {batch_ms:.0f} ms: "
-            f"{p95 / (2 * p95_alone + batch_ms):.2f} of 2 × alone + one batch"
+            f"ms, worst {max(beside) * 1e3:.0f} ms; {sampled / steps:.0f} sequences in a step, a batch of A takes "
+            f"{batch_ms:.0f} ms: {p95 / (2 * p95_alone + batch_ms):.2f} of 2 × alone + one batch"
         )
 
 
@@ -327,15 +327,20 @@ def one_a_second(server: ServerProcess, key: str, count: int) -> list[float]:
 
 
 def flooding(url: str, key: str, count: int, is_flooding: Any) -> None:
-    """Asks for `count` samples at once, and for another one whenever one has ended, until it is killed."""
+    """Asks for `count` samples at once, and for another group whenever one has ended, until it is killed."""
     with mint.ServiceClient(base_url=url, api_key=key) as client:
         sampler = client.create_sampling_client(base_model=BASE)
         params = types.SamplingParams(max_tokens=FLOOD_TOKENS, stop=[])
-        futures = deque(sampler.sample(PROMPT, 1, params) for _ in range(count))
-        while True:
-            futures.popleft().result(timeout=3600)
-            is_flooding.set()
-            futures.append(sampler.sample(PROMPT, 1, params))
+
+        async def ask_again_and_again() -> None:
+            while True:
+                await sampler.sample_async(PROMPT, FLOOD_GROUP, params)
+                is_flooding.set()
+
+        async def run() -> None:
+            await asyncio.gather(*(ask_again_and_again() for _ in range(count // FLOOD_GROUP)))
+
+        asyncio.run(run())
 
 
 def main() -> None:
