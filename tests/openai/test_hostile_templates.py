@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from mint.errors import InvalidRequestError
+from mint.errors import InvalidRequestError, OverloadedError
 from mint.models.registry import resolve
+from mint.server.openai import chat_template
 from mint.server.openai.chat_template import render_conversation
 from mint.server.openai.schemas import ChatRequest
 from mint.tokenizer import load_tokenizer
@@ -141,6 +143,21 @@ def test_a_template_says_beside_the_server_what_transformers_says(tokenizer: Any
         messages, tools=tools, tokenize=False, add_generation_prompt=True, depth=depth
     )
     assert render_conversation(tokenizer, request) == wanted
+
+
+def test_a_machine_that_cannot_start_a_process_is_not_the_templates_fault(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_arguments: Any, **_options: Any) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    chat_template._free_processes.cache_clear()  # as in a server that has just started
+    tokenizer.chat_template = PLAIN
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refused)
+        with pytest.raises(OverloadedError, match="cannot be started"):
+            render_conversation(tokenizer, REQUEST)
+    assert REQUEST.messages[0].text in render_conversation(tokenizer, REQUEST)
 
 
 def test_the_template_of_a_bundled_model_needs_no_process(tokenizer: Any) -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from queue import LifoQueue
 from typing import Any
 
-from mint.errors import InvalidRequestError
+from mint.errors import InvalidRequestError, OverloadedError
 from mint.models.registry import BUNDLED
 from mint.server.openai.schemas import ChatMessage, ChatRequest
 from mint.server.service.child_process import ChildProcess
@@ -42,6 +42,7 @@ def render_conversation(tokenizer: Any, request: ChatRequest, *, limit_s: float 
 
     Raises:
         InvalidRequestError: the model has no chat template, or it cannot render the conversation within the limits.
+        OverloadedError: the machine cannot start a process.
     """
     if tokenizer.chat_template is None:
         remedy = "Use /v1/completions, or a model whose folder has a chat template"
@@ -71,6 +72,8 @@ def render_conversation(tokenizer: Any, request: ChatRequest, *, limit_s: float 
             },
             limit_s,
         )
+    except OverloadedError:
+        raise
     except Exception as error:  # the boundary: the conversation is the caller's, and a template may raise anything
         raise _refusal(request, str(error)) from error
     if "excess" in found:
@@ -107,6 +110,12 @@ def _render_beside(task: dict[str, Any], limit_s: float) -> dict[str, str]:
     message = json.dumps(task).encode()
     process = _free_processes().get()
     try:
+        try:
+            process.start()
+        except (EOFError, OSError) as error:
+            process.close()
+            problem = f"the process that renders chat templates cannot be started: {error}"
+            raise OverloadedError(problem, remedy="Try again in a minute") from error
         for _ in range(2):  # it may have been ended just before
             with suppress(EOFError, OSError):
                 answer = process.ask([message], 1, limit_s=limit_s, max_bytes=MAX_ANSWER_BYTES)

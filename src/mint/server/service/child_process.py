@@ -33,6 +33,17 @@ class ChildProcess:
         """Its id; None while there is none."""
         return None if self._child is None else self._child.pid
 
+    def start(self) -> Connection:
+        """Starts the process, unless it has been started; the socket to it.
+
+        Raises:
+            EOFError, OSError: it does not start.
+        """
+        with self._lock:
+            if self._connection is None:
+                self._connection = self._opened()
+            return self._connection
+
     def ask(
         self, question: Sequence[bytes], answers: int, *, limit_s: float | None = None, max_bytes: int | None = None
     ) -> list[bytes] | None:
@@ -43,7 +54,7 @@ class ChildProcess:
         Raises:
             EOFError, OSError: the process has ended, or an answer has more than `max_bytes`.
         """
-        connection = self._opened()
+        connection = self.start()
         for message in question:
             connection.send_bytes(message)
         if limit_s is not None and not connection.poll(limit_s):
@@ -61,17 +72,20 @@ class ChildProcess:
             self._connection = self._child = None
 
     def _opened(self) -> Connection:
-        with self._lock:
-            if self._connection is None:
-                ours, theirs = socket.socketpair()
-                with theirs:
-                    self._child = subprocess.Popen(
-                        [sys.executable, "-m", self._module, str(theirs.fileno()), *self._arguments],
-                        pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,  # an interrupt from the terminal is for the server
-                    )
-                self._connection = Connection(ours.detach())
-                if not self._connection.poll(START_S) or self._connection.recv_bytes() != READY:
-                    raise EOFError(f"{self._module} did not start")
-            return self._connection
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", self._module, str(theirs.fileno()), *self._arguments],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # an interrupt from the terminal is for the server
+                )
+            except OSError:
+                ours.close()
+                raise
+        connection = Connection(ours.detach())
+        if not connection.poll(START_S) or connection.recv_bytes() != READY:
+            connection.close()
+            raise EOFError(f"{self._module} did not start")
+        return connection
