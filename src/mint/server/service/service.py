@@ -7,19 +7,16 @@ Operations take the caller first. They take the bytes of a request where bytes a
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import re
 import secrets
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
-from weakref import WeakValueDictionary
 
 import pydantic_core
 from pydantic import BaseModel
@@ -28,16 +25,13 @@ import mint.wire as wire
 from mint.engine.protocol import Engine
 from mint.errors import (
     ConflictError,
-    ConnectionLostError,
     DamagedDataError,
     InvalidRequestError,
     JournalError,
     MintError,
     NotFoundError,
     OverloadedError,
-    RequestCancelledError,
     SessionEndedError,
-    from_wire,
 )
 from mint.server.callers import Caller
 from mint.server.disk_space import DiskSpace, folder_bytes
@@ -45,13 +39,14 @@ from mint.server.ids import RequestId, keyed_session_id, new_session_id, request
 from mint.server.limits import ServerLimits, default_published_bytes
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import FutureResult, Futures
-from mint.server.queue.jobs import QueuedSample, TrainingJob, is_repeat
+from mint.server.queue.jobs import TrainingJob, is_repeat
 from mint.server.queue.queue import OWNER_BYTES, QueueLimits, RequestQueue
 from mint.server.queue.queue_position import QueueIndex, QueuePosition
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
 from mint.server.service.new_samplers import new_sampler
 from mint.server.service.request_reader import PROCESSES, RequestReader
 from mint.server.service.sample_deaths import SampleDeaths
+from mint.server.service.sampling_requests import SamplingRequests
 from mint.server.service.sessions import SUSPENDED_S, Sessions
 from mint.server.service.takeover import UnfinishedJob, adopt_sessions, unfinished_jobs
 from mint.server.service.uploads import import_checkpoint
@@ -85,7 +80,6 @@ from mint.types import (
     WeightsInfoResponse,
 )
 from mint.wire.requests import (
-    CancelFutureRequest,
     CreateSamplingSessionRequest,
     CreateSessionRequest,
     JoinSamplingSessionRequest,
@@ -122,8 +116,6 @@ MAX_AHEAD = 100_000
 
 SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
 
-MAX_SAMPLE_SEQ_ID = 2**63 - 1
-MAX_SEQUENCE_IDS = 65_536
 CLONE_SEQ_IDS = 10**9
 """A clone of a sampling client numbers its requests from its own number times this."""
 
@@ -218,13 +210,14 @@ class Service:
             gap_timeout_s=gap_timeout_s,
             clock=clock,
         )
-        self._cancels: WeakValueDictionary[str, threading.Event] = WeakValueDictionary()  # alive while the sample is
+        self._sampling = SamplingRequests(
+            self._reader, self._queue, self.futures, self._sessions, self._samplers, self._sample_deaths
+        )
         self._queue_index = QueueIndex(self._queue.pending(), self._worker.eta)
         self._indexed_at = 0.0
         # What is checked must still hold when it is written: one thread at a time accepts or ends something. Decoding
         # comes before, waiting for the disk after.
         self._accepting = threading.RLock()
-        self._accepting_samples = threading.Lock()  # of its own, so that samples never wait for the database
 
     def _published_bytes(self) -> int:
         """The room for unnamed samplers. What they take already counts as free, so that a restart changes nothing."""
@@ -579,67 +572,18 @@ class Service:
 
     def sampler_info(self, caller: Caller, name: str) -> SamplerInfo:
         """What a sampler samples from."""
-        row = self._require_sampler(caller, name)
+        row = self._sampling.require_sampler(caller, name)
         folder = str(self.base_models.folder(row.base_model))
         return SamplerInfo(sampler_id=name, base_model=row.base_model, model_path=row.model_path, tokenizer_id=folder)
 
     def join_sampling_session(self, caller: Caller, body: bytes) -> JoinSamplingSessionResponse:
         """A number for one more client of a sampler, which no other client has; the first client's is 0."""
-        self._require_sampler(caller, wire.decode(JoinSamplingSessionRequest, body).sampling_session_id)
+        self._sampling.require_sampler(caller, wire.decode(JoinSamplingSessionRequest, body).sampling_session_id)
         return JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(MAX_CLONES))
 
-    def _require_sampler(self, caller: Caller, name: str) -> SamplerRow:
-        self._sessions.require(session_of(name), caller.owner)
-        return self._samplers.row(name)
-
     def sample(self, caller: Caller, body: bytes) -> UntypedPromise:
-        """Accepts a sample request. It is not journaled: clients send a lost one again, and get the same samples.
-
-        Raises:
-            InvalidRequestError: not even its sampler and number can be read.
-            ConflictError: its number is taken by another request.
-            OverloadedError: too much of this owner, or of all owners, waits already.
-        """
-        sampler, number, count, request = self._reader.read_sample(body)
-        self._require_sampler(caller, sampler)
-        if not 0 <= number <= MAX_SAMPLE_SEQ_ID:
-            remedy = "Count from 0, below 2**63"
-            raise InvalidRequestError("is not a request's number", field="seq_id", value=number, remedy=remedy)
-        name = request_id(sampler, number)
-        fingerprint = hashlib.sha256(body).hexdigest()
-        request = self._sample_deaths.failure(name) or request
-        with self._accepting_samples:
-            known = self.futures.fingerprint(name)
-            if known is None and isinstance(request, SampleRequest):
-                self._cancels[name] = cancelled = threading.Event()
-                sample = QueuedSample(
-                    name,
-                    request,
-                    time.monotonic(),
-                    caller.owner,
-                    len(body),
-                    cancelled=cancelled,
-                    runs_alone=self._sample_deaths.has(name),
-                )
-                self._enqueue_sample(caller, sample, fingerprint)
-            elif known is None and isinstance(request, MintError):
-                # As a result, not as a refusal: the client has used up this number, and waits for its future.
-                self.futures.open(name, fingerprint, owner=caller.owner)
-                self.futures.finish({name: FutureResult.of_error(request)})
-            elif known != fingerprint:
-                raise ConflictError("was used before by another request", field="seq_id", value=number)
-        # clients insist on one id for each sample, even of a request that will fail
-        count = min(max(count, 0), MAX_SEQUENCE_IDS)
-        return UntypedPromise(request_id=name, sample_sequence_ids=[f"{name}-{index}" for index in range(count)])
-
-    def _enqueue_sample(self, caller: Caller, sample: QueuedSample, fingerprint: str = "") -> None:
-        # Opened before it is queued: the worker may finish it at once, and drops results that nobody expects.
-        self.futures.open(sample.request_id, fingerprint, owner=caller.owner)
-        try:
-            self._queue.add_sample(sample, max_requests=caller.quotas.max_waiting_requests)
-        except OverloadedError:
-            self.futures.abandon(sample.request_id)
-            raise
+        """Accepts a sample request, as `SamplingRequests.accept`."""
+        return self._sampling.accept(caller, body)
 
     async def sample_now(
         self,
@@ -650,52 +594,12 @@ class Service:
         cancelled: threading.Event,
         on_token: Callable[[int, int, float], None] | None = None,
     ) -> SampleResponse:
-        """Samples from weights that the caller may read, without a session, in the same batch as all other samples.
-
-        Raises:
-            MintError: what the request failed with; `OverloadedError` if too many wait.
-        """
-        name = f"now:{uuid.uuid4().hex}"
-        sample = QueuedSample(
-            name,
-            request,
-            time.monotonic(),
-            caller.owner,
-            8 * request.prompt.length,
-            on_token=on_token,
-            cancelled=cancelled,
-            # weights published without a name may be dropped while the request waits: the worker looks them up itself
-            weights=None if weights.file is not None else weights,
-        )
-        self._enqueue_sample(caller, sample)
-        try:
-            result = await self.futures.wait(name, None)
-        finally:  # also when the caller is cancelled: nobody else knows the name of this request
-            if self._queue.take_samples([name]):
-                self.futures.abandon(name)
-            self.futures.forget(name)
-        if result is None:
-            raise ConnectionLostError("the server stops before the request is done", remedy="Send it again later")
-        if result.failed:
-            raise from_wire(wire.decode_error(result.body) or {})
-        return wire.decode_result(SampleResponse, result.body)
+        """Samples from weights that the caller may read, as `SamplingRequests.sample_now`."""
+        return await self._sampling.sample_now(caller, weights, request, cancelled=cancelled, on_token=on_token)
 
     def cancel(self, caller: Caller, body: bytes) -> None:
-        """Cancels a sample request: it leaves the queue or the engine, and its future fails.
-
-        Training requests keep their place in the order, and nothing happens to them.
-        """
-        name = wire.decode(CancelFutureRequest, body).request_id
-        parsed = RequestId.parse(name)
-        if parsed is None or not parsed.is_sample:
-            return
-        self._sessions.require(session_of(parsed.target_id), caller.owner)
-        self._queue.take_samples([name])
-        event = self._cancels.get(name)
-        if event is not None:
-            event.set()
-        error = RequestCancelledError("the request was cancelled by its client", request_id=name)
-        self.futures.finish({name: FutureResult.of_error(error)})
+        """Cancels a sample request, as `SamplingRequests.cancel`; training requests keep their place in the order."""
+        self._sampling.cancel(caller, body)
 
     # --- results -------------------------------------------------------------------------------------------------
 
