@@ -11,13 +11,15 @@ import pytest
 from service_harness import BASE, GOOD_PASS, STEP, Harness, datum, failure, open_service, pass_body
 
 from mint.engine.fake_engine import MODEL_BYTES, FakeEngine
+from mint.engine.protocol import Engine
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import InvalidRequestError
-from mint.server.callers import Caller
+from mint.server.callers import LOCAL_OWNER, Caller
 from mint.server.limits import ServerLimits
+from mint.server.service.service import Service
 
 RANK = 8
-ROOM_FOR_TWO = ServerLimits(model_memory_bytes=2 * RANK * MODEL_BYTES)
+MEMORY_FOR_TWO = ServerLimits(model_memory_bytes=2 * RANK * MODEL_BYTES)
 
 
 def train_in_turns(harness: Harness, count: int, rounds: int) -> list[list[dict[str, Any]]]:
@@ -34,6 +36,12 @@ def train_in_turns(harness: Harness, count: int, rounds: int) -> list[list[dict[
     return answers
 
 
+def loaded(engine: Engine, service: Service, owner: str = LOCAL_OWNER) -> set[str]:
+    """The models of an owner that are in the engine's memory."""
+    names = (model.model_id for model in service.live_models(Caller(owner)).models)
+    return {name for name in names if engine.has_model(name)}
+
+
 @pytest.mark.parametrize("state_bytes", [0, 4096], ids=["small", "large"])
 def test_models_that_leave_memory_answer_the_same_as_those_that_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_bytes: int
@@ -44,9 +52,9 @@ def test_models_that_leave_memory_answer_the_same_as_those_that_stay(
     expected = train_in_turns(free, 5, 6)
     free.service.stop()
     engine = FakeEngine(state_bytes=state_bytes)
-    narrow = Harness(open_service(tmp_path / "narrow", engine=engine, limits=ROOM_FOR_TWO))
+    narrow = Harness(open_service(tmp_path / "narrow", engine=engine, limits=MEMORY_FOR_TWO))
     assert train_in_turns(narrow, 5, 6) == expected
-    assert len(engine._models) == 2
+    assert len(loaded(engine, narrow.service)) == 2
     narrow.service.stop()
 
 
@@ -57,14 +65,14 @@ def test_the_torch_engines_models_leave_memory_and_come_back(tmp_path: Path) -> 
         engine = TorchEngine(dtype="float32", threads=1, device="cpu")
         harness = Harness(open_service(tmp_path / name, engine=engine, limits=limits))
         answers.append(train_in_turns(harness, 3, 2))
-        assert len(engine._models) == (3 if name == "free" else 2)
+        assert len(loaded(engine, harness.service)) == (3 if name == "free" else 2)
         limits = ServerLimits(model_memory_bytes=harness.service.memory.used_bytes - 1)
         harness.service.stop()
     assert answers[0] == answers[1]
 
 
 def test_a_model_that_cannot_fit_fails_with_the_limit_and_the_remedy(tmp_path: Path) -> None:
-    harness = Harness(open_service(tmp_path, limits=ROOM_FOR_TWO))
+    harness = Harness(open_service(tmp_path, limits=MEMORY_FOR_TWO))
     kept = harness.create_model(0, rank=RANK)
     error = failure(lambda: harness.create_model(1, rank=RANK * 3))
     assert isinstance(error, InvalidRequestError) and error.field == "model_memory"
@@ -78,16 +86,16 @@ def test_without_a_setting_models_may_take_half_of_what_is_free_with_the_base(tm
     harness = Harness(open_service(tmp_path, engine=engine))
     for number in range(6):
         harness.create_model(number, rank=RANK)
-    assert len(engine._models) == 3
+    assert len(loaded(engine, harness.service)) == 3
     harness.service.stop()
 
 
-def test_the_owner_whose_models_take_most_makes_room(tmp_path: Path) -> None:
+def test_the_models_of_the_owner_with_most_memory_are_parked_first(tmp_path: Path) -> None:
     engine = FakeEngine()
     service = open_service(tmp_path, engine=engine, limits=ServerLimits(model_memory_bytes=3 * RANK * MODEL_BYTES))
     models = {"small": _create(service, "small", 1), "large": _create(service, "large", 5)}
-    assert models["small"][0] in engine._models
-    assert set(engine._models) == {*models["small"], *models["large"][-2:]}
+    assert loaded(engine, service, "small") == set(models["small"])
+    assert loaded(engine, service, "large") == set(models["large"][-2:])
     service.stop()
 
 

@@ -1,4 +1,4 @@
-"""Runs the recipes for `mint train` and `mint demo`: makes config and data from `key=value` arguments, shows progress.
+"""Runs the recipes for `mint train` and `mint demo`, shows progress, and reports. `recipe_data` reads the arguments.
 
 rl       task=NAME            any task of `mint.recipes.task_registry`
 sft      task=NAME            a task that knows a good completion of its items (`RLAdapter.demonstrate`)
@@ -11,35 +11,30 @@ task.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
 import mint
 from mint.cli.base_models import require_base_model
+from mint.cli.recipe_data import read_pairs, single_turn_task, split_arguments, split_items, take
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.recipes.distill import DistillConfig, run_distill
 from mint.recipes.dpo import DPOConfig, Preference, run_dpo
 from mint.recipes.question_task import Question, encode_prompt, is_heldout
 from mint.recipes.sft import SFTConfig, run_sft
-from mint.recipes.supervised import Demonstration, SupervisedConfig, steps_per_epoch
-from mint.recipes.task_registry import load_task, open_task, suggestion_of_settings
+from mint.recipes.supervised import Demonstration, steps_per_epoch
+from mint.recipes.task_registry import load_task, open_task
 from mint.rl import Estimate, LiveProgress, RLConfig, RunResult, Task, run_grpo
-from mint.rl.adapter import RLAdapter
 from mint.rl.analysis.report import print_run
-from mint.rl.heldout_evaluation import GREEDY, SAMPLED, without_heldout
+from mint.rl.heldout_evaluation import GREEDY, SAMPLED
 from mint.rl.tracking.plot import plot_run
 from mint.runs.log import RunLog
 
 HELDOUT_SHARE = 0.1
-HELDOUT_LIMIT = 256
-
-Config = TypeVar("Config", bound=SupervisedConfig)
 
 
 def train_recipe(
@@ -239,86 +234,3 @@ def print_report(console: Console, report: Mapping[str, Any], indent: str = "") 
         elif isinstance(value, tuple) and len(value) == 3:
             value = "{:.3f}  (95 %: {:.3f} to {:.3f})".format(*value)
         console.print(f"{indent}{name:<18} {value}", soft_wrap=True, highlight=False)
-
-
-# --- arguments and data ----------------------------------------------------------------------------------------------
-
-
-def take(arguments: dict[str, Any], key: str, remedy: str) -> Any:
-    """Removes a word that must be there.
-
-    Raises:
-        InvalidRequestError: it is missing.
-    """
-    if key not in arguments:
-        raise InvalidRequestError("is missing", field=key, value="(missing)", remedy=remedy)
-    return arguments.pop(key)
-
-
-def split_arguments(config: type[Config], arguments: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """The settings among the arguments, and the options of the task."""
-    settings = {key: value for key, value in arguments.items() if key in config.model_fields}
-    options = {key: value for key, value in arguments.items() if key not in config.model_fields}
-    return config.from_texts(settings), options
-
-
-@contextmanager
-def single_turn_task(recipe: str, options: dict[str, Any], config: SupervisedConfig) -> Generator[RLAdapter]:
-    """The task that the options name, closed at the end.
-
-    Raises:
-        InvalidRequestError: there is no such task, it does not take the options, or it has several turns.
-    """
-    name = str(take(options, "task", f"Add task=…: `mint train {recipe}` needs it"))
-    with suggestion_of_settings(options, type(config).model_fields):
-        adapter = load_task(name, seed=config.seed, **options).adapter
-    try:
-        if not isinstance(adapter, RLAdapter):
-            raise InvalidRequestError(
-                "is a task of several turns",
-                field="task",
-                value=name,
-                remedy=f"`mint train {recipe}` takes single turns",
-            )
-        yield adapter
-    finally:
-        adapter.close()
-
-
-def split_items(adapter: RLAdapter) -> tuple[list[Any], list[Any]]:
-    """Training and held-out items, disjoint by content."""
-    heldout = list(adapter.build_heldout())[:HELDOUT_LIMIT]
-    return without_heldout(adapter, adapter.build_dataset(), heldout)[0], heldout
-
-
-def read_pairs(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of preferences.
-
-    Raises:
-        InvalidRequestError: there is no such file, or a line is not a pair; names the line.
-    """
-    if not path.is_file():
-        raise InvalidRequestError("does not exist", field="data", value=str(path), remedy="Give a .jsonl file")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        row = _pair(line)
-        if row is None:
-            raise InvalidRequestError(
-                "is not a pair",
-                field=f"{path}:{number}",
-                value=line[:80],
-                remedy='Write {"prompt": …, "chosen": "…", "rejected": "…"}',
-            )
-        rows.append(row)
-    return rows
-
-
-def _pair(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-        complete = all(isinstance(row[key], str) and row[key] for key in ("chosen", "rejected")) and row["prompt"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return row if complete else None
