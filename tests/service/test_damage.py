@@ -56,6 +56,23 @@ def test_a_pending_payload_that_was_changed_is_not_run_and_its_model_stops(tmp_p
     service.stop()
 
 
+@pytest.mark.parametrize("lost", [(3,), (3, 4)])
+def test_a_model_whose_finished_requests_are_lost_stops(lost: tuple[int, ...], tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    for seq_id, (kind, body) in enumerate([("forward_backward", GOOD_PASS), ("optim_step", STEP)] * 2, start=1):
+        harness.run(kind, model_id, seq_id, body)
+    harness.service.stop()
+    with closing(sqlite3.connect(tmp_path / JOURNAL_FILE)) as database:
+        database.execute("DELETE FROM snapshots WHERE seq_id > 2")
+        database.execute(f"DELETE FROM jobs WHERE seq_id IN {(*lost, -1)}")
+        database.commit()
+    service = open_service(tmp_path)
+    error = failure(lambda: Harness(service, harness.session_id).run("optim_step", model_id, 5, STEP))
+    assert isinstance(error, RecoveryDivergedError | DamagedDataError) and "lost finished requests" in str(error)
+    service.stop()
+
+
 def test_a_stored_result_that_was_changed_is_not_served(tmp_path: Path) -> None:
     harness = Harness(open_service(tmp_path))
     model_id = harness.create_model()

@@ -44,6 +44,18 @@ def test_new_models_and_named_saves_fail_with_the_reserve_and_running_ones_go_on
     harness.service.stop()
 
 
+def test_a_save_that_waited_while_the_disk_filled_up_fails_in_its_turn(tmp_path: Path, short: list[bool]) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    waiting = harness.send("save_weights", model_id, 2, {"path": "a"})
+    short[0] = True
+    harness.run("optim_step", model_id, 1, STEP)
+    assert isinstance(failure(lambda: harness.wait(waiting)), OverloadedError)
+    assert not list((tmp_path / "checkpoints").iterdir())
+    harness.run("optim_step", model_id, 3, STEP)
+    harness.service.stop()
+
+
 def test_while_the_disk_is_short_fewer_unnamed_samplers_are_kept(tmp_path: Path, short: list[bool]) -> None:
     harness = Harness(open_service(tmp_path))
     model_id = harness.create_model()

@@ -366,6 +366,22 @@ def test_a_full_queue_refuses_what_is_new_but_never_what_runs_next(harness: Harn
     harness.wait(send(4))
 
 
+def test_saves_that_wait_together_get_no_more_than_the_quota(harness: Harness) -> None:
+    model_id = harness.create_model()
+    caller = Caller("local", quotas=Quotas(max_checkpoint_bytes=1))
+
+    def save(seq_id: int) -> str:
+        body = json.dumps({"model_id": model_id, "seq_id": seq_id, "path": f"s{seq_id}"}).encode()
+        return harness.service.submit(caller, "save_weights", body).request_id
+
+    later = [save(seq_id) for seq_id in (2, 3, 4)]  # nothing is saved yet: they wait for the first
+    harness.wait(save(1))
+    for name in later:
+        error = failure(lambda name=name: harness.wait(name))
+        assert isinstance(error, InvalidRequestError) and error.field == "max_checkpoint_bytes"
+    harness.run("optim_step", model_id, 5, STEP)
+
+
 def test_a_quota_of_checkpoints_fails_the_save_in_its_place(harness: Harness) -> None:
     model_id = harness.create_model()
     caller = Caller("local", quotas=Quotas(max_checkpoint_bytes=1))

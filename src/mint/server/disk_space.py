@@ -92,12 +92,14 @@ class DiskSpace:
             "MINT_DISK_RESERVE_MIB",
         )
 
-    def require_free_space(self) -> None:
-        """Checks that something new may be stored.
+    def require_free_space(self, *, fresh: bool = False) -> None:
+        """Checks that something new may be stored, with `fresh` by the free space of this moment.
 
         Raises:
             OverloadedError: the disk is filled up to the reserve.
         """
+        if fresh:
+            self._read_at = float("-inf")
         error = self.shortage()
         if error is not None:
             raise error

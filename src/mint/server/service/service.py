@@ -33,7 +33,7 @@ from mint.errors import (
     OverloadedError,
     SessionEndedError,
 )
-from mint.server.callers import Caller
+from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace, folder_bytes
 from mint.server.ids import RequestId, keyed_session_id, new_session_id, request_id, sampler_id, session_of
 from mint.server.limits import ServerLimits, default_published_bytes
@@ -174,6 +174,7 @@ class Service:
         self._reader = RequestReader(PROCESSES if is_server else 0)
         self._sample_deaths = SampleDeaths(data_dir / "instances" / SAMPLE_DEATHS_FILE)
         self.disk = DiskSpace(data_dir, self.limits.disk_reserve_bytes)
+        self._quotas: dict[str, Quotas] = {}  # of owners that save
         waiting = self.limits.waiting_bytes
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
         self._clock = clock
@@ -197,6 +198,7 @@ class Service:
             data_dir,
             decode=self._reader.decode,
             model_memory_bytes=self.limits.model_memory_bytes,
+            require_save=self._require_save,
         )
         self._worker = Worker(
             self._queue,
@@ -396,6 +398,8 @@ class Service:
         elif not self._sessions.touch_model(row.model_id, caller.owner):
             self._require_model(caller, row.model_id)
         next_seq = self._require_capacity(caller, row)
+        if row.kind in SAVES:
+            self._quotas[caller.owner] = caller.quotas
         if row.seq_id == 0 or row.kind in SAVES:
             request = self._storage_error(caller, row, request) or request
         existing = self.journal.add_job(row, now=now, model=model, run=run)
@@ -489,6 +493,19 @@ class Service:
         if row.kind not in SAVES or caller.quotas.max_checkpoint_bytes is None:
             return None
         return caller.quotas.save_error(self.journal.checkpoint_bytes(caller.owner))
+
+    def _require_save(self, owner: str) -> None:
+        """Checks on the worker's thread, before a checkpoint is written, that there is still space and quota for it.
+
+        Raises:
+            OverloadedError: the disk is filled up to the reserve.
+            InvalidRequestError: the owner's quota is used up.
+        """
+        self.disk.require_free_space(fresh=True)
+        quotas = self._quotas.get(owner)  # unknown after a restart, until the owner saves again
+        error = None if quotas is None else quotas.save_error(self.journal.checkpoint_bytes(owner))
+        if error is not None:
+            raise error
 
     def get_info(self, caller: Caller, body: bytes) -> GetInfoResponse:
         """What a model is, and every setting that took effect."""

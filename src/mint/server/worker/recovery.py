@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import mint.wire as wire
 from mint.engine.protocol import LoraSpec, MicroBatching
 from mint.errors import (
     CheckpointError,
+    DamagedDataError,
     JournalError,
     MintError,
     NotFoundError,
@@ -103,6 +105,7 @@ class Recovery:
         live.skipped_steps = self._skipped_steps(row.model_id, start)
         # Request 0 made the model. Without a snapshot it is replayed if it loaded a checkpoint, too.
         jobs = self._journal.jobs(row.model_id, after=start - 1 if start == 0 else start, status=("done", "failed"))
+        _require_all(row, start, jobs)
         for job in jobs:
             if job.seq_id > 0 or job.kind == "load_weights":
                 self._replay(job)
@@ -183,6 +186,20 @@ class Recovery:
                 return job.digest, self._models.load(job.model_id, job.seq_id, *saved, like=job.digest)
             case _:
                 raise CheckpointError(f"request {job.seq_id} of {job.model_id} is in the journal but cannot be read")
+
+
+def _require_all(row: ModelRow, start: int, jobs: Sequence[JobRow]) -> None:
+    """Checks that no finished request behind the snapshot `start` is missing.
+
+    Raises:
+        DamagedDataError: the journal has lost some.
+    """
+    missing = sorted({*range(start + 1, row.applied_seq + 1)} - {job.seq_id for job in jobs})
+    if missing:
+        numbers = f"{missing[0]} to {missing[-1]}" if len(missing) > 1 else str(missing[0])
+        raise DamagedDataError(
+            f"the journal has lost finished requests of {row.model_id}: {numbers}", remedy=_remedy(row.model_id)
+        )
 
 
 def _was_skipped(step: JobRow) -> bool:

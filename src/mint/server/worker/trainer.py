@@ -88,12 +88,15 @@ class Trainer:
         *,
         decode: Decode,
         model_memory_bytes: int | None = None,
+        require_save: Callable[[str], None] = lambda owner: None,
     ) -> None:
-        """`decode` decodes requests of the journal; `model_memory_bytes` is the limit of `ModelMemory`."""
+        """`decode` decodes requests of the journal; `model_memory_bytes` is the limit of `ModelMemory`. `require_save`
+        raises if an owner may save nothing now: others of its requests may have saved since this one was accepted."""
         self.models = models
         self._bases = models.bases
         self._journal = journal
         self._data_dir = data_dir
+        self._require_save = require_save
         self._snapshots = Snapshots(journal, data_dir)
         self.memory = ModelMemory(models, journal, self._snapshots, data_dir, limit_bytes=model_memory_bytes)
         self._recovery = Recovery(models, self.memory, journal, data_dir, decode)
@@ -270,6 +273,8 @@ class Trainer:
         if existing is not None and not overwrite and not checkpoints.is_expired(existing, time.time()):
             remedy = "Choose another name, or call save_state with overwrite=True"
             raise ConflictError("names a checkpoint that exists already", field="name", value=name, remedy=remedy)
+        owner = self._journal.owner(job.model_id)
+        self._require_save(owner)
         live = self.models[job.model_id]
         state = self.models.engine.read_state(job.model_id)
         # A name made of the request: run again after a crash, it writes to the same folder and leaves no orphan.
@@ -285,7 +290,7 @@ class Trainer:
             name,
             folder,
             now,
-            owner=self._journal.owner(job.model_id),
+            owner=owner,
             expires_at=None if ttl_s is None else now + ttl_s,
             size_bytes=checkpoint_folders.folder_size(self._data_dir / folder),
             user_metadata=request.user_metadata,
