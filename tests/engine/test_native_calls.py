@@ -33,7 +33,7 @@ def _structs_of_kernels() -> dict[str, list[str]]:
 
 def test_kernels_are_called_with_the_fields_of_their_structs() -> None:
     expected, called = _structs_of_kernels(), set[str]()
-    for path in sorted(Path(SOURCES[0]).parent.glob("*.py")):
+    for path in sorted(Path(SOURCES[0]).parent.parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or len(node.args) != 2 or not node.keywords:
                 continue
@@ -43,6 +43,6 @@ def test_kernels_are_called_with_the_fields_of_their_structs() -> None:
                 called.add(kernel)
                 assert [keyword.arg for keyword in node.keywords] == expected[kernel], f"{path.name}: {kernel}"
             else:
-                library = re.search(r"_(library|rows|moves|choice)\.\w+$|libraries\[", text)
+                library = re.search(r"_(library|rows|row_copies|draw)\.\w+$|libraries\[", text)
                 assert not library, f"{path.name} calls {text}, which is no kernel"
     assert len(called) >= 25

@@ -39,18 +39,19 @@ typedef struct {
     float *qkv;
     const float *bias, *norms, *cos, *sin;
     double eps;
-    int64_t total_heads, rotated, dim, half;
+    int64_t total_heads, rotated_heads, dim, half;
     char *heads;
     float *inverse;
 } FinishHeads;
 
-/* From qkv [T, H, D] to heads of the same shape: bias added (also to qkv itself), the first `rotated` heads normed by
-   `norms` [rotated, D] and turned by cos and sin [T, D / 2]; bias and norms may be missing. inverse [T, rotated]. */
+/* From qkv [T, H, D] to heads of the same shape: bias added (also to qkv itself), the first `rotated_heads` normed by
+   `norms` [rotated_heads, D] and turned by cos and sin [T, D / 2]; bias and norms may be missing. inverse
+   [T, rotated_heads]. */
 int finish_heads(const FinishHeads *in, int64_t first, int64_t last) {
     float *qkv = in->qkv;
     const float *bias = in->bias, *norms = in->norms, *cos = in->cos, *sin = in->sin;
     double eps = in->eps;
-    int64_t total_heads = in->total_heads, rotated = in->rotated, dim = in->dim, half = in->half;
+    int64_t total_heads = in->total_heads, rotated_heads = in->rotated_heads, dim = in->dim, half = in->half;
     char *heads = in->heads;
     float *inverse = in->inverse;
     for (int64_t t = first; t < last; t++)
@@ -59,11 +60,11 @@ int finish_heads(const FinishHeads *in, int64_t first, int64_t last) {
             float *own = qkv + at, scale = 1.0f;
             if (bias)
                 for (int64_t i = 0; i < dim; i += LANES) *(vf *)(own + i) += *(const vf *)(bias + h * dim + i);
-            if (h >= rotated) {
+            if (h >= rotated_heads) {
                 for (int64_t i = 0; i < dim; i += LANES) store(heads, at + i, *(vf *)(own + i), half);
                 continue;
             }
-            if (norms) inverse[t * rotated + h] = scale = inverse_rms(own, dim, eps);
+            if (norms) inverse[t * rotated_heads + h] = scale = inverse_rms(own, dim, eps);
             for (int64_t i = 0; i < dim / 2; i += LANES) {
                 vf a = *(vf *)(own + i), b = *(vf *)(own + dim / 2 + i);
                 if (norms) {
@@ -182,7 +183,7 @@ int rms_norm_again(const RmsNormAgain *in, int64_t first, int64_t last) {
 typedef struct {
     const char *grad;
     const float *qkv, *inverse, *norms, *cos, *sin;
-    int64_t total_heads, rotated, dim, half;
+    int64_t total_heads, rotated_heads, dim, half;
     float *out;
 } FinishHeadsBackward;
 
@@ -190,13 +191,13 @@ typedef struct {
 int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t last) {
     const char *grad = in->grad;
     const float *qkv = in->qkv, *inverse = in->inverse, *norms = in->norms, *cos = in->cos, *sin = in->sin;
-    int64_t total_heads = in->total_heads, rotated = in->rotated, dim = in->dim, half = in->half;
+    int64_t total_heads = in->total_heads, rotated_heads = in->rotated_heads, dim = in->dim, half = in->half;
     float *out = in->out;
     for (int64_t t = first; t < last; t++)
         for (int64_t h = 0; h < total_heads; h++) {
             int64_t at = (t * total_heads + h) * dim;
             float *to = out + at;
-            if (h >= rotated) {
+            if (h >= rotated_heads) {
                 for (int64_t i = 0; i < dim; i += LANES) *(vf *)(to + i) = load(grad, at + i, half);
                 continue;
             }
@@ -206,7 +207,7 @@ int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t 
                 *(vf *)(to + i) = a * c + b * s;
                 *(vf *)(to + dim / 2 + i) = b * c - a * s;
             }
-            if (norms) norm_backward(to, qkv + at, inverse[t * rotated + h], norms + h * dim, 0, dim, to);
+            if (norms) norm_backward(to, qkv + at, inverse[t * rotated_heads + h], norms + h * dim, 0, dim, to);
         }
     return 0;
 }
