@@ -11,7 +11,7 @@ import pytest
 from small_models import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config
 
-from mint.engine.model.config import RopeScaling, read_decoder_config
+from mint.engine.model.config import Llama3Scaling, read_decoder_config
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.tensor_files import read_tensors, write_tensors
@@ -137,7 +137,7 @@ def test_other_published_models_are_refused_with_the_families_that_there_are(
 @pytest.mark.parametrize("kind", ["type", "rope_type"])
 def test_llama_3s_rope_scaling_is_read_in_every_spelling(place: str, kind: str) -> None:
     config = {**GOOD, "model_type": "llama", place: {**LLAMA3, kind: "llama3"}}
-    assert read_decoder_config(config).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 16.0)
+    assert read_decoder_config(config).rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 16.0)
     assert read_decoder_config({**config, place: {kind: "default"}}).rope_scaling is None
     assert read_decoder_config({**config, place: None}).rope_scaling is None
 

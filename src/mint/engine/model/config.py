@@ -77,7 +77,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class Llama3Scaling:
     """Llama 3's scaling: frequencies of long wavelengths are divided by `factor`, those of short ones stay, with a ramp
     in between.
 
@@ -116,7 +116,7 @@ class DecoderConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | LinearScaling | YarnScaling | None
+    rope_scaling: Llama3Scaling | LinearScaling | YarnScaling | None
     unrotated_layers: frozenset[int]
     tie_word_embeddings: bool
     experts: ExpertsConfig | None
@@ -248,7 +248,7 @@ def _magnitude(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | LinearScaling | YarnScaling | None]:
+def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Scaling | LinearScaling | YarnScaling | None]:
     """The base and the scaling. Transformers 5 writes both to `rope_parameters`. Older files have the base at the top
     level and the scaling in `rope_scaling`, whose kind is `type` or `rope_type`."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
@@ -267,7 +267,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | LinearScaling
     if kind == "yarn":
         return theta, _yarn(config, place, rope)
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    scaling = RopeScaling(**{name: _positive(f"{place}.{name}", rope.get(name)) for name in names})
+    scaling = Llama3Scaling(**{name: _positive(f"{place}.{name}", rope.get(name)) for name in names})
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise _unsupported(f"{place}.low_freq_factor", scaling.low_freq_factor, "below high_freq_factor")
     return theta, scaling

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mint.engine.model.config import DecoderConfig, LinearScaling, RopeScaling, YarnScaling
+from mint.engine.model.config import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
 
 
 def rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -16,8 +16,8 @@ def rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Te
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling
     magnitude = 1.0
-    if isinstance(scaling, RopeScaling):
-        frequencies = _scale(frequencies, scaling)
+    if isinstance(scaling, Llama3Scaling):
+        frequencies = _scale_llama3(frequencies, scaling)
     elif isinstance(scaling, LinearScaling):
         frequencies = frequencies / scaling.factor
     elif isinstance(scaling, YarnScaling):
@@ -33,7 +33,7 @@ def no_rotation(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Te
     return torch.ones(shape, device=device), torch.zeros(shape, device=device)
 
 
-def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _scale_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Frequencies [D / 2] for a context that is `factor` times as long as the original one."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
