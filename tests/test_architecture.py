@@ -28,7 +28,13 @@ HOMES: dict[str, frozenset[str]] = {
     "python_multipart": frozenset({"server/http/file_routes.py"}),
     "safetensors": frozenset({"models"}),
     "transformers": frozenset(
-        {"tokenizer.py", "engine/bases", "models/gguf_folder.py", "server/openai/rendering_process.py"}
+        {
+            "tokenizer.py",
+            "engine/bases",
+            "models/gguf_folder.py",
+            "models/transformers_progress.py",
+            "server/openai/rendering_process.py",
+        }
     ),
     "matplotlib": frozenset({"rl/tracking/plot.py"}),
     "pandas": frozenset({"runs/data_frames.py"}),

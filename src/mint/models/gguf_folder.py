@@ -11,8 +11,6 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 from mint.config import read_settings
 from mint.errors import InvalidRequestError, MissingExtraError
 from mint.models.tensor_files import write_file, write_tensors
+from mint.models.transformers_progress import without_progress
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        with _without_progress():
+        with without_progress():
             tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
             model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
     except Exception as error:  # damaged files give errors of every kind; the tokenizers' are plain exceptions
@@ -99,16 +98,3 @@ def _convert(file: Path, folder: Path) -> None:
     ends = {"eos_token_id": model.config.eos_token_id, "bos_token_id": model.config.bos_token_id}
     write_file(folder / "generation_config.json", [json.dumps(ends, indent=2).encode()])
     write_file(folder / "config.json", [json.dumps(config, indent=2, default=str).encode()])
-
-
-@contextmanager
-def _without_progress() -> Generator[None]:
-    from transformers.utils import logging as transformers_logging
-
-    shows = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shows:
-            transformers_logging.enable_progress_bar()

@@ -10,7 +10,6 @@ Letters: S sequences · T tokens of each · E hidden size · V vocabulary · I i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging as transformers_logging
 
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
@@ -30,8 +28,7 @@ from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.packing import AttentionBlock
 from mint.engine.protocol import LoraSpec
 from mint.errors import InvalidRequestError
-
-log = logging.getLogger(__name__)
+from mint.models.transformers_progress import without_progress
 
 _MLP_WORDS = ("mlp", "ffn", "feed_forward", "feedforward", "expert", "moe", "fc1", "fc2", "c_fc")
 """A layer is of the MLP if a part of its path has one of these in it; every other one is of attention."""
@@ -198,27 +195,23 @@ class _AddLora:
 
 
 def _load(path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    shows_progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with without_progress():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except (ValueError, KeyError, OSError, ImportError, TypeError, RuntimeError, AttributeError) as error:
         first = str(error).strip().split("\n")[0]
         raise _refused(
             path, f"transformers cannot load it: {first}", "Give a complete folder of a causal model"
         ) from error
-    finally:
-        if shows_progress:
-            transformers_logging.enable_progress_bar()
     model: PreTrainedModel = loaded[0]
     report = loaded[1]
     lacking = sorted(report["missing_keys"]) + sorted(str(entry) for entry in report["mismatched_keys"])
