@@ -15,11 +15,9 @@ from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
 from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.model.autograd import backward
-from mint.engine.model.operations import Attention
-from mint.engine.packing import AttentionBlock, MicroBatch, pack
+from mint.engine.packing import MicroBatch, pack
 from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum
 from mint.engine.target_logprobs import TargetLogprobs, Unembedding
-from mint.engine.upload import upload
 from mint.errors import OutOfMemoryError
 
 log = logging.getLogger(__name__)
@@ -30,20 +28,11 @@ _MISSING = np.empty(0, np.float32)
 class TrainedDecoder(Unembedding, Protocol):
     """What a pass needs of a decoder."""
 
-    def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
-        """Causal attention of packed rows."""
-        ...
+    def forward_packed(self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool) -> Tensor:
+        """Final hidden states [T, E] of the rows of `batch`, all with `lora`.
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attention: Attention,
-        loras: Sequence[LoraRows],
-        *,
-        recompute: bool = False,
-    ) -> Tensor:
-        """Final hidden states [T, E] of `tokens` [T] at `positions` [T]; `loras` cover all rows."""
+        With `recompute`, the backward runs the forward of a layer again instead of keeping its activations.
+        """
         ...
 
 
@@ -153,18 +142,14 @@ def _run(
     recompute: bool,
 ) -> None:
     """Runs one micro-batch, and adds the results of its examples."""
-    device = decoder.device
-    attention = decoder.packed_attention(batch.blocks)
-    tokens, positions = upload(device, batch.tokens, batch.positions)
     with torch.set_grad_enabled(gradient):
-        rows = [LoraRows(0, len(tokens), lora)]
-        hidden = decoder.forward(tokens, positions, attention, rows, recompute=recompute)
+        hidden = decoder.forward_packed(batch, lora, recompute=recompute)
     pairs = TargetLogprobs(
         decoder,
         hidden.detach(),
         batch.pair_rows,
         batch.pair_targets,
-        rows,
+        [LoraRows(0, len(hidden), lora)],
         temperature=loss.config.get("temperature", 1.0),
         trained=_trained_pairs(data, batch) if gradient else None,
     )

@@ -162,13 +162,13 @@ def _cache_difference(decoder: TransformersDecoder, tokens: Tensor, whole: Tenso
     if cache is None:
         raise ValueError("the model returns no cache")
     if use is CacheUse.SHARED:
-        cache[1].batch_repeat_interleave(_PROBE_SAMPLES)
+        cache.repeat(_PROBE_SAMPLES)
     rows = _PROBE_SAMPLES
     difference = 0.0
     for place in range(start, len(tokens)):
         if use is CacheUse.SHARED and place == len(tokens) - 1:
             rows = 1
-            cache[1].batch_select_indices(torch.tensor([_PROBE_SAMPLES - 1], device=decoder.device))
+            cache.select(torch.tensor([_PROBE_SAMPLES - 1], device=decoder.device))
         hidden, cache = decoder.decode(tokens[place].expand(rows), None, cache)
         found = decoder.logits(hidden, [])
         if len(found) != rows:

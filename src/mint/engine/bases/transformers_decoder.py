@@ -11,6 +11,7 @@ Letters: S sequences · T tokens of each · E hidden size · V vocabulary · I i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from transformers.pytorch_utils import Conv1D
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import min_rows
-from mint.engine.model.operations import Attention
 from mint.engine.model.torch_operations import TorchOperations
-from mint.engine.packing import AttentionBlock
+from mint.engine.packing import MicroBatch
 from mint.engine.protocol import LoraSpec
+from mint.engine.upload import upload
 from mint.errors import InvalidRequestError
 from mint.models.transformers_progress import without_progress
 
@@ -37,8 +38,24 @@ _SKIPPED = ("router", "gate")
 """Last names of layers that choose experts: they are not trained, as in PEFT's recipes."""
 
 
+@dataclass
+class ModelCache:
+    """The cache of a model: the `state`, and the `argument` of its forward that takes it."""
+
+    argument: str
+    state: Any  # `Cache` of transformers, or a class of the model's own
+
+    def repeat(self, copies: int) -> None:
+        """Each sequence stands `copies` times, next to one another."""
+        self.state.batch_repeat_interleave(copies)
+
+    def select(self, sequences: Tensor) -> None:
+        """Keeps these sequences, int64, in this order."""
+        self.state.batch_select_indices(sequences)
+
+
 class TransformersDecoder:
-    """The weights of a model and its forward; what `run_pass` and `score_prompt` need of a decoder."""
+    """The weights of a model and its forward: `TrainedDecoder`, and what `TransformersSampler` runs."""
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Loads a Hugging Face folder; never runs code from it.
@@ -100,24 +117,13 @@ class TransformersDecoder:
 
     # --- for training ---
 
-    def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
-        """Not used: the model attends by itself."""
-        return _no_attention
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attention: Attention,
-        loras: Sequence[LoraRows],
-        *,
-        recompute: bool = False,
-    ) -> Tensor:
-        """Hidden states [T, E] (or logits, see above) in float32 of one whole sequence `tokens` [T].
+    def forward_packed(self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool) -> Tensor:
+        """Hidden states [T, E] (or logits, see above) in float32 of the rows of `batch`, which is one whole sequence.
 
         With `recompute`, the model's layers run again in the backward instead of keeping their activations.
         """
-        self._lora = loras[0].weights
+        self._lora = lora
+        (tokens,) = upload(self.device, batch.tokens)
         if not (recompute and torch.is_grad_enabled() and self._model.supports_gradient_checkpointing):
             return self._run(tokens[None], None, use_cache=False)[0][0]
         self._model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -148,20 +154,26 @@ class TransformersDecoder:
 
     # --- for sampling ---
 
-    def prefill(self, tokens: Tensor, lora: LoraWeights | None, *, use_cache: bool) -> tuple[Tensor, Any]:
+    def prefill(self, tokens: Tensor, lora: LoraWeights | None, *, use_cache: bool) -> tuple[Tensor, ModelCache | None]:
         """Hidden states [S, T, E] (or logits) of equal-length sequences `tokens` [S, T], and the model's cache."""
         self._lora = lora
         return self._run(tokens, None, use_cache=use_cache)
 
-    def decode(self, tokens: Tensor, lora: LoraWeights | None, cache: Any) -> tuple[Tensor, Any]:
-        """Hidden states [S, E] (or logits) one token further: `tokens` [S] behind what is in `cache`."""
-        self._lora = lora
-        hidden, cache = self._run(tokens[:, None], cache, use_cache=True)
-        return hidden[:, -1], cache
+    def decode(self, tokens: Tensor, lora: LoraWeights | None, cache: ModelCache) -> tuple[Tensor, ModelCache]:
+        """Hidden states [S, E] (or logits) one token further: `tokens` [S] behind what is in `cache`.
 
-    def _run(self, tokens: Tensor, cache: Any, *, use_cache: bool) -> tuple[Tensor, Any]:
+        Raises:
+            ValueError: the model takes a cache and returns none.
+        """
+        self._lora = lora
+        hidden, grown = self._run(tokens[:, None], cache, use_cache=True)
+        if grown is None:
+            raise ValueError("the model returns no cache")
+        return hidden[:, -1], grown
+
+    def _run(self, tokens: Tensor, cache: ModelCache | None, *, use_cache: bool) -> tuple[Tensor, ModelCache | None]:
         model = self._model.base_model if self._is_plain else self._model
-        given = {} if cache is None else {cache[0]: cache[1]}
+        given = {} if cache is None else {cache.argument: cache.state}
         found = model(input_ids=tokens, use_cache=use_cache, **given)
         hidden = found.last_hidden_state if self._is_plain else found.logits
         return hidden.float(), _cache_of(found) if use_cache else None
@@ -258,17 +270,12 @@ def _widths(layer: nn.Module) -> tuple[int, tuple[int, ...]]:
     return layer.in_features, (layer.out_features,)
 
 
-def _cache_of(output: Any) -> tuple[str, Any] | None:
-    """The model's cache, and the name of the argument that takes it."""
+def _cache_of(output: Any) -> ModelCache | None:
     for name in ("past_key_values", "cache_params", "state"):
-        cache = getattr(output, name, None)
-        if cache is not None:
-            return name, cache
+        state = getattr(output, name, None)
+        if state is not None:
+            return ModelCache(name, state)
     return None
-
-
-def _no_attention(layer: int, heads: Tensor) -> Tensor:
-    raise NotImplementedError("a model of transformers attends by itself")
 
 
 def _refused(path: Path, problem: str, remedy: str) -> InvalidRequestError:

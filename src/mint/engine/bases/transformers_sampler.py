@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.bases.transformers_decoder import TransformersDecoder
+from mint.engine.bases.transformers_decoder import ModelCache, TransformersDecoder
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, TokenListener
@@ -58,7 +57,7 @@ class _BatchJob:
     tokens_sent: np.ndarray
     slots: np.ndarray
     rows: np.ndarray
-    cache: Any = None
+    cache: ModelCache | None = None
     scores: PromptScores = field(default_factory=PromptScores)
 
     @property
@@ -143,7 +142,7 @@ class TransformersSampler:
             prompts += size
         return found
 
-    def _run(self, entry: _BatchJob, work: Any) -> None:
+    def _run(self, entry: _BatchJob, work: Callable[[_BatchJob], None]) -> None:
         """Runs a part of a job. If memory does not suffice, the job starts again when others have ended."""
         try:
             work(entry)
@@ -177,7 +176,7 @@ class TransformersSampler:
             self._close(entry, SampleResult([], **vars(entry.scores)))
             return
         if cache is not None and self._use is CacheUse.SHARED:
-            cache[1].batch_repeat_interleave(entry.count)
+            cache.repeat(entry.count)
         entry.cache = cache
         entry.slots = self._sequences.add(entry.arrival, job, np.zeros((entry.count, 0), np.int64))
         entry.rows = np.arange(entry.count)
@@ -225,7 +224,7 @@ class TransformersSampler:
         if entry.cache is None:  # whole sequences run, of one length: those that live on
             entry.rows = entry.rows[live]
         elif self._use is CacheUse.SHARED and 2 * len(live) <= len(entry.rows):
-            entry.cache[1].batch_select_indices(torch.from_numpy(live).to(self._decoder.device))
+            entry.cache.select(torch.from_numpy(live).to(self._decoder.device))
             entry.rows = entry.rows[live]
 
     def _note_best(self, slots: np.ndarray, logits: Tensor, count: int) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mint.engine.lora import UNEMBED, LoraRows, Site
+from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
 from mint.engine.model.autograd import recomputed
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.functions import pad_rows
@@ -29,8 +29,9 @@ from mint.engine.model.operations import Attention, FeedForward, Operations
 from mint.engine.model.rope import no_rotation, rope_tables
 from mint.engine.model.weight_loader import load_weights
 from mint.engine.model.weights import MixtureWeights, list_sites
-from mint.engine.packing import AttentionBlock
+from mint.engine.packing import AttentionBlock, MicroBatch
 from mint.engine.protocol import LoraSpec
+from mint.engine.upload import upload
 from mint.models.tensor_files import StoredTensor
 
 
@@ -78,6 +79,12 @@ class Decoder:
     def sites(self, lora: LoraSpec) -> list[Site]:
         """The products that `lora` trains, in the order of storage."""
         return list_sites(self.config, lora)
+
+    def forward_packed(self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool) -> Tensor:
+        """Final hidden states (normed) [T, E] of the rows of `batch`, all with `lora`; `recompute` as in `forward`."""
+        tokens, positions = upload(self.device, batch.tokens, batch.positions)
+        rows = [LoraRows(0, len(tokens), lora)]
+        return self.forward(tokens, positions, self.packed_attention(batch.blocks), rows, recompute=recompute)
 
     def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
         """Causal attention of packed rows."""
