@@ -1,7 +1,11 @@
-"""What the engine needs of a base model, whatever computes it. `decoder_base` and `transformers_base` implement it."""
+"""A base model as the engine uses it: training passes, samplers, and what is kept for loras.
+
+`decoder_base` runs it on mint's own decoder, `transformers_base` on the modules of transformers.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -20,6 +24,7 @@ from mint.engine.protocol import (
     TokenListener,
     TrainDatum,
 )
+from mint.engine.training_pass import TrainedDecoder, run_pass
 
 
 class BaseSampler(Protocol):
@@ -43,18 +48,8 @@ class BaseSampler(Protocol):
         ...
 
 
-class BaseModel(Protocol):
-    """A loaded base model: frozen weights, to which loras are added."""
-
-    @property
-    def info(self) -> BaseInfo:
-        """Its description, with the settings that took effect."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where its weights are."""
-        ...
+class BaseDecoder(TrainedDecoder, Protocol):
+    """What computes a base model."""
 
     def sites(self, lora: LoraSpec) -> list[Site]:
         """The products that `lora` trains, in the order of storage.
@@ -63,6 +58,29 @@ class BaseModel(Protocol):
             InvalidRequestError: it trains nothing that this model has.
         """
         ...
+
+
+class BaseModel(ABC):
+    """A loaded base model: frozen weights, to which loras are added."""
+
+    def __init__(self, decoder: BaseDecoder, info: BaseInfo, micro_batching: MicroBatching) -> None:
+        """`info` describes the model, with the settings that took effect."""
+        self.info = info
+        self._trained = decoder
+        self._micro_batching = micro_batching
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self._trained.device
+
+    def sites(self, lora: LoraSpec) -> list[Site]:
+        """The products that `lora` trains, in the order of storage.
+
+        Raises:
+            InvalidRequestError: it trains nothing that this model has.
+        """
+        return self._trained.sites(lora)
 
     def run_pass(
         self,
@@ -80,34 +98,42 @@ class BaseModel(Protocol):
         Raises:
             OutOfMemoryError: memory does not suffice; nothing is added to `gradient`.
         """
-        ...
+        return run_pass(
+            self._trained,
+            lora,
+            data,
+            loss,
+            gradient=gradient,
+            micro_batching=repeated or self._micro_batching,
+            may_shrink=repeated is None,
+        )
 
+    @abstractmethod
     def open_sampler(self) -> BaseSampler:
         """An empty batch."""
-        ...
 
+    @abstractmethod
     def kept_bytes(self, lora: LoraSpec, *, with_gradient: bool) -> int:
         """The memory of what is kept for a lora beside its own weights, once it was used."""
-        ...
 
+    @abstractmethod
     def forget(self, lora: LoraWeights) -> None:
         """Frees what is kept for a lora that is not expected again."""
-        ...
 
+    @abstractmethod
     def add_weights(self, lora: LoraWeights) -> None:
         """Says that jobs with these weights may come, until `drop_weights`."""
-        ...
 
+    @abstractmethod
     def drop_weights(self, lora: LoraWeights) -> None:
         """Forgets what is cached under these weights."""
-        ...
 
     @property
+    @abstractmethod
     def counters(self) -> Mapping[str, int]:
         """Totals of all samplers since the start: `prefilled`, `reused`, `sampled`, `steps`, `restarts`."""
-        ...
 
     @property
+    @abstractmethod
     def kv_pages(self) -> Mapping[str, int]:
         """Pages of the KV cache now: `in_use`, `cached` by the prefix cache, `total`; any thread may ask."""
-        ...

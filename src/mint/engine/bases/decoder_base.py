@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from mint.engine.bases.base_model import BaseModel
 from mint.engine.devices import Device
-from mint.engine.lora import LoraWeights, Site
+from mint.engine.lora import LoraWeights
 from mint.engine.memory_budget import rows_at_once
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.decoder import Decoder
-from mint.engine.protocol import BaseInfo, LoraSpec, LossSpec, MicroBatching, PassResult, TrainDatum
+from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.prefix_cache import PrefixCache
 from mint.engine.sampling.sampler import COUNTERS, Sampler, SamplerMemory
-from mint.engine.training_pass import run_pass
 from mint.models.folder import ModelFolder
 
 _RECOMPUTE = {None: "long sequences", True: "always", False: "never"}
@@ -31,8 +30,8 @@ class CacheSizes:
     prefix_cache: int
 
 
-class DecoderBase:
-    """`BaseModel` for the families that `engine/model` computes."""
+class DecoderBase(BaseModel):
+    """The families that `engine/model` computes."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class DecoderBase:
         operations = device.operations(config, dtype)
         self._decoder = Decoder(config, folder.tensors(), operations)
         self._device = device
-        self._micro_batching = MicroBatching(rows_at_once(config, operations), recompute)
+        micro_batching = MicroBatching(rows_at_once(config, operations), recompute)
         self._caches = caches
         self._published: list[LoraWeights] = []
         self._memory: SamplerMemory | None = None
@@ -67,38 +66,13 @@ class DecoderBase:
             "unembedding_dtype": "float32",
             "device": str(device.torch),
             "threads": torch.get_num_threads(),
-            "micro_batch_rows": self._micro_batching.rows,
+            "micro_batch_rows": micro_batching.rows,
             "recompute": _RECOMPUTE[recompute],
             "path": str(folder.path),
         }
         context = config.max_position_embeddings
-        self.info = BaseInfo(name, config.model_type, config.vocab_size, context, folder.eos_token_ids, settings)
-
-    @property
-    def device(self) -> torch.device:
-        return self._decoder.device
-
-    def sites(self, lora: LoraSpec) -> list[Site]:
-        return self._decoder.sites(lora)
-
-    def run_pass(
-        self,
-        lora: LoraWeights,
-        data: Sequence[TrainDatum],
-        loss: LossSpec,
-        *,
-        gradient: Tensor | None,
-        repeated: MicroBatching | None,
-    ) -> PassResult:
-        return run_pass(
-            self._decoder,
-            lora,
-            data,
-            loss,
-            gradient=gradient,
-            micro_batching=repeated or self._micro_batching,
-            may_shrink=repeated is None,
-        )
+        info = BaseInfo(name, config.model_type, config.vocab_size, context, folder.eos_token_ids, settings)
+        super().__init__(self._decoder, info, micro_batching)
 
     def open_sampler(self) -> Sampler:
         if self._memory is None:

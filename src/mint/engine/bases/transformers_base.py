@@ -8,34 +8,35 @@ among the settings that `get_info` shows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import transformers
 from torch import Tensor
 
+from mint.engine.bases.base_model import BaseModel
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_sampler import CacheUse, TransformersSampler
 from mint.engine.devices import Device
-from mint.engine.lora import LoraWeights, Site
-from mint.engine.protocol import BaseInfo, LoraSpec, LossSpec, MicroBatching, PassResult, TrainDatum
+from mint.engine.lora import LoraWeights
+from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
 from mint.engine.sampling.sampler import COUNTERS
-from mint.engine.training_pass import run_pass
 from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
 
 log = logging.getLogger(__name__)
 
 _PROBE_PROMPT, _PROBE_TOKENS, _PROBE_SAMPLES = 20, 4, 2
-"""What is run at load: so many tokens at once, then so many one by one, in so many copies."""
+"""Sizes of the test that measures the cache at load: a prompt of 20 tokens, which runs at once, then 4 tokens, one by
+one, in 2 samples."""
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """How far logits by the cache may be from those without it, in standard deviations of the logits. More is an error in
 the cache, not rounding."""
 
 
-class TransformersBase:
-    """`BaseModel` for all that mint's own decoder does not compute."""
+class TransformersBase(BaseModel):
+    """All that mint's own decoder does not compute."""
 
     def __init__(
         self, name: str, folder: ModelFolder, device: Device, dtype: torch.dtype, *, recompute: bool | None
@@ -45,11 +46,9 @@ class TransformersBase:
         Raises:
             InvalidRequestError: transformers cannot load the folder.
         """
-        self._decoder = TransformersDecoder(folder.path, dtype, device.torch)
+        self._decoder = decoder = TransformersDecoder(folder.path, dtype, device.torch)
         self._counters = dict.fromkeys(COUNTERS, 0)
-        self._recompute = bool(recompute)
-        self._cache_use, difference = _measure_cache(self._decoder, dtype)
-        decoder = self._decoder
+        self._cache_use, difference = _measure_cache(decoder, dtype)
         settings = {
             "engine": "torch",
             "implementation": "transformers",
@@ -60,45 +59,20 @@ class TransformersBase:
             "device": str(device.torch),
             "threads": torch.get_num_threads(),
             "micro_batch_rows": 1,
-            "recompute": "always" if self._recompute else "never",
+            "recompute": "always" if recompute is True else "never",
             "sampling_cache": self._cache_use.value,
             "sampler_trainer_logit_difference": difference,
             "path": str(folder.path),
         }
         ends = folder.eos_token_ids
-        self.info = BaseInfo(name, decoder.arch, decoder.vocab_size, decoder.context_length, ends, settings)
+        info = BaseInfo(name, decoder.arch, decoder.vocab_size, decoder.context_length, ends, settings)
+        super().__init__(decoder, info, MicroBatching(1, bool(recompute)))
         log.info(
             "%s runs on %s of transformers: cache %s, sampler's logits within %.1e of the trainer's",
             name,
             decoder.class_name,
             self._cache_use.value,
             difference,
-        )
-
-    @property
-    def device(self) -> torch.device:
-        return self._decoder.device
-
-    def sites(self, lora: LoraSpec) -> list[Site]:
-        return self._decoder.sites(lora)
-
-    def run_pass(
-        self,
-        lora: LoraWeights,
-        data: Sequence[TrainDatum],
-        loss: LossSpec,
-        *,
-        gradient: Tensor | None,
-        repeated: MicroBatching | None,
-    ) -> PassResult:
-        return run_pass(
-            self._decoder,
-            lora,
-            data,
-            loss,
-            gradient=gradient,
-            micro_batching=repeated or MicroBatching(1, self._recompute),
-            may_shrink=repeated is None,
         )
 
     def open_sampler(self) -> TransformersSampler:
