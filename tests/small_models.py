@@ -31,6 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
                                     "original_max_position_embeddings": 128}},
     "smollm3": {"no_rope_layer_interval": 2, "no_rope_layers": None, "num_attention_heads": 4,
                 "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1},
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
+                "logits_scaling": 3.0, "num_attention_heads": 4, "num_key_value_heads": 2},
 }  # fmt: skip
 """What each family adds to a shape."""
 
@@ -48,8 +50,6 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 16},
     "ministral3": {},
     "phi3": {},
-    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1,
-                "logits_scaling": 2.0},
     "olmo2": {},
     "olmo3": {"sliding_window": 16},
     "gemma2": {"sliding_window": 16},

@@ -80,6 +80,11 @@ LLAMA31 = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False,
            "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
                             "original_max_position_embeddings": 8192}}  # fmt: skip
 
+GRANITE = {"model_type": "granite", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+           "rms_norm_eps": 1e-5, "rope_theta": 10000000.0, "rope_scaling": None, "vocab_size": 49159,
+           "max_position_embeddings": 131072, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+           "attention_multiplier": 0.015625, "logits_scaling": 8.0}  # fmt: skip
+
 
 def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **more: object) -> dict[str, object]:
     return {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
@@ -98,8 +103,10 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **
         ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4, tie_word_embeddings=False)}, 128),  # Qwen2.5-7B
         ({**LLAMA31, **_sizes(4096, 14336, 32, 32, 8, tie_word_embeddings=False)}, 128),  # Llama-3.1-8B
         ({**LLAMA31, **_sizes(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True)}, 64),  # Llama-3.2-1B
+        ({**GRANITE, **_sizes(2048, 8192, 40, 32, 8, tie_word_embeddings=True)}, 64),  # Granite-3.3-2B
     ],
-    ids=["Qwen3-0.6B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-1B"],
+    ids=["Qwen3-0.6B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-1B",
+         "Granite-3.3-2B"],
 )  # fmt: skip
 def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> None:
     found = read_decoder_config(config)

@@ -122,6 +122,7 @@ class _Merged:
             tokens = torch.from_numpy(example.tokens)[None]
             hidden = torch.func.functional_call(self._model.model, self._body(), (tokens,)).last_hidden_state[0]
             logits = hidden @ self._merge("lm_head", self._base["lm_head.weight"]).T
+            logits = logits / getattr(self._model.config, "logits_scaling", 1.0)
             logprobs = logits.log_softmax(-1).gather(1, torch.from_numpy(example.targets)[:, None])[:, 0]
             (-torch.from_numpy(example.weights) * logprobs).sum().backward()
 
@@ -246,6 +247,20 @@ def test_the_samplers_logprobs_are_the_trainers_bit_for_bit(family: str, dtype: 
             whole = np.concatenate([prompt, sample.tokens])
             trained = engine.forward("m", [datum(whole, prompt=len(prompt))], CROSS_ENTROPY).logprobs[0]
             assert np.array_equal(trained[len(prompt) - 1 :], sample.logprobs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 4), (256, 4), (256, 2)])
+def test_wide_heads_sample_the_bits_that_they_train(head_dim: int, kv_heads: int, dtype: str, tmp_path: Path) -> None:
+    """In sampling, heads lie side by side in one product, which is added up in parts where it is too long."""
+    write_model(tmp_path, "tied", head_dim=head_dim, num_attention_heads=4, num_key_value_heads=kv_heads)
+    engine = _engine(tmp_path, dtype)
+    engine.create_model("m", "base", LORA)
+    prompt = np.random.default_rng(3).integers(20, 90, 21)
+    for sample in engine.sample([job(prompt, num_samples=4, max_tokens=60)])[0].samples:
+        whole = np.concatenate([prompt, sample.tokens])
+        trained = engine.forward("m", [datum(whole, prompt=len(prompt))], CROSS_ENTROPY).logprobs[0]
+        assert np.array_equal(trained[len(prompt) - 1 :], sample.logprobs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, train
-from small_models import write_model
+from small_models import FAMILIES, write_model
 from torch import Tensor
 
 from mint.engine.cpu.attention import (
@@ -225,11 +225,13 @@ def _bits(result: SampleResult) -> list[tuple[bytes, bytes]]:
     return [(sample.tokens.tobytes(), sample.logprobs.tobytes()) for sample in result.samples]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_engine_s_promises_hold_with_them(native_folder: Path, tmp_path: Path, dtype: str, threads: int) -> None:
+@pytest.mark.parametrize(("family", "threads"), [*((family, 1) for family in FAMILIES), ("qwen3", 2)])
+def test_the_engine_s_promises_hold_with_them(
+    native_folder: Path, tmp_path: Path, family: str, dtype: str, threads: int
+) -> None:
     """Sampler and trainer agree bit for bit, and company changes nothing."""
-    write_model(tmp_path, "tied", **SHAPE)
+    write_model(tmp_path, "tied", family=family, **SHAPE)
     engine = _engine(tmp_path, native_folder, dtype, threads)
     rng = np.random.default_rng(5)
     jobs = [
@@ -245,8 +247,9 @@ def test_the_engine_s_promises_hold_with_them(native_folder: Path, tmp_path: Pat
             assert np.array_equal(passed.logprobs[0][len(own.prompt) - 1 :], sample.logprobs)
 
 
-def test_training_is_that_of_torch_s_own_operations(native_folder: Path, tmp_path: Path) -> None:
-    write_model(tmp_path, "tied", **SHAPE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_is_that_of_torch_s_own_operations(native_folder: Path, tmp_path: Path, family: str) -> None:
+    write_model(tmp_path, "tied", family=family, **SHAPE)
     data = random_data(4, count=8, shared=12)
     engines = [_engine(tmp_path, native, "float32") for native in (None, native_folder)]
     passes = [engine.forward_backward("m", data, CROSS_ENTROPY) for engine in engines]

@@ -139,7 +139,7 @@ class NativeOperations(CpuOperations):
         return super().lora_gradient(grad, x, lora, scale, grad_x)
 
     @override
-    def take_rows(self, table: Tensor, rows: Tensor) -> Tensor:
+    def take_rows(self, table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
         """E is a multiple of 16.
 
         Raises:
@@ -154,6 +154,7 @@ class NativeOperations(CpuOperations):
             height=table.shape[0],
             width=table.shape[1],
             half=table.dtype == torch.bfloat16,
+            scale=float(scale),
             out=out,
         )
         return out

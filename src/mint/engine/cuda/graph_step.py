@@ -114,7 +114,7 @@ def run_layers(
     weights = decoder.weights
     dtype = decoder.dtype
     eps = rows.eps
-    x = weights.embedding.index_select(0, rows.inputs[0]).float()
+    x = decoder.operations.take_rows(weights.embedding, rows.inputs[0], decoder.config.scales.embedding)
     for index, layer in enumerate(weights.layers):
         if not isinstance(layer.mlp, MlpWeights):
             raise ValueError(f"layer {index} has experts, whose steps are not captured")

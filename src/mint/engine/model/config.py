@@ -28,6 +28,7 @@ class Family:
     head_norms: bool = False
     experts: bool = False
     unrotated_layers: bool = False
+    multipliers: bool = False
 
 
 FAMILIES = {
@@ -37,6 +38,7 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3-MoE", head_norms=True, experts=True),
     "mistral": Family("Mistral"),
     "smollm3": Family("SmolLM3", unrotated_layers=True),
+    "granite": Family("Granite", multipliers=True),
 }
 """By the `model_type` of config.json."""
 
@@ -91,6 +93,16 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """Constants that some families multiply with: embedded tokens; queries and keys, before their products are divided
+    by √head_dim; and logits."""
+
+    embedding: float = 1.0
+    query_key: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """A mixture of experts in place of the MLP, in `layers`: each token goes to `per_token` of `count` experts."""
 
@@ -120,6 +132,7 @@ class DecoderConfig:
     unrotated_layers: frozenset[int]
     tie_word_embeddings: bool
     experts: ExpertsConfig | None
+    scales: Scales = Scales()
 
     @property
     def family(self) -> Family:
@@ -151,12 +164,15 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise _unsupported("model_type", model_type, "one of the families")
     _refuse_options(config)
+    family = FAMILIES[model_type]
     heads = _size(config, "num_attention_heads")
     key_value_heads = _size(config, "num_key_value_heads", default=heads)
     if heads % key_value_heads:
         raise _unsupported("num_key_value_heads", key_value_heads, f"a divisor of the {heads} query heads")
     layers = _size(config, "num_hidden_layers")
     hidden = _width(config, "hidden_size")
+    head_dim = _width(config, "head_dim", default=hidden // heads)
+    residual, scales = _multipliers(config, head_dim) if family.multipliers else (1.0, Scales())
     theta, scaling = _rope(config)
     return DecoderConfig(
         model_type=model_type,
@@ -166,14 +182,15 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
-        head_dim=_width(config, "head_dim", default=hidden // heads),
+        head_dim=head_dim,
         max_position_embeddings=_size(config, "max_position_embeddings"),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)) / residual**2,
         rope_theta=theta,
         rope_scaling=scaling,
-        unrotated_layers=_unrotated_layers(config, layers) if FAMILIES[model_type].unrotated_layers else frozenset(),
+        unrotated_layers=_unrotated_layers(config, layers) if family.unrotated_layers else frozenset(),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        experts=_experts(config, layers) if FAMILIES[model_type].experts else None,
+        experts=_experts(config, layers) if family.experts else None,
+        scales=scales,
     )
 
 
@@ -217,6 +234,18 @@ def _unrotated_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
     if not isinstance(marks, list) or len(marks) != layers:
         raise _unsupported("no_rope_layers", marks, f"a list of {layers} marks, 1 or 0")
     return frozenset(layer for layer, is_rotated in enumerate(marks) if not is_rotated)
+
+
+def _multipliers(config: Mapping[str, Any], head_dim: int) -> tuple[float, Scales]:
+    """Granite's constants: what attention and MLP give is multiplied with the first of them before it is added.
+
+    Rows are divided by it here instead, from the embedding on. Norms give the same for them, with an `eps` that is
+    divided by its square.
+    """
+    names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    embedding, residual, attention, divisor = (_positive(name, config.get(name, 1.0)) for name in names)
+    query_key = math.sqrt(attention * math.sqrt(head_dim))
+    return residual, Scales(embedding=embedding / residual, query_key=query_key, logits=1 / divisor)
 
 
 def _yarn(config: Mapping[str, Any], place: str, rope: Mapping[str, Any]) -> YarnScaling:

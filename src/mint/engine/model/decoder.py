@@ -111,7 +111,7 @@ class Decoder:
         context = self._context(self.rope, positions)
         unrotated = context if self._unrotated is None else self._context(self._unrotated, positions)
         batch = _ForwardBatch(count, attention, cover(loras, count, len(tokens)), context, unrotated)
-        x = self.operations.take_rows(self.weights.embedding, tokens)
+        x = self.operations.take_rows(self.weights.embedding, tokens, self.config.scales.embedding)
         for index in range(len(self.weights.layers)):
             layer = partial(self._layer, index, batch=batch)
             x = recomputed(layer, x) if recompute else layer(x)

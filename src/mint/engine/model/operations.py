@@ -80,8 +80,8 @@ class Operations(Protocol):
 
     # --- rows ---
 
-    def take_rows(self, table: Tensor, rows: Tensor) -> Tensor:
-        """Rows of a `table` [any, E] by their numbers int64 [T], in float32."""
+    def take_rows(self, table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
+        """Rows of a `table` [any, E] by their numbers int64 [T], in float32, times `scale`."""
         ...
 
     def join_rows(self, parts: Sequence[Tensor]) -> Tensor:

@@ -11,18 +11,18 @@ from mint.engine.model.config import DecoderConfig, LinearScaling, Llama3Scaling
 
 
 def rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, D / 2] in float32, computed as Hugging Face does."""
+    """cos and sin [positions, D / 2] in float32, computed as Hugging Face does, and times `scales.query_key`."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling
-    magnitude = 1.0
+    magnitude = config.scales.query_key
     if isinstance(scaling, Llama3Scaling):
         frequencies = _scale_llama3(frequencies, scaling)
     elif isinstance(scaling, LinearScaling):
         frequencies = frequencies / scaling.factor
     elif isinstance(scaling, YarnScaling):
         frequencies = _scale_yarn(frequencies, scaling, config)
-        magnitude = scaling.attention_factor
+        magnitude *= scaling.attention_factor
     angles = torch.arange(config.max_position_embeddings, dtype=torch.float32)[:, None] * frequencies
     return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
 
@@ -30,7 +30,7 @@ def rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Te
 def no_rotation(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tables as those of `rope_tables` that rotate nothing."""
     shape = config.max_position_embeddings, config.head_dim // 2
-    return torch.ones(shape, device=device), torch.zeros(shape, device=device)
+    return torch.full(shape, config.scales.query_key, device=device), torch.zeros(shape, device=device)
 
 
 def _scale_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

@@ -89,8 +89,9 @@ class TorchOperations:
 
     # --- rows ---
 
-    def take_rows(self, table: Tensor, rows: Tensor) -> Tensor:
-        return table.index_select(0, rows).float()
+    def take_rows(self, table: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
+        found = table.index_select(0, rows).float()
+        return found if scale == 1 else found.mul_(scale)
 
     def join_rows(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))

@@ -30,7 +30,7 @@ def load_weights(config: DecoderConfig, tensors: Mapping[str, StoredTensor], ope
     loader = _Loader(config, tensors, operations)
     layers = [loader.layer(index) for index in range(config.num_hidden_layers)]
     embedding = loader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), operations.dtype)
-    final_norm = loader.take("model.norm.weight", (config.hidden_size,))
+    final_norm = loader.take("model.norm.weight", (config.hidden_size,)) * config.scales.logits
     if config.tie_word_embeddings:
         loader.ignore("lm_head.weight")
         unembedding = embedding

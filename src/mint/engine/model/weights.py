@@ -48,7 +48,8 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """All of a base model. `unembedding` shares the memory of the embedding where the two are tied."""
+    """All of a base model. `unembedding` shares the memory of the embedding where the two are tied; `final_norm` is
+    multiplied with the scale of the logits."""
 
     layers: list[LayerWeights]
     embedding: Tensor  # [V, E], in the base's dtype

@@ -23,6 +23,9 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 NARROWEST = 16
 """From this head dimension on, several heads side by side in a product give each the same bits (measured: not at 8)."""
 
+WIDEST = 384
+"""MKL adds up longer products in parts, whose edges would fall into a head (measured for float32 with 448 and more)."""
+
 
 class KVCache:
     """Keys and values of one base model, with a reference count for each page. Take pages through a `Lease`."""
@@ -157,7 +160,10 @@ def _side_by_side(config: DecoderConfig) -> int:
     groups = config.num_attention_heads // config.num_key_value_heads
     heads = 1
     while (
-        heads * groups < MIN_QUERIES and config.head_dim >= NARROWEST and config.num_key_value_heads % (2 * heads) == 0
+        heads * groups < MIN_QUERIES
+        and config.head_dim >= NARROWEST
+        and 2 * heads * config.head_dim <= WIDEST
+        and config.num_key_value_heads % (2 * heads) == 0
     ):
         heads *= 2
     return heads

@@ -8,15 +8,17 @@ typedef struct {
     const char *table;
     const int64_t *rows;
     int64_t height, width, half;
+    double scale;
     float *out;
 } TakeRows;
 
-/* out [T, width] = the rows of `table` [height, width], of which the elements may be half as wide. */
+/* out [T, width] = scale times rows of `table` [height, width], of which the elements may be half as wide. */
 int take_rows(const TakeRows *in, int64_t first, int64_t last) {
+    const float scale = in->scale;
     for (int64_t t = first; t < last; t++) {
         if (in->rows[t] < 0 || in->rows[t] >= in->height) return 3;
         for (int64_t i = 0; i < in->width; i += LANES)
-            *(vf *)(in->out + t * in->width + i) = load(in->table, in->rows[t] * in->width + i, in->half);
+            *(vf *)(in->out + t * in->width + i) = scale * load(in->table, in->rows[t] * in->width + i, in->half);
     }
     return 0;
 }
