@@ -43,7 +43,7 @@ test: $(VENV)/.dev  ## the whole suite but the slow marks (under 10 minutes on 2
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 test-fast: $(VENV)/.dev  ## what to run while editing (under 90 seconds)
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not learns" -x tests/service tests/client tests/rl tests/test_architecture.py tests/test_public_names.py tests/test_checklist.py
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not learns and not restarts" -x tests/service tests/client tests/rl tests/test_architecture.py tests/test_public_names.py tests/test_checklist.py
 
 test-slow: $(VENV)/.dev  ## everything, the long and the registry-bound included
 	$(BIN)/python -m pytest

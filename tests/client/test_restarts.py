@@ -22,6 +22,8 @@ from waiting import HANG_S
 import mint
 from mint.types import AdamParams, Datum, ModelInput, SamplingParams
 
+pytestmark = pytest.mark.restarts
+
 
 def sft_loop(client: mint.ServiceClient, steps: int, before_step: Callable[[int], None]) -> list[Any]:
     """Every loss, digest and sample of a small loop, pipelined as recipes do it."""

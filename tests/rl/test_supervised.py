@@ -109,6 +109,7 @@ def next_digest(data_dir: Path, checkpoint: str) -> str | None:
         return trainer.optim_step(AdamParams(learning_rate=1e-3)).result().state_digest
 
 
+@pytest.mark.restarts
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_killed_run_resumes_to_the_same_bits(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINT_THREADS", "1")

@@ -34,8 +34,7 @@ def stop_with_a_pending_step(harness: Harness, model_id: str) -> None:
     harness.run("forward_backward", model_id, 1, GOOD_PASS)
     harness.run("optim_step", model_id, 2, STEP)
     harness.run("forward_backward", model_id, 3, GOOD_PASS)
-    harness.service.call_soon(harness.service._worker._stopping.set)
-    harness.service._worker._thread.join()
+    harness.service._worker.stop()
     harness.send("optim_step", model_id, 4, STEP)
     harness.service.stop()
 

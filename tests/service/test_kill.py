@@ -23,6 +23,8 @@ from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.worker import snapshots, worker
 from mint.server.worker.trainer import Trainer
 
+pytestmark = pytest.mark.restarts
+
 FORK = multiprocessing.get_context("fork")
 STEPS = 8
 
