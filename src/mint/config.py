@@ -26,7 +26,7 @@
 | `MINT_SERVE_PUBLIC_URL` | its address outside, behind a proxy: links to files begin with it | the address called |
 | `MINT_SERVE_OPERATORS` | comma-separated owners whose keys open dashboard and metrics | the owner of all keys |
 | `MINT_SERVE_MAX_SESSIONS`, `MINT_SERVE_MAX_MODELS` | how many may live at once, of all owners | `4096`, `1024` |
-| `MINT_SERVE_OWNER_SESSIONS`, `MINT_SERVE_OWNER_MODELS` | of an owner whose key says nothing else | `256`, `64` |
+| `MINT_SERVE_OWNER_SESSIONS`, `MINT_SERVE_OWNER_MODELS` | of an owner whose key says nothing else | `256`, `256` |
 | `MINT_SERVE_OWNER_CHECKPOINTS_MIB` | the space for the checkpoints of such an owner | a quarter of what is free |
 | `MINT_SERVE_MAX_BODY_MB`, `MINT_SERVE_BODY_TIMEOUT_S` | limits of one request's body | `64`, `30` |
 | `MINT_SERVE_STOP_WITHIN_S` | the longest time of a shutdown | `20` |
@@ -172,11 +172,11 @@ class ServeSettings(BaseSettings):
     insecure: bool = False
     public_url: Annotated[str, AfterValidator(_http_address)] | None = None
     operators: Annotated[tuple[str, ...], NoDecode] = ()
-    max_sessions: int = Field(4096, ge=1)
-    max_models: int = Field(1024, ge=1)
-    owner_sessions: int = Field(256, ge=1)
-    owner_models: int = Field(256, ge=1)
-    owner_checkpoints_mib: int | None = Field(None, ge=0)
+    max_sessions: int = Field(4096, ge=1, le=1_000_000)
+    max_models: int = Field(1024, ge=1, le=1_000_000)
+    owner_sessions: int = Field(256, ge=1, le=1_000_000)
+    owner_models: int = Field(256, ge=1, le=1_000_000)
+    owner_checkpoints_mib: int | None = Field(None, ge=0, le=1 << 40)
     max_body_mb: int = Field(64, ge=1, le=1024)
     body_timeout_s: float = Field(30.0, ge=1, le=3600)
     stop_within_s: float = Field(20.0, ge=1, le=3600)

@@ -151,9 +151,9 @@ def test_runs_are_not_shown_to_other_owners(place: Place) -> None:
     key = make_key(place.folder, "bob")
     with place.browser() as browser:
         refused = place.enter(browser, key)
-        assert refused.status_code == 401 and "--operator bob" in refused.text and "set-cookie" not in refused.headers
+        assert refused.status_code == 403 and "--operator bob" in refused.text and "set-cookie" not in refused.headers
         answer = browser.get(f"{API}/runs", headers={"authorization": f"Bearer {key}"})
-        assert answer.status_code == 401 and RUN not in answer.text
+        assert answer.status_code == 403 and RUN not in answer.text
 
 
 def test_a_revoked_key_ends_its_sessions(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_without_named_operators_the_owner_of_all_keys_is_one(tmp_path: Path) ->
     with running(tmp_path) as server, httpx.Client(base_url=server.url) as client:
         assert client.get(f"{API}/runs", headers=ann).status_code == 200
         bob = {"authorization": f"Bearer {make_key(tmp_path, 'bob')}"}
-        assert [client.get(f"{API}/runs", headers=headers).status_code for headers in (ann, bob)] == [401, 401]
+        assert [client.get(f"{API}/runs", headers=headers).status_code for headers in (ann, bob)] == [403, 403]
 
 
 def test_without_keys_nobody_is_asked(tmp_path: Path) -> None:

@@ -147,6 +147,72 @@ def test_the_command_line_shows_and_changes_quotas_beside_a_running_server(tmp_p
         assert shown["quotas"]["max_sessions"] is None and shown["quotas"]["max_models"] == 4
 
 
+def refused(*arguments: str) -> dict[str, str]:
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 1, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--max-models", "-1"),
+        ("--max-models", "1000001"),
+        ("--max-models", str(10**30)),
+        ("--max-sessions", "0"),
+        ("--max-waiting-requests", "0"),
+        ("--max-waiting-requests", "4097"),
+        ("--max-checkpoint-bytes", "-1"),
+        ("--max-checkpoint-bytes", str(10**19)),
+    ],
+)
+def test_a_quota_that_cannot_be_meant_is_refused_with_what_would_be_right(
+    tmp_path: Path, option: str, value: str
+) -> None:
+    made = json.loads(mint("keys", "create", "--owner", "ann", "--data-dir", str(tmp_path), "--json"))
+    for command in (("create", "--owner", "bob"), ("update", made["key_id"])):
+        error = refused("keys", *command, option, value, "--data-dir", str(tmp_path))
+        assert error["field"] == option[2:].replace("-", "_") and error["value"] == value and "Give " in error["remedy"]
+    assert len(json.loads(mint("keys", "list", "--data-dir", str(tmp_path), "--json"))) == 1
+
+
+def test_an_owner_may_have_no_models_and_no_checkpoints(database: Database) -> None:
+    keys = ApiKeys(database)
+    key, _ = keys.create("ann", Quotas(max_models=0, max_checkpoint_bytes=0))
+    caller = keys.verify(key)
+    assert caller is not None and caller.quotas == Quotas(max_models=0, max_checkpoint_bytes=0)
+
+
+def test_an_update_of_a_revoked_key_or_of_nothing_says_so(tmp_path: Path) -> None:
+    place = ("--data-dir", str(tmp_path))
+    made = json.loads(mint("keys", "create", "--owner", "ann", *place, "--json"))
+    nothing = refused("keys", "update", made["key_id"], *place)
+    assert nothing["field"] == "quotas" and "--max-models" in nothing["remedy"] and "--reset" in nothing["remedy"]
+    mint("keys", "update", made["key_id"], "--reset", *place)
+    mint("keys", "revoke", made["key_id"], *place)
+    revoked = refused("keys", "update", made["key_id"], "--max-models", "3", *place)
+    assert "revoked" in revoked["message"] and "mint keys create --owner ann" in revoked["remedy"]
+    assert json.loads(mint("keys", "show", made["key_id"], *place, "--json"))["quotas"]["max_models"] is None
+
+
+def test_the_number_of_a_default_is_shown_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = ("--data-dir", str(tmp_path))
+    made = json.loads(mint("keys", "create", "--owner", "ann", "--max-models", "3", *place, "--json"))
+    monkeypatch.setenv("MINT_SERVE_OWNER_SESSIONS", "1234")
+    (tmp_path / "mint.toml").write_text("owner_checkpoints_mib = 2\n")
+    config = ("--config", str(tmp_path / "mint.toml"))
+    shown = {line.split()[0]: line for line in mint("keys", "show", made["key_id"], *place, *config).splitlines()[2:]}
+    assert "1,234 (default)" in shown["max_sessions"]
+    assert "4,096 (default)" in shown["max_waiting_requests"]
+    assert "2,097,152 (default)" in shown["max_checkpoint_bytes"]
+    assert "default" not in shown["max_models"]
+    defaults = json.loads(mint("keys", "show", made["key_id"], *place, "--json"))["defaults"]
+    assert defaults["max_sessions"] == 1234 and defaults["max_checkpoint_bytes"] > 0
+    with running(tmp_path) as server:  # what is shown is what holds
+        caller = server.keys.verify(made["key"])
+        assert caller is not None and caller.quotas.max_sessions == 1234
+
+
 def test_an_unknown_key_cannot_be_revoked(database: Database) -> None:
     with pytest.raises(NotFoundError):
         ApiKeys(database).revoke("nothing")

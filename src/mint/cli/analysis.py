@@ -37,7 +37,7 @@ def evaluate(
         with open_task(task, parse_assignments(assignments or [])) as choice, ServiceClient() as service:
             estimates = evaluate_checkpoint(checkpoint, choice.adapter, config=choice.config, service=service)
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
     print_estimates(Console(stderr=as_json), f"{checkpoint} on {task}", estimates)
     if as_json:
         typer.echo(json.dumps({f"{temperature:g}": estimate.to_dict() for temperature, estimate in estimates.items()}))
@@ -55,7 +55,7 @@ def diagnose(
         findings = diagnose_run(run)
         ledger, items = run_token_counts(run)
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
     people = Console(stderr=as_json)
     print_findings(people, findings)
     print_token_counts(people, ledger, items)
@@ -84,7 +84,7 @@ def bisect(
                 lambda path: evaluate_checkpoint(path, choice.adapter, config=choice.config, service=service),
             )
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
     print_regression(Console(stderr=as_json), metric, regression)
     if as_json:
         typer.echo(json.dumps(asdict(regression)))
@@ -108,7 +108,7 @@ def doctor(
                 choice.adapter, choice.config, prompts=prompts, samples=samples, seed=choice.config.seed
             )
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
     print_examination(Console(stderr=as_json), task, examination)
     if as_json:
         typer.echo(json.dumps(examination.to_dict(), default=str))

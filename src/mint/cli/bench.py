@@ -57,7 +57,7 @@ def bench(
             max_tokens=new,
         )
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:

@@ -60,7 +60,7 @@ def chaos(
             else:
                 report = campaign.run(kills=kills, every_point=points, faults=names)
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:

@@ -42,7 +42,7 @@ def recover(
         else:
             _report(stopped_models.decide(folder, model, decision, _is_sound), as_json)
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
 
 
 def _decision(*, retry: bool, accept: bool, at_snapshot: bool) -> Decision | None:

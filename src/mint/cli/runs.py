@@ -56,7 +56,7 @@ def rollouts(
         reader = RunReader(find_run(run))
         rows = _select(reader, step=step, worst=worst, best=best, item=item, flags=frozenset(flag or ()), text=text)
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
     if as_json:
         typer.echo(json.dumps({"rollouts": rows}))
         return

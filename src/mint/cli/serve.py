@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Generator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +21,14 @@ from mint.cli.terminal import fail
 from mint.errors import InvalidRequestError, MintError
 
 if TYPE_CHECKING:
+    from mint.server.callers import Quotas
     from mint.server.store.keys import ApiKeys
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of a data directory, also while a server runs there.")
 
 DataDir = Annotated[Path | None, typer.Option(help="where the server's data lies; MINT_HOME if not given")]
 Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
-Quota = typer.Option(min=0, help="a limit of this key's owner; the server's default if not given")
+Quota = typer.Option(help="a limit of this key's owner; the server's default if not given")
 
 
 def serve(
@@ -100,7 +102,7 @@ def create(
     from mint.server.callers import Quotas  # deferred: loads the database
 
     quotas = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
-    with _opened_keys(data_dir, make=True) as keys:
+    with _opened_keys(data_dir, as_json, make=True) as keys:
         own = _own_key(from_stdin=key_stdin, file=key_file)
         key, row = keys.create(owner, quotas, key=own)
     if as_json:
@@ -119,7 +121,7 @@ def create(
 @keys_app.command(name="list")
 def list_keys(data_dir: DataDir = None, as_json: Json = False) -> None:
     """All keys ever made, by how they begin."""
-    with _opened_keys(data_dir) as keys:
+    with _opened_keys(data_dir, as_json) as keys:
         rows = keys.list()
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows]))
@@ -138,22 +140,35 @@ def list_keys(data_dir: DataDir = None, as_json: Json = False) -> None:
 def show(
     key_id: Annotated[str, typer.Argument(help="as `mint keys list` shows it")],
     data_dir: DataDir = None,
+    config: Annotated[Path | None, typer.Option(help="the server's TOML file, for the defaults that it sets")] = None,
     as_json: Json = False,
 ) -> None:
-    """The quotas of a key, and how much its owner uses of them."""
-    with _opened_keys(data_dir) as keys:
+    """The quotas of a key, and how much its owner uses of them. Defaults are those of a server that starts now."""
+    with _opened_keys(data_dir, as_json) as keys:
         row = keys.row(key_id)
         used = keys.use_of(row.owner)
+        defaults = _defaults(keys, data_dir, config)
     if as_json:
-        typer.echo(json.dumps({**asdict(row), "used": asdict(used)}))
+        typer.echo(json.dumps({**asdict(row), "defaults": asdict(defaults), "used": asdict(used)}))
         return
     table = Table("quota", "limit", "used", title=f"{row.key_id} of {row.owner}", box=None)
     for name, limit in asdict(row.quotas).items():
         use = getattr(used, name)
-        table.add_row(
-            name, "the server's default" if limit is None else f"{limit:,}", "" if use is None else f"{use:,}"
-        )
+        shown = f"{getattr(defaults, name):,} (default)" if limit is None else f"{limit:,}"
+        table.add_row(name, shown, "" if use is None else f"{use:,}")
     Console().print(table)
+
+
+def _defaults(keys: ApiKeys, data_dir: Path | None, config: Path | None) -> Quotas:
+    """The quotas that hold where a key has none of its own."""
+    from mint.compose.owner_quotas import default_quotas  # deferred: loads the database
+    from mint.config import read_serve_settings
+    from mint.server.limits import MAX_WAITING_REQUESTS
+
+    settings = read_serve_settings({} if data_dir is None else {"data_dir": data_dir}, config)
+    free_bytes = shutil.disk_usage(settings.folder).free
+    quotas = default_quotas(settings, free_bytes=free_bytes, stored_bytes=keys.stored_bytes())
+    return replace(quotas, max_waiting_requests=MAX_WAITING_REQUESTS)
 
 
 @keys_app.command()
@@ -171,7 +186,12 @@ def update(
     from mint.server.callers import Quotas  # deferred: loads the database
 
     given = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
-    with _opened_keys(data_dir) as keys:
+    with _opened_keys(data_dir, as_json) as keys:
+        if given == Quotas() and not reset:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in asdict(given))
+            raise InvalidRequestError(
+                "are not given", field="quotas", value="(none)", remedy=f"Give {names}, or --reset"
+            )
         row = keys.row(key_id)
         row = keys.set_quotas(key_id, given if reset else given.with_defaults(row.quotas))
     shown = ", ".join(f"{name} {value}" for name, value in asdict(row.quotas).items() if value is not None)
@@ -185,7 +205,7 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Ends a key within a second, also on a server that runs. Its owner's work stays."""
-    with _opened_keys(data_dir) as keys:
+    with _opened_keys(data_dir, as_json) as keys:
         row = keys.revoke(key_id)
     typer.echo(json.dumps(asdict(row)) if as_json else f"Key {row.key_id} of {row.owner} is revoked.")
 
@@ -205,7 +225,7 @@ def _own_key(*, from_stdin: bool, file: Path | None) -> str | None:
 
 
 @contextmanager
-def _opened_keys(data_dir: Path | None, *, make: bool = False) -> Generator[ApiKeys]:
+def _opened_keys(data_dir: Path | None, as_json: bool, *, make: bool = False) -> Generator[ApiKeys]:
     """The keys of a data directory; an error in the block ends the command with one sentence."""
     from mint.config import read_settings  # deferred: loads the database
     from mint.server.private_files import open_data_dir
@@ -226,7 +246,7 @@ def _opened_keys(data_dir: Path | None, *, make: bool = False) -> Generator[ApiK
         with closing(Database(folder / JOURNAL_FILE)) as database:
             yield ApiKeys(database)
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
 
 
 def _day(seconds: float | None) -> str:

@@ -66,7 +66,7 @@ def demo(
             trackers=track or (),
         )
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
     print_run(Console(stderr=as_json), result, RunLog(result.run_dir).read("evaluations.jsonl"))
     if as_json:
         typer.echo(json.dumps(report))
@@ -94,6 +94,6 @@ def train(
             recipe.value, arguments, run_dir=run_dir, resume=resume, console=Console(stderr=True), yes=yes
         )
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
     if as_json:
         typer.echo(json.dumps(report, default=str))

@@ -24,6 +24,7 @@ from mint.compose.dashboard_server import is_operator, key_or_session, over_serv
 from mint.compose.embedded import limits_of, torch_engine
 from mint.compose.http_server import HttpServer, http_config, url_of
 from mint.compose.lost_device import guarded
+from mint.compose.owner_quotas import default_quotas
 from mint.config import ServeSettings, read_settings
 from mint.dashboard.app import routes
 from mint.dashboard.login import Visitor
@@ -31,11 +32,9 @@ from mint.engine.protocol import Engine
 from mint.errors import InvalidRequestError
 from mint.models.registry import available
 from mint.server.all_routes import ROUTES
-from mint.server.callers import Quotas
 from mint.server.http.app import create_app
 from mint.server.http.bodies import MIB, Bodies, BodyLimits
 from mint.server.http.key_guesses import GuardedKeys
-from mint.server.limits import default_checkpoint_bytes
 from mint.server.ops import preflight
 from mint.server.ops.logs import configure_logs, log_access
 from mint.server.ops.metrics import Metrics
@@ -132,7 +131,12 @@ class Server:
             self._metrics = metrics = Metrics()
             self.service = _open_service(settings, metrics, engine)
             opened.pop_all()  # all is open: `run` closes it
-        self.keys = ApiKeys(self.service.journal.database, defaults=_owner_quotas(settings, self.service))
+        defaults = default_quotas(
+            settings,
+            free_bytes=self.service.disk.free_bytes,
+            stored_bytes=self.service.checkpoints.used_bytes(),
+        )
+        self.keys = ApiKeys(self.service.journal.database, defaults=defaults)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
         self._disk_threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-accept")
         guarded = GuardedKeys(self.keys)
@@ -190,16 +194,6 @@ class Server:
     def _release_clients(self) -> None:
         self.service.release_waiters()
         self._dashboard.close()
-
-
-def _owner_quotas(settings: ServeSettings, service: Service) -> Quotas:
-    """The quotas of an owner whose key has none of its own."""
-    if settings.owner_checkpoints_mib is None:
-        # what is stored already counts as free, so that a restart changes nothing
-        most = default_checkpoint_bytes(service.disk.free_bytes + service.checkpoints.used_bytes())
-    else:
-        most = settings.owner_checkpoints_mib * MIB
-    return Quotas(settings.owner_sessions, settings.owner_models, None, most)
 
 
 def _make_folder(folder: Path) -> None:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mint.errors import AuthenticationError, ForeignPageError
-from mint.server.http.auth import address_of, key_of, sender_of
+from mint.server.http.auth import KeyHolder, address_of, key_of, require_operator, sender_of
 
 IDLE_S = 12 * 3600.0
 """A session ends when it has not been used for this long, when its key is revoked, and when the process ends."""
@@ -29,13 +29,8 @@ MAX_SESSIONS = 1024
 SAFE_METHODS = frozenset({"GET", "HEAD"})
 
 
-class Visitor(Protocol):
-    """The holder of a key."""
-
-    @property
-    def owner(self) -> str:
-        """The owner's name."""
-        ...
+class Visitor(KeyHolder, Protocol):
+    """The holder of a key, and the key's name."""
 
     @property
     def key_id(self) -> str | None:
@@ -78,7 +73,8 @@ class Login:
         """The token of a new session for a browser at `address`.
 
         Raises:
-            AuthenticationError: the key is unknown, or its owner may not see the runs.
+            AuthenticationError: the key is unknown.
+            OperatorOnlyError: its owner may not see the runs.
             OverloadedError: too many different wrong keys have come from there.
         """
         visitor = self._admitted(self._keys.verify(key, address) if key else None)
@@ -100,6 +96,7 @@ class Login:
 
         Raises:
             AuthenticationError: there is neither a valid key nor a valid session.
+            OperatorOnlyError: its holder may not see the runs.
             ForeignPageError: the cookie came with a request that a page of another origin made.
         """
         key = key_of(request)
@@ -137,13 +134,7 @@ class Login:
         if visitor is None:
             remedy = "Ask the operator for one: mint keys create --owner NAME"
             raise AuthenticationError("the API key is not known here, or was revoked", remedy=remedy)
-        if not self._admits(visitor):
-            raise AuthenticationError(
-                "may not see the runs of this server: they belong to who runs it",
-                field="owner",
-                value=visitor.owner,
-                remedy=f"The operator can start it with: mint serve --operator {visitor.owner}",
-            )
+        require_operator(visitor, self._admits)
         return visitor
 
 
@@ -161,7 +152,8 @@ class AccessCheck:
         """The sender of a request; None if no key is needed.
 
         Raises:
-            AuthenticationError: the sender has no access.
+            AuthenticationError: the sender has no valid key or session.
+            OperatorOnlyError: the sender has one, and is no operator.
         """
         self.screen(request)
         if self.login is not None:

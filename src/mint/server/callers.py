@@ -5,6 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from mint.errors import InvalidRequestError, OverloadedError
+from mint.server.limits import MAX_WAITING_REQUESTS
+
+MAX_COUNT = 1_000_000
+MAX_STORED_BYTES = 1 << 60
+
+_SENSIBLE = {
+    "max_sessions": (1, MAX_COUNT),
+    "max_models": (0, MAX_COUNT),
+    "max_waiting_requests": (1, MAX_WAITING_REQUESTS),
+    "max_checkpoint_bytes": (0, MAX_STORED_BYTES),
+}
+"""The least and the greatest value of each quota. An owner without models can sample, and one without checkpoints can
+train; without a session or a request an owner can do nothing."""
 
 LOCAL_OWNER = "local"
 """The owner of what is made without keys: in this process, or by a server without keys. The schema has it, too."""
@@ -24,6 +37,20 @@ class Quotas:
         return Quotas(
             **{name: getattr(defaults, name) if value is None else value for name, value in asdict(self).items()}
         )
+
+    def require_sensible(self) -> None:
+        """Checks that each quota has a value that can be meant.
+
+        Raises:
+            InvalidRequestError: one is negative, too large to limit anything, or zero where nothing could be done.
+        """
+        for name, (least, greatest) in _SENSIBLE.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= greatest:
+                remedy = f"Give {least:,} to {greatest:,}, or leave it out for the server's default"
+                if value == 0:
+                    remedy += "; to end a key: mint keys revoke KEY_ID"
+                raise InvalidRequestError("is no limit that can be used", field=name, value=value, remedy=remedy)
 
     def require_session(self, used: int) -> None:
         """Checks that one more session may be opened, while `used` are open.

@@ -22,6 +22,8 @@ PUBLISHED_SHARE = 0.25
 CHECKPOINT_SHARE = 0.25
 """The share of a disk's free space that the checkpoints of one owner may take, by default."""
 
+MAX_WAITING_REQUESTS = 4096
+"""Requests of one owner that may wait; a quota can only lower it."""
 
 WAITING_SHARE = 0.125
 MAX_WAITING_BYTES = 2048 * MIB

@@ -65,7 +65,7 @@ def list_runs(
     as_json: Json = False,
 ) -> None:
     """The models of the service, newest first; and the runs whose folders are on this machine."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         page = storage.runs(PageQuery(limit=limit, offset=offset, access_scope=_scope(accessible)))
         if as_json:
             document = {
@@ -105,9 +105,9 @@ def show_run(
         try:
             show_run_folder(folder, as_json=as_json)
         except MintError as error:
-            fail(error)
+            fail(error, as_json=as_json)
         return
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         run = storage.run(run_id)
         saved = storage.checkpoints_of(run_id).checkpoints
         if as_json:
@@ -137,7 +137,7 @@ def list_checkpoints(
     as_json: Json = False,
 ) -> None:
     """Checkpoints, newest first."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         if run_id is None:
             page = storage.checkpoints(PageQuery(limit=limit, offset=offset, access_scope=_scope(accessible)))
         else:
@@ -153,7 +153,7 @@ def list_checkpoints(
 @checkpoints_app.command(name="show")
 def show_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json: Json = False) -> None:
     """One checkpoint."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         print_checkpoint(storage.checkpoint(path), as_json)
 
 
@@ -165,7 +165,7 @@ def delete_checkpoints(
     as_json: Json = False,
 ) -> None:
     """Deletes checkpoints for good. Samplers and models that have loaded them continue."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         chosen = [storage.checkpoint(path) for path in paths]
         if not yes:
             for one in chosen:
@@ -182,7 +182,7 @@ def delete_checkpoints(
 @checkpoints_app.command(name="publish")
 def publish_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Lets everyone who knows its path read it."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         storage.publish(path, public=True)
         print_checkpoint(storage.checkpoint(path), as_json)
 
@@ -190,7 +190,7 @@ def publish_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_js
 @checkpoints_app.command(name="unpublish")
 def unpublish_checkpoint(path: CheckpointArgument, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Makes it private: only its owner can read it."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         storage.publish(path, public=False)
         print_checkpoint(storage.checkpoint(path), as_json)
 
@@ -203,7 +203,7 @@ def set_ttl(
     as_json: Json = False,
 ) -> None:
     """Sets when a checkpoint expires, counted from now."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         storage.set_ttl(path, _seconds(seconds))
         print_checkpoint(storage.checkpoint(path), as_json)
 
@@ -218,7 +218,7 @@ def copy_checkpoint(
 ) -> None:
     """Copies your own or a published checkpoint into a new run of yours."""
     request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=ttl)
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         print_checkpoint(storage.checkpoint(storage.copy(request)), as_json)
 
 
@@ -230,7 +230,7 @@ def download_checkpoint(
     as_json: Json = False,
 ) -> None:
     """Writes a checkpoint as a .tar.gz of a PEFT folder."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         written = storage.download(path, output)
         if as_json:
             print_json({"output": str(written), "size_bytes": written.stat().st_size})
@@ -247,7 +247,7 @@ def upload_checkpoint(
     as_json: Json = False,
 ) -> None:
     """Makes a checkpoint of a lora that was trained elsewhere."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         print_checkpoint(storage.checkpoint(storage.upload(file, base_model, name)), as_json)
 
 
@@ -258,7 +258,7 @@ def list_sessions(
     as_json: Json = False,
 ) -> None:
     """Sessions, newest first."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         found = storage.sessions(limit)
         if as_json:
             print_json({"sessions": [record_json(session) for session in found]})
@@ -287,7 +287,7 @@ def show_session(
     as_json: Json = False,
 ) -> None:
     """The runs and the living samplers of a session."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         session = storage.session(session_id)
         if as_json:
             print_json({"session_id": session_id, **record_json(session)})
@@ -306,7 +306,7 @@ def show_session(
 @models_app.command(name="list")
 def list_models(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Base models that can be used by name; others by path or Hugging Face id."""
-    with _storage(data_dir) as storage:
+    with _storage(data_dir, as_json) as storage:
         offered = storage.models()
         if as_json:
             print_json({"supported_models": [record_json(model) for model in offered]})
@@ -316,15 +316,15 @@ def list_models(data_dir: DataDir = None, as_json: Json = False) -> None:
 
 
 @contextmanager
-def _storage(data_dir: Path | None) -> Generator[Storage]:
-    """The storage to ask; prints an error as one sentence and exits with code 1."""
+def _storage(data_dir: Path | None, as_json: bool) -> Generator[Storage]:
+    """The storage to ask; prints an error as one sentence, with `as_json` also as JSON, and exits with code 1."""
     from mint.cli.storage.storage import open_storage  # deferred: loads the SDK, or the server
 
     try:
         with open_storage(data_dir) as storage:
             yield storage
     except MintError as error:
-        fail(error)
+        fail(error, as_json=as_json)
 
 
 def _scope(accessible: bool) -> AccessScope:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -16,6 +17,18 @@ from starlette.requests import Request
 from mint.errors import AuthenticationError, ForeignPageError, OperatorOnlyError
 from mint.server.callers import Caller
 from mint.server.http.key_guesses import GuardedKeys
+
+
+class KeyHolder(Protocol):
+    """The holder of a key."""
+
+    @property
+    def owner(self) -> str:
+        """The owner's name."""
+        ...
+
+
+Holder = TypeVar("Holder", bound=KeyHolder)
 
 Authenticate = Callable[[Request], Caller]
 """Says who sends a request, or raises `AuthenticationError`."""
@@ -48,7 +61,7 @@ def by_key(keys: GuardedKeys) -> Authenticate:
     return authenticate
 
 
-def require_operator(caller: Caller, is_operator: Admit) -> None:
+def require_operator(caller: Holder, is_operator: Callable[[Holder], bool]) -> None:
     """Checks that a caller is an operator.
 
     Raises:

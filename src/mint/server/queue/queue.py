@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mint.errors import OverloadedError
+from mint.server.limits import MAX_WAITING_REQUESTS
 from mint.server.queue.jobs import QueuedSample, TrainingJob
 from mint.server.queue.scheduler import Pending
 
@@ -28,7 +29,7 @@ OWNER_BYTES = 256 * 1024 * 1024
 class QueueLimits:
     """How many requests of one owner may wait, how large they may be together, and those of all owners."""
 
-    owner_requests: int = 4096
+    owner_requests: int = MAX_WAITING_REQUESTS
     owner_bytes: int = OWNER_BYTES
     total_bytes: int = 2 * 1024 * 1024 * 1024
 

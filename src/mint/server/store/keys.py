@@ -118,7 +118,8 @@ class ApiKeys:
         """Creates a key, or registers `key`. Returns it, for it cannot be shown again, and its row.
 
         Raises:
-            InvalidRequestError: the owner's name is empty or has odd characters, or `key` is too easy to guess.
+            InvalidRequestError: the owner's name is empty or has odd characters, a quota is out of range, or `key` is
+                too easy to guess.
             ConflictError: `key` is registered already.
         """
         if not (owner.isprintable() and owner.strip() == owner and 0 < len(owner) <= 128) or owner == LOCAL_OWNER:
@@ -128,13 +129,15 @@ class ApiKeys:
                 value=owner,
                 remedy="Give 1 to 128 printable characters",
             )
+        quotas = quotas or Quotas()
+        quotas.require_sensible()
         if key is None:
             key = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
         else:
             _require_strength(key)
         # the beginning of a short key that the operator chose would reveal too much
         hint = key[:HINT_CHARS] if key.startswith(PREFIX) else key[:4]
-        row = KeyRow(uuid.uuid4().hex[:12], owner, f"{hint}…", time.time(), None, None, quotas or Quotas())
+        row = KeyRow(uuid.uuid4().hex[:12], owner, f"{hint}…", time.time(), None, None, quotas)
         stored = _StoredKey(**asdict(row), sha256=_digest(key))
         with self._database.transaction() as transaction:
             if transaction.value("SELECT key_id FROM keys WHERE sha256 = :sha256", sha256=stored.sha256) is not None:
@@ -187,8 +190,14 @@ class ApiKeys:
 
         Raises:
             NotFoundError: there is no such key.
+            InvalidRequestError: the key was revoked, or a quota is out of range.
         """
-        row = replace(self.row(key_id), quotas=quotas)
+        quotas.require_sensible()
+        row = self.row(key_id)
+        if row.revoked_at is not None:
+            remedy = f"Make another one: mint keys create --owner {row.owner}"
+            raise InvalidRequestError("was revoked, and is used by nobody", field="key_id", value=key_id, remedy=remedy)
+        row = replace(row, quotas=quotas)
         self._database.write(
             "UPDATE keys SET quotas = :quotas WHERE key_id = :key_id", key_id=key_id, quotas=asdict(quotas)
         )
@@ -220,6 +229,10 @@ class ApiKeys:
                 "SELECT coalesce(sum(size_bytes), 0) FROM checkpoints WHERE owner = :owner", owner=owner
             )
         return Quotas(max_sessions=sessions, max_models=models, max_checkpoint_bytes=stored)
+
+    def stored_bytes(self) -> int:
+        """What the checkpoints of all owners take."""
+        return self._database.value("SELECT coalesce(sum(size_bytes), 0) FROM checkpoints")
 
     def list(self) -> Sequence[KeyRow]:
         """All keys ever created, oldest first."""
