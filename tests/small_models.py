@@ -33,6 +33,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
                 "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1},
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
                 "logits_scaling": 3.0, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "phi3": {"sliding_window": None, "pad_token_id": 0, "bos_token_id": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
 }  # fmt: skip
 """What each family adds to a shape."""
 
@@ -49,7 +52,7 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_g
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 16},
     "ministral3": {},
-    "phi3": {},
+    "phi3": {"sliding_window": 16},
     "olmo2": {},
     "olmo3": {"sliding_window": 16},
     "gemma2": {"sliding_window": 16},

@@ -85,6 +85,10 @@ GRANITE = {"model_type": "granite", "hidden_act": "silu", "attention_bias": Fals
            "max_position_embeddings": 131072, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
            "attention_multiplier": 0.015625, "logits_scaling": 8.0}  # fmt: skip
 
+PHI4 = {"model_type": "phi3", "hidden_act": "silu", "attention_bias": False, "rms_norm_eps": 1e-5,
+        "rope_theta": 250000, "rope_scaling": None, "sliding_window": None, "vocab_size": 100352,
+        "max_position_embeddings": 16384}  # fmt: skip
+
 
 def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **more: object) -> dict[str, object]:
     return {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
@@ -104,9 +108,10 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **
         ({**LLAMA31, **_sizes(4096, 14336, 32, 32, 8, tie_word_embeddings=False)}, 128),  # Llama-3.1-8B
         ({**LLAMA31, **_sizes(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True)}, 64),  # Llama-3.2-1B
         ({**GRANITE, **_sizes(2048, 8192, 40, 32, 8, tie_word_embeddings=True)}, 64),  # Granite-3.3-2B
+        ({**PHI4, **_sizes(5120, 17920, 40, 40, 10, tie_word_embeddings=False)}, 128),  # Phi-4
     ],
     ids=["Qwen3-0.6B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-1B",
-         "Granite-3.3-2B"],
+         "Granite-3.3-2B", "Phi-4"],
 )  # fmt: skip
 def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> None:
     found = read_decoder_config(config)
@@ -124,7 +129,8 @@ def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> No
         ({"model_type": "gemma3", "text_config": {}}, "gemma3"),
         ({"model_type": "qwen2_moe", **_sizes(2048, 5632, 24, 16, 16)}, "qwen2_moe"),
         ({"model_type": "qwen3_next", **_sizes(2048, 5120, 48, 16, 2)}, "qwen3_next"),
-        ({"model_type": "llama4"}, "llama4"), ({"model_type": "phi3"}, "phi3"), ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({"model_type": "llama4"}, "llama4"), ({"model_type": "gemma2"}, "gemma2"),
+        ({"model_type": "gpt_oss"}, "gpt_oss"),
         ({**QWEN3, **_sizes(1024, 3072, 28, 16, 8), "rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4), "dual_chunk_attention_config": {"chunk_size": 262144}},
          "dual_chunk_attention_config"),

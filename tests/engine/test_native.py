@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPE: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
 
 

@@ -89,7 +89,9 @@ class Device:
 
 def _fits_graphs(decoder: Decoder) -> bool:
     """Whether the kernels of the CUDA graphs compute all that the decoder does."""
-    return not decoder.mixtures and not decoder.config.unrotated_layers
+    config = decoder.config
+    is_whole = config.rotary_dim == config.head_dim and not config.unrotated_layers
+    return is_whole and not config.family.fused and not decoder.mixtures
 
 
 def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:

@@ -113,7 +113,7 @@ class NativeOperations(CpuOperations):
     def fit(config: DecoderConfig) -> bool:
         """Whether the kernels have loops for such widths."""
         widths = (config.hidden_size, config.intermediate_size)
-        return config.head_dim in HEAD_DIMS and not any(width % LANES for width in widths)
+        return config.head_dim in HEAD_DIMS and not any(width % LANES for width in (*widths, config.rotary_dim // 2))
 
     @override
     def matrix(self, weight: Tensor) -> Matrix:
@@ -247,6 +247,7 @@ class NativeOperations(CpuOperations):
             total_heads=total,
             rotated_heads=rotated_heads,
             dim=dim,
+            pairs=cos.shape[-1],
             half=self.dtype == torch.bfloat16,
             heads=heads,
             inverse=inverse,
@@ -279,6 +280,7 @@ class NativeOperations(CpuOperations):
             total_heads=total,
             rotated_heads=rotated_heads,
             dim=dim,
+            pairs=cos.shape[-1],
             half=grad.dtype == torch.bfloat16,
             out=out,
         )

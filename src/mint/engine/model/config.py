@@ -29,6 +29,9 @@ class Family:
     experts: bool = False
     unrotated_layers: bool = False
     multipliers: bool = False
+    fused: bool = False
+    """Query, key and value are one layer, and gate and up."""
+    partial_rotation: bool = False
 
 
 FAMILIES = {
@@ -39,6 +42,7 @@ FAMILIES = {
     "mistral": Family("Mistral"),
     "smollm3": Family("SmolLM3", unrotated_layers=True),
     "granite": Family("Granite", multipliers=True),
+    "phi3": Family("Phi-3", fused=True, partial_rotation=True),
 }
 """By the `model_type` of config.json."""
 
@@ -125,6 +129,7 @@ class DecoderConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    rotary_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
@@ -183,6 +188,7 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
         head_dim=head_dim,
+        rotary_dim=_rotary_dim(config, head_dim),
         max_position_embeddings=_size(config, "max_position_embeddings"),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)) / residual**2,
         rope_theta=theta,
@@ -201,7 +207,11 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
         if config.get(option):
             raise _unsupported(option, config[option], "only without")
     window = config.get("sliding_window")
-    if config["model_type"] == "mistral" and window is not None and window < config.get("max_position_embeddings", 0):
+    if (
+        config["model_type"] in ("mistral", "phi3")
+        and window is not None
+        and window < config.get("max_position_embeddings", 0)
+    ):
         raise _unsupported("sliding_window", window, "only one of at least max_position_embeddings")
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise _unsupported("layer_types", config["layer_types"], "only full_attention")
@@ -277,17 +287,32 @@ def _magnitude(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Scaling | LinearScaling | YarnScaling | None]:
-    """The base and the scaling. Transformers 5 writes both to `rope_parameters`. Older files have the base at the top
-    level and the scaling in `rope_scaling`, whose kind is `type` or `rope_type`."""
+def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
+    """How many of a head's numbers are rotated: its first ones."""
+    place, rope = _rope_settings(config)
+    key = f"{place}.partial_rotary_factor"
+    share = _positive(key, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    if share != 1.0 and not FAMILIES[config["model_type"]].partial_rotation:
+        raise _unsupported(key, share, "only 1.0")
+    rotated = int(head_dim * share)
+    if share > 1 or rotated % 2:
+        raise _unsupported(key, share, "a share of a head that has pairs")
+    return rotated
+
+
+def _rope_settings(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Transformers 5 writes base and scaling to `rope_parameters`. Older files have the base at the top level and the
+    scaling in `rope_scaling`."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(place) or {}
+    return place, config.get(place) or {}
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Scaling | LinearScaling | YarnScaling | None]:
+    """The base and the scaling, whose kind is `type` or `rope_type`."""
+    place, rope = _rope_settings(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise _unsupported(f"{place}.rope_type", kind, "'default', 'linear', 'llama3' or 'yarn'")
-    rotary = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if rotary != 1.0:
-        raise _unsupported(f"{place}.partial_rotary_factor", rotary, "only 1.0")
     theta = _positive("rope_theta", rope.get("rope_theta", config.get("rope_theta", _DEFAULT_THETA)))
     if kind == "default":
         return theta, None

@@ -34,7 +34,12 @@ def swiglu_gradient(grad: Tensor, gate_up: Tensor, silu_gate: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Rotates the pairs (x[i], x[i + D / 2]) of [T, H, D], as Hugging Face lays them out, into `out`."""
+    """Rotates the pairs (x[i], x[i + P]) of [T, H, D], as Hugging Face lays them out, into `out`, by cos and sin
+    [T, 1, P]. What lies behind the 2·P rotated numbers of a head is copied."""
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
+        x, out = x[..., :width], out[..., :width]
     first, second = x.chunk(2, dim=-1)
     torch.mul(x, torch.cat([cos, cos], dim=-1), out=out)  # in one go, for passes over half heads are slow
     out_first, out_second = out.chunk(2, dim=-1)

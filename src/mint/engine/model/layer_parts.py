@@ -24,7 +24,7 @@ from mint.engine.model.weights import LayerWeights
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers share in one forward; cos and sin [T, 1, D / 2] rotate the first `rotated_heads` heads."""
+    """What all layers share in one forward; cos and sin [T, 1, pairs] rotate the first `rotated_heads` heads."""
 
     operations: Operations
     eps: float

@@ -118,7 +118,7 @@ class Operations(Protocol):
         """Heads [T, H, D] in `dtype` from qkv [T, H, D], and 1 / rms [T, rotated_heads, 1] of those that are normed.
 
         The bias is added to qkv in place. The first `rotated_heads` heads are normed, if there are `norms`
-        [rotated_heads, D], and rotated by cos and sin [T, 1, D / 2].
+        [rotated_heads, D], and their first 2·P numbers rotated by cos and sin [T, 1, P].
         """
         ...
 

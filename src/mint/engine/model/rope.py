@@ -11,8 +11,8 @@ from mint.engine.model.config import DecoderConfig, LinearScaling, Llama3Scaling
 
 
 def rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, D / 2] in float32, computed as Hugging Face does, and times `scales.query_key`."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    """cos and sin [positions, rotary_dim / 2] in float32, computed as Hugging Face does, times `scales.query_key`."""
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling
     magnitude = config.scales.query_key
@@ -29,12 +29,12 @@ def rope_tables(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Te
 
 def no_rotation(config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tables as those of `rope_tables` that rotate nothing."""
-    shape = config.max_position_embeddings, config.head_dim // 2
+    shape = config.max_position_embeddings, config.rotary_dim // 2
     return torch.full(shape, config.scales.query_key, device=device), torch.zeros(shape, device=device)
 
 
 def _scale_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Frequencies [D / 2] for a context that is `factor` times as long as the original one."""
+    """Frequencies [rotary_dim / 2] for a context that is `factor` times as long as the original one."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0 for fewer than `low` turns in the original context
@@ -42,11 +42,11 @@ def _scale_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _scale_yarn(frequencies: Tensor, scaling: YarnScaling, config: DecoderConfig) -> Tensor:
-    """Frequencies [D / 2] by YaRN: a ramp over the pairs from those that stay to those divided by `factor`."""
+    """Frequencies [rotary_dim / 2] by YaRN: a ramp over the pairs from those that stay to those divided by `factor`."""
     low, high = (_pair_of(turns, scaling, config) for turns in (scaling.beta_fast, scaling.beta_slow))
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low, high = max(low, 0), min(high, config.rotary_dim - 1)
     if low == high:
         high += 0.001
     divided = ((torch.arange(len(frequencies), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
@@ -56,4 +56,4 @@ def _scale_yarn(frequencies: Tensor, scaling: YarnScaling, config: DecoderConfig
 def _pair_of(turns: float, scaling: YarnScaling, config: DecoderConfig) -> float:
     """The pair, as a fraction, that turns so many times in the original context."""
     ratio = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
-    return config.head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+    return config.rotary_dim * math.log(ratio) / (2 * math.log(config.rope_theta))

@@ -66,7 +66,7 @@ class _Loader:
         mixture = config.experts_of(index)
         return LayerWeights(
             input_norm=self.take(f"{prefix}.input_layernorm.weight", (hidden,)),
-            qkv=self._fused(attention, sizes, hidden),
+            qkv=self._fused(attention, "qkv", sizes, hidden),
             qkv_bias=bias,
             head_norms=norms,
             o=self._matrix(f"{attention}.o_proj.weight", hidden, query),
@@ -88,11 +88,13 @@ class _Loader:
     def _mlp(self, prefix: str, inner: int) -> MlpWeights:
         hidden = self._config.hidden_size
         down = self._matrix(f"{prefix}.down_proj.weight", hidden, inner)
-        return MlpWeights(self._fused(prefix, {"gate": inner, "up": inner}, hidden), down)
+        return MlpWeights(self._fused(prefix, "gate_up", {"gate": inner, "up": inner}, hidden), down)
 
-    def _fused(self, prefix: str, sizes: Mapping[str, int], inputs: int) -> Matrix:
-        """Layers with the same inputs as one matrix."""
+    def _fused(self, prefix: str, fused: str, sizes: Mapping[str, int], inputs: int) -> Matrix:
+        """Layers with the same inputs as one matrix, which some families store as the layer `fused`."""
         dtype = self._operations.dtype
+        if self._config.family.fused:
+            sizes = {fused: sum(sizes.values())}
         parts = [self.take(f"{prefix}.{name}_proj.weight", (size, inputs), dtype) for name, size in sizes.items()]
         return self._operations.matrix(torch.cat(parts))
 

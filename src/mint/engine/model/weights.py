@@ -7,6 +7,7 @@ Letters: E hidden size · H all heads (query, key, value) · D head dimension ·
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -76,15 +77,15 @@ def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
         mlp = f"model.layers.{layer}.mlp"
         mixture = config.experts_of(layer)
         if lora.train_attn:
-            modules = tuple(f"{attention}.{part}_proj" for part in "qkv")
-            sites.append(Site(f"{layer}.qkv", modules, hidden, (query, kv, kv)))
+            sizes = {"q": query, "k": kv, "v": kv}
+            sites.append(_fused_site(config, f"{layer}.qkv", attention, sizes, hidden))
             sites.append(Site(f"{layer}.o", (f"{attention}.o_proj",), query, (hidden,)))
         if lora.train_mlp and mixture is None:
-            sites += _mlp_sites(str(layer), mlp, hidden, config.intermediate_size)
+            sites += _mlp_sites(config, str(layer), mlp, config.intermediate_size)
         elif lora.train_mlp and mixture is not None:
             for expert in range(mixture.count):
                 name = expert_site(layer, expert)
-                sites += _mlp_sites(name, f"{mlp}.experts.{expert}", hidden, mixture.intermediate_size)
+                sites += _mlp_sites(config, name, f"{mlp}.experts.{expert}", mixture.intermediate_size)
     if lora.train_unembed:
         sites.append(Site(UNEMBED, (UNEMBED,), hidden, (config.vocab_size,)))
     return sites
@@ -95,6 +96,13 @@ def expert_site(layer: int, expert: int) -> str:
     return f"{layer}.experts.{expert}"
 
 
-def _mlp_sites(name: str, module: str, hidden: int, inner: int) -> list[Site]:
-    gate_up = Site(f"{name}.gate_up", (f"{module}.gate_proj", f"{module}.up_proj"), hidden, (inner, inner))
-    return [gate_up, Site(f"{name}.down", (f"{module}.down_proj",), inner, (hidden,))]
+def _mlp_sites(config: DecoderConfig, name: str, module: str, inner: int) -> list[Site]:
+    gate_up = _fused_site(config, f"{name}.gate_up", module, {"gate": inner, "up": inner}, config.hidden_size)
+    return [gate_up, Site(f"{name}.down", (f"{module}.down_proj",), inner, (config.hidden_size,))]
+
+
+def _fused_site(config: DecoderConfig, name: str, module: str, sizes: Mapping[str, int], inputs: int) -> Site:
+    """One product of several layers, or of one where the family stores them so: PEFT then has one lora for it."""
+    if config.family.fused:
+        return Site(name, (f"{module}.{name.rsplit('.', 1)[-1]}_proj",), inputs, (sum(sizes.values()),))
+    return Site(name, tuple(f"{module}.{part}_proj" for part in sizes), inputs, tuple(sizes.values()))

@@ -39,19 +39,20 @@ typedef struct {
     float *qkv;
     const float *bias, *norms, *cos, *sin;
     double eps;
-    int64_t total_heads, rotated_heads, dim, half;
+    int64_t total_heads, rotated_heads, dim, pairs, half;
     char *heads;
     float *inverse;
 } FinishHeads;
 
 /* From qkv [T, H, D] to heads of the same shape: bias added (also to qkv itself), the first `rotated_heads` normed by
-   `norms` [rotated_heads, D] and turned by cos and sin [T, D / 2]; bias and norms may be missing. inverse
-   [T, rotated_heads]. */
+   `norms` [rotated_heads, D] and the first 2 * pairs elements of each turned by cos and sin [T, pairs]; bias and norms
+   may be missing. inverse [T, rotated_heads]. */
 int finish_heads(const FinishHeads *in, int64_t first, int64_t last) {
     float *qkv = in->qkv;
     const float *bias = in->bias, *norms = in->norms, *cos = in->cos, *sin = in->sin;
     double eps = in->eps;
     int64_t total_heads = in->total_heads, rotated_heads = in->rotated_heads, dim = in->dim, half = in->half;
+    const int64_t pairs = in->pairs;
     char *heads = in->heads;
     float *inverse = in->inverse;
     for (int64_t t = first; t < last; t++)
@@ -65,15 +66,19 @@ int finish_heads(const FinishHeads *in, int64_t first, int64_t last) {
                 continue;
             }
             if (norms) inverse[t * rotated_heads + h] = scale = inverse_rms(own, dim, eps);
-            for (int64_t i = 0; i < dim / 2; i += LANES) {
-                vf a = *(vf *)(own + i), b = *(vf *)(own + dim / 2 + i);
+            for (int64_t i = 0; i < pairs; i += LANES) {
+                vf a = *(vf *)(own + i), b = *(vf *)(own + pairs + i);
                 if (norms) {
                     a = a * scale * *(const vf *)(norms + h * dim + i);
-                    b = b * scale * *(const vf *)(norms + h * dim + dim / 2 + i);
+                    b = b * scale * *(const vf *)(norms + h * dim + pairs + i);
                 }
-                vf c = *(const vf *)(cos + t * dim / 2 + i), s = *(const vf *)(sin + t * dim / 2 + i);
+                vf c = *(const vf *)(cos + t * pairs + i), s = *(const vf *)(sin + t * pairs + i);
                 store(heads, at + i, a * c - b * s, half);
-                store(heads, at + dim / 2 + i, b * c + a * s, half);
+                store(heads, at + pairs + i, b * c + a * s, half);
+            }
+            for (int64_t i = 2 * pairs; i < dim; i += LANES) {
+                vf a = *(vf *)(own + i);
+                store(heads, at + i, norms ? a * scale * *(const vf *)(norms + h * dim + i) : a, half);
             }
         }
     return 0;
@@ -183,7 +188,7 @@ int rms_norm_again(const RmsNormAgain *in, int64_t first, int64_t last) {
 typedef struct {
     const char *grad;
     const float *qkv, *inverse, *norms, *cos, *sin;
-    int64_t total_heads, rotated_heads, dim, half;
+    int64_t total_heads, rotated_heads, dim, pairs, half;
     float *out;
 } FinishHeadsBackward;
 
@@ -192,6 +197,7 @@ int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t 
     const char *grad = in->grad;
     const float *qkv = in->qkv, *inverse = in->inverse, *norms = in->norms, *cos = in->cos, *sin = in->sin;
     int64_t total_heads = in->total_heads, rotated_heads = in->rotated_heads, dim = in->dim, half = in->half;
+    const int64_t pairs = in->pairs;
     float *out = in->out;
     for (int64_t t = first; t < last; t++)
         for (int64_t h = 0; h < total_heads; h++) {
@@ -201,12 +207,13 @@ int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t 
                 for (int64_t i = 0; i < dim; i += LANES) *(vf *)(to + i) = load(grad, at + i, half);
                 continue;
             }
-            for (int64_t i = 0; i < dim / 2; i += LANES) { /* its transpose turns back */
-                vf a = load(grad, at + i, half), b = load(grad, at + dim / 2 + i, half);
-                vf c = *(const vf *)(cos + t * dim / 2 + i), s = *(const vf *)(sin + t * dim / 2 + i);
+            for (int64_t i = 0; i < pairs; i += LANES) { /* its transpose turns back */
+                vf a = load(grad, at + i, half), b = load(grad, at + pairs + i, half);
+                vf c = *(const vf *)(cos + t * pairs + i), s = *(const vf *)(sin + t * pairs + i);
                 *(vf *)(to + i) = a * c + b * s;
-                *(vf *)(to + dim / 2 + i) = b * c - a * s;
+                *(vf *)(to + pairs + i) = b * c - a * s;
             }
+            for (int64_t i = 2 * pairs; i < dim; i += LANES) *(vf *)(to + i) = load(grad, at + i, half);
             if (norms) norm_backward(to, qkv + at, inverse[t * rotated_heads + h], norms + h * dim, 0, dim, to);
         }
     return 0;
