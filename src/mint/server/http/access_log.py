@@ -1,6 +1,7 @@
 """A record of each request and its response, as logs and metrics see it: numbers and names, no content.
 
-Gives every request an id, which the response carries too. The application fills in which route it was.
+Gives every request an id, which the response carries too. The application writes into the request's scope which route
+it was and who asked.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ CLIENT_LEFT = 499
 """The status in the record if the client left before the response began."""
 
 _VALID_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}", re.ASCII)
-RECORD_KEY = "mint.access_record"
-"""Where a request's scope has its record."""
+ROUTE_KEY, OWNER_KEY = "mint.route", "mint.owner"
+"""Where the application writes the route's path and the owner in a request's scope."""
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The id of the request that is being answered; None outside of requests."""
@@ -58,7 +59,6 @@ class AccessLog:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         record = AccessRecord(given if _VALID_ID.fullmatch(given) else f"{getrandbits(128):032x}", scope["method"])
-        scope[RECORD_KEY] = record
         started_at = time.perf_counter()
 
         async def counted_receive() -> Message:
@@ -78,6 +78,7 @@ class AccessLog:
             await self._app(scope, counted_receive, counted_send)
         finally:
             record.seconds = time.perf_counter() - started_at
+            record.route, record.owner = scope.get(ROUTE_KEY, NO_ROUTE), scope.get(OWNER_KEY)
             for observe in self._observers:
                 observe(record)
             request_id.reset(token)

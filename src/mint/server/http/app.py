@@ -34,7 +34,7 @@ from mint.errors import (
     RequestFailedError,
 )
 from mint.server.callers import LOCAL
-from mint.server.http.access_log import RECORD_KEY, AccessLog, AccessObserver
+from mint.server.http.access_log import OWNER_KEY, ROUTE_KEY, AccessLog, AccessObserver
 from mint.server.http.auth import Admit, Authenticate, Screen, require_operator
 from mint.server.http.bodies import Bodies
 from mint.server.http.route_table import Call, RouteRow, RunBlocking, respond_json
@@ -91,7 +91,8 @@ def create_app(
     """The application over a service that the caller starts and stops.
 
     `authenticate` None asks for no key, and then everybody is an operator. `public_url` begins links to files. `screen`
-    sees every request before its sender is known. `pages` are further routes, which check themselves who may call them.
+    sees every request before its sender is known. `observers` get the record of every request; without any, there are
+    no records, and responses carry no request id. `pages` are further routes, which check themselves who may call them.
     What takes time (decoding a body, the journal) runs on the threads of `executor`, so that the event loop goes on
     answering; None runs it on the event loop, which suits an application with one client in its own process. Rows that
     wait for the disk run on the threads of `disk_executor`: so a slow disk keeps nobody waiting who does not need it.
@@ -107,7 +108,7 @@ def create_app(
 
     app = Starlette(
         routes=[*(route(row) for row in routes), *(_named(page) for page in pages)],
-        middleware=[Middleware(AccessLog, observers)],
+        middleware=[Middleware(AccessLog, observers)] if observers else [],
         exception_handlers={404: _no_route, 405: _wrong_method},
     )
     app.router.redirect_slashes = False
@@ -148,8 +149,7 @@ def _endpoint(
     is_coroutine = inspect.iscoroutinefunction(operation)
 
     async def endpoint(request: Request) -> Response:
-        record = request.scope[RECORD_KEY]
-        record.route = row.path
+        request.scope[ROUTE_KEY] = row.path
         caller = LOCAL
         body = None
         try:
@@ -160,7 +160,7 @@ def _endpoint(
                 if row.for_operators:
                     await run_check(require_operator, caller, is_operator)
             if not row.is_open:  # open rows read no body: a sender without a key gets no memory
-                record.owner = caller.owner
+                request.scope[OWNER_KEY] = caller.owner
                 body = None if row.streams_body else await bodies.read(request, caller.owner, row.max_body_bytes)
             call = Call(
                 service,
@@ -192,7 +192,7 @@ def _named(page: Route) -> Route:
     """The same route, with its path in the access record."""
 
     async def endpoint(request: Request) -> Response:
-        request.scope[RECORD_KEY].route = page.path
+        request.scope[ROUTE_KEY] = page.path
         return await page.endpoint(request)
 
     return Route(page.path, endpoint, methods=list(page.methods or ()))
