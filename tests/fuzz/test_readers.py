@@ -26,7 +26,7 @@ from mint import wire
 from mint.errors import InvalidRequestError
 from mint.models.untrusted_files import UntrustedFiles
 from mint.models.untrusted_tensors import UntrustedTensors
-from mint.server.queue.jobs import REQUESTS, read_sample_request, read_training_request
+from mint.server.service.request_reader import REQUESTS, RequestReader
 from mint.types import ForwardBackwardOutput, SampleResponse
 from mint.wire.codec import Encoding
 from mint.wire.requests import CreateSessionRequest, ForwardBackwardRequest, RetrieveFuturesRequest, SampleRequest
@@ -154,8 +154,8 @@ def read_message(kind: type, body: bytes, encoding: Encoding) -> None:
     for look in (
         lambda: wire.read_identity(body, "model_id", "seq_id", encoding),
         lambda: wire.decode_error(body),
-        lambda: read_sample_request(body),
-        lambda: None if route is None else read_training_request(route, body, encoding),
+        lambda: RequestReader().read_sample(body),
+        lambda: None if route is None else RequestReader().read_training(route, body, encoding),
     ):
         with suppress(InvalidRequestError):
             look()

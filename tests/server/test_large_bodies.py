@@ -17,7 +17,8 @@ from waiting import HANG_S
 
 from mint import wire
 from mint.errors import InvalidRequestError, MintError
-from mint.server.service.request_reader import LARGE_JSON_BYTES, RequestReader
+from mint.server.service.large_request_reader import LARGE_JSON_BYTES, LargeRequestReader
+from mint.server.service.request_reader import RequestReader
 
 PADDING = b" " * LARGE_JSON_BYTES
 JSON = wire.Encoding.JSON
@@ -33,7 +34,7 @@ def passing(model: str, seq_id: int = 1, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def reader() -> Any:
-    opened = RequestReader(1)
+    opened = LargeRequestReader(1)
     yield opened
     opened.close()
 
@@ -59,13 +60,13 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_large_request_is_read_as_a_small_one(reader: RequestReader, name: str) -> None:
+def test_a_large_request_is_read_as_a_small_one(reader: LargeRequestReader, name: str) -> None:
     kind, body = REQUESTS[name]
     assert outcome(reader.read_training, kind, body, JSON) == outcome(RequestReader().read_training, kind, body, JSON)
 
 
 @pytest.mark.parametrize("wrong", [{}, {"num_samples": 3, "prompt": 7}, {"seq_id": "x"}])
-def test_a_large_sample_request_is_read_as_a_small_one(reader: RequestReader, wrong: dict[str, Any]) -> None:
+def test_a_large_sample_request_is_read_as_a_small_one(reader: LargeRequestReader, wrong: dict[str, Any]) -> None:
     body = large({**sample_body("s"), **wrong})
     assert outcome(reader.read_sample, body) == outcome(RequestReader().read_sample, body)
 
@@ -127,7 +128,7 @@ def test_a_repeated_large_request_in_other_bytes_is_the_same_request(tmp_path: P
         assert person.send("POST", f"{API}/forward_backward", other).status_code == 400
 
 
-def test_a_process_that_dies_is_replaced(reader: RequestReader) -> None:
+def test_a_process_that_dies_is_replaced(reader: LargeRequestReader) -> None:
     kind, body = REQUESTS["pass"]
     before = outcome(reader.read_training, kind, body, JSON)
     [process_id] = reader.process_ids
@@ -142,15 +143,15 @@ def test_a_body_of_which_the_process_dies_is_refused(monkeypatch: pytest.MonkeyP
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
     with pytest.raises(InvalidRequestError, match="cannot be decoded"):
-        RequestReader(1).read_training(*REQUESTS["pass"], JSON)
+        LargeRequestReader(1).read_training(*REQUESTS["pass"], JSON)
 
 
 def test_the_process_ends_with_a_server_that_is_killed() -> None:
     program = """
 import os
 from mint import wire
-from mint.server.service.request_reader import LARGE_JSON_BYTES, RequestReader
-reader = RequestReader(1)
+from mint.server.service.large_request_reader import LARGE_JSON_BYTES, LargeRequestReader
+reader = LargeRequestReader(1)
 try:
     reader.read_training("optim_step", b" " * LARGE_JSON_BYTES, wire.Encoding.JSON)
 except Exception:

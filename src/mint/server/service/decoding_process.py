@@ -17,8 +17,8 @@ from typing import Any
 
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError, from_wire
-from mint.server.queue.jobs import read_sample_request, read_training_request
 from mint.server.service.child_process import READY
+from mint.server.service.request_reader import RequestReader
 from mint.types import ForwardBackwardOutput, SampleResponse
 from mint.wire.requests import ForwardBackwardRequest, ForwardRequest
 
@@ -57,14 +57,15 @@ class Reply:
 
 def work(task: str, name: str, encoding: wire.Encoding, body: bytes) -> tuple[Reply, bytes]:
     """One task: `training` and `sample` read a request, `result` writes a stored result as JSON."""
+    reader = RequestReader()
     try:
         if task == "result":
-            return Reply(), wire.result_as_json(body, RESULTS[name])
+            return Reply(), reader.result_as_json(body, RESULTS[name])
         if task == "sample":
-            sampler, number, count, request = read_sample_request(body)
+            sampler, number, count, request = reader.read_sample(body)
             place: dict[str, Any] = {"sampler": sampler, "number": number, "count": count}
         else:
-            row, request = read_training_request(name, body, encoding)
+            row, request = reader.read_training(name, body, encoding)
             place = {"model_id": row.model_id, "seq_id": row.seq_id, "kind": row.kind, "sha256": row.sha256}
     except MintError as error:
         return Reply(error=error.to_wire(), is_refused=True), b""

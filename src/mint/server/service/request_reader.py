@@ -1,134 +1,139 @@
-"""Reads the bodies of requests that carry data, and writes results as JSON; large ones in processes beside the server.
+"""Reads the bodies of requests that carry data, and writes results as JSON.
 
-To decode a body of JSON is one long call that holds the interpreter's lock, so that a thread does not help: the event
-loop would stand still meanwhile. A hostile body takes longest. Any thread may call, and waits for the result.
+A training request gets the row of the journal from which a later process can read it again. Knows no journal.
 """
 
 from __future__ import annotations
-
-import json
-import logging
-from contextlib import suppress
-from queue import SimpleQueue
-from typing import Any
 
 from pydantic import BaseModel
 
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError
-from mint.server.queue.jobs import REQUESTS, read_sample_request, read_training_request
-from mint.server.queue.jobs import decode_request as decode_accepted
-from mint.server.service.child_process import ChildProcess
-from mint.server.service.decoding_process import Reply, decode_request
-from mint.server.store.rows import JobRow
+from mint.server.ids import model_id
+from mint.server.store.rows import JobRow, payload_sha256
 from mint.types import ForwardBackwardOutput, SampleResponse
-from mint.wire.requests import SampleRequest
+from mint.wire.requests import (
+    CreateModelRequest,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SampleRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
 
-log = logging.getLogger("mint.wire")
+MAX_SEQ_ID = 2**31 - 1
 
-LARGE_JSON_BYTES = 1 << 20
-LARGE_PROTO_BYTES = 16 << 20
-"""From these sizes on, a body is decoded in another process; parsing protobuf takes a tenth of the time of JSON."""
-
-PROCESSES = 2
+REQUESTS: dict[str, type[BaseModel]] = {
+    "create_model": CreateModelRequest,
+    "forward": ForwardRequest,
+    "forward_only": ForwardBackwardRequest,
+    "forward_backward": ForwardBackwardRequest,
+    "optim_step": OptimStepRequest,
+    "save_weights": SaveWeightsRequest,
+    "save_weights_for_sampler": SaveWeightsForSamplerRequest,
+    "save_weights_external": SaveWeightsExternalRequest,
+    "load_weights": LoadWeightsRequest,
+}
+"""Every kind of request that is journaled, and the type of its body."""
 
 
 class RequestReader:
-    """Decodes in this process, or large bodies in up to `processes` others, which start when they are needed."""
+    """Reads in this process. Any thread may call."""
 
-    def __init__(self, processes: int = 0) -> None:
-        self._processes = [DecodingProcess() for _ in range(processes)]
-        self._free: SimpleQueue[DecodingProcess] = SimpleQueue()
-        for process in self._processes:
-            self._free.put(process)
+    def read_training(self, route: str, body: bytes, encoding: wire.Encoding) -> tuple[JobRow, BaseModel | MintError]:
+        """The journal row for the body of a training request, and the request (or why it cannot be decoded).
 
-    @property
-    def process_ids(self) -> list[int]:
-        """The processes that have been started."""
-        found = [process.process_id for process in self._processes]
-        return [process_id for process_id in found if process_id is not None]
-
-    def close(self) -> None:
-        """Ends the processes."""
-        for process in self._processes:
-            process.close()
-
-    def read_training(self, kind: str, body: bytes, encoding: wire.Encoding) -> tuple[JobRow, BaseModel | MintError]:
-        """Same as `jobs.read_training_request`."""
-        if not self._is_large(body, encoding):
-            return read_training_request(kind, body, encoding)
-        reply, content = self._run("training", kind, encoding, body)
-        row = JobRow(**reply.place, payload=body, encoding=encoding.value)
-        return row, reply.failure or decode_request(REQUESTS[kind], content)
-
-    def decode(self, kind: str, body: bytes, encoding: wire.Encoding) -> BaseModel | MintError:
-        """Same as `jobs.decode_request`, for a body that was accepted."""
-        if self._is_large(body, encoding):
-            # The other process may die of it, or lack memory; but it was accepted, so it can be decoded here.
-            with suppress(InvalidRequestError):
-                return self.read_training(kind, body, encoding)[1]
-        return decode_accepted(kind, body, encoding)
-
-    def read_sample(self, body: bytes) -> tuple[str, int, int, SampleRequest | InvalidRequestError]:
-        """Same as `jobs.read_sample_request`."""
-        if not self._is_large(body, wire.Encoding.JSON):
-            return read_sample_request(body)
-        reply, content = self._run("sample", "", wire.Encoding.JSON, body)
-        request: Any = reply.failure or decode_request(SampleRequest, content)
-        return reply.place["sampler"], reply.place["number"], reply.place["count"], request
-
-    def result_as_json(self, body: bytes, kind: type[ForwardBackwardOutput] | type[SampleResponse]) -> bytes:
-        """Same as `wire.result_as_json`."""
-        if not self._is_large(body, wire.Encoding.JSON):
-            return wire.result_as_json(body, kind)
-        return self._run("result", kind.__name__, wire.Encoding.PROTO, body)[1]
-
-    def _is_large(self, body: bytes, encoding: wire.Encoding) -> bool:
-        limit = LARGE_PROTO_BYTES if encoding is wire.Encoding.PROTO else LARGE_JSON_BYTES
-        return bool(self._processes) and len(body) >= limit
-
-    def _run(self, task: str, name: str, encoding: wire.Encoding, body: bytes) -> tuple[Reply, bytes]:
-        process = self._free.get()
-        try:
-            reply, content = process.run(task, name, encoding, body)
-        finally:
-            self._free.put(process)
-        for warning in reply.warnings:
-            log.warning("%s", warning)
-        if reply.is_refused and reply.failure is not None:
-            raise reply.failure
-        return reply, content
-
-
-class DecodingProcess:
-    """One such process. One thread at a time may use it."""
-
-    def __init__(self) -> None:
-        self._process = ChildProcess("mint.server.service.decoding_process")
-
-    @property
-    def process_id(self) -> int | None:
-        """Its id; None while there is none."""
-        return self._process.process_id
-
-    def run(self, task: str, name: str, encoding: wire.Encoding, body: bytes) -> tuple[Reply, bytes]:
-        """Runs `decoding_process.work` there.
+        The model and the place in its order are read even from a body that is otherwise wrong: the client has used up
+        that number, so the request must take its place and fail there.
 
         Raises:
-            InvalidRequestError: the process dies of this body.
+            InvalidRequestError: not even the model and the place can be read.
         """
-        question = [json.dumps([task, name, encoding.value]).encode(), body]
-        for _ in range(2):  # it may have ended by itself just before
-            with suppress(EOFError, OSError):
-                answer = self._process.ask(question, 2)
-                if answer is not None:
-                    return Reply.from_bytes(answer[0]), answer[1]
-            self.close()
-        log.error("the process that decodes large bodies died twice over one of %d bytes", len(body))
-        raise InvalidRequestError(
-            "cannot be decoded", field="body", value=f"{len(body)} bytes", remedy="Send less data at once"
-        )
+        request: BaseModel | MintError
+        try:
+            request = wire.decode(REQUESTS[route], body, encoding)
+        except InvalidRequestError as error:
+            if encoding is wire.Encoding.PROTO and route != "forward_backward":
+                raise  # only forward_backward has a protobuf form whose place could be read
+            request = error
+        owner, place = _model_and_place(route, body, encoding, request)
+        # a pass without a gradient has a kind of its own: its failure does not spoil the gradient
+        forward_only = isinstance(request, ForwardBackwardRequest) and request.forward_only
+        kind = "forward_only" if forward_only else route
+        # With the kind, because two routes may get the same bytes.
+        sha256 = payload_sha256(kind, body)
+        return JobRow(owner, place, kind, body, sha256, encoding=encoding.value), request
+
+    def decode(self, kind: str, body: bytes, encoding: wire.Encoding) -> BaseModel | MintError:
+        """The request in an accepted body; a wrong body gives the error with which its job fails in its turn."""
+        try:
+            return wire.decode(REQUESTS[kind], body, encoding)
+        except InvalidRequestError as error:
+            return error
+
+    def is_repeat(self, existing: JobRow, row: JobRow, request: BaseModel | MintError) -> bool:
+        """Whether a request is the one that already has its place: the same bytes, or the same message in other
+        bytes."""
+        if existing.kind == "missing" or existing.sha256 == row.sha256:
+            return True
+        if existing.kind != row.kind or isinstance(request, MintError):
+            return False
+        if existing.payload is None:  # pruned: one protobuf message has many spellings, one of JSON does not
+            return existing.encoding == row.encoding == wire.Encoding.PROTO.value
+        known = self.decode(existing.kind, existing.payload, wire.Encoding(existing.encoding))
+        return not isinstance(known, MintError) and wire.is_same(known, request)
+
+    def read_sample(self, body: bytes) -> tuple[str, int, int, SampleRequest | InvalidRequestError]:
+        """The sampler, the number and the count of samples that a body asks for, and the request (or why it is wrong).
+
+        As `read_training`, also reads them from a body that is otherwise wrong.
+
+        Raises:
+            InvalidRequestError: not even the sampler and the number can be read.
+        """
+        try:
+            request = wire.decode(SampleRequest, body)
+        except InvalidRequestError as error:
+            readable = wire.read_identity(body, "sampling_session_id", "seq_id")
+            if readable is None:
+                raise
+            asked = wire.read_identity(body, "sampling_session_id", "num_samples")
+            return *readable, 1 if asked is None else asked[1], error
+        return request.sampling_session_id, request.seq_id, request.num_samples, request
+
+    def result_as_json(self, body: bytes, kind: type[ForwardBackwardOutput] | type[SampleResponse]) -> bytes:
+        """A stored result of this kind for a client that reads only JSON."""
+        return wire.result_as_json(body, kind)
 
     def close(self) -> None:
-        """Ends the process."""
-        self._process.close()
+        """Ends what was started for reading."""
+
+
+def _model_and_place(
+    route: str, body: bytes, encoding: wire.Encoding, request: BaseModel | MintError
+) -> tuple[str, int]:
+    makes_model = route == "create_model"
+    if isinstance(request, MintError):
+        identity = None if makes_model else wire.read_identity(body, "model_id", "seq_id", encoding)
+        made = wire.read_identity(body, "session_id", "model_seq_id", encoding) if identity is None else None
+    else:
+        model, seq_id = getattr(request, "model_id", None), getattr(request, "seq_id", None)
+        session, number = getattr(request, "session_id", None), getattr(request, "model_seq_id", None)
+        identity = None if model is None or seq_id is None else (model, seq_id)
+        made = None if session is None or number is None else (session, number)
+    if identity is not None and 1 <= identity[1] <= MAX_SEQ_ID:
+        return identity
+    if identity is None and made is not None and 0 <= made[1] <= MAX_SEQ_ID:
+        return model_id(*made), 0
+    if isinstance(request, MintError):
+        raise request
+    place = identity or made
+    raise InvalidRequestError(
+        "is not a place in the order of requests",
+        field="model_seq_id" if makes_model else "seq_id",
+        value=None if place is None else place[1],
+        remedy="Count from 1 (models from 0), below 2**31",
+    )

@@ -39,12 +39,13 @@ from mint.server.ids import RequestId, keyed_session_id, new_session_id, request
 from mint.server.limits import ServerLimits, default_published_bytes
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import FutureResult, Futures
-from mint.server.queue.jobs import TrainingJob, is_repeat
+from mint.server.queue.jobs import TrainingJob
 from mint.server.queue.queue import OWNER_BYTES, QueueLimits, RequestQueue
 from mint.server.queue.queue_position import QueueIndex, QueuePosition
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, Pending
+from mint.server.service.large_request_reader import LargeRequestReader
 from mint.server.service.new_samplers import new_sampler
-from mint.server.service.request_reader import PROCESSES, RequestReader
+from mint.server.service.request_reader import RequestReader
 from mint.server.service.sample_deaths import SampleDeaths
 from mint.server.service.sampling_requests import SamplingRequests
 from mint.server.service.sessions import SUSPENDED_S, Sessions
@@ -171,7 +172,7 @@ class Service:
         self._orphans = OrphanSweep(self.journal, data_dir)
         self.base_models = BaseModels(engine, aliases, offered)
         self.futures = Futures()
-        self._reader = RequestReader(PROCESSES if is_server else 0)
+        self._reader = LargeRequestReader() if is_server else RequestReader()
         self._sample_deaths = SampleDeaths(data_dir / "instances" / SAMPLE_DEATHS_FILE)
         self.disk = DiskSpace(data_dir, self.limits.disk_reserve_bytes)
         self._quotas: dict[str, Quotas] = {}  # of owners that save
@@ -364,7 +365,7 @@ class Service:
     def submit(
         self, caller: Caller, kind: str, body: bytes, encoding: wire.Encoding = wire.Encoding.JSON
     ) -> UntypedPromise:
-        """Accepts a training request (`forward_backward`, `optim_step`, …: the keys of `jobs.REQUESTS`).
+        """Accepts a training request (`forward_backward`, `optim_step`, …: the keys of `REQUESTS`).
 
         On return it is in the journal and survives a power failure. The same request again gets the same promise.
 
@@ -407,7 +408,7 @@ class Service:
         commit = self.journal.durability.newest_commit
         if existing is None:
             self._enqueue(row, request, caller.owner, next_seq=next_seq, commit=commit)
-        elif not is_repeat(existing, row, request, self._reader.decode):
+        elif not self._reader.is_repeat(existing, row, request):
             raise ConflictError(
                 f"was used before by another request ({existing.kind}) of {row.model_id}",
                 field="seq_id" if row.seq_id else "model_seq_id",
