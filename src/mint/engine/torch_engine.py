@@ -53,7 +53,7 @@ KV_CACHE_BYTES, PREFIX_CACHE_BYTES = 4 << 30, 512 << 20
 
 @dataclass
 class _TrainedModel:
-    base: str
+    base: BaseModel
     weights: LoraWeights
     gradient: Tensor
     adam: AdamState
@@ -62,7 +62,7 @@ class _TrainedModel:
 
 @dataclass(frozen=True)
 class _Published:
-    base: str
+    base: BaseModel
     weights: LoraWeights
 
 
@@ -123,7 +123,7 @@ class TorchEngine:
         weights = LoraWeights(found.sites(lora), lora, found.device)
         weights.initialise(lora.seed)
         gradient = weights.enable_gradient()
-        self._models[model_id] = _TrainedModel(base, weights, gradient, AdamState.fresh(weights.flat))
+        self._models[model_id] = _TrainedModel(found, weights, gradient, AdamState.fresh(weights.flat))
         return {
             **found.info.settings,
             "arch": found.info.arch,
@@ -155,7 +155,7 @@ class TorchEngine:
         """Forgets a model; unknown ids are fine."""
         model = self._models.pop(model_id, None)
         if model is not None:
-            self._bases[model.base].forget(model.weights)
+            model.base.forget(model.weights)
 
     def has_model(self, model_id: str) -> bool:
         """Whether the model is in memory."""
@@ -163,7 +163,8 @@ class TorchEngine:
 
     def forward(self, model_id: str, data: Sequence[TrainDatum], loss: LossSpec) -> PassResult:
         """Logprobs and loss; the model does not change."""
-        return self._pass(self._model(model_id), data, loss, gradient=False)
+        model = self._model(model_id)
+        return model.base.run_pass(model.weights, data, loss, gradient=None, repeated=None)
 
     def forward_backward(
         self,
@@ -179,7 +180,7 @@ class TorchEngine:
             OutOfMemoryError: memory does not suffice for one sequence, or for the given `micro_batching`.
         """
         model = self._model(model_id)
-        result = self._pass(model, data, loss, gradient=True, repeated=micro_batching)
+        result = model.base.run_pass(model.weights, data, loss, gradient=model.gradient, repeated=micro_batching)
         model.tokens += int(result.metrics["tokens:sum"])
         return result
 
@@ -248,19 +249,20 @@ class TorchEngine:
         Raises:
             CheckpointError: names or shapes do not fit the base and `lora`.
         """
-        loaded = LoraWeights(self._base(base).sites(lora), lora, self._device.torch)
+        found = self._base(base)
+        loaded = LoraWeights(found.sites(lora), lora, self._device.torch)
         loaded.flat.copy_(loaded.assemble(weights, f"the weights {weights_id}"))
-        self._add_published(weights_id, _Published(base, loaded))
+        self._add_published(weights_id, _Published(found, loaded))
 
     def drop_weights(self, weights_id: str) -> None:
         """Forgets published weights; unknown ids are fine."""
         published = self._published.pop(weights_id, None)
         if published is not None:
-            self._bases[published.base].drop_weights(published.weights)
+            published.base.drop_weights(published.weights)
 
     def open_batch(self) -> MultiBaseBatch:
         """An empty batch; training between two steps changes nothing in it."""
-        return MultiBaseBatch(lambda job: (self._base(job.base), self._lora(job)))
+        return MultiBaseBatch(self._base_and_lora)
 
     def sampling_counters(self) -> dict[str, int]:
         """Totals since the start over all bases: prompt tokens `prefilled` and `reused`, tokens `sampled`, `steps`, and
@@ -281,18 +283,6 @@ class TorchEngine:
     def sample(self, jobs: Sequence[SampleJob]) -> list[SampleResult]:
         """Samples all jobs together; the result of each is a function of that job alone."""
         return sample_together(self.open_batch(), jobs)
-
-    def _pass(
-        self,
-        model: _TrainedModel,
-        data: Sequence[TrainDatum],
-        loss: LossSpec,
-        *,
-        gradient: bool,
-        repeated: MicroBatching | None = None,
-    ) -> PassResult:
-        own = model.gradient if gradient else None
-        return self._base(model.base).run_pass(model.weights, data, loss, gradient=own, repeated=repeated)
 
     def _open(self, name: str, folder: ModelFolder) -> BaseModel:
         """Loads a base model with the implementation that computes it."""
@@ -320,17 +310,18 @@ class TorchEngine:
     def _add_published(self, weights_id: str, published: _Published) -> None:
         self.drop_weights(weights_id)
         self._published[weights_id] = published
-        self._bases[published.base].add_weights(published.weights)
+        published.base.add_weights(published.weights)
 
     def _model(self, model_id: str) -> _TrainedModel:
         if model_id not in self._models:
             raise NotFoundError("is not in memory", field="model_id", value=model_id)
         return self._models[model_id]
 
-    def _lora(self, job: SampleJob) -> LoraWeights | None:
+    def _base_and_lora(self, job: SampleJob) -> tuple[BaseModel, LoraWeights | None]:
+        base = self._base(job.base)
         if job.weights_id is None:
-            return None
+            return base, None
         published = self._published.get(job.weights_id)
-        if published is None or published.base != job.base:
+        if published is None or published.base is not base:
             raise NotFoundError(f"are no published weights of {job.base}", field="weights_id", value=job.weights_id)
-        return published.weights
+        return base, published.weights

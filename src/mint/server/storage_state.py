@@ -57,7 +57,8 @@ class StorageState:
         """`probe(size_bytes)` writes to the journal and to a file of that size, or raises OSError or JournalError."""
         self._probe = probe
         self._changed = threading.Condition()
-        self._problem: StorageProblem | None = None
+        self.problem: StorageProblem | None = None
+        """What is wrong; None while the storage works. For others to read."""
         self._free_bytes = LEAST_FREE_BYTES
         self._pause_s = FIRST_PAUSE_S
         self._recovered_at = float("-inf")
@@ -65,18 +66,13 @@ class StorageState:
         self.on_recovery: Callable[[], None] = lambda: None
         """Called when the storage works again, on the thread that has tried it."""
 
-    @property
-    def problem(self) -> StorageProblem | None:
-        """What is wrong; None while the storage works."""
-        return self._problem
-
     def require_working(self) -> None:
         """Refuses to go on while the storage does not work.
 
         Raises:
             JournalError: it does not.
         """
-        problem = self._problem
+        problem = self.problem  # once: another thread may clear it
         if problem is not None:
             raise JournalError(str(problem), remedy=REMEDY)
 
@@ -97,11 +93,11 @@ class StorageState:
         """Puts the storage out of work, until it can be written again."""
         with self._changed:
             self._free_bytes = max(self._free_bytes, size_bytes)
-            if self._problem is not None or self._is_closed:
+            if self.problem is not None or self._is_closed:
                 return
             if time.monotonic() - self._recovered_at > RELAPSE_S:
                 self._pause_s = FIRST_PAUSE_S
-            self._problem = StorageProblem(time.time(), what, reason_of(error))
+            self.problem = StorageProblem(time.time(), what, reason_of(error))
             threading.Thread(target=self._try_again, name="mint-storage", daemon=True).start()
 
     def keep_trying(self, what: str, write: Callable[[], None], size_bytes: int = 0) -> None:
@@ -121,7 +117,7 @@ class StorageState:
     def wait_until_works(self) -> bool:
         """Returns True once the storage works, or False once this is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._problem is None or self._is_closed)
+            self._changed.wait_for(lambda: self.problem is None or self._is_closed)
             return not self._is_closed
 
     def close(self) -> None:
@@ -139,7 +135,7 @@ class StorageState:
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
                 free_bytes = self._free_bytes
             if time.monotonic() >= remind_at:
-                log.error("%s; training waits, sampling goes on", self._problem)
+                log.error("%s; training waits, sampling goes on", self.problem)
                 remind_at = time.monotonic() + REMIND_S
             try:
                 self._probe(free_bytes)
@@ -149,7 +145,7 @@ class StorageState:
             except Exception:  # the boundary: if this thread ended, nothing would ever go on
                 log.exception("trying the storage failed")
         with self._changed:
-            problem, self._problem = self._problem, None
+            problem, self.problem = self.problem, None
             self._free_bytes = LEAST_FREE_BYTES
             self._recovered_at = time.monotonic()
             self._changed.notify_all()

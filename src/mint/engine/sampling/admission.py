@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 SPARE_ROWS = 128
@@ -28,6 +29,8 @@ class WaitingJob(Protocol):
 
 
 J = TypeVar("J", bound=WaitingJob)
+
+_arrival = attrgetter("arrival")
 
 
 class WaitingJobs(Generic[J]):
@@ -60,10 +63,6 @@ class WaitingJobs(Generic[J]):
     def first(self, rows: Mapping[str, int]) -> J:
         """The job whose turn it is, where scopes have so many `rows`. There must be one."""
         return min((own[0] for own in self._of.values()), key=lambda job: (rows.get(job.scope, 0), job.arrival))
-
-
-def _arrival(job: WaitingJob) -> int:
-    return job.arrival
 
 
 def may_begin(scope: str, count: int, rows: Counter[str], *, scopes: int, limit: int, spare: int) -> bool:

@@ -67,13 +67,17 @@ class SamplerMemory:
 
 @dataclass(eq=False)
 class _BatchJob:
-    """A job. Its prompt fills the `pages`; the rest of it is in the first of `own`, which has one page for each
-    sample."""
+    """A job. Its prompt fills the `pages`; the rest of it is in the first of `own`, which has one page for each sample.
+
+    It reads and fills the prefix cache of its `scope`. `count` is S, or 0 where it only asks about its prompt.
+    """
 
     key: str
     job: SampleJob
     lora: LoraWeights | None
     listener: TokenListener | None
+    scope: str
+    count: int
     arrival: int
     tokens_sent: np.ndarray
     pages: np.ndarray
@@ -92,16 +96,6 @@ class _BatchJob:
     def prompt_pages(self) -> np.ndarray:
         """The pages that hold the prompt."""
         return np.append(self.pages, self.own[:1]) if len(self.job.prompt) % PAGE_POSITIONS else self.pages
-
-    @property
-    def scope(self) -> str:
-        """The scope of the prefix cache that the job reads and fills."""
-        return self.job.cache_scope
-
-    @property
-    def count(self) -> int:
-        """S, or 0 where the job only asks about its prompt."""
-        return self.job.num_samples if self.job.max_tokens else 0
 
 
 class _OutOfPages(MemoryError):
@@ -140,7 +134,16 @@ class Sampler:
         """Adds a job; it joins at the next step."""
         tokens_sent = np.zeros(job.num_samples, np.int64)
         entry = _BatchJob(
-            key, job, lora, listener, self._arrivals, tokens_sent, pages=tokens_sent[:0], own=tokens_sent[:0]
+            key,
+            job,
+            lora,
+            listener,
+            scope=job.cache_scope,
+            count=job.num_samples if job.max_tokens else 0,
+            arrival=self._arrivals,
+            tokens_sent=tokens_sent,
+            pages=tokens_sent[:0],
+            own=tokens_sent[:0],
         )
         if listener is not None:
             self._listening.add(self._arrivals)

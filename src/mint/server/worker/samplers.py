@@ -131,10 +131,12 @@ class Samplers:
         """
         while True:
             times_dropped = self._times_dropped
-            row = self._rows.get(sampler_id) or self._journal.sampler(sampler_id)
+            row = self._rows.get(sampler_id)
             if row is None:
-                break
-            row.verify_checksum()
+                row = self._journal.sampler(sampler_id)
+                if row is None:
+                    break
+                row.verify_checksum()
             with self._lock:
                 if times_dropped == self._times_dropped:  # else the row may be gone: look again
                     self._rows[sampler_id] = row
