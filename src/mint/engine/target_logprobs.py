@@ -158,10 +158,15 @@ def top_logprobs(
     found: list[list[tuple[int, float]]] = []
     for rows in row_slices(len(hidden), decoder.vocab_size, decoder.operations.logits_at_once):
         logits = decoder.logits(hidden[rows], loras)
-        best = logits.topk(min(count, logits.shape[1]), dim=1)
-        logprobs = (best.values - logits.logsumexp(1, keepdim=True)).tolist()
-        found += [list(zip(*pair, strict=True)) for pair in zip(best.indices.tolist(), logprobs, strict=True)]
+        tokens, logprobs = most_probable(logits, count)
+        found += [list(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
     return found
+
+
+def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` most probable tokens of each row of logits [T, V], best first, and their logprobs; all V if fewer."""
+    best = logits.topk(min(count, logits.shape[1]), dim=1)
+    return best.indices, best.values - logits.logsumexp(1, keepdim=True)
 
 
 def _chunks(decoder: Unembedding, rows: np.ndarray, count: int) -> list[_Chunk]:

@@ -22,8 +22,9 @@ from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, TokenListener
 from mint.engine.sampling.admission import WaitingJobs
+from mint.engine.sampling.batch_job import BatchJob, stream_tokens
 from mint.engine.sampling.draw import TorchDraw, processed
-from mint.engine.sampling.prompt_scoring import PromptScores, asks, score_prompt
+from mint.engine.sampling.prompt_scoring import asks, score_prompt
 from mint.engine.sampling.sampler import DIVERGED, NO_ROOM
 from mint.engine.sampling.sequences import Sequences
 
@@ -46,29 +47,12 @@ class CacheUse(enum.Enum):
 
 
 @dataclass(eq=False)
-class _BatchJob:
+class _CachedJob(BatchJob):
     """A job; `slots` [S] are those of its samples, and `rows` the samples in the cache, in its order."""
 
-    key: str
-    job: SampleJob
-    lora: LoraWeights | None
-    listener: TokenListener | None
-    arrival: int
-    tokens_sent: np.ndarray
-    slots: np.ndarray
-    rows: np.ndarray
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     cache: ModelCache | None = None
-    scores: PromptScores = field(default_factory=PromptScores)
-
-    @property
-    def scope(self) -> str:
-        """Jobs of one scope share its turns."""
-        return self.job.cache_scope
-
-    @property
-    def count(self) -> int:
-        """S, or 0 where the job only asks about its prompt."""
-        return self.job.num_samples if self.job.max_tokens else 0
 
 
 class TransformersSampler:
@@ -80,9 +64,9 @@ class TransformersSampler:
         self._counters = counters
         self._draw = TorchDraw(decoder.operations)
         self._sequences = Sequences()
-        self._entries: dict[str, _BatchJob] = {}
-        self._waiting = WaitingJobs[_BatchJob]()
-        self._running: list[_BatchJob] = []
+        self._entries: dict[str, _CachedJob] = {}
+        self._waiting = WaitingJobs[_CachedJob]()
+        self._running: list[_CachedJob] = []
         self._cancelled: list[str] = []
         self._results: dict[str, SampleResult] = {}
         self._arrivals = 0
@@ -95,8 +79,7 @@ class TransformersSampler:
 
     def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
         """Adds a job; it joins at the next step."""
-        none = np.zeros(0, np.int64)
-        entry = _BatchJob(key, job, lora, listener, self._arrivals, np.zeros(job.num_samples, np.int64), none, none)
+        entry = _CachedJob(key, job, lora, listener, self._arrivals)
         self._arrivals += 1
         self._entries[key] = entry
         self._waiting.add(entry)
@@ -123,13 +106,13 @@ class TransformersSampler:
         self._results = {}
         return results
 
-    def _admitted(self) -> list[_BatchJob]:
+    def _admitted(self) -> list[_CachedJob]:
         """Waiting jobs, those of the scope with the fewest sequences first, as long as they fit into this step."""
         sequences = Counter[str]()
         for entry in self._running:
             sequences[entry.scope] += entry.count
         prompts = 0
-        found: list[_BatchJob] = []
+        found: list[_CachedJob] = []
         while self._waiting:
             entry = self._waiting.first(sequences)
             size = len(entry.job.prompt)
@@ -142,7 +125,7 @@ class TransformersSampler:
             prompts += size
         return found
 
-    def _run(self, entry: _BatchJob, work: Callable[[_BatchJob], None]) -> None:
+    def _run(self, entry: _CachedJob, work: Callable[[_CachedJob], None]) -> None:
         """Runs a part of a job. If memory does not suffice, the job starts again when others have ended."""
         try:
             work(entry)
@@ -157,7 +140,7 @@ class TransformersSampler:
             self._sequence_limit = max(1, sum(other.count for other in self._running))
             self._counters["restarts"] += 1
 
-    def _start(self, entry: _BatchJob) -> None:
+    def _start(self, entry: _CachedJob) -> None:
         """Runs the prompt, answers what is asked about it, and draws the first tokens."""
         job, decoder = entry.job, self._decoder
         prompt = torch.from_numpy(job.prompt).to(decoder.device)
@@ -182,7 +165,7 @@ class TransformersSampler:
         entry.rows = np.arange(entry.count)
         self._collect(entry, logits.expand(entry.count, -1))
 
-    def _advance(self, entry: _BatchJob) -> None:
+    def _advance(self, entry: _CachedJob) -> None:
         """Decodes one token for each of a job's samples."""
         decoder, sequences = self._decoder, self._sequences
         slots = entry.slots[entry.rows]
@@ -195,7 +178,7 @@ class TransformersSampler:
             last, entry.cache = decoder.decode(torch.from_numpy(tokens).to(decoder.device), entry.lora, entry.cache)
         self._collect(entry, decoder.logits(last, [LoraRows(0, len(last), entry.lora)]))
 
-    def _collect(self, entry: _BatchJob, logits: Tensor) -> None:
+    def _collect(self, entry: _CachedJob, logits: Tensor) -> None:
         """Draws a token for each sample that has not ended; logits [rows, V]. Ends the job with its last sample."""
         sequences, slots = self._sequences, entry.slots[entry.rows]
         rows = np.flatnonzero(~sequences.of["ended"][slots])
@@ -208,17 +191,18 @@ class TransformersSampler:
         if entry.job.logprobs_mode == "processed":
             logprobs = processed(logits, rows, own, tokens)
         if entry.job.topk_sample_logprobs:
-            self._note_best(slots, logits[torch.from_numpy(rows).to(logits.device)], entry.job.topk_sample_logprobs)
+            sequences.note_best(slots, rows, logits)
         ended = sequences.note(slots, tokens, logprobs)
         self._counters["sampled"] += len(slots)
-        self._stream_tokens(entry, own, tokens, logprobs)
+        if entry.listener is not None:
+            stream_tokens({entry.arrival: entry}, own, tokens, logprobs)
         if ended.all():
             samples = [sequences.sample(slot) for slot in entry.slots.tolist()]
             self._close(entry, SampleResult(samples, **vars(entry.scores)))
         elif ended.any():
             self._drop_ended(entry)
 
-    def _drop_ended(self, entry: _BatchJob) -> None:
+    def _drop_ended(self, entry: _CachedJob) -> None:
         """Ended samples leave the cache where it allows that and most of its rows have ended."""
         live = np.flatnonzero(~self._sequences.of["ended"][entry.slots[entry.rows]])
         if entry.cache is None:  # whole sequences run, of one length: those that live on
@@ -227,29 +211,14 @@ class TransformersSampler:
             entry.cache.select(torch.from_numpy(live).to(self._decoder.device))
             entry.rows = entry.rows[live]
 
-    def _note_best(self, slots: np.ndarray, logits: Tensor, count: int) -> None:
-        best = logits.topk(min(count, logits.shape[1]), dim=1)
-        logprobs = (best.values - logits.logsumexp(1, keepdim=True)).cpu().numpy()
-        self._sequences.note_best(slots, best.indices.cpu().numpy(), logprobs)
-
-    def _stream_tokens(self, entry: _BatchJob, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Calls the listener with the new tokens. A job that started again repeats no token."""
-        if entry.listener is None:
-            return
-        columns = zip(own["sample"].tolist(), own["emitted"].tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
-        for sample, emitted, token, logprob in columns:
-            if emitted >= entry.tokens_sent[sample]:
-                entry.tokens_sent[sample] += 1
-                entry.listener(sample, token, logprob)
-
-    def _close(self, entry: _BatchJob, result: SampleResult) -> None:
+    def _close(self, entry: _CachedJob, result: SampleResult) -> None:
         self._results[entry.key] = result
         del self._entries[entry.key]
         self._waiting.remove(entry)
         self._leave(entry)
         self._sequence_limit = MAX_SEQUENCES
 
-    def _leave(self, entry: _BatchJob) -> None:
+    def _leave(self, entry: _CachedJob) -> None:
         """Takes a job out of the step, and frees its cache and its slots."""
         if entry in self._running:
             self._running.remove(entry)

@@ -24,6 +24,7 @@ from mint.engine.model.attention import BLOCK, PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener
 from mint.engine.sampling.admission import SPARE_ROWS, WaitingJobs, fair_shares, may_begin
+from mint.engine.sampling.batch_job import BatchJob, stream_tokens
 from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps
 from mint.engine.sampling.draw import Draw, processed
 from mint.engine.sampling.kv_cache import KVCache, Lease
@@ -66,26 +67,15 @@ class SamplerMemory:
 
 
 @dataclass(eq=False)
-class _BatchJob:
-    """A job. Its prompt fills the `pages`; the rest of it is in the first of `own`, which has one page for each sample.
+class _PagedJob(BatchJob):
+    """A job. Its prompt fills the `pages`; the rest of it is in the first of `own`, which has one page for each
+    sample."""
 
-    It reads and fills the prefix cache of its `scope`. `count` is S, or 0 where it only asks about its prompt.
-    """
-
-    key: str
-    job: SampleJob
-    lora: LoraWeights | None
-    listener: TokenListener | None
-    scope: str
-    count: int
-    arrival: int
-    tokens_sent: np.ndarray
-    pages: np.ndarray
-    own: np.ndarray
+    pages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    own: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     done: int = 0
     beginning: bytes = b""
     hidden: list[Tensor] = field(default_factory=list)
-    scores: PromptScores = field(default_factory=PromptScores)
     samples: dict[int, Sample] = field(default_factory=dict)
     left: int = 0
     rows: int = 0
@@ -110,13 +100,13 @@ class Sampler:
         self._memory = memory
         self._lease = Lease(memory.kv_cache)
         self._sequences = Sequences()
-        self._entries: dict[int, _BatchJob] = {}
-        self._keys: dict[str, _BatchJob] = {}
-        self._listening: set[int] = set()
-        self._waiting = WaitingJobs[_BatchJob]()
-        self._prefilling: list[_BatchJob] = []
+        self._entries: dict[int, _PagedJob] = {}
+        self._keys: dict[str, _PagedJob] = {}
+        self._listening: dict[int, _PagedJob] = {}
+        self._waiting = WaitingJobs[_PagedJob]()
+        self._prefilling: list[_PagedJob] = []
         self._arrivals = 0
-        self._cancelled: list[_BatchJob] = []
+        self._cancelled: list[_PagedJob] = []
         self._row_limit = MAX_ROWS
         # Slots in the order of the batch's rows. Ended ones stay until it pays to move the others.
         self._order = np.zeros(0, np.int64)
@@ -132,21 +122,9 @@ class Sampler:
 
     def add(self, key: str, job: SampleJob, lora: LoraWeights | None, listener: TokenListener | None) -> None:
         """Adds a job; it joins at the next step."""
-        tokens_sent = np.zeros(job.num_samples, np.int64)
-        entry = _BatchJob(
-            key,
-            job,
-            lora,
-            listener,
-            scope=job.cache_scope,
-            count=job.num_samples if job.max_tokens else 0,
-            arrival=self._arrivals,
-            tokens_sent=tokens_sent,
-            pages=tokens_sent[:0],
-            own=tokens_sent[:0],
-        )
+        entry = _PagedJob(key, job, lora, listener, self._arrivals)
         if listener is not None:
-            self._listening.add(self._arrivals)
+            self._listening[entry.arrival] = entry
         self._arrivals += 1
         self._keys[key] = self._entries[entry.arrival] = entry
         self._waiting.add(entry)
@@ -189,7 +167,7 @@ class Sampler:
         """Admits waiting jobs as long as they fit, in the order of `admission`."""
         if not self._waiting:
             return
-        later: list[_BatchJob] = []
+        later: list[_PagedJob] = []
         rows = self._rows_by_scope()
         scopes = len(rows.keys() | self._waiting.scopes)
         spare = 0 if self._row_limit < MAX_ROWS else SPARE_ROWS  # memory was short: no more rows than before
@@ -230,7 +208,7 @@ class Sampler:
             rows[entry.scope] += entry.count
         return rows
 
-    def _begin(self, entry: _BatchJob, known: Match, spare: int) -> bool:
+    def _begin(self, entry: _PagedJob, known: Match, spare: int) -> bool:
         """Takes pages for the part of a prompt that is not `known`; False where these and `spare` more are not free."""
         memory = self._memory
         job = entry.job
@@ -259,18 +237,18 @@ class Sampler:
         self._cancelled = []
         self._compact_rows(now=True)
 
-    def _close(self, entry: _BatchJob, result: SampleResult) -> None:
+    def _close(self, entry: _PagedJob, result: SampleResult) -> None:
         """Records a job's result; its rows leave the batch at the next tidying."""
         entry.closed = True
         self._results[entry.key] = result
         del self._keys[entry.key]
-        self._listening.discard(entry.arrival)
+        self._listening.pop(entry.arrival, None)
         self._row_limit = MAX_ROWS
         self._leave(entry)
         if not entry.rows:
             del self._entries[entry.arrival]
 
-    def _leave(self, entry: _BatchJob) -> None:
+    def _leave(self, entry: _PagedJob) -> None:
         """Removes a job from the queues and ends its sequences."""
         self._waiting.remove(entry)
         if entry in self._prefilling:
@@ -280,7 +258,7 @@ class Sampler:
             own = self._order[self._sequences.of["entry"][self._order] == entry.arrival]
             self._sequences.of["ended"][own] = self._ended = True
 
-    def _release_prompt(self, entry: _BatchJob) -> None:
+    def _release_prompt(self, entry: _PagedJob) -> None:
         self._lease.release(np.concatenate([entry.pages, entry.own]), is_finite=entry.is_finite)
         entry.pages = entry.own = entry.pages[:0]
         entry.hidden = []
@@ -366,7 +344,7 @@ class Sampler:
         for entry in self._prefilling:
             wanted[entry.scope] += max(len(entry.job.prompt) - entry.done, LEAST_PREFILL)
         shares = fair_shares(wanted, budget)
-        batch: list[tuple[_BatchJob, int]] = []
+        batch: list[tuple[_PagedJob, int]] = []
         for entry in self._prefilling:
             size = min(len(entry.job.prompt) - entry.done, shares[entry.scope])
             if size > 0:
@@ -395,7 +373,7 @@ class Sampler:
         if complete:
             self._start(complete, hidden[torch.tensor(last, device=hidden.device)])
 
-    def _start(self, entries: list[_BatchJob], hidden: Tensor) -> None:
+    def _start(self, entries: list[_PagedJob], hidden: Tensor) -> None:
         """Adds rows for jobs whose prompts are computed, and draws their first tokens from hidden [jobs, E]."""
         logits = self._decoder.logits(hidden, rows_of([entry.lora for entry in entries]))
         finite = logits.isfinite().all(1).cpu().numpy()
@@ -420,7 +398,7 @@ class Sampler:
             self._set_order(np.concatenate([self._order, slots]))
             self._collect(slots, logits[torch.tensor(rows, device=logits.device)])
 
-    def _open_rows(self, entry: _BatchJob) -> np.ndarray:
+    def _open_rows(self, entry: _PagedJob) -> np.ndarray:
         """Slots for a job's samples. They share the prompt's whole pages; its rest is copied for each."""
         count, own = entry.count, entry.own
         self._prefilling.remove(entry)
@@ -472,14 +450,14 @@ class Sampler:
             asked = np.flatnonzero(own["processed"])
             logprobs[asked] = processed(logits, rows[asked], own[asked], tokens[asked])
         if own["width"].any():
-            self._note_best(slots, own["width"], logits[torch.from_numpy(rows).to(logits.device)])
+            sequences.note_best(slots, rows, logits)
         ended = sequences.note(slots, tokens, logprobs)
         self._memory.counters["sampled"] += len(slots)
         for number in [] if finite.all() else np.unique(own["entry"][~finite]).tolist():
             self._entries[number].is_finite = False
             self._close(self._entries[number], SampleResult([], error=DIVERGED))
         if self._listening:
-            self._stream_tokens(own, tokens, logprobs)
+            stream_tokens(self._listening, own, tokens, logprobs)
         if ended.any():
             self._ended = True
             numbers, counts = np.unique(own["entry"][ended], return_counts=True)
@@ -488,25 +466,7 @@ class Sampler:
                 if not self._entries[number].left and not self._entries[number].closed:
                     self._finish(self._entries[number])
 
-    def _note_best(self, slots: np.ndarray, widths: np.ndarray, logits: Tensor) -> None:
-        """Records the most probable tokens for the jobs that asked for them; logits [R, V]."""
-        for width in np.unique(widths[widths > 0]).tolist():
-            rows = np.flatnonzero(widths == width)
-            own = logits[torch.from_numpy(rows).to(logits.device)]
-            best = own.topk(min(width, own.shape[1]), dim=1)
-            logprobs = (best.values - own.logsumexp(1, keepdim=True)).cpu().numpy()
-            self._sequences.note_best(slots[rows], best.indices.cpu().numpy(), logprobs)
-
-    def _stream_tokens(self, own: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Calls the listeners with the new tokens. A job that started again repeats no token."""
-        for row in np.flatnonzero(np.isin(own["entry"], list(self._listening))).tolist():
-            entry = self._entries[int(own["entry"][row])]
-            sample = int(own["sample"][row])
-            if entry.listener is not None and own["emitted"][row] >= entry.tokens_sent[sample]:
-                entry.tokens_sent[sample] += 1
-                entry.listener(sample, int(tokens[row]), float(logprobs[row]))
-
-    def _finish(self, entry: _BatchJob) -> None:
+    def _finish(self, entry: _PagedJob) -> None:
         """Records the result of a job whose sequences have all ended."""
         sequences = self._sequences
         for slot in self._order[sequences.of["entry"][self._order] == entry.arrival].tolist():

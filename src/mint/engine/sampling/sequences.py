@@ -1,16 +1,20 @@
 """A table of the sequences that are being sampled: what each has drawn so far, how it draws, and when it ends.
 
-Letters: S slots (a sequence keeps its slot until it is removed) · R sequences of one step · T tokens.
+Letters: S slots (a sequence keeps its slot until it is removed) · R sequences of one step · T tokens ·
+V vocabulary.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
 from mint.engine.model.attention import BLOCK
 from mint.engine.protocol import Sample, SampleJob, TokenTable
+from mint.engine.sampling.draw import take
 from mint.engine.sampling.random_stream import streams
 from mint.engine.sampling.stop_checker import StopChecker
+from mint.engine.target_logprobs import most_probable
 
 _COLUMNS = np.dtype(
     [
@@ -125,10 +129,16 @@ class Sequences:
         self.of[slots] = own
         return ended
 
-    def note_best(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Records the most probable tokens of this step, best first, [R, K]."""
-        for slot, *pair in zip(slots.tolist(), tokens, logprobs, strict=True):
-            self._best.setdefault(slot, []).append((pair[0], pair[1]))
+    def note_best(self, slots: np.ndarray, rows: np.ndarray, logits: Tensor) -> None:
+        """Records the most probable tokens of this step for those of `slots` [R] that asked for them, from their `rows`
+        [R] of the logits [·, V]."""
+        widths = self.of["width"][slots]
+        for width in np.unique(widths[widths > 0]).tolist():
+            asked = np.flatnonzero(widths == width)
+            best = most_probable(take(logits, rows[asked]), width)
+            columns = (column.cpu().numpy() for column in best)
+            for slot, tokens, logprobs in zip(slots[asked].tolist(), *columns, strict=True):
+                self._best.setdefault(slot, []).append((tokens, logprobs))
 
     def tokens(self, slot: int) -> np.ndarray:
         """The tokens that a sequence has drawn, int64 [T]."""
