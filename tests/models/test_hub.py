@@ -22,12 +22,14 @@ NAME = "lab/small"
 
 
 class Hub:
-    """One model on a server; `asked` lists the files that were fetched, with the byte from which on."""
+    """One model on a server. `asked` lists the files that were fetched, with the byte from which on; `listed` counts
+    the requests for the list of its files."""
 
     def __init__(self, folder: Path) -> None:
         self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
         self.files["pytorch_model.bin"] = b"never fetched"
         self.asked: list[tuple[str, int]] = []
+        self.listed = 0
         self.tokens: set[str | None] = set()
         self.damaged = False
         self.breaks_after: int | None = None
@@ -35,6 +37,7 @@ class Hub:
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         self.tokens.add(request.headers.get("Authorization"))
+        self.listed += request.path.startswith("/api/")
         parts = request.path.split("?")[0].strip("/").split("/")
         if self.status != 200 or "small" not in parts:
             self._send(request, self.status if self.status != 200 else 404, b"{}", {"X-Error-Code": self._code()})
@@ -210,5 +213,9 @@ def test_a_training_asks_before_it_downloads_and_makes_nothing_before(hub: Hub, 
         refused = _mint(tmp_path, endpoint, *arguments)
         assert refused.returncode == 1 and f"mint models pull {NAME}" in refused.stderr
         assert not hub.asked and not (tmp_path / "home").exists()
+        hub.listed = 0
         allowed = _mint(tmp_path, endpoint, *arguments, "--yes")
+        listed = hub.listed
+        _mint(tmp_path, endpoint, "models", "pull", NAME, HF_HOME=str(tmp_path / "other"))
     assert "model.safetensors" in {name for name, _ in hub.asked}, allowed.stderr
+    assert listed == hub.listed - listed  # as often as `mint models pull`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -11,6 +11,9 @@ from rich.filesize import decimal
 
 from mint.cli.terminal import fail
 from mint.errors import InvalidRequestError, MintError, UnknownBaseModelError
+
+if TYPE_CHECKING:
+    from mint.models.hub import Download
 
 
 def pull(
@@ -21,19 +24,23 @@ def pull(
 
     HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are honoured.
     """
+    from mint.models.hub import plan_download
+
     try:
-        _download(name, revision, Console(stderr=True))
+        _download(plan_download(name, revision), Console(stderr=True))
     except MintError as error:
         fail(error)
 
 
 def require_base_model(name: str, console: Console, *, yes: bool) -> None:
-    """Returns if a base model is on this machine; else offers to download it, if it is one of the hub.
+    """Makes sure that a base model is on this machine: one of the hub is downloaded, after a question to the user.
 
-    With `yes` nothing is asked. A server answers for itself (MINT_BASE_URL): then nothing is checked.
+    With `yes` it is downloaded without the question. With MINT_BASE_URL nothing is checked: the model must be on the
+    server's machine, not on this one.
 
     Raises:
-        UnknownBaseModelError: it is not here, and nobody said yes.
+        UnknownBaseModelError: it is neither here nor on the hub, or there is no terminal to ask at and no `yes`.
+        InvalidRequestError: the user answered no.
         MintError: it cannot be downloaded.
     """
     from mint.config import read_settings
@@ -51,17 +58,17 @@ def require_base_model(name: str, console: Console, *, yes: bool) -> None:
         if not yes and not sys.stdin.isatty():
             error.remedy = f"Run `mint models pull {name}`, or add --yes to download it now. {error.remedy}"
             raise
-        size = decimal(plan_download(name).size_bytes)
-        if not yes and not typer.confirm(f"{name} is not on this machine. Download {size}?", err=True):
+        plan = plan_download(name)
+        question = f"{name} is not on this machine. Download {decimal(plan.size_bytes)}?"
+        if not yes and not typer.confirm(question, err=True):
             raise InvalidRequestError("is not on this machine", field="base_model", value=name) from error
-        _download(name, None, console)
+        _download(plan, console)
 
 
-def _download(name: str, revision: str | None, console: Console) -> None:
-    from mint.models.hub import download, plan_download
+def _download(plan: Download, console: Console) -> None:
+    from mint.models.hub import download
 
-    plan = plan_download(name, revision)
     if plan.files:
         console.print(f"{plan.files} files, {decimal(plan.size_bytes)}", highlight=False)
     folder = download(plan)
-    console.print(f"{name} is in {folder}", highlight=False, soft_wrap=True)
+    console.print(f"{plan.name} is in {folder}", highlight=False, soft_wrap=True)
