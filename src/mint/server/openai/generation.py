@@ -190,7 +190,7 @@ async def _sample(
 
     on_token = None if queue is None else put
     caller, weights = generation.caller, generation.weights
-    return await service.sample_now(caller, weights, request, cancelled=cancelled, on_token=on_token)
+    return await service.sampling.sample_now(caller, weights, request, cancelled=cancelled, on_token=on_token)
 
 
 def _remaining_deltas(

@@ -86,7 +86,6 @@ from mint.wire.requests import (
     JoinSamplingSessionRequest,
     ModelRequest,
     RetrieveFuturesRequest,
-    SampleRequest,
     SaveWeightsForSamplerRequest,
     SessionRequest,
     WeightsInfoRequest,
@@ -213,7 +212,7 @@ class Service:
             gap_timeout_s=gap_timeout_s,
             clock=clock,
         )
-        self._sampling = SamplingRequests(
+        self.sampling = SamplingRequests(
             self._reader, self._queue, self.futures, self._sessions, self._samplers, self._sample_deaths
         )
         self._queue_index = QueueIndex(self._queue.pending(), self._worker.eta)
@@ -590,34 +589,22 @@ class Service:
 
     def sampler_info(self, caller: Caller, name: str) -> SamplerInfo:
         """What a sampler samples from."""
-        row = self._sampling.require_sampler(caller, name)
+        row = self.sampling.require_sampler(caller, name)
         folder = str(self.base_models.folder(row.base_model))
         return SamplerInfo(sampler_id=name, base_model=row.base_model, model_path=row.model_path, tokenizer_id=folder)
 
     def join_sampling_session(self, caller: Caller, body: bytes) -> JoinSamplingSessionResponse:
         """A number for one more client of a sampler, which no other client has; the first client's is 0."""
-        self._sampling.require_sampler(caller, wire.decode(JoinSamplingSessionRequest, body).sampling_session_id)
+        self.sampling.require_sampler(caller, wire.decode(JoinSamplingSessionRequest, body).sampling_session_id)
         return JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(MAX_CLONES))
 
     def sample(self, caller: Caller, body: bytes) -> UntypedPromise:
         """Accepts a sample request, as `SamplingRequests.accept`."""
-        return self._sampling.accept(caller, body)
-
-    async def sample_now(
-        self,
-        caller: Caller,
-        weights: SamplerRow,
-        request: SampleRequest,
-        *,
-        cancelled: threading.Event,
-        on_token: Callable[[int, int, float], None] | None = None,
-    ) -> SampleResponse:
-        """Samples from weights that the caller may read, as `SamplingRequests.sample_now`."""
-        return await self._sampling.sample_now(caller, weights, request, cancelled=cancelled, on_token=on_token)
+        return self.sampling.accept(caller, body)
 
     def cancel(self, caller: Caller, body: bytes) -> None:
         """Cancels a sample request, as `SamplingRequests.cancel`; training requests keep their place in the order."""
-        self._sampling.cancel(caller, body)
+        self.sampling.cancel(caller, body)
 
     # --- results -------------------------------------------------------------------------------------------------
 

@@ -87,8 +87,8 @@ class Trainer:
         data_dir: Path,
         *,
         decode: Decode,
-        model_memory_bytes: int | None = None,
-        require_save: Callable[[str], None] = lambda owner: None,
+        model_memory_bytes: int | None,
+        require_save: Callable[[str], None],
     ) -> None:
         """`decode` decodes requests of the journal; `model_memory_bytes` is the limit of `ModelMemory`. `require_save`
         raises if an owner may save nothing now: others of its requests may have saved since this one was accepted."""
