@@ -96,7 +96,8 @@ class Settings(BaseSettings):
 
     @property
     def cache_dir(self) -> Path:
-        """What can be made again: in the user's cache folder, or in `home` if the user has no home directory."""
+        """Where mint keeps files that it can compute again: in the user's cache folder, or in `home` if the user has no
+        home directory. Not created here."""
         try:
             return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mint"
         except RuntimeError:

@@ -1,7 +1,7 @@
-"""What would be left of a data directory after a loss of power. It assumes that no unsynced write survives.
+"""Simulates a loss of power: copies a data directory as it would be found if no unsynced write survived.
 
-`Disk` sees every `os.fsync` of this process, and keeps apart what was synced. A process that is killed by a signal
-loses nothing that it has written, because the kernel still writes it; so a kill does not test a sync, and this does.
+`Disk` intercepts every `os.fsync` of this process, and records what was synced. Killing a process cannot show a missing
+fsync, because the kernel still writes what the process had written.
 """
 
 from __future__ import annotations

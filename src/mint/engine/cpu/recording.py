@@ -26,7 +26,7 @@ class Recording:
 
 
 class _Present(threading.local):
-    """What the current thread records."""
+    """`recording` is where kernels that this thread calls add themselves; None: they run without being recorded."""
 
     recording: Recording | None = None
 
