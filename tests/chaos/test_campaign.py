@@ -42,12 +42,21 @@ def test_a_few_kills_and_a_power_loss_change_no_bit() -> None:
     assert all(part["violated"] == 0 for part in report["parts"])
 
 
+@pytest.mark.timeout(300)
+def test_two_kills_are_two_and_the_report_names_what_they_left_out() -> None:
+    code, report = run_chaos("--kills", "2", "--no-points", "--faults", "none")
+    assert (code, report["violations"]) == (0, [])
+    assert report["kills"] == 2
+    assert report["scenarios_left_out"] == ["embedded-grpo"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_kills_change_no_bit() -> None:
     code, report = run_chaos("--kills", "100", "--faults", "none")
     assert (code, report["violations"], report["points_never_reached"]) == (0, [], [])
-    assert report["kills"] >= 100
+    assert {part["name"]: part["kills"] for part in report["parts"]}["random kills"] == 100
+    assert report["scenarios_left_out"] == []
 
 
 @pytest.mark.slow

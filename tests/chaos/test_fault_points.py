@@ -80,10 +80,20 @@ def test_every_point_with_every_kind_of_work_is_struck_once_and_in_an_order_that
         assert positions == sorted(positions)
 
 
+PLACES = dict.fromkeys(SCENARIOS, HITS)
+
+
 def test_a_seed_gives_the_same_kills_again() -> None:
     def cases(seed: int) -> list[str]:
-        rng = random.Random(seed)
-        return [str(plan.random_case(rng, dict.fromkeys(SCENARIOS, HITS))) for _ in range(20)]
+        return [str(case) for case in plan.random_cases(random.Random(seed), PLACES, 80)]
 
     assert cases(1) == cases(1) != cases(2)
     assert {line.split()[0] for line in cases(1)} == set(SCENARIOS)
+
+
+@pytest.mark.parametrize("kills", [1, 2, 3, 4, 5, 11, 100])
+def test_random_kills_are_as_many_as_asked_and_strike_every_scenario_that_they_suffice_for(kills: int) -> None:
+    cases = plan.random_cases(random.Random(0), PLACES, kills, first=SCENARIOS)
+    assert sum(len(case.lives) for case in cases) == kills
+    assert max(len(case.lives) for case in cases) <= plan.LIVES
+    assert {case.scenario for case in cases} == set(SCENARIOS[:kills])

@@ -56,6 +56,8 @@ class CampaignReport:
     points: Counter[str] = field(default_factory=Counter)
     pairs: int = 0
     never_reached: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Scenarios without a random kill: there were fewer kills than scenarios."""
     logs: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -83,6 +85,7 @@ class CampaignReport:
             "points_reached": len(self.points),
             "pairs_reached": self.pairs,
             "points_never_reached": self.never_reached,
+            "scenarios_left_out": self.left_out,
             "parts": [
                 {
                     "name": part.name,
@@ -185,9 +188,14 @@ class Campaign:
         rng = random.Random(self.report.seed)
         places = {scenario: sorted(set(outcome.hits[0])) for scenario, outcome in self._clean.items()}
         part = self._part(KILLS)
-        while (done := sum(outcome.kills for outcome in part.outcomes)) < kills:
-            wanted = -(-(kills - done) // plan.LIVES)
-            self._run(KILLS, [plan.random_case(rng, places) for _ in range(wanted)])
+        missing = kills
+        while missing > 0 and not part.violated:  # a kill at a time after the end of its case was none
+            struck = {outcome.case.scenario for outcome in part.outcomes if outcome.kills}
+            first = [scenario for scenario in SCENARIOS if scenario not in struck]
+            self._run(KILLS, plan.random_cases(rng, places, missing, first=first))
+            missing = kills - sum(outcome.kills for outcome in part.outcomes)
+        struck = {outcome.case.scenario for outcome in part.outcomes if outcome.kills}
+        self.report.left_out = [scenario for scenario in SCENARIOS if scenario not in struck]
 
     def _part(self, name: str) -> PartReport:
         for part in self.report.parts:

@@ -114,13 +114,21 @@ def enumerated(hits: Hits, recovery_hits: Hits, scenario: str) -> list[Case]:
     return cases
 
 
-def random_case(rng: random.Random, places: Mapping[str, Sequence[tuple[str, str]]]) -> Case:
-    """A case of random kills, half of them at a time, half at a point.
+def random_cases(
+    rng: random.Random, places: Mapping[str, Sequence[tuple[str, str]]], kills: int, *, first: Sequence[str] = ()
+) -> list[Case]:
+    """Cases with so many random kills in all, half of them at a time, half at a point.
 
-    `places` are the points with their kinds of work that each scenario reaches, in a fixed order.
+    `places` are the points with their kinds of work that each scenario reaches, in a fixed order. The scenarios in
+    `first` get a case each, as far as the kills go round; those of the other cases are drawn.
     """
-    scenario = rng.choice((SCENARIOS[0], *SCENARIOS))  # the server half of the time
-    return Case(scenario, tuple((_random_kill(rng, places[scenario]),) for _ in range(LIVES)))
+    number = min(kills, max(-(-kills // LIVES), len(first)))
+    drawn = [rng.choice((SCENARIOS[0], *SCENARIOS)) for _ in range(number - len(first))]  # the server half of the time
+    cases = []
+    for place, scenario in enumerate([*first, *drawn][:number]):
+        lives = kills // number + (place < kills % number)
+        cases.append(Case(scenario, tuple((_random_kill(rng, places[scenario]),) for _ in range(lives))))
+    return cases
 
 
 def _random_kill(rng: random.Random, places: Sequence[tuple[str, str]]) -> Fault:

@@ -91,6 +91,8 @@ def print_report(console: Console, report: CampaignReport) -> None:
             )
     for name in report.never_reached:
         console.print(f"[red]never reached[/red] {name}")
+    if report.left_out:
+        console.print(f"[yellow]no random kill[/yellow] of {', '.join(report.left_out)}: too few --kills")
     verdict = "[green]nothing was lost[/green]" if report.passed else "[red]not sound[/red]"
     console.print(
         f"{verdict}: {report.kills} kills, {len(report.points)} points with {report.pairs} kinds of work, "
