@@ -1,4 +1,4 @@
-"""A crowd of clients in one process: each opens its futures over its own connection, then fetches all answers.
+"""A crowd of clients in a few processes: each opens its futures over its own connection, then fetches all answers.
 
 Nobody fetches before all futures are open. A tenth of the clients reads 16 bytes at a time. A client that is refused
 with 429 waits as long as the response says, and sends the request again.
@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,14 @@ SLOW_ONES = 10
 
 @dataclass(frozen=True)
 class Crowd:
-    """Who asks for what. Clients take turns with the keys, and send their requests over `submit_s` seconds."""
+    """Who asks for what in one process: the clients of these numbers.
+
+    Clients take turns with the keys, and send their requests over `submit_s` seconds.
+    """
 
     url: str
     keys: Sequence[str]
-    clients: int
+    clients: range
     calls: int
     submit_s: float
     max_tokens: int = 64
@@ -46,6 +49,7 @@ class Seen:
     longest_call_s: float = 0.0
     longest_silence_s: float = 0.0
     last_answer_at: float = 0.0
+    cpu_s: float = 0.0
 
     def note_answer(self, status: str) -> None:
         """Counts an answer, and the time since the last one."""
@@ -55,19 +59,27 @@ class Seen:
         self.last_answer_at = now
 
 
-def run_crowd(crowd: Crowd, found: Any) -> None:
-    """Runs all clients, and puts what they saw into `found`."""
+def run_crowd(crowd: Crowd, everybody: Any, found: Any) -> None:
+    """Runs the clients of a process, and appends what they saw to `found`; `everybody` is a barrier of processes."""
     seen = Seen()
 
     async def run() -> None:
-        together = asyncio.Barrier(crowd.clients)
-        await asyncio.gather(*(_client(crowd, number, seen, together) for number in range(crowd.clients)))
+        own, all_are_open = asyncio.Barrier(len(crowd.clients)), asyncio.Event()
+
+        async def wait_for_all() -> None:
+            if await own.wait() == 0:
+                await asyncio.to_thread(everybody.wait)
+                all_are_open.set()
+            await all_are_open.wait()
+
+        await asyncio.gather(*(_client(crowd, number, seen, wait_for_all) for number in crowd.clients))
 
     asyncio.run(run())
-    found.update(vars(seen) | {"answers": dict(seen.answers)})
+    seen.cpu_s = time.process_time()
+    found.append(vars(seen) | {"answers": dict(seen.answers)})
 
 
-async def _client(crowd: Crowd, number: int, seen: Seen, together: asyncio.Barrier) -> None:
+async def _client(crowd: Crowd, number: int, seen: Seen, wait_for_all: Callable[[], Awaitable[None]]) -> None:
     pauses = random.Random(number)
     key = crowd.keys[number % len(crowd.keys)]
     # without `verify` no certificates are loaded: nothing here is encrypted
@@ -87,7 +99,7 @@ async def _client(crowd: Crowd, number: int, seen: Seen, together: asyncio.Barri
             }
             names.append((await _post(http, seen, "asample", body, is_timed=True)).json()["request_id"])
             seen.requests += 1
-        await together.wait()
+        await wait_for_all()
         seen.last_answer_at = seen.last_answer_at or time.perf_counter()
         for name in names:
             if number % SLOW_ONES:

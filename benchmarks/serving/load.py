@@ -6,8 +6,8 @@
 
 `pauses`: 12 clients train and sample, bodies of 36 MB of JSON arrive one after another, good and hostile ones in turn,
 and another process locks the database. `crowd`: 200 clients with 1,000 open futures, among them readers that take a
-byte at a time. `vanish`: clients that leave in the middle of a stream. `fairness`: A has 2,000 samples open all the
-time, B asks for one a second. The server is `mint serve` on the bundled model, and asks for keys; each load is a
+few bytes at a time. `vanish`: clients that leave in the middle of a stream. `fairness`: A has 2,000 samples open all
+the time, B asks for one a second. The server is `mint serve` on the bundled model, and asks for keys; each load is a
 process of its own.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ import sqlite3
 import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ FLOOD_TOKENS, FLOOD_GROUP = 64, 8
 CLIENTS_OF_AN_OWNER = 200
 """An owner may have 256 sessions."""
 KV_CACHE_MIB = 256
+ALONE_EVERY_S = 0.1
 ROWS = 512
 """Sequences that decode together."""
 PROMPT = types.ModelInput.from_ints([1, 40, 60, 22])
@@ -189,10 +193,12 @@ def large_bodies(url: str, key: str, counts: Any, is_over: Any) -> None:
 # --- crowd -----------------------------------------------------------------------------------------------------------
 
 
-def crowd(clients: int, calls: int, rounds: int, submit_s: float) -> None:
+def crowd(clients: int, calls: int, rounds: int, submit_s: float, processes: int) -> None:
     """Many clients with many open futures, again and again: every answer comes, and the memory stays.
 
-    The KV cache is bounded by itself; it is small here, so that the memory shows what requests and results take.
+    A loop of hundreds of clients keeps each of them waiting itself. So the times that they see are reported beside
+    those of one more client, which is alone on its thread and sends a request every `ALONE_EVERY_S`. The KV cache is
+    bounded by itself; it is small here, so that the memory shows what requests and results take.
     """
     os.environ["MINT_KV_CACHE_MIB"] = str(KV_CACHE_MIB)
     owners = [f"owner{number}" for number in range(1 + clients // CLIENTS_OF_AN_OWNER)]
@@ -204,32 +210,84 @@ def crowd(clients: int, calls: int, rounds: int, submit_s: float) -> None:
         print(PROBE_HEAD)
         print(idle.row("idle"))
         for number in range(rounds):
-            found = SPAWN.Manager().dict()
-            asked = Crowd(server.url, list(keys.values()), clients, calls, submit_s)
-            load = SPAWN.Process(target=run_crowd, args=(asked, found))
+            seen, everybody = SPAWN.Manager().list(), SPAWN.Barrier(processes)
+            loads = [
+                SPAWN.Process(target=run_crowd, args=(asked, everybody, seen))
+                for asked in (
+                    Crowd(server.url, list(keys.values()), range(clients)[first::processes], calls, submit_s)
+                    for first in range(processes)
+                )
+            ]
             before, most_open, began = server.metrics(keys[owners[0]]), 0.0, time.monotonic()
-            with Probe(server.url) as busy:
-                load.start()
-                while load.is_alive():
+            cpu_before = server.cpu_s
+            with Probe(server.url) as busy, Alone(server, keys[owners[0]]) as alone:
+                for load in loads:
+                    load.start()
+                while any(load.is_alive() for load in loads):
                     most_open = max(most_open, sum(at_work(server, keys[owners[0]])))
-                    load.join(1.0)
+                    loads[0].join(1.0)
             after = server.metrics(keys[owners[0]])
             print(busy.row(f"{clients} clients, {clients * calls} futures, round {number + 1}", idle))
-            if not found:
+            if len(seen) < processes:
                 raise SystemExit("the clients failed")
-            submits = found["submit_s"]
+            submits = [seconds for part in seen for seconds in part["submit_s"]]
+            answers = sum((Counter(part["answers"]) for part in seen), Counter[str]())
+            longest = {name: max(part[name] for part in seen) for name in ("longest_call_s", "longest_silence_s")}
             print(
-                f"{found['requests']} requests, {sum(found['answers'].values())} answers {found['answers']}, "
-                f"{found['refused']} times refused with 429, in {time.monotonic() - began:.1f} s; at most "
-                f"{most_open:.0f} unfinished\n"
-                f"submit: p50 {percentile(submits, 0.5) * 1e3:.0f}, p99 {percentile(submits, 0.99) * 1e3:.0f}, worst "
-                f"{max(submits) * 1e3:.0f} ms; longest call {found['longest_call_s']:.1f} s (a poll is held for 25), "
-                f"longest time without an answer {found['longest_silence_s']:.1f} s\n"
+                f"{sum(part['requests'] for part in seen)} requests, {answers.total()} answers {dict(answers)}, "
+                f"{sum(part['refused'] for part in seen)} times refused with 429, in {time.monotonic() - began:.1f} s; "
+                f"at most {most_open:.0f} unfinished\n"
+                f"submit, as the clients of {processes} process(es) see it: {quantiles(submits)}; "
+                f"as the one that is alone does: {quantiles(alone.seconds)} ({len(alone.seconds)} requests)\n"
+                f"CPU: clients {sum(part['cpu_s'] for part in seen):.0f} s, server {server.cpu_s - cpu_before:.0f} s\n"
+                f"longest call {longest['longest_call_s']:.1f} s (a poll is held for 25), "
+                f"longest time without an answer {longest['longest_silence_s']:.1f} s\n"
                 f"within the server: {shares('mint_request_seconds', before, after, route=f'{API}/asample')}\n"
                 f"the event loop's own pauses: {shares('mint_event_loop_pause_seconds', before, after)}\n"
                 f"server: {server.memory_mib:.0f} MiB, at most {server.peak_memory_mib:.0f}, {idle_mib:.0f} when idle; "
                 f"{server.descriptors} descriptors, {server.threads} threads"
             )
+
+
+def quantiles(seconds: Sequence[float]) -> str:
+    """p50, p99 and the worst of some times."""
+    p50, p99 = (percentile(seconds, share) * 1e3 for share in (0.5, 0.99))
+    return f"p50 {p50:.0f}, p99 {p99:.0f}, worst {max(seconds, default=float('nan')) * 1e3:.0f} ms"
+
+
+class Alone:
+    """A client on a thread of its own: sends a sample request every `ALONE_EVERY_S`, and keeps the times of sending."""
+
+    def __init__(self, server: ServerProcess, key: str) -> None:
+        self.seconds: list[float] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(server.url, key), daemon=True)
+
+    def __enter__(self) -> Alone:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self, url: str, key: str) -> None:
+        with httpx.Client(base_url=f"{url}{API}/", headers={"x-api-key": key}, timeout=300) as http:
+            session = http.post("create_session", json={}).json()["session_id"]
+            made = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+            sampler = http.post("create_sampling_session", json=made).json()["sampling_session_id"]
+            params = {"max_tokens": 1, "stop": []}
+            body = {
+                "sampling_session_id": sampler,
+                "prompt": {"chunks": [{"tokens": [1, 40]}]},
+                "sampling_params": params,
+            }
+            for seq_id in itertools.count():
+                began = time.perf_counter()
+                http.post("asample", json=body | {"seq_id": seq_id}).raise_for_status()
+                self.seconds.append(time.perf_counter() - began)
+                if self._is_over.wait(ALONE_EVERY_S):
+                    return
 
 
 # --- clients that vanish ---------------------------------------------------------------------------------------------
@@ -351,13 +409,16 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--calls", type=int, default=5, help="futures of each client of the crowd")
     parser.add_argument("--rounds", type=int, default=3, help="of the crowd")
+    parser.add_argument("--processes", type=int, default=1, help="of the crowd's clients")
     parser.add_argument("--submit-s", type=float, default=5.0, help="how long the crowd takes to send its requests")
     parser.add_argument("--quick", action="store_true", help="a tenth of the crowd and of the flood")
     options = parser.parse_args()
     share = 10 if options.quick else 1
     parts = {
         "pauses": lambda: pauses(options.lock_s),
-        "crowd": lambda: crowd(options.clients // share, options.calls, options.rounds, options.submit_s),
+        "crowd": lambda: crowd(
+            options.clients // share, options.calls, options.rounds, options.submit_s, options.processes
+        ),
         "vanish": lambda: vanish(options.clients // share),
         "fairness": lambda: fairness(2000 // share, 30),
     }

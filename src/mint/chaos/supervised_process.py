@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from functools import cache
@@ -14,6 +16,13 @@ from typing import Any
 from mint.chaos.process import Target
 
 PRELOADED = ["mint.chaos.preloaded"]
+
+_ASKING = threading.Lock()
+"""Held while any process is started or asked for its exit code. A start asks all others, too, and of two threads that
+ask at once one gets 255: the code can be read once, and multiprocessing takes the end of the pipe for the end of its
+fork server."""
+
+END_POLL_S = 0.02
 
 
 @cache
@@ -32,13 +41,15 @@ class SupervisedProcess:
         self._process = forks().Process(target=target, args=(life, there), daemon=True)
         self.started_at = time.monotonic()
         self.up_at: float | None = None
-        self._process.start()
+        with _ASKING:
+            self._process.start()
         there.close()
 
     @property
     def exit_code(self) -> int | None:
         """None while it lives; minus the signal that ended it."""
-        return self._process.exitcode
+        with _ASKING:
+            return self._process.exitcode
 
     def message(self) -> tuple[str, Any] | None:
         """What it has said since the last time, if anything."""
@@ -59,10 +70,17 @@ class SupervisedProcess:
 
     def end(self, patience_s: float) -> bool:
         """Waits for its end, and kills it after `patience_s` seconds; whether it has ended by itself."""
-        self._process.join(patience_s)
-        ended = self.exit_code is not None
+        ended = self._has_ended_within(patience_s)
         if not ended:
             self.signal(signal.SIGKILL)
-            self._process.join()
+            self._has_ended_within(math.inf)
         self._here.close()
         return ended
+
+    def _has_ended_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.exit_code is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(END_POLL_S)
+        return True
