@@ -121,7 +121,7 @@ def create(
 @keys_app.command(name="list")
 def list_keys(data_dir: DataDir = None, as_json: Json = False) -> None:
     """All keys ever made, by how they begin."""
-    with _opened_keys(data_dir, as_json) as keys:
+    with _opened_keys(data_dir, as_json, only_read=True) as keys:
         rows = keys.list()
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows]))
@@ -144,7 +144,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """The quotas of a key, and how much its owner uses of them. Defaults are those of a server that starts now."""
-    with _opened_keys(data_dir, as_json) as keys:
+    with _opened_keys(data_dir, as_json, only_read=True) as keys:
         row = keys.row(key_id)
         used = keys.use_of(row.owner)
         defaults = _defaults(keys, data_dir, config)
@@ -225,11 +225,13 @@ def _own_key(*, from_stdin: bool, file: Path | None) -> str | None:
 
 
 @contextmanager
-def _opened_keys(data_dir: Path | None, as_json: bool, *, make: bool = False) -> Generator[ApiKeys]:
+def _opened_keys(
+    data_dir: Path | None, as_json: bool, *, make: bool = False, only_read: bool = False
+) -> Generator[ApiKeys]:
     """The keys of a data directory; an error in the block ends the command with one sentence."""
     from mint.config import read_settings  # deferred: loads the database
     from mint.server.private_files import open_data_dir
-    from mint.server.store.database import Database
+    from mint.server.store.database import Database, OpenFor
     from mint.server.store.journal import JOURNAL_FILE
     from mint.server.store.keys import ApiKeys
 
@@ -243,7 +245,8 @@ def _opened_keys(data_dir: Path | None, as_json: bool, *, make: bool = False) ->
         elif not (folder / JOURNAL_FILE).is_file():
             remedy = "Give the directory that mint serve uses"
             raise InvalidRequestError("holds no server's data", field="--data-dir", value=folder, remedy=remedy)
-        with closing(Database(folder / JOURNAL_FILE)) as database:
+        opened_for = OpenFor.READING if only_read else OpenFor.COMMAND
+        with closing(Database(folder / JOURNAL_FILE, opened_for)) as database:
             yield ApiKeys(database)
     except MintError as error:
         fail(error, as_json=as_json)

@@ -18,6 +18,7 @@ from mint.server.service.downloads import ARCHIVE, open_file
 from mint.server.service.uploads import import_checkpoint
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoints import find_checkpoint
+from mint.server.store.database import OpenFor
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.session_catalog import SessionCatalog
 from mint.server.store.training_run_catalog import TrainingRunCatalog
@@ -40,38 +41,41 @@ OPERATOR = None
 
 
 class FolderStorage:
-    """See `storage.Storage`. Opens the database when the first question needs it."""
+    """See `storage.Storage`. Opens the database at the first question, and for writing at the first change."""
 
     def __init__(self, data_dir: Path, settings: Settings) -> None:
         self._data_dir = data_dir
         self._aliases = settings.model_aliases
-        self._opened: Journal | None = None
+        self._opened: dict[OpenFor, Journal] = {}
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        for journal in self._opened.values():
+            journal.close()
 
-    @property
-    def _journal(self) -> Journal:
-        if self._opened is None:
+    def _journal(self, opened_for: OpenFor) -> Journal:
+        if opened_for not in self._opened:
             file = self._data_dir / JOURNAL_FILE
             if not file.is_file():
                 remedy = "Set MINT_HOME or pass --data-dir; or set MINT_BASE_URL to ask a server"
                 raise NotFoundError("holds no journal", field="data_dir", value=str(self._data_dir), remedy=remedy)
-            self._opened = Journal(file)
-        return self._opened
+            self._opened[opened_for] = Journal(file, opened_for)
+        return self._opened[opened_for]
 
     @property
     def _runs(self) -> TrainingRunCatalog:
-        return TrainingRunCatalog(self._journal, self._data_dir)
+        return TrainingRunCatalog(self._journal(OpenFor.READING), self._data_dir)
 
     @property
     def _checkpoints(self) -> CheckpointCatalog:
-        return CheckpointCatalog(self._journal, self._data_dir)
+        return CheckpointCatalog(self._journal(OpenFor.READING), self._data_dir)
+
+    @property
+    def _changed_checkpoints(self) -> CheckpointCatalog:
+        return CheckpointCatalog(self._journal(OpenFor.COMMAND), self._data_dir)
 
     @property
     def _sessions(self) -> SessionCatalog:
-        return SessionCatalog(self._journal)
+        return SessionCatalog(self._journal(OpenFor.READING))
 
     def runs(self, page: PageQuery) -> TrainingRunsResponse:
         return self._runs.runs(OPERATOR, page)
@@ -89,19 +93,19 @@ class FolderStorage:
         return self._checkpoints.checkpoint(OPERATOR, path)
 
     def delete(self, path: str) -> None:
-        self._checkpoints.delete(OPERATOR, path)
+        self._changed_checkpoints.delete(OPERATOR, path)
 
     def publish(self, path: str, *, public: bool) -> None:
-        self._checkpoints.publish(OPERATOR, path, public=public)
+        self._changed_checkpoints.publish(OPERATOR, path, public=public)
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
-        self._checkpoints.set_ttl(OPERATOR, path, seconds)
+        self._changed_checkpoints.set_ttl(OPERATOR, path, seconds)
 
     def copy(self, request: CopyWeightsRequest) -> str:
-        return self._checkpoints.copy(OPERATOR, request)
+        return self._changed_checkpoints.copy(OPERATOR, request)
 
     def download(self, path: str, output: Path) -> Path:
-        row = find_checkpoint(self._journal, path, reader=OPERATOR)
+        row = find_checkpoint(self._journal(OpenFor.READING), path, reader=OPERATOR)
         target = output / f"{row.kind}-{row.name}.tar.gz" if output.is_dir() else output
         _, content = open_file(self._data_dir / row.folder, ARCHIVE)
         _write_whole(target, content)
@@ -109,9 +113,8 @@ class FolderStorage:
 
     def upload(self, file: Path, base_model: str | None, name: str | None) -> str:
         # no key owns it: it belongs to this machine
-        row = import_checkpoint(
-            self._journal, self._data_dir, file, owner=LOCAL_OWNER, base_model=base_model, name=name
-        )
+        journal = self._journal(OpenFor.COMMAND)
+        row = import_checkpoint(journal, self._data_dir, file, owner=LOCAL_OWNER, base_model=base_model, name=name)
         return CheckpointPath(row.model_id, row.kind, row.name).uri
 
     def sessions(self, limit: int) -> Sequence[SessionSummary]:

@@ -16,9 +16,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from mint.engine.protocol import ModelState
-from mint.errors import CheckpointError, DamagedDataError, InvalidRequestError
+from mint.errors import CheckpointError, DamagedDataError, InvalidRequestError, JournalError
+from mint.server.spare_space import SpareSpace
+from mint.server.storage_state import reason_of
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_folders import Manifest
+from mint.server.store.database import OpenFor
 from mint.server.store.instances import Instance, ServerLock
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, CheckpointRow, JobRow, ModelRow, SnapshotRow
@@ -76,7 +79,7 @@ def stopped_models(data_dir: Path, is_sound: IsSound) -> list[StoppedModel]:
         InvalidRequestError: it holds no data of mint.
         JournalError: it cannot be read.
     """
-    with closing(Journal(_journal_file(data_dir))) as journal:
+    with closing(Journal(_journal_file(data_dir), OpenFor.READING)) as journal:
         return [_describe(journal, data_dir, row, is_sound) for row in journal.stopped_models()]
 
 
@@ -99,10 +102,11 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
         JournalError: the decision cannot be stored.
     """
     file = _journal_file(data_dir)
+    SpareSpace(file).release_if_short()  # the locks are files, too
     with (
         closing(ServerLock(data_dir)),
-        closing(Journal(file)) as journal,
-        closing(Instance(data_dir)) as instance,
+        closing(Journal(file, OpenFor.COMMAND)) as journal,
+        closing(_instance(data_dir)) as instance,
         instance.sole_adopter(),
     ):
         row = journal.model(model_id)
@@ -122,6 +126,13 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
         journal.restart_model(model_id, replay=_replay(journal, stopped, decision), checkpoint=saved)
         path = None if saved is None else CheckpointPath(saved.model_id, saved.kind, saved.name).uri
         return Decided(decision, stopped, path)
+
+
+def _instance(data_dir: Path) -> Instance:
+    try:
+        return Instance(data_dir)
+    except OSError as error:
+        raise JournalError(f"{data_dir} cannot be used: {reason_of(error)}", remedy="Free disk space") from error
 
 
 def _save_snapshot(journal: Journal, data_dir: Path, row: ModelRow, stopped: StoppedModel) -> CheckpointRow | None:

@@ -772,6 +772,7 @@ class Service:
         running_s = min(now - self._housekeeping_at, MAX_COUNTED_S)
         self._housekeeping_at = now
         self.disk.look()
+        self.journal.database.spare.take()
         self.journal.touch_sessions(self._sessions.last_seen())
         suspended = list(self._sessions.suspended())
         if suspended:

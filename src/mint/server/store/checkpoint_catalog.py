@@ -293,8 +293,9 @@ class CheckpointCatalog:
 
     def _drop(self, row: CheckpointRow) -> None:
         """Removes the row first: a kill in between leaves a folder without a row, never a row without a folder."""
-        self._database.write(f"DELETE FROM checkpoints WHERE {_THIS_ONE}", **vars(row))
+        self._database.write(f"DELETE FROM checkpoints WHERE {_THIS_ONE}", frees_space=True, **vars(row))
         self._remove_unused(row.folder)
+        self._database.spare.take()
 
     def _remove_unused(self, folder: str) -> None:
         """Removes a folder, unless a checkpoint or a sampler names it; `remove_expired` tries that one again."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.server.store.checkpoint_folders import Manifest, read_checkpoint
+from mint.server.store.database import OpenFor
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.rows import CheckpointRow
 from mint.types.checkpoint_path import CheckpointPath
@@ -101,7 +102,7 @@ def open_checkpoint(data_dir: Path, path: str) -> tuple[Manifest, dict[str, np.n
     """
     if not (data_dir / JOURNAL_FILE).is_file():
         raise NotFoundError("holds no journal", field="data_dir", value=str(data_dir), remedy="Set MINT_HOME")
-    journal = Journal(data_dir / JOURNAL_FILE)
+    journal = Journal(data_dir / JOURNAL_FILE, OpenFor.READING)
     try:
         row = find_checkpoint(journal, path, reader=None)
     finally:

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import fields
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from typing import Any, TypeVar
 from mint.errors import DamagedDataError, InvalidRequestError, JournalError
 from mint.models.tensor_files import sync_file
 from mint.server.private_files import open_private
+from mint.server.spare_space import SpareSpace
 from mint.server.storage_state import REMEDY, StorageState, reason_of, starting
 from mint.server.store.durability import Durability
 from mint.server.store.schema import MIGRATIONS, SCHEMA_VERSION, TABLES, statements
@@ -35,6 +37,9 @@ log = logging.getLogger("mint.storage")
 
 OPEN_TIMEOUT_S = 30.0
 """How long opening the file waits for others who use it: one may be migrating it."""
+
+READ_TIMEOUT_S = 5.0
+"""How long a command that only reads waits for others."""
 
 BUSY_TIMEOUT_S = 2.0
 """How long a write waits for another process's lock. The engine's thread and those of requests wait with it."""
@@ -64,6 +69,19 @@ STORAGE_FAULTS = frozenset(
 
 VACUUM_PAGES = 2000
 """How many free pages are given back at once: about 8 MB, in 0.1 s."""
+
+
+class OpenFor(Enum):
+    """What a database is opened for."""
+
+    SERVICE = "service"
+    """To serve requests. On a full disk they wait; only a deletion uses the spare space."""
+
+    COMMAND = "command"
+    """For one change by the operator, which uses the spare space on a full disk."""
+
+    READING = "reading"
+    """For questions: nothing is written, also on a full disk, unless the schema is an older one."""
 
 
 class Transaction:
@@ -106,28 +124,51 @@ class Database:
     storage is out of work, and until it works again writes do not wait.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opened_for: OpenFor = OpenFor.SERVICE) -> None:
         """Opens or creates the file. An older schema is copied to a file beside it, and then brought forward.
 
         Raises:
             JournalError: it cannot be opened, or a newer mint wrote it.
         """
         open_private(path)
+        self.spare = SpareSpace(path)
+        self._opened_for = opened_for
         self.storage = StorageState(self.probe)
         self.durability = Durability(path.with_name(f"{path.name}-wal"), self.storage)
         self._folder = path.parent
         self._lock = threading.RLock()  # of the connection that writes
         self._reading = threading.RLock()  # of the other one
+        self._is_patient = True
+        if opened_for is OpenFor.READING and self._open_reader(path):
+            return
+        if opened_for is not OpenFor.SERVICE:
+            self.spare.release_if_short()
         with starting(), _journal_errors():
             self._connection, self._reader = _connect(path), _connect(path)
         self._statements, self._queries = Transaction(self._connection), Transaction(self._reader)
-        self._is_patient = True
         try:
             with starting():
                 self._begin(path)
         except BaseException:
             self.close()
             raise
+        self.spare.take()
+
+    def _open_reader(self, path: Path) -> bool:
+        """Opens a file of this schema for reading; False if that needs writing first."""
+        try:
+            connection = _connect_reader(path)
+        except sqlite3.Error:
+            return False
+        self._connection = self._reader = connection
+        self._statements = self._queries = Transaction(connection)
+        try:
+            if self._version() == SCHEMA_VERSION:
+                return True
+        except JournalError as error:  # a log without its index, which must be made; or no database
+            log.debug("%s cannot be read without writing: %s", path, error)
+        connection.close()
+        return False
 
     def close(self) -> None:
         """Closes the file; the database cannot be used afterwards."""
@@ -144,11 +185,14 @@ class Database:
                 self._connection.close()
 
     @contextmanager
-    def transaction(self, *, write: bool = True, durable: bool = True) -> Generator[Transaction]:
+    def transaction(
+        self, *, write: bool = True, durable: bool = True, frees_space: bool = False
+    ) -> Generator[Transaction]:
         """One transaction: all of its statements take effect, or none if the block raises.
 
         What it wrote survives a loss of power when this returns; if not `durable`, it survives the end of the process,
-        and a loss of power only after `durability.wait_durable`. Transactions cannot be nested.
+        and a loss of power only after `durability.wait_durable`. On a full disk, one that `frees_space` uses the spare
+        space. Transactions cannot be nested.
 
         Raises:
             JournalError: disk full, file locked for too long, or damaged. If it was to write, the storage is out of
@@ -162,6 +206,8 @@ class Database:
                 finally:
                     self._reader.rollback()
             return
+        if frees_space or self._opened_for is not OpenFor.SERVICE:
+            self.spare.release_if_short()
         with self._lock, _journal_errors(self.storage):
             self.durability.require_working_disk()
             self._wait_for_the_lock_if(self.storage.problem is None)
@@ -201,9 +247,9 @@ class Database:
         with self._reading, _journal_errors():
             return self._queries.values(sql, **parameters)
 
-    def write(self, sql: str, /, **parameters: Any) -> int:
-        """A durable transaction of one statement; how many rows it changed."""
-        with self.transaction() as transaction:
+    def write(self, sql: str, /, frees_space: bool = False, **parameters: Any) -> int:
+        """A durable transaction of one statement; how many rows it changed. `frees_space` is as in `transaction`."""
+        with self.transaction(frees_space=frees_space) as transaction:
             return transaction.execute(sql, **parameters).rowcount
 
     def probe(self, free_bytes: int = 0) -> None:
@@ -220,6 +266,7 @@ class Database:
         if self.durability.must_write_again:
             self.write_log_again()
         self.write(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self.spare.take()
 
     def write_log_again(self) -> None:
         """Makes all commits durable, also those of which the kernel wrongly believes that they are on the disk.
@@ -311,6 +358,21 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def _connect_reader(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write. It makes no file beside one that nobody has open, for which there may be no room.
+
+    Without a log nobody has the file open, and so nobody changes it.
+    """
+    address = f"{path.absolute().as_uri()}?mode=ro"
+    if not path.with_name(f"{path.name}-wal").exists():
+        address += "&immutable=1"
+    connection = sqlite3.connect(
+        address, uri=True, timeout=READ_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
 @contextmanager
 def read_only(path: Path) -> Generator[Transaction]:
     """Queries on a file that is neither changed nor migrated.
@@ -319,7 +381,7 @@ def read_only(path: Path) -> Generator[Transaction]:
         InvalidRequestError: it cannot be read, or is no database.
     """
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
+        with closing(_connect_reader(path)) as connection:
             yield Transaction(connection)
     except sqlite3.DatabaseError as error:
         raise InvalidRequestError(f"cannot be read: {error}", field="database", value=path) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mint.server.callers import LOCAL_OWNER
-from mint.server.store.database import Database, insert
+from mint.server.store.database import Database, OpenFor, insert
 from mint.server.store.rows import (
     CheckpointRow,
     JobRow,
@@ -89,13 +89,13 @@ _PRUNE_FORWARDS = """
 class Journal:
     """The journal of one data directory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opened_for: OpenFor = OpenFor.SERVICE) -> None:
         """Opens or creates the file.
 
         Raises:
             JournalError: it cannot be opened, or a newer mint wrote it.
         """
-        self.database = Database(path)
+        self.database = Database(path, opened_for)
         self.durability = self.database.durability
         self.storage = self.database.storage
 
