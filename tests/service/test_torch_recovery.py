@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from service_harness import Harness, datum, failure, open_service, pass_body
@@ -30,8 +30,8 @@ class NoMemory:
         return self.real(*arguments)
 
 
-def torch_service(data_dir: Path) -> Any:
-    return open_service(data_dir, engine=TorchEngine(dtype="float32", threads=1))
+def torch_service(data_dir: Path, implementation: Literal["mint", "transformers"] = "mint") -> Any:
+    return open_service(data_dir, engine=TorchEngine(dtype="float32", threads=1, implementation=implementation))
 
 
 def train(harness: Harness, model_id: str, steps: range) -> list[tuple[Any, str]]:
@@ -46,22 +46,26 @@ def train(harness: Harness, model_id: str, steps: range) -> list[tuple[Any, str]
     return seen
 
 
+@pytest.mark.parametrize("implementation", ["mint", "transformers"])
 @pytest.mark.parametrize("small_state_bytes", [snapshots.SMALL_STATE_BYTES, 0], ids=["snapshot", "replay"])
 def test_a_restart_in_the_middle_changes_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_state_bytes: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    small_state_bytes: int,
+    implementation: Literal["mint", "transformers"],
 ) -> None:
     monkeypatch.setattr(snapshots, "SMALL_STATE_BYTES", small_state_bytes)
-    whole = Harness(torch_service(tmp_path / "whole"))
+    whole = Harness(torch_service(tmp_path / "whole", implementation))
     uninterrupted = train(whole, whole.create_model(), range(4))
     whole.service.stop()
 
-    harness = Harness(torch_service(tmp_path / "cut"))
+    harness = Harness(torch_service(tmp_path / "cut", implementation))
     model_id = harness.create_model()
     seen = train(harness, model_id, range(2))
     data = [datum(3, 20, 30, 42, 50), datum(7, 8, 11)]
     harness.run("forward_backward", model_id, 7, pass_body(*data))  # a gradient is open
     harness.service.stop()
-    harness = Harness(torch_service(tmp_path / "cut"), harness.session_id)
+    harness = Harness(torch_service(tmp_path / "cut", implementation), harness.session_id)
     seen += train(harness, model_id, range(2, 4))
     assert seen == uninterrupted
     harness.service.stop()
