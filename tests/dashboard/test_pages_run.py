@@ -133,6 +133,23 @@ def test_settings_are_listed_as_they_are_in_the_config(client: httpx.Client) -> 
     }
 
 
+def test_a_run_names_the_implementation_of_its_base_model_and_lists_what_took_effect(tmp_path: Path) -> None:
+    effective = {"implementation": "transformers", "dtype": "bfloat16", "trained_modules": ["q_proj", MARKUP]}
+    for name, settings in (("own", {"implementation": "mint"}), ("other", effective), ("old", None)):
+        folder = write_run(tmp_path / "runs" / name, 1)
+        if settings is not None:
+            (folder / "effective.json").write_text(json.dumps(settings))
+    with showing(tmp_path) as (_, client):
+        own, other, old = (page(client, f"/runs/{name}") for name in ("own", "other", "old"))
+        assert client.get(f"{API}/runs/other").json()["effective"] == effective
+        assert MARKUP not in client.get("/runs/other").text
+    assert own.cells()["implementation"] == "mint's decoder"
+    assert other.cells()["implementation"] == "transformers"
+    assert "implementation" not in old.cells()
+    values = dict(zip([text for _, text in other.find("dt")], [text for _, text in other.find("dd")], strict=True))
+    assert values["dtype"] == "bfloat16" and json.loads(values["trained_modules"]) == ["q_proj", MARKUP]
+
+
 def test_scripts_are_told_which_runs_a_page_shows(client: httpx.Client) -> None:
     [(alone, _)] = page(client, "/runs/first").find("main")
     assert (alone["data-run"], json.loads(alone["data-runs"])) == ("first", ["first"])

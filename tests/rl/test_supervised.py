@@ -212,3 +212,12 @@ def test_without_held_out_items_there_are_no_scores(tmp_path: Path) -> None:
     shown = Console(record=True, width=200)
     print_report(shown, asdict(result))
     assert shown.export_text().count("nothing is held out") == 2
+
+
+def test_the_run_folder_says_what_took_effect_on_the_server(tmp_path: Path) -> None:
+    train("sft", tmp_path / "data", tmp_path / "run")
+    effective = RunReader(tmp_path / "run").effective()
+    assert effective["implementation"] == "mint"
+    with mint.ServiceClient(data_dir=tmp_path / "data") as service:
+        fresh = service.create_lora_training_client(base_model="mint/tiny", rank=effective["rank"])
+        assert effective.keys() == fresh.get_info().effective.keys()

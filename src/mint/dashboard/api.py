@@ -39,9 +39,9 @@ def runs(dashboard: DashboardState, request: Request) -> dict[str, Any]:
 
 
 def run(dashboard: DashboardState, request: Request) -> dict[str, Any]:
-    """The summary and the settings of one run."""
-    name = request.path_params["run"]
-    return {"summary": dashboard.readers.summary(name), "config": dashboard.readers.of(name).config}
+    """The summary and the settings of one run; `effective` are those that took effect on the server."""
+    name, reader = _reader(dashboard, request)
+    return {"summary": dashboard.readers.summary(name), "config": reader.config, "effective": reader.effective()}
 
 
 def columns(dashboard: DashboardState, request: Request) -> dict[str, Any]:

@@ -34,8 +34,15 @@ def runs(dashboard: DashboardState, request: Request) -> str:
 def run(dashboard: DashboardState, request: Request) -> str:
     """One run: its main numbers and its curves."""
     reader = dashboard.readers.of(request.path_params["run"])
-    logged = {"config": reader.config, "evaluations": reader.evaluations(), "findings": reader.findings()}
-    return _of_run(dashboard, request, "run", **logged)
+    return _of_run(
+        dashboard,
+        request,
+        "run",
+        config=reader.config,
+        effective=reader.effective(),
+        evaluations=reader.evaluations(),
+        findings=reader.findings(),
+    )
 
 
 def compare(dashboard: DashboardState, request: Request) -> str:

@@ -80,6 +80,7 @@ def open_run(
             with Trackers(config.trackers, log.folder, content, run.note) as trackers:
                 run.hooks.insert(0, trackers)  # before the user's hook, which may raise
                 run.trainer = make_trainer(service, config, point)  # after the trackers: one may not be installed
+                log.save_effective(run.trainer.get_info().effective)
                 yield run
             if run.stopped_by is not None:
                 end.outcome = "stopped"

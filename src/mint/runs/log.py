@@ -1,6 +1,7 @@
 """The folder of a run: what is in it, and how it is written, resumed and read back. Knows no metric by name.
 
 config.json        the settings, and what the run is (task, base model, held-out set)
+effective.json     what the server computes with: implementation, dtype, device, lora; of the latest process
 metrics.jsonl      one line per step
 rollouts.jsonl     one line per completion of every step
 rollouts.index     56 bytes per line of rollouts.jsonl: where it lies, and the numbers to filter by (`rollout_index`)
@@ -28,6 +29,8 @@ from mint.errors import InvalidRequestError
 from mint.runs.json_lines import append_lines, encode_line, read_lines, replace_file
 from mint.runs.rollout_index import INDEX, RolloutIndex, step_entries
 from mint.runs.rollout_lines import ROLLOUTS
+
+EFFECTIVE = "effective.json"
 
 STEP_LOGS = (
     "metrics.jsonl",
@@ -81,6 +84,10 @@ class RunLog:
         point = self._read_state()
         self._drop_after(point.step if point else 0)
         return point
+
+    def save_effective(self, settings: Mapping[str, Any]) -> None:
+        """Writes the settings that took effect on the server, as `get_info` has them."""
+        replace_file(self.folder / EFFECTIVE, json.dumps(settings, indent=2, default=str).encode())
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """One JSON line to `name`."""

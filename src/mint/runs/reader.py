@@ -23,6 +23,7 @@ import numpy as np
 
 from mint.errors import NotFoundError
 from mint.runs.json_lines import Tail, decode_lines
+from mint.runs.log import EFFECTIVE
 from mint.runs.metric_columns import MetricColumns
 from mint.runs.process import PROCESS, RunProcess, State, read_process, run_state
 from mint.runs.rollout_index import FLAGS, INDEX, RolloutIndex, flag_names
@@ -128,6 +129,14 @@ class RunReader:
         self._metrics = MetricColumns()
         self._pieces: dict[int, dict[str, Any]] = {}
         self._index = RolloutIndex(self.folder)
+
+    def effective(self) -> dict[str, Any]:
+        """The settings that took effect on the server; empty if the run has not written them."""
+        try:
+            found = json.loads((self.folder / EFFECTIVE).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     # --- the run as a whole --------------------------------------------------------------------------------------
 
