@@ -32,8 +32,9 @@ def lay_out(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Span]:
     return spans
 
 
-def attend_by_definition(heads: Tensor, spans: Sequence[Span], kv_heads: int) -> Tensor:
-    """softmax(q·k / √D) · v of every row over its prefix and what is before it in its span."""
+def attend_by_definition(heads: Tensor, spans: Sequence[Span], kv_heads: int, window: int = 0) -> Tensor:
+    """softmax(q·k / √D) · v of every row over its prefix and what is before it in its span, or the last `window` of
+    these."""
     query_heads, size = heads.shape[1] - 2 * kv_heads, heads.shape[2]
     out = []
     for span in spans:
@@ -42,6 +43,8 @@ def attend_by_definition(heads: Tensor, spans: Sequence[Span], kv_heads: int) ->
         key, value = (x.repeat_interleave(query_heads // kv_heads, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) / size**0.5
         hidden = torch.ones(len(seen), len(seen), dtype=torch.bool, device=heads.device).triu(1)
+        if window:
+            hidden |= torch.ones_like(hidden).tril(-window)
         mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
         out.append(mixed[span.prefix_length :].flatten(1))
     return torch.cat(out)

@@ -26,14 +26,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
               "num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
-    "mistral": {"sliding_window": None, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "mistral": {"sliding_window": 20, "num_attention_heads": 4, "num_key_value_heads": 2,
                 "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
                                     "original_max_position_embeddings": 128}},
     "smollm3": {"no_rope_layer_interval": 2, "no_rope_layers": None, "num_attention_heads": 4,
                 "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1},
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
                 "logits_scaling": 3.0, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "phi3": {"sliding_window": None, "pad_token_id": 0, "bos_token_id": 2, "num_attention_heads": 4,
+    "phi3": {"sliding_window": 40, "pad_token_id": 0, "bos_token_id": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2,
              "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
 }  # fmt: skip
@@ -50,9 +50,7 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_g
           "mamba_chunk_size": 8, "mamba_d_ssm": 96}  # fmt: skip
 
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 16},
     "ministral3": {},
-    "phi3": {"sliding_window": 16},
     "olmo2": {},
     "olmo3": {"sliding_window": 16},
     "gemma2": {"sliding_window": 16},

@@ -11,7 +11,7 @@ import pytest
 from small_models import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config
 
-from mint.engine.model.config import Llama3Scaling, read_decoder_config
+from mint.engine.model.config import Llama3Scaling, Rope, read_decoder_config
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.tensor_files import read_tensors, write_tensors
@@ -118,14 +118,12 @@ def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> No
     assert found.head_dim == head_dim and found.tie_word_embeddings == config["tie_word_embeddings"]
     assert (found.experts is not None) == ("num_experts" in config)
     assert found.experts is None or len(found.experts.layers) == 48
-    assert (found.rope_scaling is not None) == (found.model_type == "llama")
+    assert (found.ropes[0] is not None and found.ropes[0].scaling is not None) == (found.model_type == "llama")
 
 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({**QWEN3, **_sizes(4096, 14336, 32, 32, 8), "model_type": "mistral", "sliding_window": 4096},
-         "sliding_window"),
         ({"model_type": "gemma3", "text_config": {}}, "gemma3"),
         ({"model_type": "qwen2_moe", **_sizes(2048, 5632, 24, 16, 16)}, "qwen2_moe"),
         ({"model_type": "qwen3_next", **_sizes(2048, 5120, 48, 16, 2)}, "qwen3_next"),
@@ -150,19 +148,21 @@ def test_other_published_models_are_refused_with_the_families_that_there_are(
 @pytest.mark.parametrize("kind", ["type", "rope_type"])
 def test_llama_3s_rope_scaling_is_read_in_every_spelling(place: str, kind: str) -> None:
     config = {**GOOD, "model_type": "llama", place: {**LLAMA3, kind: "llama3"}}
-    assert read_decoder_config(config).rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 16.0)
-    assert read_decoder_config({**config, place: {kind: "default"}}).rope_scaling is None
-    assert read_decoder_config({**config, place: None}).rope_scaling is None
+    scaled, plain = Rope(1e6, Llama3Scaling(8.0, 1.0, 4.0, 16.0)), Rope(1e6, None)
+    assert read_decoder_config(config).ropes == (scaled,)
+    assert read_decoder_config({**config, place: {kind: "default"}}).ropes == (plain,)
+    assert read_decoder_config({**config, place: None}).ropes == (plain,)
 
 
 def test_a_llama_without_rope_theta_has_the_one_of_transformers() -> None:
     config = {name: value for name, value in GOOD.items() if name not in ("rope_theta", "rope_parameters")}
-    assert read_decoder_config({**config, "model_type": "llama"}).rope_theta == 10000.0
+    assert read_decoder_config({**config, "model_type": "llama"}).ropes == (Rope(10000.0, None),)
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
     config = {**GOOD, "model_type": "mistral", "sliding_window": GOOD["max_position_embeddings"]}
-    assert read_decoder_config(config).family.name == "Mistral"
+    assert read_decoder_config(config).windows == {}
+    assert read_decoder_config({**config, "sliding_window": 31}).windows == {0: 31}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_layers_without_rotation_are_read_as_transformers_reads_them(
     given: dict[str, Any], layers: set[int]
 ) -> None:
     config = {**GOOD, "model_type": "smollm3", "num_hidden_layers": 8, **given}
-    assert read_decoder_config(config).unrotated_layers == layers
+    assert {layer for layer, rope in enumerate(read_decoder_config(config).ropes) if rope is None} == layers
     marks = SmolLM3Config(num_hidden_layers=8, **given).no_rope_layers
     assert {layer for layer, is_rotated in enumerate(marks) if not is_rotated} == layers
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from mint.engine import memory_budget
 from mint.engine.cuda.attention import FlexPackedAttention
-from mint.engine.model.config import read_decoder_config
+from mint.engine.model.config import Windows, read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.optimizer import AdamState, step_adam
@@ -81,7 +81,7 @@ class _MetaOperations(TorchOperations):
     max_rows = 64
 
     def packed_attention(
-        self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int
+        self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, windows: Windows
     ) -> FlexPackedAttention:
         attention = FlexPackedAttention(blocks, query_heads, kv_heads, self.device)
         attention.attend = _attend

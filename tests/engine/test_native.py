@@ -70,18 +70,24 @@ def _spans() -> tuple[list[Span], np.ndarray]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", sorted(HEAD_DIMS))
-@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 2), (3, 3), (6, 1), (10, 1)])
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "window"),
+    [(4, 2, 0), (3, 3, 0), (6, 1, 0), (10, 1, 0), (4, 2, 3), (6, 1, 17), (3, 3, 30)],
+)
 def test_attention_and_its_gradient_are_those_of_float64(
-    kernels: NativeKernels, dim: int, query_heads: int, kv_heads: int, dtype: torch.dtype
+    kernels: NativeKernels, dim: int, query_heads: int, kv_heads: int, window: int, dtype: torch.dtype
 ) -> None:
     spans, visible = _spans()
+    for seen in visible:
+        seen[np.flatnonzero(seen)[: -window if window else 0]] = False
     heads = torch.randn(90, query_heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
     exact = heads.double().requires_grad_()
     expected = _attend_in_float64(exact, query_heads, kv_heads, visible)
     slope = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected.backward(slope.double())
     own = heads.clone().requires_grad_()
-    attention = NativePackedAttention(kernels, attention_blocks(spans), query_heads, kv_heads)
+    windows = {0: window} if window else {}
+    attention = NativePackedAttention(kernels, attention_blocks(spans), query_heads, kv_heads, windows)
     found = attention(0, own)
     found.backward(slope)
     near: float = 1e-5 if dtype == torch.float32 else 1e-2
@@ -91,12 +97,15 @@ def test_attention_and_its_gradient_are_those_of_float64(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_alone_gets_the_bits_that_it_gets_among_others(kernels: NativeKernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [0, 1, 9, 64, 100])
+def test_a_token_alone_gets_the_bits_that_it_gets_among_others(
+    kernels: NativeKernels, window: int, dtype: torch.dtype
+) -> None:
     """From pages, in any order of neighbours, and from packed rows."""
     count, kv_heads, dim = 150, 2, 32
     heads = torch.randn(count, 8, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
     rows = PackedRows(4, kv_heads, np.arange(count), *(np.zeros(count, np.int64) for _ in range(3)))
-    whole = attend_packed(kernels, rows, heads)
+    whole = attend_packed(kernels, rows, heads, window)
     pages = heads.new_zeros(2, 5, kv_heads, PAGE_POSITIONS, dim)
     table = np.array([[3, 0, 4]])
     for position in range(count):
@@ -105,7 +114,7 @@ def test_a_token_alone_gets_the_bits_that_it_gets_among_others(kernels: NativeKe
             pages[plane, table[0, position // PAGE_POSITIONS], :, position % PAGE_POSITIONS] = own
     for wanted in (np.array([0]), np.array([63]), np.array([64]), np.array([149, 5, 15, 16, 128, 127])):
         decoded = DecodedRows(4, kv_heads, 1, PAGE_POSITIONS, np.repeat(table, len(wanted), axis=0), wanted)
-        out = attend_pages(kernels, decoded, heads[wanted].contiguous(), pages[0], pages[1])
+        out = attend_pages(kernels, decoded, heads[wanted].contiguous(), pages[0], pages[1], window)
         assert torch.equal(out, whole[wanted])
 
 

@@ -22,9 +22,11 @@ from mint.engine.model.attention import PAGE_POSITIONS
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 
 KINDS = [
-    # head dimension, kv heads, query heads for each, kv heads side by side, dtype
-    (32, 2, 2, 2, torch.float32), (32, 1, 40, 1, torch.bfloat16), (64, 3, 1, 1, torch.float32),
-    (64, 4, 3, 2, torch.bfloat16), (128, 2, 2, 1, torch.bfloat16), (128, 1, 5, 1, torch.float32),
+    # head dimension, kv heads, query heads for each, kv heads side by side, window, dtype
+    (32, 2, 2, 2, 0, torch.float32), (32, 1, 40, 1, 0, torch.bfloat16), (64, 3, 1, 1, 0, torch.float32),
+    (64, 4, 3, 2, 0, torch.bfloat16), (128, 2, 2, 1, 0, torch.bfloat16), (128, 1, 5, 1, 0, torch.float32),
+    (256, 1, 4, 1, 0, torch.float32), (256, 2, 1, 1, 20, torch.bfloat16), (64, 3, 1, 1, 5, torch.float32),
+    (64, 4, 3, 2, 64, torch.bfloat16), (32, 1, 40, 1, 33, torch.float32), (128, 2, 2, 1, 100, torch.bfloat16),
 ]  # fmt: skip
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 90)
 
@@ -66,9 +68,9 @@ def _lay_out(rng: np.random.Generator) -> Layout:
     return layout
 
 
-def _packed(kernels: NativeKernels, heads: Tensor, kv_heads: int, rows: np.ndarray) -> Tensor:
+def _packed(kernels: NativeKernels, heads: Tensor, kv_heads: int, rows: np.ndarray, window: int) -> Tensor:
     query_heads = heads.shape[1] - 2 * kv_heads
-    return attend_packed(kernels, PackedRows(query_heads, kv_heads, *rows), heads)
+    return attend_packed(kernels, PackedRows(query_heads, kv_heads, *rows), heads, window)
 
 
 def _in_pages(heads: Tensor, kv_heads: int, side: int, layout: Layout) -> tuple[Tensor, np.ndarray]:
@@ -99,18 +101,19 @@ def _decoded(
     pages: Tensor,
     table: np.ndarray,
     seen: list[list[int]],
+    window: int,
 ) -> Tensor:
     query_heads = heads.shape[1] - 2 * kv_heads
     positions = np.array([len(own) - 1 for own in seen])
     rows = DecodedRows(query_heads, kv_heads, side, PAGE_POSITIONS, table, positions)
     own = heads[[places[-1] for places in seen]].contiguous()
-    return attend_pages(kernels, rows, own, pages[0].contiguous(), pages[1].contiguous())
+    return attend_pages(kernels, rows, own, pages[0].contiguous(), pages[1].contiguous(), window)
 
 
-@pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "dtype"), KINDS)
+@pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "window", "dtype"), KINDS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_training_decoding_and_a_row_alone_have_the_same_bits(
-    kernels: NativeKernels, dim: int, kv_heads: int, groups: int, side: int, dtype: torch.dtype, seed: int
+    kernels: NativeKernels, dim: int, kv_heads: int, groups: int, side: int, window: int, dtype: torch.dtype, seed: int
 ) -> None:
     """With 1 thread and with 2, from packed rows and from pages, which neighbours share or do not."""
     rng = np.random.default_rng(seed)
@@ -119,38 +122,38 @@ def test_training_decoding_and_a_row_alone_have_the_same_bits(
     shape = (count, (groups + 2) * kv_heads, dim)
     heads = torch.from_numpy(rng.normal(0, 1, shape).astype(np.float32)).to(dtype)
     torch.set_num_threads(1)
-    whole = _packed(kernels, heads, kv_heads, layout.rows)
+    whole = _packed(kernels, heads, kv_heads, layout.rows, window)
     pages, table = _in_pages(heads, kv_heads, side, layout)
     last = [own[-1] for own in layout.seen]
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        assert torch.equal(_packed(kernels, heads, kv_heads, layout.rows), whole)
+        assert torch.equal(_packed(kernels, heads, kv_heads, layout.rows, window), whole)
         some = np.sort(rng.choice(count, count // 3, replace=False))
-        assert torch.equal(_packed(kernels, heads, kv_heads, layout.rows[:, some]), whole[some])
-        assert torch.equal(_decoded(kernels, heads, kv_heads, side, pages, table, layout.seen), whole[last])
+        assert torch.equal(_packed(kernels, heads, kv_heads, layout.rows[:, some], window), whole[some])
+        assert torch.equal(_decoded(kernels, heads, kv_heads, side, pages, table, layout.seen, window), whole[last])
         order = rng.permutation(len(last))
         seen = [layout.seen[index] for index in order]
-        mixed = _decoded(kernels, heads, kv_heads, side, pages, table[order], seen)
+        mixed = _decoded(kernels, heads, kv_heads, side, pages, table[order], seen, window)
         assert torch.equal(mixed, whole[np.array(last)[order]])
     for index in range(0, len(last), 5):
         alone = _decoded(
-            kernels, heads, kv_heads, side, pages, table[index : index + 1], layout.seen[index : index + 1]
+            kernels, heads, kv_heads, side, pages, table[index : index + 1], layout.seen[index : index + 1], window
         )
         assert torch.equal(alone[0], whole[last[index]])
 
 
-@pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "dtype"), KINDS)
+@pytest.mark.parametrize(("dim", "kv_heads", "groups", "side", "window", "dtype"), KINDS)
 def test_decoding_over_pages_is_that_of_float64(
-    kernels: NativeKernels, dim: int, kv_heads: int, groups: int, side: int, dtype: torch.dtype
+    kernels: NativeKernels, dim: int, kv_heads: int, groups: int, side: int, window: int, dtype: torch.dtype
 ) -> None:
     rng = np.random.default_rng(2)
     layout = _lay_out(rng)
     shape = (layout.rows.shape[1], (groups + 2) * kv_heads, dim)
     heads = torch.from_numpy(rng.normal(0, 1, shape).astype(np.float32)).to(dtype)
-    found = _decoded(kernels, heads, kv_heads, side, *_in_pages(heads, kv_heads, side, layout), layout.seen)
+    found = _decoded(kernels, heads, kv_heads, side, *_in_pages(heads, kv_heads, side, layout), layout.seen, window)
     near: float = 1e-5 if dtype == torch.float32 else 1e-2
     for own, seen in zip(found.view(len(found), kv_heads, groups, dim).double(), layout.seen, strict=True):
-        query, key, value = heads[seen].double().split([groups * kv_heads, kv_heads, kv_heads], dim=1)
+        query, key, value = heads[seen[-window:]].double().split([groups * kv_heads, kv_heads, kv_heads], dim=1)
         scores = torch.einsum("kgd,jkd->kgj", query[-1].view(kv_heads, groups, dim), key) / math.sqrt(dim)
         expected = torch.einsum("kgj,jkd->kgd", scores.softmax(-1), value)
         torch.testing.assert_close(own, expected, rtol=near, atol=near)

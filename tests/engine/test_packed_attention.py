@@ -16,9 +16,11 @@ QUERY_HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("saved", [packed_attention.SAVED_PROBABILITIES, 0])
-@pytest.mark.parametrize("least", [1, packed_attention.MIN_PREFIX_KEYS, 1 << 30])
+@pytest.mark.parametrize(
+    ("least", "window"), [(1, 0), (packed_attention.MIN_PREFIX_KEYS, 0), (1 << 30, 0), (1, 20), (1 << 30, 70)]
+)
 def test_values_and_gradients_are_those_of_the_definition(
-    name: str, saved: int, least: int, monkeypatch: pytest.MonkeyPatch
+    name: str, saved: int, least: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_attention, "SAVED_PROBABILITIES", saved)
     monkeypatch.setattr(packed_attention, "MIN_PREFIX_KEYS", least)
@@ -26,8 +28,10 @@ def test_values_and_gradients_are_those_of_the_definition(
     generator = torch.Generator().manual_seed(0)
     heads = torch.randn(spans[-1].stop, QUERY_HEADS + 2 * KV_HEADS, SIZE, generator=generator).requires_grad_()
     expected_heads = heads.detach().double().requires_grad_()
-    out = PackedAttention(attention_blocks(spans), QUERY_HEADS, KV_HEADS, heads.device)(0, heads)
-    expected = attend_by_definition(expected_heads, spans, KV_HEADS)
+    windows = {1: window} if window else {}
+    attention = PackedAttention(attention_blocks(spans), QUERY_HEADS, KV_HEADS, heads.device, windows)
+    out = attention(1, heads)
+    expected = attend_by_definition(expected_heads, spans, KV_HEADS, window)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
     grad = torch.randn(out.shape, generator=generator)
     out.backward(grad)

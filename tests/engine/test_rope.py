@@ -44,7 +44,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_tables_equal_those_of_transformers(model: str) -> None:
     config = {**LLAMA, **PUBLISHED[model]}
-    cos, sin = rope_tables(read_decoder_config(config), torch.device("cpu"))
+    read = read_decoder_config(config)
+    cos, sin = rope_tables(read, read.ropes[0], torch.device("cpu"))
     positions = torch.tensor([0, 1, 2, 100, 2048, 8191, 8192, 50_000, 131_071])
     theirs = LlamaRotaryEmbedding(LlamaConfig(**config))
     assert theirs.inv_freq.shape == (cos.shape[1],)
@@ -58,7 +59,7 @@ def test_tables_equal_those_of_transformers(model: str) -> None:
 def test_scaled_frequencies_follow_the_definition() -> None:
     """In float64: wavelengths beyond 8192 are stretched by the factor, those below 2048 stay, a ramp between."""
     config = read_decoder_config({**LLAMA, **PUBLISHED["Llama-3.1-8B"]})
-    cos, sin = rope_tables(config, torch.device("cpu"))
+    cos, sin = rope_tables(config, config.ropes[0], torch.device("cpu"))
     found = np.arctan2(sin[1].double().numpy(), cos[1].double().numpy())
     plain = 500000.0 ** -(np.arange(0, 128, 2) / 128)
     wavelength = 2 * np.pi / plain

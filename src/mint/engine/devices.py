@@ -63,7 +63,7 @@ class Device:
             # Beside a bfloat16 base (7 bits of each factor) loras' products may use TF32 (10 bits); beside float32 all
             # 23.
             torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else "highest")
-            if self._gpu_kernels and config.head_dim >= MIN_HEAD_DIM:
+            if self._gpu_kernels and config.head_dim >= MIN_HEAD_DIM and not config.windows:
                 return FlexOperations(dtype, self.torch)
             return CudaOperations(dtype, self.torch)
         return TorchOperations(dtype, self.torch)
@@ -90,8 +90,8 @@ class Device:
 def _fits_graphs(decoder: Decoder) -> bool:
     """Whether the kernels of the CUDA graphs compute all that the decoder does."""
     config = decoder.config
-    is_whole = config.rotary_dim == config.head_dim and not config.unrotated_layers
-    return is_whole and not config.family.fused and not decoder.mixtures
+    is_plain = len(set(config.ropes)) == 1 and config.rotary_dim == config.head_dim and not config.windows
+    return is_plain and not config.family.fused and not decoder.mixtures
 
 
 def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:

@@ -22,6 +22,7 @@ from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.threads import Int64
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.autograd import AutogradFunction
+from mint.engine.model.config import NO_WINDOWS, Windows
 from mint.engine.packing import AttentionBlock
 from mint.engine.sampling.kv_cache import KVCache
 
@@ -99,34 +100,40 @@ class NativePackedAttention:
     """Causal attention of packed rows; callable as the decoder's `Attention`."""
 
     def __init__(
-        self, kernels: NativeKernels, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int
+        self,
+        kernels: NativeKernels,
+        blocks: Sequence[AttentionBlock],
+        query_heads: int,
+        kv_heads: int,
+        windows: Windows = NO_WINDOWS,
     ) -> None:
         """The rows of `blocks`; results come in their order."""
         self.kernels = kernels
+        self._windows = windows
         described = np.concatenate(list(map(_describe, blocks)), axis=1)
         self.rows = PackedRows(query_heads, kv_heads, *described[:, np.argsort(described[0])])
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """Attended values [rows, K·G·D] of `heads` [T, H, D], in float32 where there is no gradient."""
-        return _Attend.run(heads, self)
+        return _Attend.run(heads, self, self._windows.get(layer, 0))
 
 
 class _Attend(AutogradFunction):
-    """softmax(q·k / √D) · v over each row's own keys."""
+    """softmax(q·k / √D) · v over each row's own keys, or the last `window` of them."""
 
     @classmethod
     @override
-    def infer(cls, heads: Tensor, plan: NativePackedAttention) -> Tensor:
-        return widen(plan.kernels, attend_packed(plan.kernels, plan.rows, heads.contiguous()))
+    def infer(cls, heads: Tensor, plan: NativePackedAttention, window: int) -> Tensor:
+        return widen(plan.kernels, attend_packed(plan.kernels, plan.rows, heads.contiguous(), window))
 
     @staticmethod
     @override
-    def forward(ctx: Any, heads: Tensor, plan: NativePackedAttention) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, plan: NativePackedAttention, window: int) -> Tensor:
         """[rows, K·G·D] from heads [T, H, D]."""
         heads = heads.contiguous()
         ctx.save_for_backward(heads)
-        ctx.plan = plan
-        return attend_packed(plan.kernels, plan.rows, heads)
+        ctx.plan, ctx.window = plan, window
+        return attend_packed(plan.kernels, plan.rows, heads, window)
 
     @staticmethod
     @override
@@ -134,8 +141,9 @@ class _Attend(AutogradFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient for heads."""
         (heads,) = ctx.saved_tensors
-        grads = attend_packed_backward(ctx.plan.kernels, ctx.plan.rows, heads, grad.to(heads.dtype).contiguous())
-        return grads.to(heads.dtype), None
+        grad = grad.to(heads.dtype).contiguous()
+        grads = attend_packed_backward(ctx.plan.kernels, ctx.plan.rows, heads, grad, ctx.window)
+        return grads.to(heads.dtype), None, None
 
 
 class NativeDecodeAttention:
@@ -172,11 +180,13 @@ class NativeDecodeAttention:
         """Attended values [R, K·G·D] in float32 of `heads` [R, H, D], whose keys and values are stored."""
         heads = heads.contiguous()
         store(self._kernels, self._cache, layer, heads, self._table, self._positions)
-        return widen(self._kernels, attend_pages(self._kernels, self._rows, heads, *self._cache.planes(layer)))
+        window = self._cache.windows.get(layer, 0)
+        return widen(self._kernels, attend_pages(self._kernels, self._rows, heads, *self._cache.planes(layer), window))
 
 
-def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor) -> Tensor:
-    """Attended values [rows, K·G·D] of heads [T, H, D], both in one dtype."""
+def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor, window: int = 0) -> Tensor:
+    """Attended values [rows, K·G·D] of heads [T, H, D], both in one dtype. Here as below, a row sees the last `window`
+    of its keys; 0: all of them."""
     out = heads.new_empty(rows.rows, rows.query_heads * heads.shape[2])
     kernels.libraries["attention"].attend_packed(
         rows.rows,
@@ -184,13 +194,16 @@ def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor) -> Te
         rows=rows,
         dim=heads.shape[2],
         half=heads.dtype == torch.bfloat16,
+        window=window,
         heads=heads,
         out=out,
     )
     return out
 
 
-def attend_packed_backward(kernels: NativeKernels, rows: PackedRows, heads: Tensor, grad: Tensor) -> Tensor:
+def attend_packed_backward(
+    kernels: NativeKernels, rows: PackedRows, heads: Tensor, grad: Tensor, window: int = 0
+) -> Tensor:
     """The gradient for heads [T, H, D], in float32, from grad [rows, K·G·D] in the dtype of heads."""
     grads = torch.zeros(heads.shape)
     # Split by kv head, not by row: many rows add to the gradient of one key, and always in the same order.
@@ -200,6 +213,7 @@ def attend_packed_backward(kernels: NativeKernels, rows: PackedRows, heads: Tens
         rows=rows,
         dim=heads.shape[2],
         half=heads.dtype == torch.bfloat16,
+        window=window,
         heads=heads,
         grad_out=grad,
         grads=grads,
@@ -207,7 +221,9 @@ def attend_packed_backward(kernels: NativeKernels, rows: PackedRows, heads: Tens
     return grads
 
 
-def attend_pages(kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend_pages(
+    kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys: Tensor, values: Tensor, window: int = 0
+) -> Tensor:
     """Attended values [rows, K·G·D] of heads [rows, H, D] over `keys` and `values` in pages."""
     out = heads.new_empty(len(heads), rows.query_heads * heads.shape[2])
     kernels.libraries["attention"].attend_pages(
@@ -216,6 +232,7 @@ def attend_pages(kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys:
         rows=rows,
         dim=heads.shape[2],
         half=heads.dtype == torch.bfloat16,
+        window=window,
         heads=heads,
         keys=keys,
         values=values,

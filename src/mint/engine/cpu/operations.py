@@ -21,7 +21,7 @@ from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
 from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix, panel_matrix, panel_unembedding
 from mint.engine.lora import SiteWeights
-from mint.engine.model.config import DecoderConfig
+from mint.engine.model.config import DecoderConfig, Windows
 from mint.engine.model.linear import LoraLinears, Matrix
 from mint.engine.model.lora_linear import MergedLoras
 from mint.engine.model.operations import Attention, FeedForward
@@ -310,8 +310,10 @@ class NativeOperations(CpuOperations):
         return out
 
     @override
-    def packed_attention(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int) -> Attention:
-        return NativePackedAttention(self.kernels, blocks, query_heads, kv_heads)
+    def packed_attention(
+        self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, windows: Windows
+    ) -> Attention:
+        return NativePackedAttention(self.kernels, blocks, query_heads, kv_heads, windows)
 
     @override
     def mixture(

@@ -219,7 +219,7 @@ class StepGraphs:
     def _run(self, shape: _Shape, lora: LoraWeights | None) -> Tensor:
         decoder, cache = self.decoder, self.cache
         config = decoder.config
-        cos, sin = decoder.rope
+        cos, sin = decoder.rope_tables[config.ropes[0]]
         rows = StepContext(
             inputs=self._inputs[:, : shape.rows],
             cos=cos,

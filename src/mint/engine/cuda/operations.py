@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.cuda.attention import FlexPackedAttention
+from mint.engine.model.config import Windows
 from mint.engine.model.linear import DenseMatrix, Float32Product, Matrix, add_residual
 from mint.engine.model.operations import Attention
 from mint.engine.model.torch_operations import TorchOperations
@@ -44,12 +45,14 @@ class CudaOperations(TorchOperations):
 
 
 class FlexOperations(CudaOperations):
-    """Packed rows attend by FlexAttention."""
+    """Packed rows attend by FlexAttention, which knows no windows here."""
 
     attention_name = "flex"
 
     @override
-    def packed_attention(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int) -> Attention:
+    def packed_attention(
+        self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, windows: Windows
+    ) -> Attention:
         return FlexPackedAttention(blocks, query_heads, kv_heads, self.device)
 
 

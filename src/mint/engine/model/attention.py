@@ -5,6 +5,8 @@ the batch reaches its arithmetic: not the neighbours, not the length of its sequ
 (a decoded token) or with the rest of its block. So the sampler's logprobs equal the trainer's to the last bit, wherever
 products of at least `MIN_QUERIES` rows treat each row alike (measured for float32 and bfloat16 on CPUs, and tested).
 
+In a layer with a window, keys that lie further back are masked, too.
+
 `packed_attention` follows these rules for many rows of a sequence, `sampling/decode_attention` for one.
 """
 
@@ -13,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
+import numpy as np
+import torch
 from torch import Tensor
 
 BLOCK = 32
@@ -33,6 +37,13 @@ def cuts(keys: int) -> list[tuple[int, int]]:
     if keys > BLOCK:
         edges.insert(1, BLOCK)
     return list(pairwise(edges))
+
+
+def hidden_keys(positions: np.ndarray, keys: int, window: int, device: torch.device) -> Tensor:
+    """What is added to the scores [L, keys] of queries at `positions` [L]: -inf for keys that lie before the last
+    `window` ones, else 0."""
+    is_hidden = np.arange(keys) <= positions[:, None] - window
+    return torch.from_numpy(np.where(is_hidden, np.float32(-np.inf), np.float32(0))).to(device)
 
 
 def add_parts(parts: Iterable[Tensor]) -> Tensor:

@@ -6,8 +6,9 @@ Knows the families; knows nothing of weights or torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from mint.errors import InvalidRequestError
@@ -32,6 +33,8 @@ class Family:
     fused: bool = False
     """Query, key and value are one layer, and gate and up."""
     partial_rotation: bool = False
+    windows: bool = False
+    """Layers see the last `sliding_window` positions, where config.json has that."""
 
 
 FAMILIES = {
@@ -39,10 +42,10 @@ FAMILIES = {
     "qwen2": Family("Qwen2.5", qkv_bias=True),
     "qwen3": Family("Qwen3", head_norms=True),
     "qwen3_moe": Family("Qwen3-MoE", head_norms=True, experts=True),
-    "mistral": Family("Mistral"),
+    "mistral": Family("Mistral", windows=True),
     "smollm3": Family("SmolLM3", unrotated_layers=True),
     "granite": Family("Granite", multipliers=True),
-    "phi3": Family("Phi-3", fused=True, partial_rotation=True),
+    "phi3": Family("Phi-3", fused=True, partial_rotation=True, windows=True),
 }
 """By the `model_type` of config.json."""
 
@@ -97,6 +100,20 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class Rope:
+    """A rotation of heads: the base of its frequencies, and their scaling."""
+
+    theta: float
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | None
+
+
+Windows = Mapping[int, int]
+"""By layer, how many of the last positions a row sees, itself included. A layer that is not there has no window."""
+
+NO_WINDOWS: Windows = MappingProxyType({})
+
+
+@dataclass(frozen=True)
 class Scales:
     """Constants that some families multiply with: embedded tokens; queries and keys, before their products are divided
     by √head_dim; and logits."""
@@ -132,9 +149,9 @@ class DecoderConfig:
     rotary_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: Llama3Scaling | LinearScaling | YarnScaling | None
-    unrotated_layers: frozenset[int]
+    ropes: tuple[Rope | None, ...]
+    """By layer; None: heads are not rotated."""
+    windows: Windows
     tie_word_embeddings: bool
     experts: ExpertsConfig | None
     scales: Scales = Scales()
@@ -178,7 +195,9 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     hidden = _width(config, "hidden_size")
     head_dim = _width(config, "head_dim", default=hidden // heads)
     residual, scales = _multipliers(config, head_dim) if family.multipliers else (1.0, Scales())
-    theta, scaling = _rope(config)
+    rope = _rope(config)
+    unrotated = _unrotated_layers(config, layers) if family.unrotated_layers else frozenset()
+    context = _size(config, "max_position_embeddings")
     return DecoderConfig(
         model_type=model_type,
         vocab_size=_size(config, "vocab_size"),
@@ -189,11 +208,10 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         num_key_value_heads=key_value_heads,
         head_dim=head_dim,
         rotary_dim=_rotary_dim(config, head_dim),
-        max_position_embeddings=_size(config, "max_position_embeddings"),
+        max_position_embeddings=context,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)) / residual**2,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        unrotated_layers=_unrotated_layers(config, layers) if family.unrotated_layers else frozenset(),
+        ropes=tuple(None if layer in unrotated else rope for layer in range(layers)),
+        windows=_windows(config, range(layers), context) if family.windows else NO_WINDOWS,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         experts=_experts(config, layers) if family.experts else None,
         scales=scales,
@@ -206,15 +224,16 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
     for option in _REFUSED_OPTIONS:
         if config.get(option):
             raise _unsupported(option, config[option], "only without")
-    window = config.get("sliding_window")
-    if (
-        config["model_type"] in ("mistral", "phi3")
-        and window is not None
-        and window < config.get("max_position_embeddings", 0)
-    ):
-        raise _unsupported("sliding_window", window, "only one of at least max_position_embeddings")
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise _unsupported("layer_types", config["layer_types"], "only full_attention")
+
+
+def _windows(config: Mapping[str, Any], layers: Iterable[int], context: int) -> Windows:
+    """The windows of `layers`; none where a whole context is seen."""
+    if config.get("sliding_window") is None:
+        return NO_WINDOWS
+    window = _size(config, "sliding_window")
+    return dict.fromkeys(layers, window) if window < context else NO_WINDOWS
 
 
 def _experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
@@ -307,7 +326,7 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return place, config.get(place) or {}
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Scaling | LinearScaling | YarnScaling | None]:
+def _rope(config: Mapping[str, Any]) -> Rope:
     """The base and the scaling, whose kind is `type` or `rope_type`."""
     place, rope = _rope_settings(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -315,16 +334,16 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Scaling | LinearScali
         raise _unsupported(f"{place}.rope_type", kind, "'default', 'linear', 'llama3' or 'yarn'")
     theta = _positive("rope_theta", rope.get("rope_theta", config.get("rope_theta", _DEFAULT_THETA)))
     if kind == "default":
-        return theta, None
+        return Rope(theta, None)
     if kind == "linear":
-        return theta, LinearScaling(_positive(f"{place}.factor", rope.get("factor")))
+        return Rope(theta, LinearScaling(_positive(f"{place}.factor", rope.get("factor"))))
     if kind == "yarn":
-        return theta, _yarn(config, place, rope)
+        return Rope(theta, _yarn(config, place, rope))
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     scaling = Llama3Scaling(**{name: _positive(f"{place}.{name}", rope.get(name)) for name in names})
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise _unsupported(f"{place}.low_freq_factor", scaling.low_freq_factor, "below high_freq_factor")
-    return theta, scaling
+    return Rope(theta, scaling)
 
 
 def _positive(key: str, value: object) -> float:

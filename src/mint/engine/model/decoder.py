@@ -21,12 +21,12 @@ from torch import Tensor
 
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
 from mint.engine.model.autograd import recomputed
-from mint.engine.model.config import DecoderConfig
+from mint.engine.model.config import DecoderConfig, Rope
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.layer_parts import AttentionInputs, ForwardContext, Mlp, Norm
 from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
 from mint.engine.model.operations import Attention, FeedForward, Operations
-from mint.engine.model.rope import no_rotation, rope_tables
+from mint.engine.model.rope import rope_tables
 from mint.engine.model.weight_loader import load_weights
 from mint.engine.model.weights import MixtureWeights, list_sites
 from mint.engine.packing import AttentionBlock, MicroBatch
@@ -42,8 +42,7 @@ class _ForwardBatch:
     count: int
     attention: Attention
     loras: Sequence[LoraRows]
-    context: ForwardContext
-    unrotated: ForwardContext
+    contexts: dict[Rope | None, ForwardContext]
 
 
 class Decoder:
@@ -60,8 +59,7 @@ class Decoder:
         self.dtype = operations.dtype
         self.device = operations.device
         self.weights = load_weights(config, tensors, operations)
-        self.rope = rope_tables(config, operations.device)
-        self._unrotated = no_rotation(config, operations.device) if config.unrotated_layers else None
+        self.rope_tables = {rope: rope_tables(config, rope, operations.device) for rope in set(config.ropes)}
         matrices = self.weights.matrices
         self._matrices = list(matrices.values())
         self.loras = operations.loras(matrices)
@@ -89,7 +87,8 @@ class Decoder:
     def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
         """Causal attention of packed rows."""
         config = self.config
-        return self.operations.packed_attention(blocks, config.num_attention_heads, config.num_key_value_heads)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        return self.operations.packed_attention(blocks, heads, kv_heads, config.windows)
 
     def forward(
         self,
@@ -108,17 +107,16 @@ class Decoder:
         count = len(tokens)
         least = rows_needed(self._matrices)
         tokens, positions = pad_rows(tokens, least), pad_rows(positions, least)
-        context = self._context(self.rope, positions)
-        unrotated = context if self._unrotated is None else self._context(self._unrotated, positions)
-        batch = _ForwardBatch(count, attention, cover(loras, count, len(tokens)), context, unrotated)
+        contexts = {rope: self._context(rope, positions) for rope in self.rope_tables}
+        batch = _ForwardBatch(count, attention, cover(loras, count, len(tokens)), contexts)
         x = self.operations.take_rows(self.weights.embedding, tokens, self.config.scales.embedding)
         for index in range(len(self.weights.layers)):
             layer = partial(self._layer, index, batch=batch)
             x = recomputed(layer, x) if recompute else layer(x)
-        return Norm.run(x, self.weights.final_norm, context.eps, self.operations)[:count]
+        return Norm.run(x, self.weights.final_norm, self.config.rms_norm_eps, self.operations)[:count]
 
-    def _context(self, tables: tuple[Tensor, Tensor], positions: Tensor) -> ForwardContext:
-        cos, sin = tables
+    def _context(self, rope: Rope | None, positions: Tensor) -> ForwardContext:
+        cos, sin = self.rope_tables[rope]
         return ForwardContext(
             operations=self.operations,
             eps=self.config.rms_norm_eps,
@@ -131,7 +129,7 @@ class Decoder:
     def _layer(self, index: int, x: Tensor, *, batch: _ForwardBatch) -> Tensor:
         """x [T, E] → [T, E]: x + attention(norm(x)), and of that x + mlp(norm(x))."""
         layer = self.weights.layers[index]
-        context = batch.unrotated if index in self.config.unrotated_layers else batch.context
+        context = batch.contexts[self.config.ropes[index]]
         qkv = self.loras.linear(f"{index}.qkv", layer.qkv, batch.loras)
         heads = AttentionInputs.run(x, layer, qkv, context, *qkv.parameters)
         attended = pad_rows(batch.attention(index, heads[: batch.count]), len(x))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.lora import LoraRows, SiteWeights
-from mint.engine.model.config import DecoderConfig
+from mint.engine.model.config import DecoderConfig, Windows
 from mint.engine.model.linear import LoraLinears, Matrix
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock
@@ -152,8 +152,10 @@ class Operations(Protocol):
         """In how many parts so many rows are trained through an MLP whose wide product has `width` outputs."""
         ...
 
-    def packed_attention(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int) -> Attention:
-        """Causal attention of packed rows."""
+    def packed_attention(
+        self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, windows: Windows
+    ) -> Attention:
+        """Causal attention of packed rows; in layers with a window, over the last keys alone."""
         ...
 
     def mixture(

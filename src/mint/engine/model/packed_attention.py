@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.model.attention import BLOCK, MIN_QUERIES, add_parts, cuts
+from mint.engine.model.attention import BLOCK, MIN_QUERIES, add_parts, cuts, hidden_keys
 from mint.engine.model.autograd import AutogradFunction
+from mint.engine.model.config import NO_WINDOWS, Windows
 from mint.engine.packing import AttentionBlock
 
 SAVED_PROBABILITIES = 1 << 20
@@ -44,6 +45,7 @@ class _QueryRows:
     sources: Tensor  # [K·n·G·L]: where their results are in the output [T·K·G]
     idle: Tensor  # places in [K·n·G·L] whose results go nowhere: padding
     mask: Tensor  # [L, BLOCK], added to the scores of the last keys
+    hidden: dict[int, Tensor]  # by window: [L, keys], added to all scores
     keys: int
 
 
@@ -58,8 +60,16 @@ class _SpanBlock:
 class PackedAttention:
     """Causal attention of packed rows; callable as the decoder's `Attention`."""
 
-    def __init__(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[AttentionBlock],
+        query_heads: int,
+        kv_heads: int,
+        device: torch.device,
+        windows: Windows = NO_WINDOWS,
+    ) -> None:
         """Moves the index arrays of `blocks` to the device."""
+        self._windows = windows
         self.query_heads = query_heads
         self.kv_heads = kv_heads
         self.device = device
@@ -70,7 +80,7 @@ class PackedAttention:
         cells = []
         start = 0
         for block, end in zip(blocks, ends.tolist(), strict=True):
-            own, used = _move(block, ranks[end - len(block.rows) : end], query_heads, kv_heads, device)
+            own, used = _move(block, ranks[end - len(block.rows) : end], query_heads, kv_heads, windows, device)
             self.blocks.append(own)
             for targets, count in used:
                 cells.append((targets, start))
@@ -84,8 +94,8 @@ class PackedAttention:
         self.order = torch.from_numpy(places).to(device)
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """Attended values [T, K·G·D] of `heads` [T, H, D]; every layer attends alike."""
-        return _Attend.run(heads, self)
+        """Attended values [T, K·G·D] of `heads` [T, H, D]."""
+        return _Attend.run(heads, self, self._windows.get(layer, 0))
 
     @cached_property
     def backward(self) -> _Backward:
@@ -129,7 +139,7 @@ class _Attend(AutogradFunction):
 
     @staticmethod
     @override
-    def forward(ctx: Any, heads: Tensor, plan: PackedAttention) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, plan: PackedAttention, window: int) -> Tensor:
         """[T, K·G·D] from heads [T, H, D]."""
         flat = heads.flatten(0, 1)
         mixed = []
@@ -138,7 +148,7 @@ class _Attend(AutogradFunction):
         for block in plan.blocks:
             key, value = (_gather(flat, places, block.products) for places in (block.keys, block.keys + plan.kv_heads))
             for piece in block.pieces:
-                probabilities = _probabilities(_gather_queries(flat, piece, block), key[:, : piece.keys], piece)
+                probabilities = _probabilities(_gather_queries(flat, piece, block), key[:, : piece.keys], piece, window)
                 own = probabilities.to(heads.dtype)
                 parts = (_multiply(own[..., a:b], value[:, a:b]) for a, b in cuts(piece.keys))
                 mixed.append(add_parts(parts).view(-1, heads.shape[2]))
@@ -148,7 +158,7 @@ class _Attend(AutogradFunction):
         out = (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).index_select(0, plan.order)
         out = out.view(plan.rows, -1)
         ctx.save_for_backward(heads, out, *saved)
-        ctx.plan = plan
+        ctx.plan, ctx.window = plan, window
         return out
 
     @staticmethod
@@ -183,9 +193,8 @@ class _Attend(AutogradFunction):
                 query = _gather_queries(flat, piece, block)
                 probabilities = next(remaining)
                 if probabilities is None:
-                    probabilities = _probabilities(
-                        query, _gather(flat, block.keys, block.products)[:, : piece.keys], piece
-                    )
+                    key = _gather(flat, block.keys, block.products)[:, : piece.keys]
+                    probabilities = _probabilities(query, key, piece, ctx.window)
                 own, delta = (
                     x.index_select(0, piece.sources).index_fill_(0, piece.idle, 0).view(block.products, -1, x.shape[1])
                     for x in (grad, deltas)
@@ -201,7 +210,7 @@ class _Attend(AutogradFunction):
         out[:, plan.query_heads :] = summed.view(plan.rows, -1, size)
         for part in prefixes:
             part.add_to(out.view(-1, size))
-        return out.to(heads.dtype), None
+        return out.to(heads.dtype), None, None
 
 
 class _KeySums:
@@ -254,11 +263,14 @@ def _gather(flat: Tensor, places: Tensor, products: int) -> Tensor:
     return flat.index_select(0, places).view(products, -1, flat.shape[1])
 
 
-def _probabilities(query: Tensor, key: Tensor, piece: _QueryRows) -> Tensor:
+def _probabilities(query: Tensor, key: Tensor, piece: _QueryRows, window: int) -> Tensor:
     """The probabilities [K·n, M, W] in float32."""
     scores = _multiply(query, key.transpose(1, 2)).float()
     # Keys before the queries' own block are all visible.
-    scores.view(len(query), -1, *piece.mask.shape[:1], piece.keys)[..., piece.keys - BLOCK :].add_(piece.mask)
+    by_query = scores.view(len(query), -1, *piece.mask.shape[:1], piece.keys)
+    by_query[..., piece.keys - BLOCK :].add_(piece.mask)
+    if window:
+        by_query.add_(piece.hidden[window])
     return torch.softmax(scores, dim=-1)
 
 
@@ -291,7 +303,12 @@ def _list_keys(block: _SpanBlock, kv_heads: int) -> list[_KeyColumns]:
 
 
 def _move(
-    block: AttentionBlock, ranks: np.ndarray, query_heads: int, kv_heads: int, device: torch.device
+    block: AttentionBlock,
+    ranks: np.ndarray,
+    query_heads: int,
+    kv_heads: int,
+    windows: Windows,
+    device: torch.device,
 ) -> tuple[_SpanBlock, list[tuple[np.ndarray, int]]]:
     """The block on the device; and for each piece the places of its results in the output (-1: none), and their number.
 
@@ -328,6 +345,7 @@ def _move(
             sources=torch.from_numpy(np.maximum(sources, 0)).to(device),
             idle=torch.from_numpy(np.flatnonzero(sources < 0)).to(device),
             mask=torch.from_numpy(mask).to(device),
+            hidden={window: hidden_keys(block.offset + own, seen, window, device) for window in set(windows.values())},
             keys=seen,
         )
         pieces.append(piece)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.lora import SiteWeights
-from mint.engine.model.config import DecoderConfig
+from mint.engine.model.config import DecoderConfig, Windows
 from mint.engine.model.functions import (
     exponentials,
     inverse_rms,
@@ -173,8 +173,10 @@ class TorchOperations:
     def mlp_parts(self, rows: int, width: int) -> int:
         return 1
 
-    def packed_attention(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int) -> Attention:
-        return PackedAttention(blocks, query_heads, kv_heads, self.device)
+    def packed_attention(
+        self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, windows: Windows
+    ) -> Attention:
+        return PackedAttention(blocks, query_heads, kv_heads, self.device, windows)
 
     def mixture(
         self, weights: MixtureWeights, norm: Tensor, layer: int, config: DecoderConfig, loras: LoraLinears

@@ -36,6 +36,7 @@ class KVCache:
         self.query_heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.side_by_side = _side_by_side(config)
+        self.windows = config.windows
         self.dtype = dtype
         self.device = device
         self._width = self.side_by_side * config.head_dim

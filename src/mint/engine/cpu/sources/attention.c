@@ -3,7 +3,8 @@
    Queries that read the same keys are computed together, over keys turned so that 16 of them lie side by side. A query's
    result is a function of its own keys and values alone: a score is the sum, in pairs, of 16 lanes of the head dimension,
    whichever way it is found; the normaliser is one sum over the keys, 16 lanes wide; the mix one over the keys, in order.
-   So bits do not depend on what is computed together, on how keys are stored, or on threads.
+   So bits do not depend on what is computed together, on how keys are stored, or on threads. With a window, a query sees
+   its last keys alone: nothing is computed for the others, but for a few beside them whose shares are 0.
 
    Sums are in float32; heads are float32 or bfloat16. Queries and keys are read as words of 32 bits: a float, or two
    bfloat16 side by side.
@@ -145,7 +146,7 @@ typedef void Mix(float *const *shares, int64_t at, const char *rows, int64_t str
     }
 #define SCORES(D, HALF) \
     SCORE(1, 1, D, HALF) SCORE(2, 1, D, HALF) SCORE(4, 1, D, HALF) DOT(1, D, HALF) DOT(2, D, HALF)
-SCORES(32, 0) SCORES(64, 0) SCORES(128, 0) SCORES(32, 1) SCORES(64, 1) SCORES(128, 1)
+SCORES(32, 0) SCORES(64, 0) SCORES(128, 0) SCORES(256, 0) SCORES(32, 1) SCORES(64, 1) SCORES(128, 1) SCORES(256, 1)
 MIX(1, 2, 0) MIX(2, 2, 0) MIX(4, 2, 0) MIX(8, 2, 0) MIX(1, 4, 0) MIX(2, 4, 0) MIX(4, 4, 0) MIX(1, 8, 0) MIX(2, 8, 0)
 MIX(1, 2, 1) MIX(2, 2, 1) MIX(4, 2, 1) MIX(8, 2, 1) MIX(1, 4, 1) MIX(2, 4, 1) MIX(4, 4, 1) MIX(1, 8, 1) MIX(2, 8, 1)
 
@@ -161,20 +162,23 @@ typedef struct {
      {mix_1_##M##_##HALF, mix_2_##M##_##HALF, mix_4_##N##_##HALF, mix_8_2_##HALF}}
 
 static const Kernels *find_kernels(int64_t dim, int64_t half) {
-    static const Kernels kinds[3][2] = {{KERNELS(32, 2, 2, 0), KERNELS(32, 2, 2, 1)},
+    static const Kernels kinds[4][2] = {{KERNELS(32, 2, 2, 0), KERNELS(32, 2, 2, 1)},
                                         {KERNELS(64, 4, 4, 0), KERNELS(64, 4, 4, 1)},
-                                        {KERNELS(128, 8, 4, 0), KERNELS(128, 8, 4, 1)}};
-    return dim == 32 ? kinds[0] + half : dim == 64 ? kinds[1] + half : dim == 128 ? kinds[2] + half : 0;
+                                        {KERNELS(128, 8, 4, 0), KERNELS(128, 8, 4, 1)},
+                                        {KERNELS(256, 8, 4, 0), KERNELS(256, 8, 4, 1)}};
+    for (int64_t kind = 0; kind < 4; kind++)
+        if (dim == 32 << kind) return kinds[kind] + half;
+    return 0;
 }
 
-/* Queries under way: of each, where it lies, its scores [width] and how many keys it sees; what is mixed of its values
-   [D]. `turned` is room for keys. */
+/* Queries under way: of each, where it lies, its scores [width], and that it sees the keys from `first` on, below `keys`;
+   what is mixed of its values [D]. `turned` is room for keys. */
 typedef struct {
     const Kernels *kernels;
     int64_t dim, half, words, width;
     const int32_t *query[MOST];
     float *scores[MOST];
-    int64_t keys[MOST];
+    int64_t first[MOST], keys[MOST];
     float *mixed, *turned, *memory;
 } Queries;
 
@@ -191,6 +195,14 @@ static int open_queries(Queries *q, int64_t dim, int64_t half, int64_t longest, 
     q->mixed = q->memory + most * q->width;
     q->turned = q->mixed + most * dim;
     return 0;
+}
+
+/* A multiple of LANES below which queries `p` to `end` see nothing. */
+static int64_t lowest(const Queries *q, int64_t p, int64_t end) {
+    int64_t least = q->first[p];
+    for (int64_t i = p + 1; i < end; i++)
+        if (q->first[i] < least) least = q->first[i];
+    return whole_lanes(least);
 }
 
 /* The scores of queries `p` to `end` with `keys` turned keys; there is room for more than their own. */
@@ -236,13 +248,15 @@ static void mix_visible(Queries *q, int64_t p, int64_t end, const char *values, 
     }
 }
 
-/* Shares of the scores of `count` queries; nothing is mixed yet. */
+/* Shares of the scores of `count` queries, from the `lowest` key on; nothing is mixed yet. */
 static void share_queries(Queries *q, int64_t count, float *inverse) {
     const float scale = 1.0f / sqrtf((float)q->dim);
+    const int64_t low = lowest(q, 0, count);
     for (int64_t p = 0; p < count; p += LANES) {
         int64_t own = count - p < LANES ? count - p : LANES;
-        *(vf *)(inverse + p) = exponentials(q->scores + p, q->keys + p, own, scale);
+        *(vf *)(inverse + p) = exponentials(q->scores + p, q->first + p, q->keys + p, own, scale);
     }
+    for (int64_t p = 0; p < count; p++) memset(q->scores[p] + low, 0, sizeof(float) * (whole_lanes(q->first[p]) - low));
     memset(q->mixed, 0, sizeof(float) * count * q->dim);
 }
 
@@ -288,7 +302,7 @@ static void score_keys(Queries *q, int64_t p, int64_t end, const char *keys, int
 
 typedef struct {
     const Packed *rows;
-    int64_t dim, half;
+    int64_t dim, half, window; /* 0: none */
     const char *heads;
     char *out;
 } AttendPacked;
@@ -307,12 +321,16 @@ static void attend_span(const AttendPacked *in, Queries *q, int64_t r, int64_t e
             int64_t row = p->row[r + (start + i) / groups], head = k * groups + (start + i) % groups;
             q->query[i] = (const int32_t *)(in->heads + (row * wide + head * q->dim) * size);
             q->keys[i] = before + row - own + 1;
+            q->first[i] = first_seen(q->keys[i], in->window);
         }
-        score_queries(q, 0, count, prefix, before, 0);
-        score_queries(q, 0, count, q->turned, q->keys[count - 1] - before, before);
+        const int64_t low = lowest(q, 0, count), all = q->keys[count - 1];
+        const int64_t skipped = low < before ? low : before, more = low < before ? 0 : whole_lanes(low - before);
+        score_queries(q, 0, count, prefix + whole_lanes(skipped) * q->words, before - skipped, skipped);
+        score_queries(q, 0, count, q->turned + more * q->words, all - before - more, before + more);
         share_queries(q, count, inverse);
-        mix_queries(q, 0, count, values + p->prefix[r] * wide * size, wide, before, 0);
-        mix_visible(q, 0, count, values + own * wide * size, wide, q->keys[count - 1] - before, before);
+        const int64_t hidden = low < before ? 0 : low - before;
+        mix_queries(q, 0, count, values + (p->prefix[r] + skipped) * wide * size, wide, before - skipped, skipped);
+        mix_visible(q, 0, count, values + (own + hidden) * wide * size, wide, all - before - hidden, before + hidden);
         for (int64_t i = 0; i < count; i++) {
             int64_t row = r + (start + i) / groups, head = k * groups + (start + i) % groups;
             finish_query(q, i, inverse[i], in->out + (row * p->query_heads + head) * q->dim * size);
@@ -356,7 +374,7 @@ typedef struct {
 
 typedef struct {
     const Decode *rows;
-    int64_t dim, half;
+    int64_t dim, half, window; /* 0: none */
     const char *heads, *keys, *values;
     char *out;
 } AttendPages;
@@ -395,21 +413,25 @@ static void attend_rows(const AttendPages *in, Queries *q, int64_t r, int64_t st
         int64_t own = r + (start + i) / groups, head = k * groups + (start + i) % groups;
         q->query[i] = (const int32_t *)(in->heads + (own * wide + head * q->dim) * size);
         q->keys[i] = p->positions[own] + 1;
+        q->first[i] = first_seen(q->keys[i], in->window);
     }
     for (int pass = 0; pass < 2; pass++) {
         for (const Shared *own = shared; own < shared + shared_count; own++) {
-            int64_t from = (own->page * page + place) * size;
             int64_t one = (own->row - r) * groups - start, other = (own->end - r) * groups - start;
             one = one > 0 ? one : 0;
             other = other < count ? other : count;
+            if (one >= other) continue;
+            int64_t low = lowest(q, one, other), hidden = low > own->at ? low - own->at : 0, keys = own->keys - hidden;
+            if (keys <= 0) continue;
+            int64_t from = (own->page * page + place + hidden * stride) * size;
             if (pass) {
-                mix_visible(q, one, other, in->values + from, stride, own->keys, own->at);
+                mix_visible(q, one, other, in->values + from, stride, keys, own->at + hidden);
                 continue;
             }
             if (own + 1 < shared + shared_count)
                 fetch(in->keys + (own[1].page * page + place) * size, stride * size, own[1].keys, q->words);
-            score_keys(q, one, other, in->keys + from, stride, own->keys, own->at);
-            fetch(in->values + from, stride * size, own->keys, q->words);
+            score_keys(q, one, other, in->keys + from, stride, keys, own->at + hidden);
+            fetch(in->values + from, stride * size, keys, q->words);
         }
         if (!pass) share_queries(q, count, inverse);
     }

@@ -28,7 +28,7 @@ int route_rows(const Route *in, int64_t first, int64_t last) {
         float *weights = in->weights + t * per_token, total = 0;
         int64_t *chosen = in->chosen + t * per_token;
         memcpy(own, in->scores + t * experts, sizeof(float) * experts);
-        float inverse = exponentials(&own, &experts, 1, 1.0f)[0];
+        float inverse = exponentials(&own, &(int64_t){0}, &experts, 1, 1.0f)[0];
         for (int64_t k = 0; k < per_token; k++) {
             int64_t best = -1;
             for (int64_t e = 0; e < experts; e++) /* -1: taken; where all are NaN, the first that is not */

@@ -139,6 +139,13 @@ INLINE vf first_lanes(vf x, int64_t count, float other) {
     return (vf)(((vi)x & inside) | ((vi)((vf){0} + other) & ~inside));
 }
 
+/* x but in the first `count` lanes, which are `other`. */
+INLINE vf later_lanes(vf x, int64_t count, float other) {
+    const vi numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vi outside = numbers < (int32_t)count;
+    return (vf)(((vi)x & ~outside) | ((vi)((vf){0} + other) & outside));
+}
+
 /* exp of x <= 0, to about one unit in the last place; 0 below -87; NaN of NaN. */
 INLINE vf exponential(vf x) {
     vf shifted = x * 1.44269504088896341f + 12582912.0f;
@@ -156,25 +163,33 @@ INLINE vf exponential(vf x) {
     return (vf)((vi)(p * (vf)power) & ~small);
 }
 
-/* Of up to 16 rows p: scores[p] [keys[p]] -> exp(scale * (scores - max)), with zeros up to a multiple of LANES. Lane p of
-   the result is 1 / their sum. */
-INLINE vf exponentials(float *const *scores, const int64_t *keys, int64_t count, float scale) {
+/* `key` rounded down to a multiple of LANES. */
+INLINE int64_t whole_lanes(int64_t key) { return key / LANES * LANES; }
+
+/* Of up to 16 rows p: scores[p] from firsts[p] to keys[p] -> exp(scale * (scores - max)), with zeros on both sides up to
+   multiples of LANES. Lane p of the result is 1 / their sum. */
+INLINE vf exponentials(float *const *scores, const int64_t *firsts, const int64_t *keys, int64_t count, float scale) {
     vf highest[LANES] = {{0}}, total[LANES] = {{0}};
     for (int64_t p = 0; p < count; p++) {
         float *own = scores[p];
-        int64_t last = (keys[p] - 1) / LANES * LANES;
+        int64_t start = whole_lanes(firsts[p]), last = whole_lanes(keys[p] - 1);
+        if (firsts[p] > start)
+            *(vf *)(own + start) = later_lanes(*(vf *)(own + start), firsts[p] - start, -INFINITY);
         *(vf *)(own + last) = highest[p] = first_lanes(*(vf *)(own + last), keys[p] - last, -INFINITY);
-        for (int64_t j = 0; j < last; j += LANES) highest[p] = larger(*(vf *)(own + j), highest[p]);
+        for (int64_t j = start; j < last; j += LANES) highest[p] = larger(*(vf *)(own + j), highest[p]);
     }
     vf most = maxima(highest);
     for (int64_t p = 0; p < count; p++)
-        for (int64_t j = 0; j < keys[p]; j += LANES) {
+        for (int64_t j = whole_lanes(firsts[p]); j < keys[p]; j += LANES) {
             vf e = exponential((*(vf *)(scores[p] + j) - most[p]) * scale);
             *(vf *)(scores[p] + j) = e;
             total[p] += e;
         }
     return 1.0f / sums(total);
 }
+
+/* The first of `keys` keys that a query sees: all of them, or the last `window` ones. */
+INLINE int64_t first_seen(int64_t keys, int64_t window) { return window && keys > window ? keys - window : 0; }
 
 /* The rows of one packed forward; row r attends to the `prefix_count` rows from `prefix` on, then from `own` to itself. */
 typedef struct {
