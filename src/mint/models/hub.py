@@ -20,6 +20,10 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+class HubUnreachableError(MintError):
+    """The hub does not answer, or must not be asked."""
+
+
 @dataclass(frozen=True)
 class Download:
     """What a download would fetch: the files of a model at a revision that are not in the cache yet."""
@@ -41,7 +45,7 @@ def plan_download(name: str, revision: str | None = None) -> Download:
     Raises:
         InvalidRequestError: `name` is no name of the hub, or access to the model must be asked for first.
         UnknownBaseModelError: the hub has no such model or revision.
-        MintError: the hub cannot be reached.
+        HubUnreachableError: the hub cannot be reached.
     """
     if not is_hub_name(name):
         raise InvalidRequestError(
@@ -60,7 +64,7 @@ def download(plan: Download) -> Path:
     Raises:
         InvalidRequestError: the disk has too little space, or the model has no weights as safetensors.
         CheckpointError: a file arrived damaged; it is deleted.
-        MintError: as `plan_download`.
+        HubUnreachableError: as `plan_download`.
     """
     from huggingface_hub import constants
 
@@ -116,7 +120,7 @@ def _refusal(name: str, revision: str | None, endpoint: str, error: BaseExceptio
     if isinstance(error, errors.RevisionNotFoundError):
         return InvalidRequestError(f"is no revision of {name}", field="revision", value=revision)
     first = str(error).strip().split("\n")[0] or type(error).__name__
-    return MintError(
+    return HubUnreachableError(
         f"{name} cannot be downloaded from {endpoint}: {first}",
         remedy=f"On a machine with access run `hf download {name} --local-dir DIR`, copy DIR here, and set "
         f"MINT_MODELS={name}=DIR. HF_ENDPOINT names a mirror",

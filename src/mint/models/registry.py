@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mint.errors import InvalidRequestError, UnknownBaseModelError
-from mint.models.gguf_folder import HOW_TO_INSTALL, PACKAGED, gguf_folder, packaged_file
+from mint.models.gguf_folder import gguf_folder
+from mint.models.package_index import INDEX_MODELS
 
 BUNDLED = {"mint/tiny": Path(__file__).parent / "tiny"}
 """The base models in the package."""
@@ -25,30 +26,37 @@ HOW_TO_ADD = (
 
 
 def available(aliases: Mapping[str, str]) -> list[str]:
-    """The names that can be resolved without a path: the bundled models, those of installed packages, the aliases."""
-    return sorted({*BUNDLED, *filter(packaged_file, PACKAGED), *aliases})
+    """The names that can be resolved without a path: the bundled models, those fetched from the package index, the
+    aliases."""
+    fetched = (name for name, model in INDEX_MODELS.items() if model.file.is_file())
+    return sorted({*BUNDLED, *fetched, *aliases})
 
 
 def resolve(name: str, aliases: Mapping[str, str]) -> Path:
-    """The folder of `name`: an alias (of a name, folder or file), a bundled model, a local folder, a GGUF file, or a
-    Hugging Face id whose files are in the local cache.
+    """The folder of `name`: an alias (of a name, folder or file), a bundled model, a local folder, a GGUF file, a
+    Hugging Face id whose files are in the local cache, or a model that was fetched from the package index.
 
     An alias comes before everything else, so that an operator can give any weights any name.
 
     Raises:
         UnknownBaseModelError: there is no base model of that name.
         InvalidRequestError: the folder is incomplete, the GGUF file damaged, or an alias leads back to itself.
-        MissingExtraError: a GGUF file needs a package that is not installed.
     """
     target = _follow(name, aliases)
-    folder = BUNDLED.get(target) or _local_folder(target) or _from_gguf(target) or _cached_folder(target)
+    folder = (
+        BUNDLED.get(target)
+        or _local_folder(target)
+        or _from_gguf(target)
+        or _cached_folder(target)
+        or _fetched_folder(target)
+    )
     if folder is None:
         known = ", ".join(available(aliases))
         raise UnknownBaseModelError(
             f"is not a known base model; available are {known}",
             field="base_model",
             value=name,
-            remedy=HOW_TO_INSTALL.get(target, HOW_TO_ADD),
+            remedy=HOW_TO_ADD,
         )
     missing = missing_files(folder)
     if missing:
@@ -108,10 +116,10 @@ def _local_folder(target: str) -> Path | None:
 def _from_gguf(target: str) -> Path | None:
     try:
         path = Path(target).expanduser().resolve()
-        file = path if path.suffix == ".gguf" and path.is_file() else packaged_file(target)
+        is_file = path.suffix == ".gguf" and path.is_file()
     except (OSError, ValueError, RuntimeError):
         return None
-    return None if file is None else gguf_folder(file)
+    return gguf_folder(path) if is_file else None
 
 
 def _cached_folder(target: str) -> Path | None:
@@ -125,3 +133,8 @@ def _cached_folder(target: str) -> Path | None:
         return Path(snapshot_download(target, local_files_only=True, allow_patterns=list(HUB_FILES)))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
+
+
+def _fetched_folder(target: str) -> Path | None:
+    model = INDEX_MODELS.get(target)
+    return gguf_folder(model.file) if model is not None and model.file.is_file() else None
