@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mint.compose.lost_device import guarded
 from mint.config import Settings, allocator_is_set, read_settings, shorten_thread_spinning
@@ -20,6 +20,9 @@ from mint.engine.cpu.malloc import keep_freed_memory
 from mint.engine.protocol import Engine
 from mint.errors import MissingExtraError
 from mint.server.limits import ServerLimits, default_waiting_bytes
+
+if TYPE_CHECKING:
+    from mint.engine.torch_engine import TorchEngine
 
 log = logging.getLogger("mint.embedded")
 
@@ -41,7 +44,7 @@ class EmbeddedService:
             raise _missing(error) from error
         self.data_dir = data_dir
         options.setdefault("limits", limits_of(settings))
-        self.service = Service(guarded(engine, _log_loss), data_dir, aliases=settings.model_aliases, **options)
+        self.service = Service(engine, data_dir, aliases=settings.model_aliases, **options)
         self.service.start()
         self.app = create_app(self.service, ROUTES, readiness=Readiness(self.service))
         self.users = 1
@@ -71,12 +74,12 @@ def open_embedded(*, data_dir: Path | None = None, engine: Engine | None = None,
     folder = (data_dir or settings.home_dir).expanduser().resolve()
     with _lock:
         if engine is not None or options:
-            return EmbeddedService(folder, engine or torch_engine(settings), settings, **options)
+            return EmbeddedService(folder, watched_engine(settings, _log_loss, engine), settings, **options)
         key = (folder, settings.models, settings.native, limits_of(settings), *_engine_settings(settings).items())
         if key in _running:
             _running[key].users += 1
         else:
-            _running[key] = EmbeddedService(folder, torch_engine(settings), settings)
+            _running[key] = EmbeddedService(folder, watched_engine(settings, _log_loss), settings)
         return _running[key]
 
 
@@ -95,7 +98,15 @@ def limits_of(settings: Settings) -> ServerLimits:
     )
 
 
-def torch_engine(settings: Settings) -> Engine:
+def watched_engine(settings: Settings, on_lost: Callable[[str], None], engine: Engine | None = None) -> Engine:
+    """The given engine, or the one that computes on this machine; `on_lost` as in `guarded`."""
+    if engine is not None:
+        return guarded(engine, on_lost)
+    own = torch_engine(settings)
+    return guarded(own, on_lost) if own.uses_gpu else own  # a CPU cannot be lost
+
+
+def torch_engine(settings: Settings) -> TorchEngine:
     """The engine that computes on this machine.
 
     Raises:

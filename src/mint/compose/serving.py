@@ -21,9 +21,8 @@ from functools import partial
 from pathlib import Path
 
 from mint.compose.dashboard_server import is_operator, key_or_session, over_service, screen_of
-from mint.compose.embedded import limits_of, torch_engine
+from mint.compose.embedded import limits_of, watched_engine
 from mint.compose.http_server import HttpServer, http_config, url_of
-from mint.compose.lost_device import guarded
 from mint.compose.owner_quotas import default_quotas
 from mint.config import ServeSettings, read_settings
 from mint.dashboard.app import routes
@@ -218,7 +217,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
         os._exit(DEVICE_LOST_STATUS)
 
     service = Service(
-        metrics.metered(guarded(engine or torch_engine(base), end_process)),
+        metrics.metered(watched_engine(base, end_process, engine)),
         settings.folder,
         aliases={**base.model_aliases, **{name: target for name, target in offered.items() if target != name}},
         offered=offered or available(base.model_aliases),

@@ -106,6 +106,11 @@ class TorchEngine:
         self._published: dict[str, _Published] = {}
         self._caches = CacheSizes(kv_cache_bytes, prefix_cache_bytes)
 
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether it computes on a GPU, which some errors take away from the process."""
+        return self._device.is_gpu
+
     def load_base(self, name: str, path: str) -> BaseInfo:
         """Loads a Hugging Face folder as base `name`; does nothing if it is loaded.
 
