@@ -43,7 +43,7 @@ class Side:
         self.service.start()
         self.wall_s: list[float] = []
         self.cpu_s: list[float] = []
-        session = self.service.create_session(LOCAL, b"{}").session_id
+        session = self.service.sessions.create(LOCAL, b"{}").session_id
         config = {"rank": rank, "seed": 7}
         body = {"session_id": session, "model_seq_id": 0, "base_model": str(base), "lora_config": config}
         created = self._submit("create_model", body)
@@ -67,10 +67,10 @@ class Side:
         self.cpu_s.append(time.process_time() - cpu)
 
     def _submit(self, kind: str, body: dict[str, Any]) -> str:
-        return self.service.submit(LOCAL, kind, json.dumps(body).encode()).request_id
+        return self.service.training.submit(LOCAL, kind, json.dumps(body).encode()).request_id
 
     def _wait(self, request_id: str) -> None:
-        while (answer := asyncio.run(self.service.retrieve(LOCAL, request_id))) is None:
+        while (answer := asyncio.run(self.service.results.retrieve(LOCAL, request_id))) is None:
             pass
         if (error := wire.decode_error(answer.body)) is not None:
             raise from_wire(error)

@@ -429,7 +429,7 @@ def test_a_server_that_lets_wait_is_asked_once_and_gives_the_same_results(
     door.seen.clear()
     assert results(url) == promised
     assert door.headers("forward_backward") and door.headers("asample") and not door.headers("retrieve_future")
-    monkeypatch.setattr(door.running.service, "long_poll_s", 0.0)  # then the promise comes, and is polled
+    monkeypatch.setattr(door.running.service.results, "long_poll_s", 0.0)  # then the promise comes, and is polled
     assert results(url) == promised
     assert door.headers("retrieve_future"), "what takes longer than a long poll is promised"
 

@@ -2,16 +2,16 @@
 
 import time
 
-from mint.server.service.service import Service
+from mint.server.service.session_lifetime import SessionLifetime
 
-_adopt_sessions = Service._adopt_sessions
+_adopt = SessionLifetime.adopt
 
 
-def _adopt_and_end(self: Service) -> None:
-    silent = [row.session_id for row in self.journal.live_sessions() if time.time() - row.last_seen > 24 * 3600]
-    _adopt_sessions(self)
+def _adopt_and_end(self: SessionLifetime) -> None:
+    silent = [row.session_id for row in self._journal.live_sessions() if time.time() - row.last_seen > 24 * 3600]
+    _adopt(self)
     for session_id in silent:
-        self._end_session(session_id)
+        self._end(session_id)
 
 
-Service._adopt_sessions = _adopt_and_end
+SessionLifetime.adopt = _adopt_and_end

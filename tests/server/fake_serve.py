@@ -68,5 +68,5 @@ if __name__ == "__main__":
     settings = read_serve_settings(flags)
     configure_logs(format=settings.log_format, level=settings.log_level)
     server = Server(settings, engine=engine)
-    server.service.long_poll_s = 3600.0  # a waiting client is answered because the server ends, or never
+    server.service.results.long_poll_s = 3600.0  # a waiting client is answered because the server ends, or never
     server.run(lambda line: print(line, flush=True))

@@ -179,10 +179,10 @@ def test_a_server_and_two_embedded_processes_share_checkpoints_and_no_session(tm
             assert listed.tinker_path.partition("://")[2] == path.partition("://")[2]
         for notebook in notebooks:
             with pytest.raises(NotFoundError, match="another process"):
-                notebook.service.heartbeat(LOCAL, b'{"session_id": "%s"}' % session_id.encode())
+                notebook.service.sessions.heartbeat(LOCAL, b'{"session_id": "%s"}' % session_id.encode())
             assert notebook.service.session_owners == {}
     for notebook in notebooks:
         assert notebook.service.is_working
-        assert notebook.service.create_session(LOCAL, b"{}").session_id
+        assert notebook.service.sessions.create(LOCAL, b"{}").session_id
         notebook.release()
     assert [file.name for file in (tmp_path / "instances").iterdir()] == ["adopt.lock"]

@@ -61,7 +61,7 @@ def test_a_server_that_has_nothing_to_do_ends_at_once_and_well(tmp_path: Path, n
 def test_a_client_that_waits_for_a_result_is_told_to_ask_again(tmp_path: Path) -> None:
     answered: list[int] = []
     with running(tmp_path, stop_within_s=3600) as server:
-        server.service.long_poll_s = 3600.0
+        server.service.results.long_poll_s = 3600.0
         person = Person(server)
         model = person.model(person.session())
         behind = person.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})  # 1 is missing

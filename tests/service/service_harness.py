@@ -53,7 +53,7 @@ class Harness:
 
     def __init__(self, service: Service, session_id: str | None = None) -> None:
         self.service = service
-        self.session_id = session_id or service.create_session(LOCAL, b"{}").session_id
+        self.session_id = session_id or service.sessions.create(LOCAL, b"{}").session_id
 
     def create_model(self, number: int = 0, *, seed: int | None = 7, rank: int = 8, **lora: Any) -> str:
         config = {"rank": rank, **({} if seed is None else {"seed": seed}), **lora}
@@ -61,7 +61,7 @@ class Harness:
         return self.wait(self.submit("create_model", body))["model_id"]
 
     def submit(self, kind: str, body: dict[str, Any]) -> str:
-        return self.service.submit(LOCAL, kind, json.dumps(body).encode()).request_id
+        return self.service.training.submit(LOCAL, kind, json.dumps(body).encode()).request_id
 
     def send(self, kind: str, model_id: str, seq_id: int, body: dict[str, Any]) -> str:
         return self.submit(kind, {"model_id": model_id, "seq_id": seq_id, **body})
@@ -70,7 +70,7 @@ class Harness:
         return self.wait(self.send(kind, model_id, seq_id, body))
 
     def answer(self, request_id: str) -> bytes:
-        while (answer := asyncio.run(self.service.retrieve(LOCAL, request_id))) is None:
+        while (answer := asyncio.run(self.service.results.retrieve(LOCAL, request_id))) is None:
             pass
         kind = SampleResponse if ":sample:" in request_id else ForwardBackwardOutput
         return wire.result_as_json(answer.body, kind)
@@ -105,21 +105,21 @@ class Harness:
             "sampling_params": params,
             **fields,
         }
-        return self.wait(self.service.sample(LOCAL, json.dumps(body).encode()).request_id)
+        return self.wait(self.service.sampling.accept(LOCAL, json.dumps(body).encode()).request_id)
 
 
 def make_sampler(harness: Harness, number: int = 0, *, path: str | None = None) -> str:
     """A sampler over the base model, or over the saved weights at `path`."""
     source = {"base_model": BASE} if path is None else {"model_path": path}
     body = {"session_id": harness.session_id, "sampling_session_seq_id": number, **source}
-    return harness.service.create_sampling_session(LOCAL, json.dumps(body).encode()).sampling_session_id
+    return harness.service.sampling_sessions.create(LOCAL, json.dumps(body).encode()).sampling_session_id
 
 
 def send_sample(harness: Harness, sampler: str, seq_id: int) -> str:
     """A small sample request; its id."""
     prompt = {"chunks": [{"tokens": [5, 6]}]}
     body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
-    return harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
+    return harness.service.sampling.accept(LOCAL, json.dumps(body).encode()).request_id
 
 
 def script(steps: int) -> list[Op]:

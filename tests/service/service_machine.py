@@ -181,14 +181,14 @@ class ServiceMachine(RuleBasedStateMachine):
         return {name: (state.st_size, state.st_mtime_ns) for name, state in states.items() if "-shm" not in name}
 
     def open_session(self, owner: str) -> None:
-        self.sessions[owner] = self.service.create_session(Caller(owner), b"{}").session_id
+        self.sessions[owner] = self.service.sessions.create(Caller(owner), b"{}").session_id
         self.samplers[owner] = []
 
     # --- talking to it --------------------------------------------------------------------------------------------
 
     def submit(self, owner: str, kind: str, body: dict[str, Any]) -> str:
         with self.sending:
-            name = self.service.submit(Caller(owner), kind, json.dumps(body).encode()).request_id
+            name = self.service.training.submit(Caller(owner), kind, json.dumps(body).encode()).request_id
             self.acknowledged.add(name)
         return name
 
@@ -209,7 +209,7 @@ class ServiceMachine(RuleBasedStateMachine):
     def answer(self, owner: str, name: str) -> FutureResult:
         give_up_at = time.monotonic() + PATIENCE_S
         while time.monotonic() < give_up_at:
-            found = self.runner.run(self.service.retrieve(Caller(owner), name))
+            found = self.runner.run(self.service.results.retrieve(Caller(owner), name))
             if found is not None:
                 return found
         raise AssertionError(f"{name} has no result")
@@ -373,7 +373,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.counter += 1
         prompt, body = [5, 6], {"sampling_session_id": sampler, "seq_id": self.counter, "num_samples": 1}
         body |= {"prompt": {"chunks": [{"tokens": prompt}]}, "sampling_params": {"max_tokens": 3, "seed": seed}}
-        send = lambda: self.service.sample(Caller(owner), json.dumps(body).encode()).request_id  # noqa: E731
+        send = lambda: self.service.sampling.accept(Caller(owner), json.dumps(body).encode()).request_id  # noqa: E731
         go_on = threading.Event()
         if ended == "cancel":
             self.service.call_soon(lambda: go_on.wait(PATIENCE_S) and None)
@@ -381,10 +381,10 @@ class ServiceMachine(RuleBasedStateMachine):
         assert send() == name
         stranger = OWNERS[owner == OWNERS[0]]
         cancel = json.dumps({"request_id": name}).encode()
-        error = self.refusal(lambda: self.service.cancel(Caller(stranger), cancel))
+        error = self.refusal(lambda: self.service.sampling.cancel(Caller(stranger), cancel))
         assert isinstance(error, NotFoundError)
         if ended == "cancel":
-            self.service.cancel(Caller(owner), cancel)
+            self.service.sampling.cancel(Caller(owner), cancel)
             go_on.set()
         if ended == "crash":
             self.crash_now()
@@ -417,13 +417,13 @@ class ServiceMachine(RuleBasedStateMachine):
                 stranger, "create_model", {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
             ),
             lambda: self.answer(stranger, f"{model_id}:{data.draw(st.integers(0, training.last), 'number')}"),
-            lambda: self.service.get_info(caller, model_named),
-            lambda: self.service.heartbeat(caller, session_named),
-            lambda: self.service.finish_session(caller, session_id),
-            lambda: self.service.unload_model(caller, model_id),
+            lambda: self.service.training.get_info(caller, model_named),
+            lambda: self.service.sessions.heartbeat(caller, session_named),
+            lambda: self.service.sessions.finish(caller, session_id),
+            lambda: self.service.sessions.unload_model(caller, model_id),
         ]
         for _, sampler in self.samplers[training.owner]:
-            calls.append(lambda sampler=sampler: self.service.sampler_info(caller, sampler))
+            calls.append(lambda sampler=sampler: self.service.sampling_sessions.info(caller, sampler))
         for path, (saved_by, _) in self.reference.checkpoints.items():
             if saved_by != stranger:
                 body = json.dumps({"tinker_path": path}).encode()
@@ -432,7 +432,7 @@ class ServiceMachine(RuleBasedStateMachine):
             error = self.refusal(call)
             assert isinstance(error, NotFoundError), error
         own = {each.model_id for each in self.trainings if each.owner == stranger}
-        assert {row.model_id for row in self.service.live_models(caller).models} == own
+        assert {row.model_id for row in self.service.training.live_models(caller).models} == own
 
     @rule(owner=st.sampled_from(OWNERS))
     def end_the_session_and_open_another(self, owner: str) -> None:
@@ -440,7 +440,7 @@ class ServiceMachine(RuleBasedStateMachine):
         ended = [training for training in self.trainings if training.owner == owner]
         for training in ended:
             self.collect(training)
-        self.service.finish_session(Caller(owner), session_id)
+        self.service.sessions.finish(Caller(owner), session_id)
         self.trainings = [training for training in self.trainings if training.owner != owner]
         self.ended += ended
         self.open_session(owner)

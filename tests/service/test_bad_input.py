@@ -146,7 +146,7 @@ def test_an_unknown_base_model_lists_what_there_is_and_how_to_add_one(harness: H
 
 def base_sampler(harness: Harness, number: int = 0) -> str:
     body = {"session_id": harness.session_id, "sampling_session_seq_id": number, "base_model": BASE}
-    return harness.service.create_sampling_session(LOCAL, json.dumps(body).encode()).sampling_session_id
+    return harness.service.sampling_sessions.create(LOCAL, json.dumps(body).encode()).sampling_session_id
 
 
 BAD_SAMPLES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
@@ -217,7 +217,7 @@ def test_a_bad_checkpoint_path_is_refused(harness: Harness, path: str, kind: typ
 def test_a_sampler_needs_something_to_sample_from(harness: Harness) -> None:
     def create(**fields: Any) -> None:
         body = {"session_id": harness.session_id, "sampling_session_seq_id": 0, **fields}
-        harness.service.create_sampling_session(LOCAL, json.dumps(body).encode())
+        harness.service.sampling_sessions.create(LOCAL, json.dumps(body).encode())
 
     assert isinstance(failure(create), InvalidRequestError)
     assert isinstance(failure(lambda: create(base_model="nope")), UnknownBaseModelError)

@@ -31,7 +31,7 @@ def test_a_checkpoint_with_its_optimizer_goes_on_bit_for_bit_in_another_process(
     path = first.run("save_weights", model_id, 3, {"path": "a"})["path"]
     assert path == f"tinker://{model_id}/weights/a"
     uninterrupted = step(first, model_id, 4)
-    first.service.finish_session(LOCAL, first.session_id)
+    first.service.sessions.finish(LOCAL, first.session_id)
     first.service.stop()
 
     second = Harness(open_service(tmp_path))

@@ -55,16 +55,16 @@ def test_of_different_requests_for_one_place_one_is_accepted(harness: Harness) -
 def test_a_quota_holds_for_requests_that_come_at_once(tmp_path: Path, quotas: Quotas) -> None:
     caller = Caller("ada", None, quotas)
     service = open_service(tmp_path)
-    session_id = service.create_session(Caller("ada"), b"{}").session_id
+    session_id = service.sessions.create(Caller("ada"), b"{}").session_id
 
     def create(number: int) -> Any:
         if quotas.max_sessions is not None:
-            return service.create_session(caller, b"{}")
+            return service.sessions.create(caller, b"{}")
         body = {"session_id": session_id, "model_seq_id": number, "base_model": BASE, "lora_config": {"rank": 8}}
-        return service.submit(caller, "create_model", json.dumps(body).encode())
+        return service.training.submit(caller, "create_model", json.dumps(body).encode())
 
     if quotas.max_sessions is not None:
-        service.finish_session(caller, session_id)
+        service.sessions.finish(caller, session_id)
     found = at_once([lambda number=number: create(number) for number in range(THREADS)])
     assert sum(isinstance(each, OverloadedError) for each in found) == THREADS - 1
     service.stop()
@@ -76,7 +76,7 @@ def test_copies_of_a_sample_request_are_sampled_once(harness: Harness) -> None:
     copies = [json.dumps({**body, "sampling_params": {"max_tokens": 2}}).encode()] * (THREADS - 1)
     other = json.dumps({**body, "sampling_params": {"max_tokens": 3}}).encode()
     caller = Caller("local")
-    found = at_once([lambda b=b: harness.service.sample(caller, b).request_id for b in [*copies, other]])
+    found = at_once([lambda b=b: harness.service.sampling.accept(caller, b).request_id for b in [*copies, other]])
     accepted = [each for each in found if each == f"{sampler}:0"]
     assert len(accepted) in (1, THREADS - 1) and all(
         isinstance(each, ConflictError) for each in found if each not in accepted
@@ -88,7 +88,7 @@ def test_copies_of_a_sample_request_are_sampled_once(harness: Harness) -> None:
 def test_a_model_that_is_unloaded_meanwhile_takes_no_request_that_nobody_would_run(harness: Harness) -> None:
     for number in range(5):
         model_id = harness.create_model(number)
-        calls = [lambda m=model_id: harness.service.unload_model(Caller("local"), m)]
+        calls = [lambda m=model_id: harness.service.sessions.unload_model(Caller("local"), m)]
         calls += [lambda m=model_id, s=seq: harness.send("forward_backward", m, s, GOOD_PASS) for seq in range(1, 8)]
         accepted = [each for each in at_once(calls)[1:] if isinstance(each, str)]
         assert harness.service.journal.jobs(model_id, after=-1) == []

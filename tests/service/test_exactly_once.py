@@ -29,7 +29,7 @@ from mint.errors import (
     StepRefusedError,
 )
 from mint.server.callers import LOCAL
-from mint.server.service.service import MAX_AHEAD
+from mint.server.service.training_requests import MAX_AHEAD
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -74,7 +74,7 @@ def test_requests_wait_for_the_one_before_them(harness: Harness) -> None:
         looked = threading.Event()
         harness.service.call_soon(looked.set)
         assert looked.wait(60)
-    position = harness.service.queue_position(LOCAL, step)
+    position = harness.service.results.queue_position(LOCAL, step)
     assert position.status == "held" and harness.service.futures.open_count == 1
     harness.run("forward_backward", model_id, 1, GOOD_PASS)
     assert harness.wait(step)["metrics"]["step"] == 1.0
@@ -142,7 +142,7 @@ def test_an_unreadable_place_is_refused_at_the_door(harness: Harness) -> None:
         assert error.field is not None and "seq_id" in error.field
     for body in (b"", b"[]", b"{", b"\xff"):
         with pytest.raises(InvalidRequestError):
-            harness.service.submit(LOCAL, "optim_step", body)
+            harness.service.training.submit(LOCAL, "optim_step", body)
 
 
 def test_a_place_that_no_client_can_have_reached_is_refused_instead_of_waited_for(harness: Harness) -> None:
@@ -162,7 +162,7 @@ def test_a_future_asked_for_after_its_session_has_ended_says_so(harness: Harness
     done = harness.send("forward_backward", model_id, 1, GOOD_PASS)
     harness.wait(done)
     waiting = harness.send("optim_step", model_id, 3, STEP)
-    harness.service.finish_session(LOCAL, harness.session_id)
+    harness.service.sessions.finish(LOCAL, harness.session_id)
     for call in (
         lambda: harness.wait(done),
         lambda: harness.wait(waiting),
@@ -183,7 +183,7 @@ def test_the_end_of_a_session_leaves_named_checkpoints_only(harness: Harness) ->
     harness.run("save_weights_for_sampler", model_id, 5, {"sampling_session_seq_id": 1})
     data_dir = harness.service.data_dir
     assert list((data_dir / "snapshots").iterdir()) and list((data_dir / "published").iterdir())
-    harness.service.finish_session(LOCAL, harness.session_id)
+    harness.service.sessions.finish(LOCAL, harness.session_id)
     wait_until(lambda: not any((*(data_dir / "snapshots").iterdir(), *(data_dir / "published").iterdir())))
     again = Harness(harness.service)
     body = {"session_id": again.session_id, "model_seq_id": 0, "path": path, "optimizer": True}

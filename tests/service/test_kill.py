@@ -66,7 +66,7 @@ def client_run(data_dir: Path, ops: list[Op], seed: int, prepare: Callable[[], N
     known = data_dir / "session"
     if not known.exists():
         written = data_dir / "session.tmp"
-        written.write_text(service.create_session(LOCAL, b"{}").session_id)
+        written.write_text(service.sessions.create(LOCAL, b"{}").session_id)
         written.rename(known)
     harness = Harness(service, known.read_text())
     model_id = harness.create_model()

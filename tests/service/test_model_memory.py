@@ -38,7 +38,7 @@ def train_in_turns(harness: Harness, count: int, rounds: int) -> list[list[dict[
 
 def loaded(engine: Engine, service: Service, owner: str = LOCAL_OWNER) -> set[str]:
     """The models of an owner that are in the engine's memory."""
-    names = (model.model_id for model in service.live_models(Caller(owner)).models)
+    names = (model.model_id for model in service.training.live_models(Caller(owner)).models)
     return {name for name in names if engine.has_model(name)}
 
 
@@ -101,17 +101,17 @@ def test_the_models_of_the_owner_with_most_memory_are_parked_first(tmp_path: Pat
 
 def _create(service: Any, owner: str, count: int) -> list[str]:
     caller = Caller(owner)
-    session_id = service.create_session(caller, b"{}").session_id
+    session_id = service.sessions.create(caller, b"{}").session_id
     found = []
     for number in range(count):
         config = {"rank": RANK, "seed": 1}
         body = {"session_id": session_id, "model_seq_id": number, "base_model": BASE, "lora_config": config}
-        promise = service.submit(caller, "create_model", json.dumps(body).encode())
+        promise = service.training.submit(caller, "create_model", json.dumps(body).encode())
         found.append(_result(service, caller, promise.request_id)["model_id"])
     return found
 
 
 def _result(service: Any, caller: Caller, name: str) -> dict[str, Any]:
-    while (answer := asyncio.run(service.retrieve(caller, name))) is None:
+    while (answer := asyncio.run(service.results.retrieve(caller, name))) is None:
         pass
     return json.loads(answer.body)

@@ -31,7 +31,7 @@ LATER_COLUMNS = {
 def send_proto(harness: Harness, model_id: str, seq_id: int) -> str:
     body = json.dumps({"model_id": model_id, "seq_id": seq_id, **GOOD_PASS}).encode()
     written = wire.encode(wire.decode(ForwardBackwardRequest, body), Encoding.PROTO)
-    return harness.service.submit(LOCAL, "forward_backward", written, Encoding.PROTO).request_id
+    return harness.service.training.submit(LOCAL, "forward_backward", written, Encoding.PROTO).request_id
 
 
 def worked(folder: Path) -> tuple[Harness, str]:

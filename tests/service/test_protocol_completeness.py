@@ -160,23 +160,26 @@ def test_a_repeated_request_may_be_spelled_differently_and_another_one_is_refuse
     message = a_pass(model_id, 1)
     first, again = message.SerializeToString(), respelled(message)
     assert first != again
-    promises = [harness.service.submit(LOCAL, "forward_backward", body, Encoding.PROTO) for body in (first, again)]
+    promises = [
+        harness.service.training.submit(LOCAL, "forward_backward", body, Encoding.PROTO) for body in (first, again)
+    ]
     assert promises[0] == promises[1]
     harness.wait(promises[0].request_id)
     other = a_pass(model_id, 1, forward_only=True).SerializeToString()
     assert isinstance(
-        failure(lambda: harness.service.submit(LOCAL, "forward_backward", other, Encoding.PROTO)), ConflictError
+        failure(lambda: harness.service.training.submit(LOCAL, "forward_backward", other, Encoding.PROTO)),
+        ConflictError,
     )
     message.data[0].loss_fn_inputs["target_tokens"].dense = b"\1" * 24
     changed = message.SerializeToString()
-    error = failure(lambda: harness.service.submit(LOCAL, "forward_backward", changed, Encoding.PROTO))
+    error = failure(lambda: harness.service.training.submit(LOCAL, "forward_backward", changed, Encoding.PROTO))
     assert isinstance(error, ConflictError) and error.status == 400
 
 
 def test_a_damaged_protobuf_fails_in_its_place_and_holds_nobody_up(harness: Harness) -> None:
     model_id = harness.create_model()
     body = a_pass(model_id, 1).SerializeToString()[:-5]
-    promise = harness.service.submit(LOCAL, "forward_backward", body, Encoding.PROTO)
+    promise = harness.service.training.submit(LOCAL, "forward_backward", body, Encoding.PROTO)
     assert isinstance(failure(lambda: harness.wait(promise.request_id)), InvalidRequestError)
     harness.run("forward_backward", model_id, 2, GOOD_PASS)
 
@@ -185,7 +188,7 @@ def test_a_damaged_protobuf_fails_in_its_place_and_holds_nobody_up(harness: Harn
 
 
 def cancel(harness: Harness, name: str) -> None:
-    harness.service.cancel(LOCAL, json.dumps({"request_id": name}).encode())
+    harness.service.sampling.cancel(LOCAL, json.dumps({"request_id": name}).encode())
 
 
 def test_a_waiting_sample_that_is_called_off_leaves_the_queue_and_its_future_says_so(harness: Harness) -> None:
@@ -223,9 +226,9 @@ def test_a_running_sample_that_is_called_off_leaves_the_engine(
         "prompt": {"chunks": [{"tokens": [5, 6]}]},
         "sampling_params": {"max_tokens": 400, "stop": []},
     }
-    name = harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
+    name = harness.service.sampling.accept(LOCAL, json.dumps(body).encode()).request_id
     assert started.wait(120.0)
-    harness.service.cancel(LOCAL, json.dumps({"request_id": name}).encode())
+    harness.service.sampling.cancel(LOCAL, json.dumps({"request_id": name}).encode())
     go_on.set()
     assert isinstance(failure(lambda: harness.wait(name)), RequestCancelledError)
     assert len(harness.sample(sampler, 1)["sequences"]) == 1
@@ -243,7 +246,7 @@ def test_a_training_request_cannot_be_called_off(harness: Harness) -> None:
 
 
 def unload(harness: Harness, model_id: str) -> str:
-    return harness.service.unload_model(LOCAL, model_id).request_id
+    return harness.service.sessions.unload_model(LOCAL, model_id).request_id
 
 
 def test_an_unloaded_model_is_gone_and_the_others_live_on(harness: Harness) -> None:
@@ -257,11 +260,11 @@ def test_an_unloaded_model_is_gone_and_the_others_live_on(harness: Harness) -> N
     for call in (
         lambda: harness.send("optim_step", one, 3, STEP),
         lambda: harness.create_model(0),
-        lambda: harness.service.get_info(LOCAL, json.dumps({"model_id": one}).encode()),
+        lambda: harness.service.training.get_info(LOCAL, json.dumps({"model_id": one}).encode()),
     ):
         assert isinstance(failure(call), NotFoundError)
     harness.run("load_weights", two, 1, {"path": path, "optimizer": True})
-    assert [model.model_id for model in harness.service.live_models(LOCAL).models] == [two]
+    assert [model.model_id for model in harness.service.training.live_models(LOCAL).models] == [two]
     assert not harness.engine.has_model(one)
 
 
@@ -290,7 +293,7 @@ def test_models_are_listed_and_deleted_over_http_by_their_owner(http: httpx.Clie
 
 def test_every_client_that_joins_a_sampler_gets_a_number_of_its_own(harness: Harness) -> None:
     body = json.dumps({"sampling_session_id": make_sampler(harness)}).encode()
-    numbers = [harness.service.join_sampling_session(LOCAL, body).client_counter for _ in range(20)]
+    numbers = [harness.service.sampling_sessions.join(LOCAL, body).client_counter for _ in range(20)]
     assert len(set(numbers)) == 20 and min(numbers) > 0
     assert max(numbers) * 10**9 + 10**9 < 2**63
 
@@ -298,12 +301,14 @@ def test_every_client_that_joins_a_sampler_gets_a_number_of_its_own(harness: Har
 def test_a_sample_request_that_will_fail_still_has_an_id_per_sample(harness: Harness) -> None:
     sampler = make_sampler(harness)
     body = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 3, "prompt": {"chunks": "wrong"}}
-    promise = harness.service.sample(LOCAL, json.dumps(body).encode())
+    promise = harness.service.sampling.accept(LOCAL, json.dumps(body).encode())
     assert len(promise.sample_sequence_ids or []) == 3
     assert isinstance(failure(lambda: harness.wait(promise.request_id)), InvalidRequestError)
     for seq_id in (-1, 2**63):
         wrong = json.dumps({**body, "seq_id": seq_id}).encode()
-        assert isinstance(failure(lambda wrong=wrong: harness.service.sample(LOCAL, wrong)), InvalidRequestError)
+        assert isinstance(
+            failure(lambda wrong=wrong: harness.service.sampling.accept(LOCAL, wrong)), InvalidRequestError
+        )
 
 
 # --- quotas ------------------------------------------------------------------------------------------------------
@@ -311,29 +316,29 @@ def test_a_sample_request_that_will_fail_still_has_an_id_per_sample(harness: Har
 
 def test_a_quota_of_sessions_and_models_is_named_when_it_is_used_up(harness: Harness) -> None:
     caller = Caller("one", quotas=Quotas(max_sessions=1, max_models=1))
-    session_id = harness.service.create_session(caller, b"{}").session_id
-    error = failure(lambda: harness.service.create_session(caller, b"{}"))
+    session_id = harness.service.sessions.create(caller, b"{}").session_id
+    error = failure(lambda: harness.service.sessions.create(caller, b"{}"))
     assert isinstance(error, OverloadedError) and error.field == "max_sessions" and error.status == 429
     made_up = {"session_id": "made-up-by-a-script", "model_seq_id": 0, "base_model": BASE}
-    error = failure(lambda: harness.service.submit(caller, "create_model", json.dumps(made_up).encode()))
+    error = failure(lambda: harness.service.training.submit(caller, "create_model", json.dumps(made_up).encode()))
     assert isinstance(error, OverloadedError) and error.field == "max_sessions"
     bodies = [
         json.dumps({"session_id": session_id, "model_seq_id": number, "base_model": BASE}).encode() for number in (0, 1)
     ]
-    first = harness.service.submit(caller, "create_model", bodies[0])
-    assert harness.service.submit(caller, "create_model", bodies[0]) == first
-    error = failure(lambda: harness.service.submit(caller, "create_model", bodies[1]))
+    first = harness.service.training.submit(caller, "create_model", bodies[0])
+    assert harness.service.training.submit(caller, "create_model", bodies[0]) == first
+    error = failure(lambda: harness.service.training.submit(caller, "create_model", bodies[1]))
     assert isinstance(error, OverloadedError) and error.field == "max_models"
-    harness.service.finish_session(caller, session_id)
-    harness.service.create_session(caller, b"{}")
+    harness.service.sessions.finish(caller, session_id)
+    harness.service.sessions.create(caller, b"{}")
 
 
 def test_the_limits_of_all_owners_together_are_named_with_the_setting_that_raises_them(tmp_path: Path) -> None:
     service = open_service(tmp_path, limits=ServerLimits(max_sessions=2, max_models=1))
     harness = Harness(service)
     harness.create_model()
-    service.create_session(Caller("other"), b"{}")
-    error = failure(lambda: service.create_session(Caller("third"), b"{}"))
+    service.sessions.create(Caller("other"), b"{}")
+    error = failure(lambda: service.sessions.create(Caller("third"), b"{}"))
     assert isinstance(error, OverloadedError) and "MINT_SERVE_MAX_SESSIONS" in str(error)
     error = failure(lambda: harness.create_model(1))
     assert isinstance(error, OverloadedError) and "MINT_SERVE_MAX_MODELS" in str(error)
@@ -345,7 +350,7 @@ def test_weights_without_a_name_do_not_count_as_checkpoints(harness: Harness) ->
     harness.run("save_weights", model_id, 1, {"path": "a"})
     caller = Caller("local", quotas=Quotas(max_checkpoint_bytes=1))
     body = json.dumps({"model_id": model_id, "seq_id": 2, "sampling_session_seq_id": 0}).encode()
-    assert harness.wait(harness.service.submit(caller, "save_weights_for_sampler", body).request_id)
+    assert harness.wait(harness.service.training.submit(caller, "save_weights_for_sampler", body).request_id)
 
 
 def test_a_full_queue_refuses_what_is_new_but_never_what_runs_next(harness: Harness) -> None:
@@ -354,7 +359,7 @@ def test_a_full_queue_refuses_what_is_new_but_never_what_runs_next(harness: Harn
 
     def send(seq_id: int) -> str:
         body = json.dumps({"model_id": model_id, "seq_id": seq_id, **STEP}).encode()
-        return harness.service.submit(caller, "optim_step", body).request_id
+        return harness.service.training.submit(caller, "optim_step", body).request_id
 
     waiting = [send(2), send(3)]
     error = failure(lambda: send(4))
@@ -372,7 +377,7 @@ def test_saves_that_wait_together_get_no_more_than_the_quota(harness: Harness) -
 
     def save(seq_id: int) -> str:
         body = json.dumps({"model_id": model_id, "seq_id": seq_id, "path": f"s{seq_id}"}).encode()
-        return harness.service.submit(caller, "save_weights", body).request_id
+        return harness.service.training.submit(caller, "save_weights", body).request_id
 
     later = [save(seq_id) for seq_id in (2, 3, 4)]  # nothing is saved yet: they wait for the first
     harness.wait(save(1))
@@ -388,7 +393,7 @@ def test_a_quota_of_checkpoints_fails_the_save_in_its_place(harness: Harness) ->
 
     def save(seq_id: int) -> str:
         body = json.dumps({"model_id": model_id, "seq_id": seq_id, "path": f"s{seq_id}"}).encode()
-        return harness.service.submit(caller, "save_weights", body).request_id
+        return harness.service.training.submit(caller, "save_weights", body).request_id
 
     harness.wait(save(1))
     error = failure(lambda: harness.wait(save(2)))

@@ -151,12 +151,12 @@ def test_what_waits_is_bounded_for_each_owner_and_freed_when_it_leaves() -> None
 def test_everybody_who_waits_is_let_go_at_once_when_the_service_is_told_to(
     harness: Harness,
 ) -> None:
-    harness.service.long_poll_s = 3600.0
+    harness.service.results.long_poll_s = 3600.0
     model_id = harness.create_model()
     name = harness.send("optim_step", model_id, 2, STEP)  # number 1 never comes
 
     async def wait() -> object:
-        return await harness.service.retrieve(LOCAL, name)
+        return await harness.service.results.retrieve(LOCAL, name)
 
     def let_go() -> None:
         wait_until(lambda: harness.service.futures.waiter_count == 1)
@@ -167,7 +167,7 @@ def test_everybody_who_waits_is_let_go_at_once_when_the_service_is_told_to(
     assert run_without_clock(wait()) is None
     thread.join()
     assert asyncio.run(asyncio.wait_for(wait(), HANG_S)) is None
-    position = harness.service.queue_position(LOCAL, name)
+    position = harness.service.results.queue_position(LOCAL, name)
     assert position.status == "held" and "request 1" in position.reason
 
 
@@ -208,7 +208,7 @@ def ask(
 ) -> dict:
     target = {"sampling_session_id": sampler, "cloned_sampler_id": cloned_sampler_id}
     body = {"target": target, "timeout": timeout, "retrieved_request_ids": retrieved or [], **more}
-    return asyncio.run(harness.service.retrieve_many(LOCAL, json.dumps(body).encode())).model_dump()
+    return asyncio.run(harness.service.results.retrieve_many(LOCAL, json.dumps(body).encode())).model_dump()
 
 
 def test_a_result_wakes_who_waits_for_it_and_nobody_polls(harness: Harness) -> None:
@@ -222,5 +222,5 @@ def test_a_result_wakes_who_waits_for_it_and_nobody_polls(harness: Harness) -> N
     futures.finish = finish_late  # the moment at which the worker has the result
     for seq_id in range(1, 4):
         name = harness.send("forward_backward", model_id, seq_id, GOOD_PASS)
-        answer = run_without_clock(harness.service.retrieve(LOCAL, name))
+        answer = run_without_clock(harness.service.results.retrieve(LOCAL, name))
         assert answer is not None and not answer.failed

@@ -67,7 +67,7 @@ def test_a_training_result_that_was_dropped_is_read_from_the_journal_again_and_a
     assert kept(harness.service.futures, first, sample) == [False, False]
     assert harness.answer(first) == answer
     with pytest.raises(NotFoundError):
-        asyncio.run(harness.service.retrieve(LOCAL, sample))
+        asyncio.run(harness.service.results.retrieve(LOCAL, sample))
 
 
 def test_the_event_loop_does_other_work_between_many_results_that_come_at_once() -> None:

@@ -36,7 +36,7 @@ def harness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     service = open_service(tmp_path_factory.mktemp("data"), engine=engine)
     harness = Harness(service)
     made = {"session_id": harness.session_id, "sampling_session_seq_id": 0, "base_model": BASE}
-    service.create_sampling_session(LOCAL, json.dumps(made).encode())
+    service.sampling_sessions.create(LOCAL, json.dumps(made).encode())
     yield harness
     service.stop()
 

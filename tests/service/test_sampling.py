@@ -157,10 +157,10 @@ def test_a_saved_sampler_samples_as_the_published_one(harness: Harness) -> None:
     published = publish(harness, model_id, 3, 0)
     path = harness.run("save_weights_for_sampler", model_id, 4, {"path": "s"})["path"]
     body = {"session_id": harness.session_id, "sampling_session_seq_id": 1, "model_path": path}
-    saved = harness.service.create_sampling_session(LOCAL, json.dumps(body).encode()).sampling_session_id
+    saved = harness.service.sampling_sessions.create(LOCAL, json.dumps(body).encode()).sampling_session_id
     one, two = (harness.sample(name, 0, params={"seed": 5}) for name in (published, saved))
     assert one == two
-    info = harness.service.sampler_info(LOCAL, saved)
+    info = harness.service.sampling_sessions.info(LOCAL, saved)
     assert (info.base_model, info.model_path) == (BASE, path.replace("tinker://", "mint://"))
 
 
@@ -194,7 +194,7 @@ def test_a_request_that_breaks_the_engine_fails_alone(tmp_path: Path) -> None:
     sampler = publish(harness, harness.create_model(), 1, 0)
     bodies = [sample_body(sampler, seq_id, prompt=[token]) for seq_id, token in ((0, 5), (1, 666), (2, 7))]
     with held(harness):  # so that all are sampled together
-        requests = [harness.service.sample(LOCAL, body).request_id for body in bodies]
+        requests = [harness.service.sampling.accept(LOCAL, body).request_id for body in bodies]
     assert "ZeroDivisionError" in str(failure(lambda: harness.wait(requests[1])))
     alone = Harness(open_service(tmp_path / "alone"))
     other = publish(alone, alone.create_model(), 1, 0)

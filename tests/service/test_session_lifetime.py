@@ -107,11 +107,11 @@ def test_any_request_of_its_client_resumes_a_session(tmp_path: Path, come_back: 
     assert is_suspended(harness)
     service, session = harness.service, json.dumps({"session_id": harness.session_id}).encode()
     if come_back == "heartbeat":
-        service.heartbeat(LOCAL, session)
+        service.sessions.heartbeat(LOCAL, session)
     elif come_back == "retrieve":
         assert harness.wait(name) == result
     elif come_back == "get_info":
-        assert service.get_info(LOCAL, json.dumps({"model_id": model_id}).encode()).model_name == BASE
+        assert service.training.get_info(LOCAL, json.dumps({"model_id": model_id}).encode()).model_name == BASE
     else:
         assert harness.sample(sampler, 0) == sampled  # lost with the session's memory, or drawn again: the same
     assert not is_suspended(harness)
@@ -140,12 +140,12 @@ def test_samples_of_a_silent_client_leave_the_engine_and_are_drawn_again_when_it
     body = {"sampling_session_id": sampler, "seq_id": 8, "prompt": {"chunks": [{"tokens": [5, 6]}]}}
     body["sampling_params"] = {"max_tokens": 400, "stop": [], "seed": 3}
     engine.on_step = lambda: setattr(clock, "now", clock.now + 60)  # time passes while it is sampled
-    name = harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
+    name = harness.service.sampling.accept(LOCAL, json.dumps(body).encode()).request_id
     wait_until(lambda: is_suspended(harness))
     wait_until(lambda: harness.service.sampled_sequences == 0)
     engine.on_step = lambda: None
-    assert isinstance(failure(lambda: asyncio.run(harness.service.retrieve(LOCAL, name))), NotFoundError)
-    again = harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
+    assert isinstance(failure(lambda: asyncio.run(harness.service.results.retrieve(LOCAL, name))), NotFoundError)
+    again = harness.service.sampling.accept(LOCAL, json.dumps(body).encode()).request_id
     assert again == name
     assert harness.wait(again)["sequences"] == expected["sequences"]
     harness.service.stop()
@@ -176,13 +176,13 @@ def test_a_suspended_session_does_not_count_in_quotas_and_may_always_come_back(t
     caller = Caller("ann", quotas=Quotas(max_sessions=1, max_models=1))
     bodies = []
     for _ in range(2):
-        session_id = service.create_session(caller, b"{}").session_id
+        session_id = service.sessions.create(caller, b"{}").session_id
         bodies.append(json.dumps({"session_id": session_id}).encode())
         create = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
-        service.submit(caller, "create_model", json.dumps(create).encode())
+        service.training.submit(caller, "create_model", json.dumps(create).encode())
         clock.wait(service, SILENCE_S + 60)
     for body in bodies:
-        service.heartbeat(caller, body)
+        service.sessions.heartbeat(caller, body)
     assert len(service.session_owners) == 2
     service.stop()
 
@@ -192,7 +192,7 @@ def test_another_owner_does_not_resume_a_session(tmp_path: Path) -> None:
     harness = Harness(open_service(tmp_path, clock=clock))
     clock.wait(harness.service, SILENCE_S + 60)
     body = json.dumps({"session_id": harness.session_id}).encode()
-    assert isinstance(failure(lambda: harness.service.heartbeat(Caller("eve"), body)), NotFoundError)
+    assert isinstance(failure(lambda: harness.service.sessions.heartbeat(Caller("eve"), body)), NotFoundError)
     assert is_suspended(harness)
     harness.service.stop()
 
@@ -238,7 +238,7 @@ def test_the_time_for_which_a_session_was_suspended_counts_on_after_a_restart_an
     clock.wait(harness.service, SILENCE_S + 60)
     clock.wait(harness.service, SUSPENDED_S + HOUR_S)
     body = json.dumps({"session_id": harness.session_id}).encode()
-    assert isinstance(failure(lambda: harness.service.heartbeat(LOCAL, body)), SessionEndedError)
+    assert isinstance(failure(lambda: harness.service.sessions.heartbeat(LOCAL, body)), SessionEndedError)
     harness.service.stop()
 
 
@@ -259,9 +259,9 @@ def test_a_client_that_closes_its_session_ends_it_at_once_also_a_suspended_one(t
     model_id = harness.create_model()
     train(harness, model_id, 1)
     clock.wait(harness.service, SILENCE_S + 60)
-    harness.service.finish_session(LOCAL, harness.session_id)
+    harness.service.sessions.finish(LOCAL, harness.session_id)
     body = json.dumps({"session_id": harness.session_id}).encode()
-    assert isinstance(failure(lambda: harness.service.heartbeat(LOCAL, body)), SessionEndedError)
+    assert isinstance(failure(lambda: harness.service.sessions.heartbeat(LOCAL, body)), SessionEndedError)
     wait_until(lambda: not list((tmp_path / "snapshots").iterdir()))
     harness.service.stop()
 

@@ -128,23 +128,23 @@ def ask(harness: Harness, sampler: str, seq_id: int, *, max_tokens: int, **field
         "sampling_params": {"max_tokens": max_tokens, "stop": [], "seed": seq_id},
         **fields,
     }
-    return harness.service.sample(LOCAL, json.dumps(body).encode()).request_id
+    return harness.service.sampling.accept(LOCAL, json.dumps(body).encode()).request_id
 
 
 def tenant(harness: Harness, owner: str, number: int = 0) -> tuple[Caller, str]:
     """A caller with a session and a model."""
     caller = Caller(owner)
-    session_id = harness.service.create_session(caller, b"{}").session_id
+    session_id = harness.service.sessions.create(caller, b"{}").session_id
     config = {"rank": 8, "seed": 7}
     body = {"session_id": session_id, "model_seq_id": number, "base_model": "mint/tiny", "lora_config": config}
-    return caller, harness.service.submit(caller, "create_model", json.dumps(body).encode()).model_id
+    return caller, harness.service.training.submit(caller, "create_model", json.dumps(body).encode()).model_id
 
 
 def send_passes(harness: Harness, who: tuple[Caller, str], count: int) -> None:
     caller, model_id = who
     for seq_id in range(1, count + 1):
         body = {"model_id": model_id, "seq_id": seq_id, **GOOD_PASS}
-        harness.service.submit(caller, "forward_backward", json.dumps(body).encode())
+        harness.service.training.submit(caller, "forward_backward", json.dumps(body).encode())
 
 
 # --- samples -----------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_a_short_request_joins_a_long_one_and_leaves_before_it(traced: tuple[Har
     assert engine.trace.count(("sample", 2)) == 3
     short = harness.wait(name)
     assert harness.service.sampled_sequences == 1
-    harness.service.cancel(LOCAL, json.dumps({"request_id": long}).encode())
+    harness.service.sampling.cancel(LOCAL, json.dumps({"request_id": long}).encode())
     engine.may_do(math.inf)
     wait_until(lambda: harness.service.sampled_sequences == 0)
     assert engine.count("sample") < 100
@@ -194,7 +194,7 @@ def test_the_end_of_a_session_ends_what_it_has_under_way(traced: tuple[Harness, 
     engine.may_do(1)
     ask(other, make_sampler(other), 0, max_tokens=500)
     wait_until(lambda: engine.count("sample") == 1)
-    harness.service.finish_session(LOCAL, other.session_id)
+    harness.service.sessions.finish(LOCAL, other.session_id)
     engine.may_do(math.inf)
     wait_until(lambda: harness.service.sampled_sequences == 0)
     assert engine.count("sample") <= 3

@@ -72,18 +72,22 @@ def _kind_of_handle(handle: int) -> str | None:
         return None
 
 
-_SERVICE = "mint.server.service.service:Service"
+_SERVICE = "mint.server.service"
+_SUBMIT = f"{_SERVICE}.training_requests:TrainingRequests.submit"
+_OPEN_SESSION = f"{_SERVICE}.session_lifetime:SessionLifetime.create"
+_MAKE_SAMPLER = f"{_SERVICE}.sampling_sessions:SamplingSessions.create"
+_ACCEPT_SAMPLE = f"{_SERVICE}.sampling_requests:SamplingRequests.accept"
 _WORKER = "mint.server.worker"
 _STORE = "mint.server.store"
 
 FAULT_POINTS = (
     # A request is accepted.
-    FaultPoint("before_accept", f"{_SERVICE}.submit", "before"),
+    FaultPoint("before_accept", _SUBMIT, "before"),
     FaultPoint("accepted_not_synced", f"{_STORE}.journal:Journal.add_job", "after"),
-    FaultPoint("after_accept_before_reply", f"{_SERVICE}.submit", "after"),
-    FaultPoint("session_opened_before_reply", f"{_SERVICE}.create_session", "after", lambda *_: "create_session"),
-    FaultPoint("sampler_made_before_reply", f"{_SERVICE}.create_sampling_session", "after", lambda *_: "sampler"),
-    FaultPoint("sample_accepted_before_reply", f"{_SERVICE}.sample", "after", lambda *_: "sample"),
+    FaultPoint("after_accept_before_reply", _SUBMIT, "after"),
+    FaultPoint("session_opened_before_reply", _OPEN_SESSION, "after", lambda *_: "create_session"),
+    FaultPoint("sampler_made_before_reply", _MAKE_SAMPLER, "after", lambda *_: "sampler"),
+    FaultPoint("sample_accepted_before_reply", _ACCEPT_SAMPLE, "after", lambda *_: "sample"),
     # It runs.
     FaultPoint("before_exec", f"{_WORKER}.trainer:Trainer.run", "before"),
     FaultPoint("mid_microbatch", "mint.engine.training_pass:_backward", "after"),
@@ -125,7 +129,7 @@ FAULT_POINTS = (
 )
 
 OPERATIONS = (
-    FollowedCall(f"{_SERVICE}.submit", lambda _service, _caller, kind, *_: kind),
+    FollowedCall(_SUBMIT, lambda _service, _caller, kind, *_: kind),
     FollowedCall(f"{_WORKER}.trainer:Trainer.run", lambda _trainer, job: job.kind),
     FollowedCall(f"{_WORKER}.worker:Worker._commit", lambda _worker, job, _outcome: job.kind),
     FollowedCall(f"{_WORKER}.recovery:Recovery._replay", lambda _recovery, job: job.kind),

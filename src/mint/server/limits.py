@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mint.errors import OverloadedError
+
 MIB = 1 << 20
 
 MODEL_MEMORY_SHARE = 0.5
@@ -46,6 +48,21 @@ class ServerLimits:
     waiting_bytes: int = MAX_WAITING_BYTES
     max_unnamed_samplers: int = MAX_UNNAMED_SAMPLERS
     published_bytes: int | None = None
+
+    def require_below(self, name: str, used: int) -> None:
+        """Checks that all owners together may have one more; `name` is `max_sessions` or `max_models`.
+
+        Raises:
+            OverloadedError: the limit is reached.
+        """
+        limit: int = getattr(self, name)
+        if used >= limit:
+            raise OverloadedError(
+                f"the limit of {limit} {name.removeprefix('max_')} on this server is reached",
+                field=f"{name} of this server",
+                value=used + 1,
+                remedy=f"Try again later; the operator can raise MINT_SERVE_{name.upper()}",
+            )
 
 
 def default_waiting_bytes(memory_bytes: int | None) -> int:

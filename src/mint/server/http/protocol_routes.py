@@ -74,13 +74,13 @@ async def telemetry(call: Call) -> Response:
 
 def create_session(call: Call) -> Response:
     """Opens a session."""
-    return respond(call.service.create_session(call.caller, call.body))
+    return respond(call.service.sessions.create(call.caller, call.body))
 
 
 def session_heartbeat(call: Call) -> Response:
     """Keeps a session alive; 410 once it is over."""
     try:
-        call.service.heartbeat(call.caller, call.body)
+        call.service.sessions.heartbeat(call.caller, call.body)
     except SessionEndedError as error:
         return respond_json(wire.encode_error(error), status=410)
     return respond_json(b"{}")
@@ -92,7 +92,7 @@ def finish_session(call: Call) -> Response:
         request = wire.decode(messages.FinishSessionRequest, call.body)
         if request.reason is not None:
             log.info("a session ends: %s", request.reason.type)
-    call.service.finish_session(call.caller, call.request.path_params["session_id"])
+    call.service.sessions.finish(call.caller, call.request.path_params["session_id"])
     return respond_json(b"{}")
 
 
@@ -102,7 +102,7 @@ def submit(kind: str) -> Operation:
     async def operation(call: Call) -> Response:
         media_type = call.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         encoding = wire.Encoding.PROTO if media_type == wire.Encoding.PROTO.value else wire.Encoding.JSON
-        promise = await call.run_blocking(call.service.submit, call.caller, kind, call.body, encoding)
+        promise = await call.run_blocking(call.service.training.submit, call.caller, kind, call.body, encoding)
         return await _result_or_promise(call, promise, ForwardBackwardOutput)
 
     operation.__doc__ = f"Accepts a `{kind}` request; its result is fetched with `retrieve_future`."
@@ -111,7 +111,7 @@ def submit(kind: str) -> Operation:
 
 async def sample(call: Call) -> Response:
     """Accepts a sample request; its result is fetched with `retrieve_future`."""
-    promise = await call.run_blocking(call.service.sample, call.caller, call.body)
+    promise = await call.run_blocking(call.service.sampling.accept, call.caller, call.body)
     return await _result_or_promise(call, promise, SampleResponse)
 
 
@@ -120,7 +120,7 @@ async def _result_or_promise(call: Call, promise: UntypedPromise, kind: ResultKi
     if call.request.headers.get(wire.PREFER) != wire.WAIT:
         return respond(promise)
     call.release_body()
-    result = await call.service.futures.wait(promise.request_id, call.service.long_poll_s)
+    result = await call.service.futures.wait(promise.request_id, call.service.results.long_poll_s)
     if result is None:
         return respond(promise)
     response = await _respond_result(call, result, kind)
@@ -134,22 +134,22 @@ async def _respond_result(call: Call, result: FutureResult, kind: ResultKind) ->
         return respond_json(result.body)
     if wire.Encoding.PROTO.value in call.request.headers.get("accept", ""):
         return Response(result.body, media_type=wire.Encoding.PROTO.value)
-    return respond_json(await call.run_blocking(call.service.result_as_json, result, kind))
+    return respond_json(await call.run_blocking(call.service.results.as_json, result, kind))
 
 
 def get_info(call: Call) -> Response:
     """What a model is, and every setting that took effect."""
-    return respond(call.service.get_info(call.caller, call.body))
+    return respond(call.service.training.get_info(call.caller, call.body))
 
 
 def create_sampling_session(call: Call) -> Response:
     """A new sampler over a base model or a checkpoint."""
-    return respond(call.service.create_sampling_session(call.caller, call.body))
+    return respond(call.service.sampling_sessions.create(call.caller, call.body))
 
 
 def sampler_info(call: Call) -> Response:
     """What a sampler samples from."""
-    return respond(call.service.sampler_info(call.caller, call.request.path_params["sampler_id"]))
+    return respond(call.service.sampling_sessions.info(call.caller, call.request.path_params["sampler_id"]))
 
 
 async def retrieve_future(call: Call) -> Response:
@@ -159,47 +159,47 @@ async def retrieve_future(call: Call) -> Response:
     name = RequestId.parse(request_id)
     is_sample = name is not None and name.is_sample
     try:
-        result = await call.service.retrieve(call.caller, request_id)
+        result = await call.service.results.retrieve(call.caller, request_id)
     except NotFoundError as error:
         return respond_json(wire.encode_error(error), status=410 if is_sample else 200)
     if result is not None:
         return await _respond_result(call, result, SampleResponse if is_sample else ForwardBackwardOutput)
-    position = call.service.queue_position(call.caller, request_id)
+    position = call.service.results.queue_position(call.caller, request_id)
     body = pydantic_core.to_json(position.body(request_id))
     return respond_json(body, status=408, headers=position.headers())
 
 
 async def retrieve_futures(call: Call) -> Response:
     """Long poll for whichever of a sampler's results comes next; each is then fetched with `retrieve_future`."""
-    return respond(await call.service.retrieve_many(call.caller, call.body))
+    return respond(await call.service.results.retrieve_many(call.caller, call.body))
 
 
 def cancel_future(call: Call) -> Response:
     """Cancels a sample request; training requests keep their place, and nothing happens to them."""
-    call.service.cancel(call.caller, call.body)
+    call.service.sampling.cancel(call.caller, call.body)
     return respond_json(b"{}")
 
 
 def join_sampling_session(call: Call) -> Response:
     """A number for one more client of a sampler."""
-    return respond(call.service.join_sampling_session(call.caller, call.body))
+    return respond(call.service.sampling_sessions.join(call.caller, call.body))
 
 
 def unload_model(call: Call) -> Response:
     """Drops a model at once, with all that waits for it; checkpoints and samplers stay."""
     model_id = wire.decode(messages.UnloadModelRequest, call.body).model_id
-    return respond(call.service.unload_model(call.caller, model_id))
+    return respond(call.service.sessions.unload_model(call.caller, model_id))
 
 
 def list_models(call: Call) -> Response:
     """The caller's models that can be trained now."""
-    return respond(call.service.live_models(call.caller))
+    return respond(call.service.training.live_models(call.caller))
 
 
 def delete_model(call: Call) -> Response:
     """Same as `unload_model`, for clients that know only the model's address."""
     name = call.request.path_params["model_id"]
-    call.service.unload_model(call.caller, name)
+    call.service.sessions.unload_model(call.caller, name)
     return respond(UnloadModelResponse(model_id=name))
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from mint.errors import InvalidRequestError, OverloadedError
 from mint.models.registry import BUNDLED
+from mint.server.child_process import ChildProcess
 from mint.server.openai.schemas import ChatMessage, ChatRequest
-from mint.server.service.child_process import ChildProcess
 from mint.tokenizer import load_tokenizer
 
 LIMIT_S = 10.0

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from mint.server.service.child_process import READY
+from mint.server.child_process import READY
 
 MAX_ERROR_CHARACTERS = 500
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError, from_wire
-from mint.server.service.child_process import READY
+from mint.server.child_process import READY
 from mint.server.service.request_reader import RequestReader
 from mint.types import ForwardBackwardOutput, SampleResponse
 from mint.wire.requests import ForwardBackwardRequest, ForwardRequest

@@ -17,7 +17,7 @@ from typing_extensions import override  # a dependency of pydantic; in typing fr
 
 import mint.wire as wire
 from mint.errors import InvalidRequestError, MintError
-from mint.server.service.child_process import ChildProcess
+from mint.server.child_process import ChildProcess
 from mint.server.service.decoding_process import Reply, decode_request
 from mint.server.service.request_reader import REQUESTS, RequestReader
 from mint.server.store.rows import JobRow

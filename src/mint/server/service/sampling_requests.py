@@ -1,6 +1,6 @@
 """Sample requests: accepted, cancelled, or waited for in place. They are in memory only.
 
-A client sends a lost request again, and gets the same samples. Making a sampler is the business of `Service`.
+A client sends a lost request again, and gets the same samples. `sampling_sessions` makes the samplers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from mint.server.queue.jobs import QueuedSample
 from mint.server.queue.queue import RequestQueue
 from mint.server.service.request_reader import RequestReader
 from mint.server.service.sample_deaths import SampleDeaths
+from mint.server.service.sampling_sessions import SamplingSessions
 from mint.server.service.sessions import Sessions
 from mint.server.store.rows import SamplerRow
-from mint.server.worker.samplers import Samplers
 from mint.types import SampleResponse, UntypedPromise
 from mint.wire.requests import CancelFutureRequest, SampleRequest
 
@@ -48,7 +48,7 @@ class SamplingRequests:
         queue: RequestQueue,
         futures: Futures,
         sessions: Sessions,
-        samplers: Samplers,
+        sampling_sessions: SamplingSessions,
         deaths: SampleDeaths,
     ) -> None:
         """A request during which the process died before, by `deaths`, runs alone or fails."""
@@ -56,19 +56,10 @@ class SamplingRequests:
         self._queue = queue
         self._futures = futures
         self._sessions = sessions
-        self._samplers = samplers
+        self._sampling_sessions = sampling_sessions
         self._deaths = deaths
         self._cancels: WeakValueDictionary[str, threading.Event] = WeakValueDictionary()  # alive while the sample is
         self._accepting = threading.Lock()  # of its own, so that samples never wait for the database
-
-    def require_sampler(self, caller: Caller, name: str) -> SamplerRow:
-        """The row of a sampler of the caller.
-
-        Raises:
-            NotFoundError, SessionEndedError: there is no such sampler.
-        """
-        self._sessions.require(session_of(name), caller.owner)
-        return self._samplers.row(name)
 
     def accept(self, caller: Caller, body: bytes) -> UntypedPromise:
         """Accepts a sample request. It is not journaled: clients send a lost one again, and get the same samples.
@@ -79,7 +70,7 @@ class SamplingRequests:
             OverloadedError: too much of this owner, or of all owners, waits already.
         """
         sampler, number, count, request = self._reader.read_sample(body)
-        self.require_sampler(caller, sampler)
+        self._sampling_sessions.require(caller, sampler)
         if not 0 <= number <= MAX_SAMPLE_SEQ_ID:
             remedy = "Count from 0, below 2**63"
             raise InvalidRequestError("is not a request's number", field="seq_id", value=number, remedy=remedy)

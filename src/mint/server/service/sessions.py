@@ -17,6 +17,7 @@ from typing import Any
 
 from mint.errors import NotFoundError, SessionEndedError
 from mint.server.callers import LOCAL_OWNER, Caller
+from mint.server.ids import session_of
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SessionRow
 
@@ -35,14 +36,13 @@ answer as another owner's."""
 class Sessions:
     """The live sessions of one process."""
 
-    def __init__(
-        self, journal: Journal, instance_id: str, *, resume_session: Callable[[str], None], clock: Callable[[], float]
-    ) -> None:
-        """`resume_session` resumes a suspended session with its work; `clock` counts seconds, and does not jump."""
+    def __init__(self, journal: Journal, instance_id: str, *, clock: Callable[[], float]) -> None:
+        """`clock` counts seconds, and does not jump."""
         self._journal = journal
         self._instance_id = instance_id
-        self._resume_session = resume_session
         self._clock = clock
+        self.on_return: Callable[[str], None] = lambda session_id: None
+        """Called with a suspended session whose client has come back: resumes it with its work."""
         self._lock = threading.Lock()
         self._heard_at: dict[str, float] = {}  # by the clock
         self._owners: dict[str, str] = {}
@@ -96,18 +96,13 @@ class Sessions:
             return True
 
     def touch_model(self, model_id: str, owner: str) -> bool:
-        """Same as `touch` for the session of a model; False, too, if `add_model` has not named the model yet."""
+        """Same as `touch` for the session of a model; False, too, before the first `require_model` of the model."""
         with self._lock:
             session_id = self._session_of.get(model_id)
             if session_id is None or self._owners.get(session_id) != owner:
                 return False
             self._heard_at[session_id] = self._clock()
             return True
-
-    def add_model(self, model_id: str, session_id: str) -> None:
-        """Notes that a session has this model."""
-        with self._lock:
-            self._session_of[model_id] = session_id
 
     def forget_models(self, model_ids: Iterable[str]) -> None:
         """These models are no more."""
@@ -125,7 +120,7 @@ class Sessions:
         if self.touch(session_id, owner):
             return
         if self.suspended().get(session_id) == owner:
-            self._resume_session(session_id)
+            self.on_return(session_id)
             if self.touch(session_id, owner):
                 return
         row = self._journal.session(session_id)
@@ -140,6 +135,19 @@ class Sessions:
             value=session_id,
             remedy="Make a new ServiceClient, and load a named checkpoint with create_training_client_from_state",
         )
+
+    def require_model(self, model_id: str, owner: str) -> None:
+        """Same as `require` for the session of a model, which `touch_model` knows from then on.
+
+        Raises:
+            NotFoundError, SessionEndedError: there is no such model of this owner (any more).
+        """
+        session_id = session_of(model_id)
+        self.require(session_id, owner)
+        if self._journal.model(model_id) is None:
+            raise NotFoundError("is not a model here", field="model_id", value=model_id, remedy="Create one first")
+        with self._lock:
+            self._session_of[model_id] = session_id
 
     def require_or_open(self, session_id: str, caller: Caller) -> str:
         """Same as `require`, but opens a session under an unused id that the client has chosen; returns its id.

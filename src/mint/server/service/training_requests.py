@@ -1,0 +1,223 @@
+"""Training requests: what is checked before one is accepted, and its way into the journal and the queue.
+
+What an accepted request does is the worker's business.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+from pydantic import BaseModel
+
+import mint.wire as wire
+from mint.errors import ConflictError, InvalidRequestError, MintError, NotFoundError, OverloadedError
+from mint.server.callers import Caller, Quotas
+from mint.server.disk_space import DiskSpace
+from mint.server.ids import request_id, session_of
+from mint.server.limits import ServerLimits
+from mint.server.queue.futures import Futures
+from mint.server.queue.jobs import TrainingJob
+from mint.server.queue.queue import RequestQueue
+from mint.server.service.request_reader import RequestReader
+from mint.server.service.sessions import Sessions
+from mint.server.store.journal import Journal
+from mint.server.store.rows import JobRow, ModelRow, TrainingRunRow
+from mint.server.worker.base_models import BaseModels
+from mint.types import GetInfoResponse, ModelData, UntypedPromise
+from mint.wire.requests import ModelRequest, SaveWeightsForSamplerRequest
+from mint.wire.responses import LiveModelsResponse, ModelSummary
+
+MAX_AHEAD = 100_000
+"""How far beyond its model's next request another may be: no client has so many under way."""
+
+SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
+
+
+class TrainingRequests:
+    """The training requests of one service, and the models that they train. Any thread may call."""
+
+    def __init__(
+        self,
+        reader: RequestReader,
+        journal: Journal,
+        queue: RequestQueue,
+        futures: Futures,
+        sessions: Sessions,
+        base_models: BaseModels,
+        disk: DiskSpace,
+        limits: ServerLimits,
+        accepting: threading.RLock,
+    ) -> None:
+        """Requests are accepted under `accepting`."""
+        self._reader = reader
+        self._journal = journal
+        self._queue = queue
+        self._futures = futures
+        self._sessions = sessions
+        self._base_models = base_models
+        self._disk = disk
+        self._limits = limits
+        self._accepting = accepting
+        self._quotas: dict[str, Quotas] = {}  # of owners that save
+
+    def submit(
+        self, caller: Caller, kind: str, body: bytes, encoding: wire.Encoding = wire.Encoding.JSON
+    ) -> UntypedPromise:
+        """Accepts a training request (`forward_backward`, `optim_step`, …: the keys of `REQUESTS`).
+
+        On return it is in the journal and survives a power failure. The same request again gets the same promise.
+
+        Raises:
+            InvalidRequestError: not even its place in the order of its model can be read.
+            ConflictError: its place is taken by another request.
+            NotFoundError, SessionEndedError: there is no such model.
+            OverloadedError: a quota is used up, or too much waits already.
+            JournalError: the storage does not work now; it may be sent again.
+        """
+        self._journal.storage.require_working()
+        row, request = self._reader.read_training(kind, body, encoding)
+        with self._accepting:
+            row, commit = self._accept(caller, row, request)
+        # Outside of the lock: requests that are accepted meanwhile share the next fsync.
+        self._journal.durability.wait_durable(commit)
+        return UntypedPromise(request_id=request_id(row.model_id, row.seq_id), model_id=row.model_id)
+
+    def _accept(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> tuple[JobRow, int]:
+        """Writes a request to the journal and to the queue; returns its row and the commit that must be durable."""
+        now = time.time()
+        model = run = None
+        if row.seq_id == 0:
+            session_id, _, rest = row.model_id.partition(":")
+            session_id = self._sessions.require_or_open(session_id, caller)
+            row = replace(row, model_id=f"{session_id}:{rest}")
+            self._require_new_model(caller, row.model_id)
+            metadata = getattr(request, "user_metadata", None)
+            model = ModelRow(row.model_id, session_id)
+            run = TrainingRunRow(row.model_id, session_id, caller.owner, now, now, user_metadata=metadata)
+        elif not self._sessions.touch_model(row.model_id, caller.owner):
+            self._sessions.require_model(row.model_id, caller.owner)
+        next_seq = self._require_capacity(caller, row)
+        if row.kind in SAVES:
+            self._quotas[caller.owner] = caller.quotas
+        if row.seq_id == 0 or row.kind in SAVES:
+            request = self._storage_error(caller, row, request) or request
+        existing = self._journal.add_job(row, now=now, model=model, run=run)
+        # For a repeated request, too: its first copy may have been committed and not yet be durable.
+        commit = self._journal.durability.newest_commit
+        if existing is None:
+            self.enqueue(row, request, caller.owner, next_seq=next_seq, commit=commit)
+        elif not self._reader.is_repeat(existing, row, request):
+            raise ConflictError(
+                f"was used before by another request ({existing.kind}) of {row.model_id}",
+                field="seq_id" if row.seq_id else "model_seq_id",
+                value=row.seq_id,
+                remedy="Count upwards by one for every new request; send a repeated one unchanged",
+            )
+        return row, commit
+
+    def enqueue(
+        self, row: JobRow, request: BaseModel | MintError, owner: str, *, next_seq: int, commit: int = 0
+    ) -> None:
+        """Puts a request of the journal into the queue. `next_seq` is the number that its model waits for."""
+        self._futures.open(request_id(row.model_id, row.seq_id), owner=owner)
+        size_bytes = len(row.payload or b"")
+        job = TrainingJob(row.model_id, row.seq_id, row.kind, request, time.monotonic(), commit, owner, size_bytes)
+        self._queue.add_training(job, next_seq=next_seq)
+
+    def _require_new_model(self, caller: Caller, name: str) -> None:
+        """Checks that a model may be created under a name that was not used before, and within the caller's quota."""
+        run = self._journal.run(name)
+        if run is not None and run.ended_at is not None:
+            remedy = "Make the next one under another number"
+            raise NotFoundError("was unloaded", field="model_id", value=name, remedy=remedy)
+        if run is None:
+            if caller.quotas.max_models is not None:
+                caller.quotas.require_model(len(self._models_of(caller)))
+            self._limits.require_below("max_models", self._journal.model_count(self._sessions.owners()))
+
+    def _require_capacity(self, caller: Caller, row: JobRow) -> int:
+        """Checks that the request may wait, and that those before it can still come.
+
+        Returns the number of the request that the model waits for.
+        """
+        next_seq = self._queue.next_seq(row.model_id)
+        if next_seq is None:
+            model = self._journal.model(row.model_id)
+            next_seq = 0 if model is None else model.applied_seq + 1
+        if row.seq_id > next_seq + MAX_AHEAD:
+            raise InvalidRequestError(
+                f"is far beyond the next request of {row.model_id}, which is {next_seq}",
+                field="seq_id",
+                value=row.seq_id,
+                remedy="Count upwards by one for every new request",
+            )
+        try:
+            most = caller.quotas.max_waiting_requests
+            self._queue.require_capacity(caller.owner, len(row.payload or b""), max_requests=most)
+        except OverloadedError:
+            # the request that runs next is always accepted: otherwise a full queue could not move on
+            if row.seq_id != next_seq and self._journal.job(row.model_id, row.seq_id) is None:
+                raise
+        return next_seq
+
+    def _storage_error(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> MintError | None:
+        """The error if nothing new of this kind may be stored, else None: the request takes its place, and its future
+        fails with it. Weights without a name are bounded, and a loop needs them: they are stored in any case."""
+        if isinstance(request, SaveWeightsForSamplerRequest) and request.sampling_session_seq_id is not None:
+            return None
+        shortage = self._disk.shortage()
+        if shortage is not None:
+            return shortage
+        if row.kind not in SAVES or caller.quotas.max_checkpoint_bytes is None:
+            return None
+        return caller.quotas.save_error(self._journal.checkpoint_bytes(caller.owner))
+
+    def require_save(self, owner: str) -> None:
+        """Checks on the worker's thread, before a checkpoint is written, that there is still space and quota for it.
+
+        Raises:
+            OverloadedError: the disk is filled up to the reserve.
+            InvalidRequestError: the owner's quota is used up.
+        """
+        self._disk.require_free_space(fresh=True)
+        quotas = self._quotas.get(owner)  # unknown after a restart, until the owner saves again
+        error = None if quotas is None else quotas.save_error(self._journal.checkpoint_bytes(owner))
+        if error is not None:
+            raise error
+
+    def get_info(self, caller: Caller, body: bytes) -> GetInfoResponse:
+        """What a model is, and every setting that took effect."""
+        name = wire.decode(ModelRequest, body).model_id
+        self._sessions.require(session_of(name), caller.owner)
+        row = self._journal.model(name)
+        if row is None or row.base_model is None or row.lora is None:
+            raise NotFoundError("is not a model here", field="model_id", value=name, remedy="Create one first")
+        effective = row.effective or {}
+        folder = str(self._base_models.folder(row.base_model))
+        arch = str(effective.get("arch", "qwen3"))
+        return GetInfoResponse(
+            model_id=name,
+            model_data=ModelData(model_name=row.base_model, tokenizer_id=folder, arch=arch),
+            lora_rank=row.lora["rank"],
+            model_name=row.base_model,
+            effective=effective,
+        )
+
+    def live_models(self, caller: Caller) -> LiveModelsResponse:
+        """The caller's models, oldest first."""
+        return LiveModelsResponse(
+            models=[
+                ModelSummary(
+                    model_id=row.model_id,
+                    session_id=row.session_id,
+                    base_model=row.base_model,
+                    lora_rank=None if row.lora is None else row.lora["rank"],
+                )
+                for row in self._models_of(caller)
+            ]
+        )
+
+    def _models_of(self, caller: Caller) -> list[ModelRow]:
+        return [row for session_id in self._sessions.of(caller.owner) for row in self._journal.models_of(session_id)]
