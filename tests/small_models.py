@@ -36,6 +36,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 40, "pad_token_id": 0, "bos_token_id": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2,
              "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    "gemma3_text": {"sliding_window": 20, "layer_types": None, "sliding_window_pattern": 2, "num_attention_heads": 4,
+                    "num_key_value_heads": 2, "query_pre_attn_scalar": 24, "pad_token_id": 0, "bos_token_id": 2,
+                    "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                                        "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}},
 }  # fmt: skip
 """What each family adds to a shape."""
 
@@ -54,7 +58,6 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 16},
     "gemma2": {"sliding_window": 16},
-    "gemma3_text": {"sliding_window": 16, "num_hidden_layers": 6},
     "gemma4_text": {"sliding_window": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
     "cohere2": {"sliding_window": 16},
     "exaone4": {"sliding_window": 16},

@@ -104,12 +104,14 @@ def test_heads_are_normed_and_turned_and_lie_in_their_pages(
     width = (rows.query_heads + 2 * rows.kv_heads) * dim
     empty = DenseMatrix(torch.zeros(1, 1))
     layer = LayerWeights(
-        input_norm=torch.ones(1),
+        attention_norm=torch.ones(1),
+        attention_output_norm=None,
         qkv=empty,
         qkv_bias=_random(width, seed=7) if biased else None,
         head_norms=_random(rows.query_heads + rows.kv_heads, dim, seed=8) if normed else None,
         o=empty,
-        post_norm=torch.ones(1),
+        mlp_norm=torch.ones(1),
+        mlp_output_norm=None,
         mlp=MlpWeights(empty, empty),
     )
     lora = _lora(5, 3, width, rank) if rank else None

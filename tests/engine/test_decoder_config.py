@@ -11,7 +11,7 @@ import pytest
 from small_models import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config
 
-from mint.engine.model.config import Llama3Scaling, Rope, read_decoder_config
+from mint.engine.model.config import LinearScaling, Llama3Scaling, Rope, read_decoder_config
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.tensor_files import read_tensors, write_tensors
@@ -89,6 +89,12 @@ PHI4 = {"model_type": "phi3", "hidden_act": "silu", "attention_bias": False, "rm
         "rope_theta": 250000, "rope_scaling": None, "sliding_window": None, "vocab_size": 100352,
         "max_position_embeddings": 16384}  # fmt: skip
 
+GEMMA3 = {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+          "rms_norm_eps": 1e-6, "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None,
+          "sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "vocab_size": 262144,
+          "attn_logit_softcapping": None, "final_logit_softcapping": None,
+          "max_position_embeddings": 32768}  # fmt: skip
+
 
 def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **more: object) -> dict[str, object]:
     return {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
@@ -109,13 +115,14 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **
         ({**LLAMA31, **_sizes(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True)}, 64),  # Llama-3.2-1B
         ({**GRANITE, **_sizes(2048, 8192, 40, 32, 8, tie_word_embeddings=True)}, 64),  # Granite-3.3-2B
         ({**PHI4, **_sizes(5120, 17920, 40, 40, 10, tie_word_embeddings=False)}, 128),  # Phi-4
+        ({**GEMMA3, **_sizes(1152, 6912, 26, 4, 1, head_dim=256)}, 256),  # Gemma-3-1B
     ],
     ids=["Qwen3-0.6B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-1B",
-         "Granite-3.3-2B", "Phi-4"],
+         "Granite-3.3-2B", "Phi-4", "Gemma-3-1B"],
 )  # fmt: skip
 def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> None:
     found = read_decoder_config(config)
-    assert found.head_dim == head_dim and found.tie_word_embeddings == config["tie_word_embeddings"]
+    assert found.head_dim == head_dim and found.tie_word_embeddings == config.get("tie_word_embeddings", True)
     assert (found.experts is not None) == ("num_experts" in config)
     assert found.experts is None or len(found.experts.layers) == 48
     assert (found.ropes[0] is not None and found.ropes[0].scaling is not None) == (found.model_type == "llama")
@@ -163,6 +170,22 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
     config = {**GOOD, "model_type": "mistral", "sliding_window": GOOD["max_position_embeddings"]}
     assert read_decoder_config(config).windows == {}
     assert read_decoder_config({**config, "sliding_window": 31}).windows == {0: 31}
+
+
+def test_layers_with_windows_have_a_rotation_of_their_own() -> None:
+    """In the spelling of old files and of new ones, which name each layer's kind."""
+    old = {
+        **GEMMA3,
+        **_sizes(1152, 6912, 8, 4, 1, head_dim=256),
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    found = read_decoder_config(old)
+    local, full = Rope(10000.0, None), Rope(1e6, LinearScaling(8.0))
+    assert found.ropes == (*[local] * 5, full, *[local] * 2)
+    assert found.windows == dict.fromkeys((0, 1, 2, 3, 4, 6, 7), 512)
+    new = AutoConfig.for_model(**old).to_dict()
+    assert "layer_types" in new and "full_attention" in new["rope_parameters"]
+    assert read_decoder_config(new) == found
 
 
 @pytest.mark.parametrize(

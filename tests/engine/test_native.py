@@ -125,10 +125,25 @@ def test_norms_heads_and_swiglu_are_those_of_float64(operations: NativeOperation
     exact = (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt()
     torch.testing.assert_close(inverse.double(), exact, rtol=1e-6, atol=0)
     torch.testing.assert_close(out.double(), x.double() * exact * weight.double(), rtol=1e-6, atol=1e-6)
+    added, _ = operations.rms_norm(x, weight, 1e-6, x)
+    torch.testing.assert_close(added, out + x, rtol=1e-6, atol=1e-6)
     wide = torch.randn(37, 64, generator=generator) * torch.logspace(-3, 2, 37)[:, None]
     wide[0, 0], wide[1, 1] = 200.0, -200.0
     gate, up = wide.double().chunk(2, dim=1)
     torch.testing.assert_close(operations.swiglu(wide).double(), gate * gate.sigmoid() * up, rtol=2e-6, atol=1e-30)
+
+
+def test_gelu_and_its_gradient_are_those_of_float64(kernels: NativeKernels) -> None:
+    operations = NativeOperations(torch.float32, kernels, "gelu_tanh")
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(37, 64, generator=generator) * torch.logspace(-3, 15, 37)[:, None]
+    slope, exact = torch.randn(37, 32, generator=generator), wide.double().requires_grad_()
+    gate, up = exact.chunk(2, dim=1)
+    gated = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(operations.swiglu(wide).double(), gated.detach(), rtol=1e-5, atol=1e-6)
+    (expected,) = _gradients_in_float64(gated, slope, exact)
+    found = operations.swiglu_backward(slope, wide).double()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("normed", [True, False])

@@ -18,7 +18,7 @@ from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM
 from mint.engine.cuda.graph_step import StepGraphs
 from mint.engine.cuda.operations import CudaOperations, FlexOperations
-from mint.engine.model.config import DecoderConfig
+from mint.engine.model.config import DecoderConfig, Family
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.operations import Operations
 from mint.engine.model.torch_operations import TorchOperations
@@ -55,18 +55,19 @@ class Device:
 
     def operations(self, config: DecoderConfig, dtype: torch.dtype) -> Operations:
         """The operations for a base model of this shape. On a GPU, sets the process's precision of float32 products."""
+        activation = config.family.activation
         if self.torch.type == "cpu":
             if self._kernels is not None and NativeOperations.fit(config):
-                return NativeOperations(dtype, self._kernels)
-            return CpuOperations(dtype)
+                return NativeOperations(dtype, self._kernels, activation)
+            return CpuOperations(dtype, activation)
         if self.torch.type == "cuda":
             # Beside a bfloat16 base (7 bits of each factor) loras' products may use TF32 (10 bits); beside float32 all
             # 23.
             torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else "highest")
             if self._gpu_kernels and config.head_dim >= MIN_HEAD_DIM and not config.windows:
-                return FlexOperations(dtype, self.torch)
-            return CudaOperations(dtype, self.torch)
-        return TorchOperations(dtype, self.torch)
+                return FlexOperations(dtype, self.torch, activation)
+            return CudaOperations(dtype, self.torch, activation)
+        return TorchOperations(dtype, self.torch, activation)
 
     def decode_steps(self, decoder: Decoder, cache: KVCache) -> DecodeSteps:
         """The decoding steps of a base model over its KV cache."""
@@ -91,7 +92,9 @@ def _fits_graphs(decoder: Decoder) -> bool:
     """Whether the kernels of the CUDA graphs compute all that the decoder does."""
     config = decoder.config
     is_plain = len(set(config.ropes)) == 1 and config.rotary_dim == config.head_dim and not config.windows
-    return is_plain and not config.family.fused and not decoder.mixtures
+    usual = Family(config.family.name)
+    is_usual = config.family.norms == usual.norms and config.family.activation == usual.activation
+    return is_plain and is_usual and not config.family.fused and not decoder.mixtures
 
 
 def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:

@@ -36,6 +36,9 @@ def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
     for layer in range(config.num_hidden_layers):
         # The inputs of both blocks in float32; the query/key/value product and the heads; the attended values.
         total += 8 * hidden + dtype.itemsize * (2 * (query + 2 * config.key_value_size) + query)
+        # What attention and MLP give, where it is normed.
+        norms = config.family.norms
+        total += 4 * hidden * ((norms.attention_output is not None) + (norms.mlp_output is not None))
         experts = config.experts_of(layer)
         if experts is None:
             total += dtype.itemsize * 2 * config.intermediate_size

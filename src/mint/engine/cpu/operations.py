@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
@@ -21,7 +20,8 @@ from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
 from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix, panel_matrix, panel_unembedding
 from mint.engine.lora import SiteWeights
-from mint.engine.model.config import DecoderConfig, Windows
+from mint.engine.model.config import Activation, DecoderConfig, Windows
+from mint.engine.model.functions import activate
 from mint.engine.model.linear import LoraLinears, Matrix
 from mint.engine.model.lora_linear import MergedLoras
 from mint.engine.model.operations import Attention, FeedForward
@@ -49,8 +49,8 @@ class CpuOperations(TorchOperations):
     logits_at_once = 1 << 20
     """4 MB in float32."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(dtype, torch.device("cpu"))
+    def __init__(self, dtype: torch.dtype, activation: Activation = "silu") -> None:
+        super().__init__(dtype, torch.device("cpu"), activation)
 
     @override
     def release_memory(self) -> None:
@@ -73,18 +73,18 @@ class CpuOperations(TorchOperations):
         return super().loras(matrices)
 
     @override
-    def silu(self, gate: Tensor) -> Tensor:
+    def activate(self, gate: Tensor) -> Tensor:
         """In parts that are too small for several threads: otherwise a row's last bits depend on the number of rows.
 
-        The vector and the scalar code of `F.silu` differ in the last bit. On columns of a wider matrix, `F.silu` goes
-        row by row. A column then always gets the same of the two codes, unless threads split a row.
+        The vector and the scalar code of `F.silu` differ in the last bit. On columns of a wider matrix, torch goes row
+        by row. A column then always gets the same of the two codes, unless threads split a row.
         """
         if torch.get_num_threads() == 1 or gate.numel() <= SERIAL_ENTRIES:
-            return F.silu(gate)
+            return activate(gate, self.activation)
         out = torch.empty(gate.shape, dtype=gate.dtype)
         step = max(1, SERIAL_ENTRIES // gate.shape[1])
         for start in range(0, gate.shape[0], step):
-            out[start : start + step] = F.silu(gate[start : start + step])
+            out[start : start + step] = activate(gate[start : start + step], self.activation)
         return out
 
     @override
@@ -101,13 +101,14 @@ class NativeOperations(CpuOperations):
 
     attention_name = "native"
 
-    def __init__(self, dtype: torch.dtype, kernels: NativeKernels) -> None:
-        super().__init__(dtype)
+    def __init__(self, dtype: torch.dtype, kernels: NativeKernels, activation: Activation = "silu") -> None:
+        super().__init__(dtype, activation)
         self.kernels = kernels
         self._rows, self._row_copies = kernels.libraries["rows"], kernels.libraries["row_copies"]
         self._draw = kernels.libraries["draw"]
         self._products = NativeProducts(kernels)
         self._loras = NativeLoras(kernels)
+        self._gelu = int(activation == "gelu_tanh")
 
     @staticmethod
     def fit(config: DecoderConfig) -> bool:
@@ -173,7 +174,7 @@ class NativeOperations(CpuOperations):
         self._row_copies.copy_rows(len(x), x.numel(), x=x, bytes=4 * x.shape[1], out=out)
 
     @override
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)
         inverse = x.new_empty(len(x), 1)
         self._rows.rms_norm(
@@ -181,6 +182,7 @@ class NativeOperations(CpuOperations):
             x.numel(),
             x=x,
             weight=weight,
+            residual=residual,
             eps=eps,
             width=x.shape[1],
             out=out,
@@ -289,7 +291,7 @@ class NativeOperations(CpuOperations):
     @override
     def swiglu(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._rows.swiglu(len(gate_up), gate_up.numel(), wide=gate_up, inner=out.shape[1], out=out)
+        self._rows.swiglu(len(gate_up), gate_up.numel(), wide=gate_up, inner=out.shape[1], gelu=self._gelu, out=out)
         return out
 
     @override
@@ -297,7 +299,7 @@ class NativeOperations(CpuOperations):
         return self.swiglu(gate_up), None
 
     @override
-    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, silu_gate: Tensor | None = None) -> Tensor:
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, active_gate: Tensor | None = None) -> Tensor:
         out = torch.empty_like(gate_up)
         self._rows.swiglu_backward(
             len(gate_up),
@@ -305,6 +307,7 @@ class NativeOperations(CpuOperations):
             grad=grad,
             wide=gate_up,
             inner=grad.shape[1],
+            gelu=self._gelu,
             out=out,
         )
         return out

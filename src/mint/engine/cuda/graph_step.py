@@ -119,12 +119,14 @@ def run_layers(
         if not isinstance(layer.mlp, MlpWeights):
             raise ValueError(f"layer {index} has experts, whose steps are not captured")
         keys, values = cache.planes(index)
-        wide, narrow = kernels.norm(x, layer.input_norm, eps, dtype)
+        if layer.attention_norm is None or layer.mlp_norm is None:
+            raise ValueError(f"layer {index} lacks a norm, and such steps are not captured")
+        wide, narrow = kernels.norm(x, layer.attention_norm, eps, dtype)
         product = F.linear(narrow, layer.qkv.dense())
         queries = kernels.heads(product, _part(lora, f"{index}.qkv", wide), layer, rows, keys, values)
         wide, narrow = kernels.attend(queries, rows, keys, values)
         x = kernels.add(F.linear(narrow, layer.o.dense()), x, _part(lora, f"{index}.o", wide))
-        wide, narrow = kernels.norm(x, layer.post_norm, eps, dtype)
+        wide, narrow = kernels.norm(x, layer.mlp_norm, eps, dtype)
         product = F.linear(narrow, layer.mlp.gate_up.dense())
         wide, narrow = kernels.swiglu(product, _part(lora, f"{index}.gate_up", wide))
         x = kernels.add(F.linear(narrow, layer.mlp.down.dense()), x, _part(lora, f"{index}.down", wide))

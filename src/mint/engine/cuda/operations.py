@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.cuda.attention import FlexPackedAttention
-from mint.engine.model.config import Windows
+from mint.engine.model.config import Activation, Windows
 from mint.engine.model.linear import DenseMatrix, Float32Product, Matrix, add_residual
 from mint.engine.model.operations import Attention
 from mint.engine.model.torch_operations import TorchOperations
@@ -31,8 +31,8 @@ class CudaOperations(TorchOperations):
 
     max_rows = MAX_ROWS
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device)
+    def __init__(self, dtype: torch.dtype, device: torch.device, activation: Activation = "silu") -> None:
+        super().__init__(dtype, device, activation)
         self.activation_bytes = torch.cuda.get_device_properties(device).total_memory // ACTIVATION_SHARE
 
     @override

@@ -6,35 +6,59 @@ Knows the families; knows nothing of weights or torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from mint.errors import InvalidRequestError
-
-_DEFAULT_THETA = 10000.0
-"""Old files of Llama and Mistral do not name it."""
 
 ALIGNED = 4
 """Widths are multiples of this: 16 bytes in float32."""
 
 
+Activation = Literal["silu", "gelu_tanh"]
+"""What gates an MLP."""
+
+
+@dataclass(frozen=True)
+class NormNames:
+    """What a checkpoint calls the norms of a layer; None: there is none. They stand before attention and MLP, and
+    behind them, where what they give is normed before it is added."""
+
+    attention_input: str | None = "input_layernorm"
+    attention_output: str | None = None
+    mlp_input: str | None = "post_attention_layernorm"
+    mlp_output: str | None = None
+
+
 @dataclass(frozen=True)
 class Family:
-    """How one family of decoders differs from another."""
+    """How one family of decoders differs from another, and what its config.json may leave out."""
 
     name: str
     qkv_bias: bool = False
     head_norms: bool = False
+    norms: NormNames = NormNames()
+    norms_from_one: bool = False
+    """Checkpoints hold the weights of norms less 1."""
     experts: bool = False
     unrotated_layers: bool = False
     multipliers: bool = False
+    normal_embeddings: bool = False
+    """Embedded tokens are multiplied with √hidden_size, and `query_pre_attn_scalar` takes the place of head_dim."""
     fused: bool = False
     """Query, key and value are one layer, and gate and up."""
     partial_rotation: bool = False
     windows: bool = False
     """Layers see the last `sliding_window` positions, where config.json has that."""
+    full_every: int | None = None
+    """Each so manyth layer has no window. The others have a rotation of their own, whose base is `window_theta`."""
+    window_theta: float = 10000.0
+    activation: Activation = "silu"
+    is_tied: bool = False
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
 
 
 FAMILIES = {
@@ -43,9 +67,25 @@ FAMILIES = {
     "qwen3": Family("Qwen3", head_norms=True),
     "qwen3_moe": Family("Qwen3-MoE", head_norms=True, experts=True),
     "mistral": Family("Mistral", windows=True),
-    "smollm3": Family("SmolLM3", unrotated_layers=True),
+    "smollm3": Family("SmolLM3", unrotated_layers=True, is_tied=True, rope_theta=2e6),
     "granite": Family("Granite", multipliers=True),
-    "phi3": Family("Phi-3", fused=True, partial_rotation=True, windows=True),
+    "phi3": Family("Phi-3", fused=True, partial_rotation=True, windows=True, rms_norm_eps=1e-5),
+    "gemma3_text": Family(
+        "Gemma 3",
+        head_norms=True,
+        norms=NormNames(
+            attention_output="post_attention_layernorm",
+            mlp_input="pre_feedforward_layernorm",
+            mlp_output="post_feedforward_layernorm",
+        ),
+        norms_from_one=True,
+        normal_embeddings=True,
+        windows=True,
+        full_every=6,
+        activation="gelu_tanh",
+        is_tied=True,
+        rope_theta=1e6,
+    ),
 }
 """By the `model_type` of config.json."""
 
@@ -55,7 +95,13 @@ _REFUSED_OPTIONS = (
     "use_sliding_window",
     "quantization_config",
     "dual_chunk_attention_config",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
 )
+
+_ACTIVATIONS = {"silu": ("hidden_act", "silu"), "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh")}
+"""Where config.json names them, and how."""
 
 SUPPORTED = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
 """The families, for error messages."""
@@ -194,9 +240,8 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     layers = _size(config, "num_hidden_layers")
     hidden = _width(config, "hidden_size")
     head_dim = _width(config, "head_dim", default=hidden // heads)
-    residual, scales = _multipliers(config, head_dim) if family.multipliers else (1.0, Scales())
-    rope = _rope(config)
-    unrotated = _unrotated_layers(config, layers) if family.unrotated_layers else frozenset()
+    residual, scales = _scales(config, hidden, head_dim)
+    windowed = _windowed_layers(config, layers)
     context = _size(config, "max_position_embeddings")
     return DecoderConfig(
         model_type=model_type,
@@ -209,31 +254,52 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         head_dim=head_dim,
         rotary_dim=_rotary_dim(config, head_dim),
         max_position_embeddings=context,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)) / residual**2,
-        ropes=tuple(None if layer in unrotated else rope for layer in range(layers)),
-        windows=_windows(config, range(layers), context) if family.windows else NO_WINDOWS,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rms_norm_eps=float(config.get("rms_norm_eps", family.rms_norm_eps)) / residual**2,
+        ropes=_ropes(config, layers, windowed),
+        windows=_windows(config, windowed, context),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.is_tied)),
         experts=_experts(config, layers) if family.experts else None,
         scales=scales,
     )
 
 
+def _family(config: Mapping[str, Any]) -> Family:
+    return FAMILIES[config["model_type"]]
+
+
 def _refuse_options(config: Mapping[str, Any]) -> None:
-    if config.get("hidden_act", "silu") != "silu":
-        raise _unsupported("hidden_act", config["hidden_act"], "only 'silu'")
+    family = _family(config)
+    key, usual = _ACTIVATIONS[family.activation]
+    if config.get(key, usual) != usual:
+        raise _unsupported(key, config[key], f"only {usual!r}")
     for option in _REFUSED_OPTIONS:
         if config.get(option):
             raise _unsupported(option, config[option], "only without")
-    if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+    if family.full_every is None and set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise _unsupported("layer_types", config["layer_types"], "only full_attention")
 
 
-def _windows(config: Mapping[str, Any], layers: Iterable[int], context: int) -> Windows:
-    """The windows of `layers`; none where a whole context is seen."""
-    if config.get("sliding_window") is None:
+def _windowed_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    family = _family(config)
+    if not family.windows or config.get("sliding_window") is None:
+        return frozenset()
+    if family.full_every is None:
+        return frozenset(range(layers))
+    kinds = config.get("layer_types")
+    if kinds is None:
+        step = _size(config, "sliding_window_pattern", default=family.full_every)
+        return frozenset(layer for layer in range(layers) if (layer + 1) % step)
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise _unsupported("layer_types", kinds, f"{layers} times full_attention or sliding_attention")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def _windows(config: Mapping[str, Any], windowed: frozenset[int], context: int) -> Windows:
+    """None where a whole context is seen."""
+    if not windowed:
         return NO_WINDOWS
     window = _size(config, "sliding_window")
-    return dict.fromkeys(layers, window) if window < context else NO_WINDOWS
+    return dict.fromkeys(sorted(windowed), window) if window < context else NO_WINDOWS
 
 
 def _experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
@@ -265,12 +331,18 @@ def _unrotated_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
     return frozenset(layer for layer, is_rotated in enumerate(marks) if not is_rotated)
 
 
-def _multipliers(config: Mapping[str, Any], head_dim: int) -> tuple[float, Scales]:
-    """Granite's constants: what attention and MLP give is multiplied with the first of them before it is added.
+def _scales(config: Mapping[str, Any], hidden: int, head_dim: int) -> tuple[float, Scales]:
+    """The second are a family's constants. The first is what attention and MLP give is multiplied with.
 
     Rows are divided by it here instead, from the embedding on. Norms give the same for them, with an `eps` that is
     divided by its square.
     """
+    family = _family(config)
+    if family.normal_embeddings:
+        scalar = _positive("query_pre_attn_scalar", config.get("query_pre_attn_scalar", head_dim))
+        return 1.0, Scales(embedding=math.sqrt(hidden), query_key=(head_dim / scalar) ** 0.25)
+    if not family.multipliers:
+        return 1.0, Scales()
     names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     embedding, residual, attention, divisor = (_positive(name, config.get(name, 1.0)) for name in names)
     query_key = math.sqrt(attention * math.sqrt(head_dim))
@@ -311,7 +383,7 @@ def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
     place, rope = _rope_settings(config)
     key = f"{place}.partial_rotary_factor"
     share = _positive(key, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
-    if share != 1.0 and not FAMILIES[config["model_type"]].partial_rotation:
+    if share != 1.0 and not _family(config).partial_rotation:
         raise _unsupported(key, share, "only 1.0")
     rotated = int(head_dim * share)
     if share > 1 or rotated % 2:
@@ -320,19 +392,34 @@ def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
 
 
 def _rope_settings(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Transformers 5 writes base and scaling to `rope_parameters`. Older files have the base at the top level and the
-    scaling in `rope_scaling`."""
+    """Transformers 5 writes base and scaling to `rope_parameters`, for layers with and without windows apart. Older
+    files have the base at the top level and the scaling in `rope_scaling`."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    return place, config.get(place) or {}
+    rope = config.get(place) or {}
+    if _family(config).full_every is not None and place == "rope_parameters" and rope:
+        return f"{place}.full_attention", rope.get("full_attention") or {}
+    return place, rope
 
 
-def _rope(config: Mapping[str, Any]) -> Rope:
-    """The base and the scaling, whose kind is `type` or `rope_type`."""
+def _ropes(config: Mapping[str, Any], layers: int, windowed: frozenset[int]) -> tuple[Rope | None, ...]:
+    family = _family(config)
     place, rope = _rope_settings(config)
+    main = _rope(config, place, rope, family.rope_theta)
+    if family.full_every is not None:
+        local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+        theta = config.get("rope_local_base_freq", family.window_theta)
+        own = _rope({}, "rope_parameters.sliding_attention", local, theta)
+        return tuple(own if layer in windowed else main for layer in range(layers))
+    unrotated = _unrotated_layers(config, layers) if family.unrotated_layers else frozenset()
+    return tuple(None if layer in unrotated else main for layer in range(layers))
+
+
+def _rope(config: Mapping[str, Any], place: str, rope: Mapping[str, Any], theta: float) -> Rope:
+    """The base (`theta` where there is none) and the scaling, whose kind is `type` or `rope_type`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise _unsupported(f"{place}.rope_type", kind, "'default', 'linear', 'llama3' or 'yarn'")
-    theta = _positive("rope_theta", rope.get("rope_theta", config.get("rope_theta", _DEFAULT_THETA)))
+    theta = _positive("rope_theta", rope.get("rope_theta", config.get("rope_theta", theta)))
     if kind == "default":
         return Rope(theta, None)
     if kind == "linear":

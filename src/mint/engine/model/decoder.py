@@ -64,9 +64,9 @@ class Decoder:
         self._matrices = list(matrices.values())
         self.loras = operations.loras(matrices)
         self.mixtures: dict[int, FeedForward] = {
-            index: operations.mixture(layer.mlp, layer.post_norm, index, config, self.loras)
+            index: operations.mixture(layer.mlp, layer.mlp_norm, index, config, self.loras)
             for index, layer in enumerate(self.weights.layers)
-            if isinstance(layer.mlp, MixtureWeights)
+            if isinstance(layer.mlp, MixtureWeights) and layer.mlp_norm is not None
         }
 
     @property
@@ -127,20 +127,26 @@ class Decoder:
         )
 
     def _layer(self, index: int, x: Tensor, *, batch: _ForwardBatch) -> Tensor:
-        """x [T, E] → [T, E]: x + attention(norm(x)), and of that x + mlp(norm(x))."""
+        """x [T, E] → [T, E]: x + attention(norm(x)), and of that x + mlp(norm(x)); some families norm what is added."""
         layer = self.weights.layers[index]
         context = batch.contexts[self.config.ropes[index]]
         qkv = self.loras.linear(f"{index}.qkv", layer.qkv, batch.loras)
         heads = AttentionInputs.run(x, layer, qkv, context, *qkv.parameters)
         attended = pad_rows(batch.attention(index, heads[: batch.count]), len(x))
         o = self.loras.linear(f"{index}.o", layer.o, batch.loras)
-        x = LoraProduct.run(attended, x, o, *o.parameters)
+        added = x if layer.attention_output_norm is None else None
+        x = self._add_normed(LoraProduct.run(attended, added, o, *o.parameters), layer.attention_output_norm, x)
         if isinstance(layer.mlp, MixtureWeights):
             # without the padding, whose rows would go to experts that no token needs
             return pad_rows(self.mixtures[index](x[: batch.count], batch.loras), len(x))
         gate_up = self.loras.linear(f"{index}.gate_up", layer.mlp.gate_up, batch.loras)
         down = self.loras.linear(f"{index}.down", layer.mlp.down, batch.loras)
-        return Mlp.run(x, layer, gate_up, down, context, *gate_up.parameters, *down.parameters)
+        out = Mlp.run(x, layer, gate_up, down, context, *gate_up.parameters, *down.parameters)
+        return self._add_normed(out, layer.mlp_output_norm, x)
+
+    def _add_normed(self, out: Tensor, norm: Tensor | None, residual: Tensor) -> Tensor:
+        """residual + norm(out), all [T, E]; without a norm `out`, in which the residual is already."""
+        return out if norm is None else Norm.run(out, norm, self.config.rms_norm_eps, self.operations, residual)
 
     def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:
         """Float32 logits [T, V] of hidden states [T, E]; `loras` may cover more rows than there are."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from mint.engine.model.config import Activation
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -23,13 +26,21 @@ def norm_gradient(scaled: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
     return scaled.mul_(inverse).addcmul_(x, mean.mul_(inverse.pow(3)), value=-1)
 
 
-def swiglu_gradient(grad: Tensor, gate_up: Tensor, silu_gate: Tensor) -> Tensor:
-    """The gradient for gate_up [T, 2·I] from grad [T, I] and `silu(gate)`; overwrites `grad`."""
+def activate(gate: Tensor, activation: Activation) -> Tensor:
+    """`activation` of each number."""
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def swiglu_gradient(grad: Tensor, gate_up: Tensor, active_gate: Tensor, activation: Activation) -> Tensor:
+    """The gradient for gate_up [T, 2·I] from grad [T, I] and `activation(gate)`; overwrites `grad`."""
     gate, up = gate_up.chunk(2, dim=-1)
     out = torch.empty_like(gate_up)
     grad_gate, grad_up = out.chunk(2, dim=-1)
-    torch.mul(grad, silu_gate, out=grad_up)
-    torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+    torch.mul(grad, active_gate, out=grad_up)
+    if activation == "silu":
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+    else:
+        torch.ops.aten.gelu_backward.grad_input(grad.mul_(up), gate, approximate="tanh", grad_input=grad_gate)
     return out
 
 

@@ -35,28 +35,33 @@ class ForwardContext:
 
 
 class Norm(AutogradFunction):
-    """`x / rms(x) · weight` of rows [T, E]."""
+    """`x / rms(x) · weight` of rows [T, E], plus `residual` [T, E], if given."""
 
     @classmethod
     @override
-    def infer(cls, x: Tensor, weight: Tensor, eps: float, operations: Operations) -> Tensor:
-        return operations.rms_norm(x, weight, eps)[0]
+    def infer(
+        cls, x: Tensor, weight: Tensor, eps: float, operations: Operations, residual: Tensor | None = None
+    ) -> Tensor:
+        return operations.rms_norm(x, weight, eps, residual)[0]
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, operations: Operations) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, operations: Operations, residual: Tensor | None = None
+    ) -> Tensor:
         """[T, E] from x [T, E]."""
-        normed, inverse = operations.rms_norm(x, weight, eps)
+        normed, inverse = operations.rms_norm(x, weight, eps, residual)
         ctx.save_for_backward(x, inverse, weight)
-        ctx.operations = operations
+        ctx.operations, ctx.adds = operations, residual is not None
         return normed
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient for x."""
-        return ctx.operations.rms_norm_backward(grad.clone(), *ctx.saved_tensors), None, None, None
+        """The gradients for x and the residual."""
+        grad_x = ctx.operations.rms_norm_backward(grad.clone(), *ctx.saved_tensors)
+        return grad_x, None, None, None, grad if ctx.adds else None
 
 
 class AttentionInputs(AutogradFunction):
@@ -98,19 +103,19 @@ class AttentionInputs(AutogradFunction):
             context.sin,
             rotated_heads=context.rotated_heads,
         )
-        normed = operations.rms_norm_again(x, inverse, layer.input_norm)
+        normed = _norm_again(operations, x, inverse, layer.attention_norm)
         grad_normed, grads = ctx.linear.gradient(grad_qkv.flatten(1), normed, for_input=ctx.needs_input_grad[0])
-        grad_x = None
-        if grad_normed is not None:
-            grad_x = operations.rms_norm_backward(grad_normed, x, inverse, layer.input_norm)
+        grad_x = grad_normed
+        if grad_normed is not None and layer.attention_norm is not None:
+            grad_x = operations.rms_norm_backward(grad_normed, x, inverse, layer.attention_norm)
         return grad_x, None, None, None, *grads
 
 
 def _project_heads(
     x: Tensor, layer: LayerWeights, linear: Linear, context: ForwardContext
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The heads, 1 / rms of x, the product [T, H, D], and 1 / rms of its heads where they are normed."""
-    normed, inverse = context.operations.rms_norm(x, layer.input_norm, context.eps)
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """The heads, 1 / rms of x, the product [T, H, D], and 1 / rms of its heads, where they are normed."""
+    normed, inverse = _norm(context, x, layer.attention_norm)
     qkv = linear.product(normed).view(len(x), -1, context.head_dim)
     heads, head_inverse = context.operations.finish_heads(
         qkv,
@@ -125,7 +130,7 @@ def _project_heads(
 
 
 class Mlp(AutogradFunction):
-    """x + MLP(norm(x)): a layer's dense feed-forward block."""
+    """x + MLP(norm(x)): a layer's dense feed-forward block. Where the MLP's output is normed, x is not added here."""
 
     @classmethod
     @override
@@ -182,24 +187,37 @@ class Mlp(AutogradFunction):
 
 def _apply_mlp(
     x: Tensor, layer: LayerWeights, gate_up: Linear, down: Linear, context: ForwardContext
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows [T, E], 1 / rms of x, and the wide product [T, 2·I]."""
-    normed, inverse = context.operations.rms_norm(x, layer.post_norm, context.eps)
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The rows [T, E], 1 / rms of x where it is normed, and the wide product [T, 2·I]."""
+    normed, inverse = _norm(context, x, layer.mlp_norm)
     wide = gate_up.product(normed)
-    return down.product(context.operations.swiglu(wide), x), inverse, wide
+    added = x if layer.mlp_output_norm is None else None
+    return down.product(context.operations.swiglu(wide), added), inverse, wide
 
 
 def _mlp_gradient(
-    ctx: Any, grad: Tensor, x: Tensor, inverse: Tensor, wide: Tensor
+    ctx: Any, grad: Tensor, x: Tensor, inverse: Tensor | None, wide: Tensor
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Gradients for some rows of x, and their part of the parameters'."""
     operations: Operations = ctx.context.operations
-    inner, silu_gate = operations.swiglu_again(wide)
+    layer: LayerWeights = ctx.layer
+    inner, active_gate = operations.swiglu_again(wide)
     grad_inner, down_grads = ctx.down.gradient(grad, inner)
-    grad_wide = operations.swiglu_backward(grad_inner, wide, silu_gate)
-    normed = operations.rms_norm_again(x, inverse, ctx.layer.post_norm)
-    grad_normed, wide_grads = ctx.gate_up.gradient(grad_wide, normed, for_input=ctx.needs_input_grad[0])
-    grad_x = None
-    if grad_normed is not None:
-        grad_x = operations.rms_norm_backward(grad_normed, x, inverse, ctx.layer.post_norm, residual=grad)
+    grad_wide = operations.swiglu_backward(grad_inner, wide, active_gate)
+    normed = _norm_again(operations, x, inverse, layer.mlp_norm)
+    grad_x, wide_grads = ctx.gate_up.gradient(grad_wide, normed, for_input=ctx.needs_input_grad[0])
+    residual = grad if layer.mlp_output_norm is None else None
+    if grad_x is not None and inverse is not None and layer.mlp_norm is not None:
+        grad_x = operations.rms_norm_backward(grad_x, x, inverse, layer.mlp_norm, residual=residual)
+    elif grad_x is not None and residual is not None:
+        grad_x.add_(residual)
     return grad_x, [*wide_grads, *down_grads]
+
+
+def _norm(context: ForwardContext, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The rows and 1 / rms of them; without a norm, the rows themselves."""
+    return (x, None) if weight is None else context.operations.rms_norm(x, weight, context.eps)
+
+
+def _norm_again(operations: Operations, x: Tensor, inverse: Tensor | None, weight: Tensor | None) -> Tensor:
+    return x if inverse is None or weight is None else operations.rms_norm_again(x, inverse, weight)

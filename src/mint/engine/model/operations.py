@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.lora import LoraRows, SiteWeights
-from mint.engine.model.config import DecoderConfig, Windows
+from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.linear import LoraLinears, Matrix
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock
@@ -35,6 +35,7 @@ class Operations(Protocol):
     dtype: torch.dtype
     """The dtype of the base's matrices and of heads."""
     device: torch.device
+    activation: Activation
     attention_name: str
     """Which attention packed rows go through, for `get_info`."""
     max_rows: int
@@ -90,8 +91,8 @@ class Operations(Protocol):
 
     # --- between the products ---
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`x / rms(x) · weight` of x [T, E], and 1 / rms(x) [T, 1]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`x / rms(x) · weight` of x [T, E], plus `residual` [T, E], and 1 / rms(x) [T, 1]."""
         ...
 
     def rms_norm_again(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
@@ -137,14 +138,14 @@ class Operations(Protocol):
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) · up` [T, I] of [T, 2·I]."""
+        """`activation(gate) · up` [T, I] of [T, 2·I]."""
         ...
 
     def swiglu_again(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
         """`swiglu`, and what `swiglu_backward` can use of it."""
         ...
 
-    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, silu_gate: Tensor | None = None) -> Tensor:
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, active_gate: Tensor | None = None) -> Tensor:
         """The gradient for gate_up [T, 2·I] from grad [T, I] and what `swiglu_again` gave; may overwrite `grad`."""
         ...
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.lora import SiteWeights
-from mint.engine.model.config import DecoderConfig, Windows
+from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.functions import (
+    activate,
     exponentials,
     inverse_rms,
     norm_gradient,
@@ -41,9 +41,10 @@ class TorchOperations:
     activation_bytes = 768 << 20
     logits_at_once = 1 << 28
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, activation: Activation = "silu") -> None:
         self.dtype = dtype
         self.device = device
+        self.activation = activation
 
     # --- memory ---
 
@@ -98,9 +99,10 @@ class TorchOperations:
 
     # --- between the products ---
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         inverse = inverse_rms(x, eps)
-        return (x * inverse).mul_(weight), inverse
+        normed = (x * inverse).mul_(weight)
+        return normed if residual is None else normed.add_(residual), inverse
 
     def rms_norm_again(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
         return (x * inverse).mul_(weight)
@@ -153,22 +155,22 @@ class TorchOperations:
             norm_gradient(turned.mul_(norms), qkv[:, :rotated_heads], inverse)
         return out
 
-    def silu(self, gate: Tensor) -> Tensor:
-        return F.silu(gate)
+    def activate(self, gate: Tensor) -> Tensor:
+        return activate(gate, self.activation)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return self.silu(gate).mul_(up)
+        return self.activate(gate).mul_(up)
 
     def swiglu_again(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
         gate, up = gate_up.chunk(2, dim=-1)
-        silu_gate = self.silu(gate)
-        return silu_gate * up, silu_gate
+        active_gate = self.activate(gate)
+        return active_gate * up, active_gate
 
-    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, silu_gate: Tensor | None = None) -> Tensor:
-        if silu_gate is None:
-            silu_gate = self.silu(gate_up.chunk(2, dim=-1)[0])
-        return swiglu_gradient(grad, gate_up, silu_gate)
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor, active_gate: Tensor | None = None) -> Tensor:
+        if active_gate is None:
+            active_gate = self.activate(gate_up.chunk(2, dim=-1)[0])
+        return swiglu_gradient(grad, gate_up, active_gate, self.activation)
 
     def mlp_parts(self, rows: int, width: int) -> int:
         return 1

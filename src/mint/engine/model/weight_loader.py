@@ -30,7 +30,7 @@ def load_weights(config: DecoderConfig, tensors: Mapping[str, StoredTensor], ope
     loader = _Loader(config, tensors, operations)
     layers = [loader.layer(index) for index in range(config.num_hidden_layers)]
     embedding = loader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), operations.dtype)
-    final_norm = loader.take("model.norm.weight", (config.hidden_size,)) * config.scales.logits
+    final_norm = loader.norm("model.norm.weight", config.hidden_size) * config.scales.logits
     if config.tie_word_embeddings:
         loader.ignore("lm_head.weight")
         unembedding = embedding
@@ -59,22 +59,27 @@ class _Loader:
         if family.qkv_bias:
             bias = torch.cat([self.take(f"{attention}.{part}_proj.bias", (size,)) for part, size in sizes.items()])
         if family.head_norms:
-            query_norm = self.take(f"{attention}.q_norm.weight", (config.head_dim,))
-            key_norm = self.take(f"{attention}.k_norm.weight", (config.head_dim,))
+            query_norm = self.norm(f"{attention}.q_norm.weight", config.head_dim)
+            key_norm = self.norm(f"{attention}.k_norm.weight", config.head_dim)
             norms = torch.stack([query_norm] * config.num_attention_heads + [key_norm] * config.num_key_value_heads)
         self.ignore(f"{attention}.rotary_emb.inv_freq")  # old checkpoints of Llama hold it
         mixture = config.experts_of(index)
         return LayerWeights(
-            input_norm=self.take(f"{prefix}.input_layernorm.weight", (hidden,)),
+            attention_norm=self._layer_norm(prefix, family.norms.attention_input),
+            attention_output_norm=self._layer_norm(prefix, family.norms.attention_output),
             qkv=self._fused(attention, "qkv", sizes, hidden),
             qkv_bias=bias,
             head_norms=norms,
             o=self._matrix(f"{attention}.o_proj.weight", hidden, query),
-            post_norm=self.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+            mlp_norm=self._layer_norm(prefix, family.norms.mlp_input),
+            mlp_output_norm=self._layer_norm(prefix, family.norms.mlp_output),
             mlp=self._mlp(f"{prefix}.mlp", config.intermediate_size)
             if mixture is None
             else self._mixture(f"{prefix}.mlp", mixture),
         )
+
+    def _layer_norm(self, prefix: str, name: str | None) -> Tensor | None:
+        return None if name is None else self.norm(f"{prefix}.{name}.weight", self._config.hidden_size)
 
     def _mixture(self, prefix: str, mixture: ExpertsConfig) -> MixtureWeights:
         # The router is in float32: with inputs rounded to bfloat16, another of two near experts would be chosen.
@@ -110,6 +115,10 @@ class _Loader:
         tensor: Tensor = stored.read()
         # A copy: as long as a part of the file is used, all of it would stay in memory, and could still change.
         return tensor.to(device=self._operations.device, dtype=dtype, copy=True)
+
+    def norm(self, name: str, width: int) -> Tensor:
+        weight = self.take(name, (width,))
+        return weight + 1 if self._config.family.norms_from_one else weight
 
     def ignore(self, name: str) -> None:
         self._left.pop(name, None)

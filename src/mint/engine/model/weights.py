@@ -36,14 +36,17 @@ class MixtureWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer: the matrices in the base's dtype, the bias and the norms in float32."""
+    """One layer: the matrices in the base's dtype, the bias and the norms in float32. Norms stand before attention and
+    MLP, and behind them; None: there is none."""
 
-    input_norm: Tensor  # [E]
+    attention_norm: Tensor | None  # [E]
+    attention_output_norm: Tensor | None  # [E]
     qkv: Matrix  # [H·D, E]
     qkv_bias: Tensor | None  # [H·D]
     head_norms: Tensor | None  # [query + key heads, D]
     o: Matrix  # [E, query heads · D]
-    post_norm: Tensor  # [E]
+    mlp_norm: Tensor | None  # [E]
+    mlp_output_norm: Tensor | None  # [E]
     mlp: MlpWeights | MixtureWeights
 
 

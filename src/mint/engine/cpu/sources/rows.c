@@ -13,23 +13,26 @@ INLINE float inverse_rms(const float *x, int64_t width, float eps) {
 }
 
 typedef struct {
-    const float *x, *weight;
+    const float *x, *weight, *residual;
     double eps;
     int64_t width;
     float *out, *inverse;
 } RmsNorm;
 
-/* out = x / rms(x) * weight for rows of `width`; inverse [T] = 1 / rms(x). */
+/* out = x / rms(x) * weight for rows of `width`, plus `residual`, if there is one; inverse [T] = 1 / rms(x). */
 int rms_norm(const RmsNorm *in, int64_t first, int64_t last) {
-    const float *x = in->x, *weight = in->weight;
+    const float *x = in->x, *weight = in->weight, *residual = in->residual;
     double eps = in->eps;
     int64_t width = in->width;
     float *out = in->out, *inverse = in->inverse;
     for (int64_t t = first; t < last; t++) {
         const float *own = x + t * width;
         float scale = inverse_rms(own, width, eps);
-        for (int64_t i = 0; i < width; i += LANES)
-            *(vf *)(out + t * width + i) = *(const vf *)(own + i) * scale * *(const vf *)(weight + i);
+        for (int64_t i = 0; i < width; i += LANES) {
+            vf normed = *(const vf *)(own + i) * scale * *(const vf *)(weight + i);
+            if (residual) normed += *(const vf *)(residual + t * width + i);
+            *(vf *)(out + t * width + i) = normed;
+        }
         inverse[t] = scale;
     }
     return 0;
@@ -93,13 +96,24 @@ INLINE vf sigmoid(vf x, vf *rest) {
     return (vf)(((vi)small & negative) | ((vi)large & ~negative));
 }
 
+/* Of what the sigmoid is taken: gelu's approximation by tanh is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)), and
+   silu is x * sigmoid(x). `slope` is the derivative. Beyond 16, the sigmoid is 0 or 1. */
+INLINE vf gate_logit(vf x, const int gelu, vf *slope) {
+    *slope = (vf){0} + 1.0f;
+    if (!gelu) return x;
+    x = larger((vf){0} - 16.0f, -larger((vf){0} - 16.0f, -x));
+    vf cubic = x * x * (float)(2 * 0.7978845608028654 * 0.044715);
+    *slope = (float)(2 * 0.7978845608028654) + 3.0f * cubic;
+    return x * ((float)(2 * 0.7978845608028654) + cubic);
+}
+
 typedef struct {
     const float *wide;
-    int64_t inner;
+    int64_t inner, gelu;
     float *out;
 } Swiglu;
 
-/* out [T, I] = silu(gate) * up of wide [T, 2I]. */
+/* out [T, I] = silu(gate) * up, or gelu(gate) * up, of wide [T, 2I]. */
 int swiglu(const Swiglu *in, int64_t first, int64_t last) {
     const float *wide = in->wide;
     int64_t inner = in->inner;
@@ -107,15 +121,15 @@ int swiglu(const Swiglu *in, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < inner; i += LANES) {
             vf gate = *(const vf *)(wide + t * 2 * inner + i), up = *(const vf *)(wide + t * 2 * inner + inner + i);
-            vf rest;
-            *(vf *)(out + t * inner + i) = gate * sigmoid(gate, &rest) * up;
+            vf rest, slope;
+            *(vf *)(out + t * inner + i) = gate * sigmoid(gate_logit(gate, in->gelu, &slope), &rest) * up;
         }
     return 0;
 }
 
 typedef struct {
     const float *grad, *wide;
-    int64_t inner;
+    int64_t inner, gelu;
     float *out;
 } SwigluBackward;
 
@@ -128,7 +142,8 @@ int swiglu_backward(const SwigluBackward *in, int64_t first, int64_t last) {
         for (int64_t i = 0; i < inner; i += LANES) {
             const float *own = wide + t * 2 * inner + i;
             vf gate = *(const vf *)own, up = *(const vf *)(own + inner), slope = *(const vf *)(grad + t * inner + i);
-            vf rest, share = sigmoid(gate, &rest);
+            vf rest, steep, share = sigmoid(gate_logit(gate, in->gelu, &steep), &rest);
+            if (in->gelu) rest *= steep;
             *(vf *)(out + t * 2 * inner + i) = slope * up * share * (1.0f + gate * rest);
             *(vf *)(out + t * 2 * inner + inner + i) = slope * gate * share;
         }
