@@ -40,6 +40,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
                     "num_key_value_heads": 2, "query_pre_attn_scalar": 24, "pad_token_id": 0, "bos_token_id": 2,
                     "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                                         "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}},
+    "olmo2": {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0},
+    "olmo3": {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+              "sliding_window": 20, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+              "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                                  "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+                                                     "original_max_position_embeddings": 128}}},
 }  # fmt: skip
 """What each family adds to a shape."""
 
@@ -55,8 +61,6 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_g
 
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {},
-    "olmo2": {},
-    "olmo3": {"sliding_window": 16},
     "gemma2": {"sliding_window": 16},
     "gemma4_text": {"sliding_window": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
     "cohere2": {"sliding_window": 16},

@@ -95,6 +95,9 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
           "attn_logit_softcapping": None, "final_logit_softcapping": None,
           "max_position_embeddings": 32768}  # fmt: skip
 
+OLMO = {"model_type": "olmo2", "hidden_act": "silu", "attention_bias": False, "rms_norm_eps": 1e-6,
+        "rope_theta": 500000, "rope_scaling": None, "vocab_size": 100278, "max_position_embeddings": 4096}  # fmt: skip
+
 
 def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **more: object) -> dict[str, object]:
     return {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
@@ -116,9 +119,12 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **
         ({**GRANITE, **_sizes(2048, 8192, 40, 32, 8, tie_word_embeddings=True)}, 64),  # Granite-3.3-2B
         ({**PHI4, **_sizes(5120, 17920, 40, 40, 10, tie_word_embeddings=False)}, 128),  # Phi-4
         ({**GEMMA3, **_sizes(1152, 6912, 26, 4, 1, head_dim=256)}, 256),  # Gemma-3-1B
+        ({**OLMO, **_sizes(4096, 11008, 32, 32, 32, tie_word_embeddings=False)}, 128),  # OLMo-2-7B
+        ({**OLMO, "model_type": "olmo3", "sliding_window": 4096, "max_position_embeddings": 65536,
+          **_sizes(4096, 11008, 32, 32, 32, tie_word_embeddings=False)}, 128),  # Olmo-3-7B
     ],
     ids=["Qwen3-0.6B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-1B",
-         "Granite-3.3-2B", "Phi-4", "Gemma-3-1B"],
+         "Granite-3.3-2B", "Phi-4", "Gemma-3-1B", "OLMo-2-7B", "Olmo-3-7B"],
 )  # fmt: skip
 def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> None:
     found = read_decoder_config(config)

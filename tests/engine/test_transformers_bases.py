@@ -154,7 +154,7 @@ def test_recomputed_activations_change_no_bit(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_at_load_is_told(tmp_path: Path) -> None:
-    write_other_model(tmp_path / "dense", "olmo2")
+    write_other_model(tmp_path / "dense", "glm4")
     write_other_model(tmp_path / "hybrid", "qwen3_next")
     dense = _engine(tmp_path / "dense").load_base("base", "").settings
     hybrid = _engine(tmp_path / "hybrid").load_base("base", "").settings
@@ -176,7 +176,7 @@ def test_an_experts_lora_alone_is_refused_where_experts_are_no_linear_layers(tmp
 def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    write_other_model(tmp_path, "olmo2")
+    write_other_model(tmp_path, "glm4")
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -185,7 +185,7 @@ def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
-    write_other_model(tmp_path, "olmo2")
+    write_other_model(tmp_path, "glm4")
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
@@ -196,7 +196,7 @@ def test_code_in_a_model_folder_never_runs(tmp_path: Path) -> None:
 
 
 def test_an_unknown_family_is_refused_by_name(tmp_path: Path) -> None:
-    write_other_model(tmp_path, "olmo2")
+    write_other_model(tmp_path, "glm4")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
     with pytest.raises(InvalidRequestError, match="nobody_knows"):

@@ -233,6 +233,7 @@ class NativeOperations(CpuOperations):
         *,
         eps: float,
         rotated_heads: int,
+        joint_heads: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         count, total, dim = qkv.shape
         heads = torch.empty(qkv.shape, dtype=self.dtype)
@@ -248,6 +249,7 @@ class NativeOperations(CpuOperations):
             eps=eps,
             total_heads=total,
             rotated_heads=rotated_heads,
+            joint_heads=joint_heads,
             dim=dim,
             pairs=cos.shape[-1],
             half=self.dtype == torch.bfloat16,
@@ -267,6 +269,7 @@ class NativeOperations(CpuOperations):
         sin: Tensor,
         *,
         rotated_heads: int,
+        joint_heads: int = 0,
     ) -> Tensor:
         count, total, dim = qkv.shape
         out = torch.empty_like(qkv)
@@ -281,6 +284,7 @@ class NativeOperations(CpuOperations):
             sin=sin,
             total_heads=total,
             rotated_heads=rotated_heads,
+            joint_heads=joint_heads,
             dim=dim,
             pairs=cos.shape[-1],
             half=grad.dtype == torch.bfloat16,

@@ -39,6 +39,8 @@ class Family:
     name: str
     qkv_bias: bool = False
     head_norms: bool = False
+    joint_head_norms: bool = False
+    """All query heads are normed together, and all key heads."""
     norms: NormNames = NormNames()
     norms_from_one: bool = False
     """Checkpoints hold the weights of norms less 1."""
@@ -60,6 +62,13 @@ class Family:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
 
+
+_AFTER = NormNames(
+    attention_input=None,
+    attention_output="post_attention_layernorm",
+    mlp_input=None,
+    mlp_output="post_feedforward_layernorm",
+)
 
 FAMILIES = {
     "llama": Family("Llama"),
@@ -85,6 +94,18 @@ FAMILIES = {
         activation="gelu_tanh",
         is_tied=True,
         rope_theta=1e6,
+    ),
+    "olmo2": Family("OLMo 2", head_norms=True, joint_head_norms=True, norms=_AFTER, rms_norm_eps=1e-5),
+    "olmo3": Family(
+        "OLMo 3",
+        head_norms=True,
+        joint_head_norms=True,
+        norms=_AFTER,
+        windows=True,
+        full_every=4,
+        window_theta=500000.0,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
     ),
 }
 """By the `model_type` of config.json."""

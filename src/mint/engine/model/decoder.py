@@ -121,6 +121,7 @@ class Decoder:
             operations=self.operations,
             eps=self.config.rms_norm_eps,
             rotated_heads=self.config.num_attention_heads + self.config.num_key_value_heads,
+            joint_heads=self.config.num_attention_heads if self.config.family.joint_head_norms else 0,
             head_dim=self.config.head_dim,
             cos=self.operations.take_rows(cos, positions).unsqueeze(1),
             sin=self.operations.take_rows(sin, positions).unsqueeze(1),

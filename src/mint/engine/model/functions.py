@@ -26,6 +26,25 @@ def norm_gradient(scaled: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
     return scaled.mul_(inverse).addcmul_(x, mean.mul_(inverse.pow(3)), value=-1)
 
 
+def head_inverse_rms(heads: Tensor, eps: float, joint: int) -> Tensor:
+    """`inverse_rms` of heads [T, H, D], [T, H, 1]; the first `joint` heads have one together, and the others; 0: each
+    its own."""
+    if not joint:
+        return inverse_rms(heads, eps)
+    runs = heads[:, :joint], heads[:, joint:]
+    return torch.cat([inverse_rms(run.flatten(1), eps)[:, None].expand(-1, run.shape[1], 1) for run in runs], dim=1)
+
+
+def head_norm_gradient(scaled: Tensor, heads: Tensor, inverse: Tensor, joint: int) -> None:
+    """`norm_gradient` of heads [T, H, D] that were normed with `head_inverse_rms`; its result overwrites `scaled`."""
+    if not joint:
+        norm_gradient(scaled, heads, inverse)
+        return
+    for run in (slice(0, joint), slice(joint, None)):
+        found = norm_gradient(scaled[:, run].flatten(1), heads[:, run].flatten(1), inverse[:, run][:, 0])
+        scaled[:, run] = found.view_as(scaled[:, run])
+
+
 def activate(gate: Tensor, activation: Activation) -> Tensor:
     """`activation` of each number."""
     return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")

@@ -24,11 +24,13 @@ from mint.engine.model.weights import LayerWeights
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers share in one forward; cos and sin [T, 1, pairs] rotate the first `rotated_heads` heads."""
+    """What all layers share in one forward; cos and sin [T, 1, pairs] rotate the first `rotated_heads` heads, of
+    which the first `joint_heads` are normed together, and the others."""
 
     operations: Operations
     eps: float
     rotated_heads: int
+    joint_heads: int
     head_dim: int
     cos: Tensor
     sin: Tensor
@@ -102,6 +104,7 @@ class AttentionInputs(AutogradFunction):
             context.cos,
             context.sin,
             rotated_heads=context.rotated_heads,
+            joint_heads=context.joint_heads,
         )
         normed = _norm_again(operations, x, inverse, layer.attention_norm)
         grad_normed, grads = ctx.linear.gradient(grad_qkv.flatten(1), normed, for_input=ctx.needs_input_grad[0])
@@ -125,6 +128,7 @@ def _project_heads(
         context.sin,
         eps=context.eps,
         rotated_heads=context.rotated_heads,
+        joint_heads=context.joint_heads,
     )
     return heads, inverse, qkv, head_inverse
 

@@ -115,11 +115,13 @@ class Operations(Protocol):
         *,
         eps: float,
         rotated_heads: int,
+        joint_heads: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Heads [T, H, D] in `dtype` from qkv [T, H, D], and 1 / rms [T, rotated_heads, 1] of those that are normed.
 
         The bias is added to qkv in place. The first `rotated_heads` heads are normed, if there are `norms`
-        [rotated_heads, D], and their first 2·P numbers rotated by cos and sin [T, 1, P].
+        [rotated_heads, D], and their first 2·P numbers rotated by cos and sin [T, 1, P]. If there are `joint_heads`, so
+        many are normed together, and the other rotated ones, too; else each alone.
         """
         ...
 
@@ -133,6 +135,7 @@ class Operations(Protocol):
         sin: Tensor,
         *,
         rotated_heads: int,
+        joint_heads: int = 0,
     ) -> Tensor:
         """The gradient for qkv [T, H, D] from grad [T, H, D] for `finish_heads`, which gave `inverse`."""
         ...

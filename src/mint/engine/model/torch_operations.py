@@ -16,6 +16,8 @@ from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.functions import (
     activate,
     exponentials,
+    head_inverse_rms,
+    head_norm_gradient,
     inverse_rms,
     norm_gradient,
     pad_rows,
@@ -123,6 +125,7 @@ class TorchOperations:
         *,
         eps: float,
         rotated_heads: int,
+        joint_heads: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         if bias is not None:
             qkv.add_(bias.view(qkv.shape[1:]))
@@ -131,7 +134,7 @@ class TorchOperations:
         heads = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
         heads[:, rotated_heads:] = qkv[:, rotated_heads:]
         if norms is not None:
-            inverse = inverse_rms(turned, eps)
+            inverse = head_inverse_rms(turned, eps, joint_heads)
             turned = (turned * inverse).mul_(norms)
         rotate(turned, cos, sin, heads[:, :rotated_heads])
         return heads.to(self.dtype), inverse
@@ -146,13 +149,14 @@ class TorchOperations:
         sin: Tensor,
         *,
         rotated_heads: int,
+        joint_heads: int = 0,
     ) -> Tensor:
         out = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
         out[:, rotated_heads:] = grad[:, rotated_heads:]
         turned = out[:, :rotated_heads]
         rotate(grad[:, :rotated_heads].float(), cos, -sin, turned)  # the transpose rotates back
         if inverse is not None and norms is not None:
-            norm_gradient(turned.mul_(norms), qkv[:, :rotated_heads], inverse)
+            head_norm_gradient(turned.mul_(norms), qkv[:, :rotated_heads], inverse, joint_heads)
         return out
 
     def activate(self, gate: Tensor) -> Tensor:

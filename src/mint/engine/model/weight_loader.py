@@ -59,9 +59,12 @@ class _Loader:
         if family.qkv_bias:
             bias = torch.cat([self.take(f"{attention}.{part}_proj.bias", (size,)) for part, size in sizes.items()])
         if family.head_norms:
-            query_norm = self.norm(f"{attention}.q_norm.weight", config.head_dim)
-            key_norm = self.norm(f"{attention}.k_norm.weight", config.head_dim)
-            norms = torch.stack([query_norm] * config.num_attention_heads + [key_norm] * config.num_key_value_heads)
+            norms = torch.cat(
+                [
+                    self._head_norms(f"{attention}.q_norm.weight", config.num_attention_heads),
+                    self._head_norms(f"{attention}.k_norm.weight", config.num_key_value_heads),
+                ]
+            )
         self.ignore(f"{attention}.rotary_emb.inv_freq")  # old checkpoints of Llama hold it
         mixture = config.experts_of(index)
         return LayerWeights(
@@ -77,6 +80,13 @@ class _Loader:
             if mixture is None
             else self._mixture(f"{prefix}.mlp", mixture),
         )
+
+    def _head_norms(self, name: str, heads: int) -> Tensor:
+        """[heads, D]."""
+        dim = self._config.head_dim
+        if self._config.family.joint_head_norms:
+            return self.norm(name, heads * dim).view(heads, dim)
+        return self.norm(name, dim).expand(heads, dim)
 
     def _layer_norm(self, prefix: str, name: str | None) -> Tensor | None:
         return None if name is None else self.norm(f"{prefix}.{name}.weight", self._config.hidden_size)

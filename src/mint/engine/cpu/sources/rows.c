@@ -42,33 +42,39 @@ typedef struct {
     float *qkv;
     const float *bias, *norms, *cos, *sin;
     double eps;
-    int64_t total_heads, rotated_heads, dim, pairs, half;
+    int64_t total_heads, rotated_heads, joint_heads, dim, pairs, half;
     char *heads;
     float *inverse;
 } FinishHeads;
 
 /* From qkv [T, H, D] to heads of the same shape: bias added (also to qkv itself), the first `rotated_heads` normed by
    `norms` [rotated_heads, D] and the first 2 * pairs elements of each turned by cos and sin [T, pairs]; bias and norms
-   may be missing. inverse [T, rotated_heads]. */
+   may be missing. The first `joint_heads` are normed together, and the other ones; 0: each alone. inverse
+   [T, rotated_heads]. */
 int finish_heads(const FinishHeads *in, int64_t first, int64_t last) {
     float *qkv = in->qkv;
     const float *bias = in->bias, *norms = in->norms, *cos = in->cos, *sin = in->sin;
     double eps = in->eps;
     int64_t total_heads = in->total_heads, rotated_heads = in->rotated_heads, dim = in->dim, half = in->half;
-    const int64_t pairs = in->pairs;
+    const int64_t pairs = in->pairs, joint = in->joint_heads;
     char *heads = in->heads;
     float *inverse = in->inverse;
-    for (int64_t t = first; t < last; t++)
+    for (int64_t t = first; t < last; t++) {
+        float scale = 1.0f;
+        if (bias)
+            for (int64_t i = 0; i < total_heads * dim; i += LANES)
+                *(vf *)(qkv + t * total_heads * dim + i) += *(const vf *)(bias + i);
         for (int64_t h = 0; h < total_heads; h++) {
             int64_t at = (t * total_heads + h) * dim;
-            float *own = qkv + at, scale = 1.0f;
-            if (bias)
-                for (int64_t i = 0; i < dim; i += LANES) *(vf *)(own + i) += *(const vf *)(bias + h * dim + i);
+            float *own = qkv + at;
             if (h >= rotated_heads) {
                 for (int64_t i = 0; i < dim; i += LANES) store(heads, at + i, *(vf *)(own + i), half);
                 continue;
             }
-            if (norms) inverse[t * rotated_heads + h] = scale = inverse_rms(own, dim, eps);
+            if (norms && !joint) scale = inverse_rms(own, dim, eps);
+            if (norms && joint && h == 0) scale = inverse_rms(own, joint * dim, eps);
+            if (norms && joint && h == joint) scale = inverse_rms(own, (rotated_heads - joint) * dim, eps);
+            if (norms) inverse[t * rotated_heads + h] = scale;
             for (int64_t i = 0; i < pairs; i += LANES) {
                 vf a = *(vf *)(own + i), b = *(vf *)(own + pairs + i);
                 if (norms) {
@@ -84,6 +90,7 @@ int finish_heads(const FinishHeads *in, int64_t first, int64_t last) {
                 store(heads, at + i, norms ? a * scale * *(const vf *)(norms + h * dim + i) : a, half);
             }
         }
+    }
     return 0;
 }
 
@@ -203,7 +210,7 @@ int rms_norm_again(const RmsNormAgain *in, int64_t first, int64_t last) {
 typedef struct {
     const char *grad;
     const float *qkv, *inverse, *norms, *cos, *sin;
-    int64_t total_heads, rotated_heads, dim, pairs, half;
+    int64_t total_heads, rotated_heads, joint_heads, dim, pairs, half;
     float *out;
 } FinishHeadsBackward;
 
@@ -212,9 +219,9 @@ int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t 
     const char *grad = in->grad;
     const float *qkv = in->qkv, *inverse = in->inverse, *norms = in->norms, *cos = in->cos, *sin = in->sin;
     int64_t total_heads = in->total_heads, rotated_heads = in->rotated_heads, dim = in->dim, half = in->half;
-    const int64_t pairs = in->pairs;
+    const int64_t pairs = in->pairs, joint = in->joint_heads;
     float *out = in->out;
-    for (int64_t t = first; t < last; t++)
+    for (int64_t t = first; t < last; t++) {
         for (int64_t h = 0; h < total_heads; h++) {
             int64_t at = (t * total_heads + h) * dim;
             float *to = out + at;
@@ -229,7 +236,14 @@ int finish_heads_backward(const FinishHeadsBackward *in, int64_t first, int64_t 
                 *(vf *)(to + pairs + i) = b * c - a * s;
             }
             for (int64_t i = 2 * pairs; i < dim; i += LANES) *(vf *)(to + i) = load(grad, at + i, half);
-            if (norms) norm_backward(to, qkv + at, inverse[t * rotated_heads + h], norms + h * dim, 0, dim, to);
+            if (norms && !joint)
+                norm_backward(to, qkv + at, inverse[t * rotated_heads + h], norms + h * dim, 0, dim, to);
         }
+        const int64_t edges[] = {0, joint, rotated_heads};
+        for (int run = 0; norms && joint && run < 2; run++) {
+            int64_t h = edges[run], at = (t * total_heads + h) * dim, width = (edges[run + 1] - h) * dim;
+            norm_backward(out + at, qkv + at, inverse[t * rotated_heads + h], norms + h * dim, 0, width, out + at);
+        }
+    }
     return 0;
 }
