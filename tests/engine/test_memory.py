@@ -18,11 +18,11 @@ from transformers import Qwen3ForCausalLM
 
 from mint.engine.bases import decoder_base
 from mint.engine.cpu.operations import CpuOperations
-from mint.engine.memory_budget import MIN_ROWS, bytes_per_row, is_out_of_memory, rows_at_once
+from mint.engine.memory_budget import MIN_ROWS, bytes_per_row, rows_at_once
 from mint.engine.model.config import read_decoder_config
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.layer_parts import Mlp
-from mint.engine.protocol import LoraSpec, MicroBatching, PassResult, TrainDatum
+from mint.engine.protocol import LoraSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import OutOfMemoryError, RequestFailedError
 

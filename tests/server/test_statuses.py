@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,23 @@ def test_a_request_that_can_never_succeed_is_refused_for_good(tmp_path: Path) ->
         for route, body in refused:
             response = person.send("POST", f"{API}/{route}", body)
             assert (response.status_code, response.json()["code"]) == (400, "ConflictError"), response.text
+
+
+def test_a_server_without_memory_for_a_thread_asks_to_send_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_none_for_requests(thread: threading.Thread) -> None:
+        if thread.name.startswith(("mint-http", "mint-accept")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with running(tmp_path) as server:
+        person = Person(server)
+        with monkeypatch.context() as shortage:
+            shortage.setattr(threading.Thread, "start", start_none_for_requests)
+            refused = person.send("POST", f"{API}/create_session", {})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "memory is short" in refused.text
+        assert person.session()

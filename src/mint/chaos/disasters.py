@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ from mint.server.store.database import Database
 DEFAULT_S = 3.0
 FREE_BYTES = 8 << 20
 ALL_PAGES = 4_294_967_294
+ALLOCATIONS = (
+    "mint.engine.training_pass:_run",
+    "mint.engine.torch_engine:TorchEngine.optim_step",
+    "mint.engine.torch_engine:TorchEngine.read_state",
+    "mint.engine.torch_engine:TorchEngine.publish",
+    "mint.engine.sampling.sampler:Sampler._advance",
+    "mint.models.tensor_files:_header",
+)
+"""Functions of the engine and of its files that take memory: a micro-batch, a step, a copy of a state, a step of
+sampling, a file's header."""
 
 
 class Disasters:
@@ -70,10 +81,10 @@ class Disasters:
         _die()
 
     def _for_a_while(self, seconds: float, state: Any) -> None:
-        state.__enter__()
         timer = threading.Timer(seconds or DEFAULT_S, state.__exit__, (None, None, None))
         timer.daemon = True
-        timer.start()
+        timer.start()  # before there may be no memory for a thread
+        state.__enter__()
 
     @contextmanager
     def _disk_that_is(self, error: int, pragma: str | None, value: int) -> Generator[None]:
@@ -92,7 +103,6 @@ class Disasters:
         fsync = os.fsync
         replace = Path.replace
         mkstemp = tempfile.mkstemp
-        training_pass, name, run = resolve("mint.engine.training_pass:_run")
         now = time.time
         open_database = Database.__init__
 
@@ -114,11 +124,15 @@ class Disasters:
             self._require_files(file_kind(Path(named.get("dir") or "") / "file"))
             return mkstemp(*arguments, **named)
 
-        def failing_run(*arguments: Any, **named: Any) -> Any:
-            if self._allocation_failures > 0:
-                self._allocation_failures -= 1
-                raise MemoryError("no memory, says mint chaos")
-            return run(*arguments, **named)
+        def failing(allocate: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(allocate)
+            def call(*arguments: Any, **named: Any) -> Any:
+                if self._allocation_failures > 0:
+                    self._allocation_failures -= 1
+                    raise MemoryError("no memory, says mint chaos")
+                return allocate(*arguments, **named)
+
+            return call
 
         def noted_database(database: Database, path: Path) -> None:
             open_database(database, path)
@@ -127,7 +141,9 @@ class Disasters:
         os.fsync = failing_fsync  # ty: ignore[invalid-assignment]
         Path.replace = failing_replace  # ty: ignore[invalid-assignment]
         tempfile.mkstemp = failing_mkstemp  # ty: ignore[invalid-assignment]
-        setattr(training_pass, name, failing_run)
+        for target in ALLOCATIONS:
+            owner, name, allocate = resolve(target)
+            setattr(owner, name, failing(allocate))
         time.time = lambda: now() + self._clock_offset_s  # ty: ignore[invalid-assignment]
         Database.__init__ = noted_database  # ty: ignore[invalid-assignment]
 

@@ -27,7 +27,7 @@ ACTIONS = {
     "locked-database": "another process holds the journal's lock for VALUE seconds",
     "clock": "the wall clock jumps by VALUE seconds",
     "stop": "SIGSTOP, and SIGCONT after VALUE seconds",
-    "memory": "the next VALUE allocations of the engine fail",
+    "memory": "the next VALUE allocations of the engine or of its files fail",
     "address-space": "the process gets no more memory for VALUE seconds",
     "descriptors": "the process gets no more file descriptors for VALUE seconds",
     "terminate": "SIGTERM",

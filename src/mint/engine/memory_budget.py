@@ -1,12 +1,10 @@
-"""How many rows a training pass may run at once, and which errors say that memory has run out.
+"""How many rows a training pass may run at once.
 
 The rows are a function of the base's shape, dtype and the device alone, because the way in which a request is cut into
 micro-batches decides the bits of its result.
 """
 
 from __future__ import annotations
-
-import re
 
 import torch
 
@@ -15,12 +13,6 @@ from mint.engine.model.operations import Operations
 
 MIN_ROWS = 256
 """Fewer would waste the processor: each micro-batch reads all of the base's weights twice."""
-
-_FAILURES = re.compile(
-    "can't allocate memory|not enough memory|out of memory|bad_alloc|could not create a (memory|primitive(?! desc))",
-    re.IGNORECASE,
-)
-"""Messages of torch, its CPU allocator, C++ and oneDNN (which then has no memory for its generated code)."""
 
 
 def rows_at_once(config: DecoderConfig, operations: Operations) -> int:
@@ -47,10 +39,3 @@ def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
             # float32.
             total += 4 * hidden + 4 * experts.per_token * (2 * hidden + 3 * experts.intermediate_size)
     return total
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short, so that the same work in smaller parts may succeed."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _FAILURES.search(str(error)) is not None

@@ -8,7 +8,9 @@ tokens.
 
 from __future__ import annotations
 
+import errno
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -16,6 +18,14 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from mint.errors import InvalidRequestError
+
+_OUT_OF_MEMORY = re.compile(
+    "can't allocate memory|not enough memory|out of memory|bad_alloc|could not create a (memory|primitive(?! desc))"
+    "|can't start new thread",
+    re.IGNORECASE,
+)
+"""Messages of torch, its CPU allocator, C++, oneDNN (which then has no memory for its generated code) and Python (which
+has none for a stack)."""
 
 LORA_ALPHA = 32.0
 """The lora's scale is LORA_ALPHA / rank, so that one learning rate serves all ranks (as Tinker's)."""
@@ -436,3 +446,18 @@ def resolve_loss(name: str, config: Mapping[str, float | str] | None = None) -> 
             f"{rule.config['clip_high_threshold']:g}",
         )
     return LossSpec(name, full)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short when this was raised: the same work may succeed in smaller parts, or later.
+
+    Knows torch's errors by name and message.
+    """
+    match error:
+        case MemoryError():
+            return True
+        case OSError():
+            return error.errno == errno.ENOMEM
+        case RuntimeError():
+            return type(error).__name__ == "OutOfMemoryError" or _OUT_OF_MEMORY.search(str(error)) is not None
+    return False

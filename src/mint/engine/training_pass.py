@@ -13,10 +13,9 @@ from torch import Tensor
 
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
-from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.model.autograd import backward
 from mint.engine.packing import MicroBatch, pack
-from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum
+from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory
 from mint.engine.target_logprobs import TargetLogprobs, Unembedding
 from mint.errors import OutOfMemoryError
 

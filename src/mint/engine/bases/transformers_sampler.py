@@ -19,8 +19,7 @@ from torch import Tensor
 
 from mint.engine.bases.transformers_decoder import ModelCache, TransformersDecoder
 from mint.engine.lora import LoraRows, LoraWeights
-from mint.engine.memory_budget import is_out_of_memory
-from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, TokenListener
+from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, TokenListener, is_out_of_memory
 from mint.engine.sampling.admission import WaitingJobs
 from mint.engine.sampling.batch_job import BatchJob, stream_tokens
 from mint.engine.sampling.draw import TorchDraw, processed

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
-from mint.engine.memory_budget import is_out_of_memory
 from mint.engine.model.attention import BLOCK, PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
-from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener
+from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener, is_out_of_memory
 from mint.engine.sampling.admission import SPARE_ROWS, WaitingJobs, fair_shares, may_begin
 from mint.engine.sampling.batch_job import BatchJob, stream_tokens
 from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps
@@ -144,7 +143,7 @@ class Sampler:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._preempt_latest()
+            self._preempt_latest(error)
         results = self._results
         self._results = {}
         return results
@@ -264,15 +263,21 @@ class Sampler:
         entry.hidden = []
         entry.done = 0
 
-    def _preempt_latest(self) -> None:
+    def _preempt_latest(self, error: Exception) -> None:
         """Preempts a job after memory ran out, the latest of the scope with the most rows: it starts again once there
-        is room. A job that is alone fails."""
+        is room. A job that is alone fails if the pages are too few for it.
+
+        Raises:
+            MemoryError: it is alone, and the system's memory was short; that may be over later.
+        """
         of = self._sequences.of[self._order]
         inside = {entry.arrival for entry in self._prefilling} | set(of["entry"].tolist())
         inside = {number for number in inside if not self._entries[number].closed}
         if not inside:
             raise MemoryError(NO_ROOM)
         if len(inside) == 1:
+            if not isinstance(error, _OutOfPages):
+                raise MemoryError(NO_ROOM) from error
             self._close(self._entries[inside.pop()], SampleResult([], error=NO_ROOM))
             self._compact_rows(now=True)
             return

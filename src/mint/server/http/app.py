@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import mint.wire as wire
+from mint.engine.protocol import is_out_of_memory
 from mint.errors import (
     AuthenticationError,
     InvalidRequestError,
@@ -179,6 +180,9 @@ def _endpoint(
                 await asyncio.sleep(SLOW_ERROR_S)
             return refuse(error)
         except Exception as error:  # the boundary: a route must answer, and the log must know why
+            if is_out_of_memory(error):
+                log.warning("no memory for a request: %r", error)
+                return refuse(OverloadedError("memory is short for this request", remedy="Send the same request again"))
             log.exception("%s %s failed", row.method, row.path)
             return refuse(RequestFailedError(f"{type(error).__name__}: {error}", remedy="See the server's log"))
         finally:

@@ -14,6 +14,9 @@ from mint.errors import MintError
 from mint.server.store.rows import SamplerRow
 from mint.wire.requests import SampleRequest
 
+MEMORY_PATIENCE_S = 30.0
+"""How long a request is tried again because memory was short, from the first time on; then it fails."""
+
 
 @dataclass(frozen=True)
 class TrainingJob:

@@ -2,22 +2,23 @@
 
 An error of the engine ends its batch. Each request that was in it is then run again alone, once, so that only the one
 at fault fails; tokens that were streamed already are not streamed again. A request whose weights cannot be read now (no
-descriptor is left, the journal is locked) fails neither: it is handed back, to be run later. Used on the worker's
-thread.
+descriptor is left, the journal is locked) fails neither: it is handed back, to be run later. So is one for which memory
+is short, for a while. Used on the worker's thread.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from mint.engine.protocol import Engine, SampleBatch
+from mint.engine.protocol import Engine, SampleBatch, is_out_of_memory
 from mint.errors import JournalError, MintError
 from mint.server.ids import session_of
 from mint.server.queue.futures import FutureResult
-from mint.server.queue.jobs import QueuedSample
+from mint.server.queue.jobs import MEMORY_PATIENCE_S, QueuedSample
 from mint.server.queue.scheduler import SamplingLoad
 from mint.server.worker.sample_requests import sample_result
 from mint.server.worker.samplers import Samplers
@@ -33,6 +34,7 @@ class SamplingBatch:
     def __init__(self, engine: Engine, samplers: Samplers) -> None:
         self._engine = engine
         self._samplers = samplers
+        self._short_since: dict[str, float] = {}  # requests for which memory was short → when that was first so
         self._batch: SampleBatch | None = None
         self._running: dict[str, QueuedSample] = {}
         self._retry_alone: deque[QueuedSample] = deque()  # of a batch that failed: they run again, one by one
@@ -72,7 +74,7 @@ class SamplingBatch:
         return refused
 
     def take_postponed(self) -> list[QueuedSample]:
-        """Returns, once, the requests that left the batch because the storage does not let them run now."""
+        """Returns, once, the requests that left the batch because storage or memory do not let them run now."""
         postponed, self._postponed = self._postponed, []
         return postponed
 
@@ -91,6 +93,7 @@ class SamplingBatch:
             return {**results, **self._broken(error)}
         for name, result in finished.items():
             sample = self._running.pop(name)
+            self._short_since.pop(name, None)
             self._count(sample, -1)
             results[name] = sample_result(sample.request, result)
         return results
@@ -109,14 +112,14 @@ class SamplingBatch:
     def _add(self, sample: QueuedSample) -> FutureResult | None:
         """Puts a request that is counted into the batch, or postpones it; or returns the result that says why it
         cannot be run."""
-        if self._batch is None:
-            self._batch = self._engine.open_batch()
         try:
+            if self._batch is None:
+                self._batch = self._engine.open_batch()
             job = self._samplers.job(sample)
             self._batch.add(sample.request_id, job, None if sample.on_token is None else _TokenListener(sample))
         except Exception as error:  # the boundary: as in `step`
             self._count(sample, -1)
-            if _may_pass(error):
+            if self._may_pass(sample, error):
                 self._postponed.append(sample)
                 return None
             if not isinstance(error, MintError):
@@ -133,7 +136,21 @@ class SamplingBatch:
             self._retry_alone.extend(samples)
             return {}
         self._count(samples[0], -1)
+        if self._may_pass(samples[0], error):
+            self._postponed.append(samples[0])
+            return {}
         return {samples[0].request_id: FutureResult.of_error(error)}
+
+    def _may_pass(self, sample: QueuedSample, error: Exception) -> bool:
+        """Whether an error is one of the storage, its descriptors or, not for too long yet, the memory; not one of the
+        request."""
+        if is_out_of_memory(error):
+            now = time.monotonic()
+            if now - self._short_since.setdefault(sample.request_id, now) < MEMORY_PATIENCE_S:
+                return True
+            del self._short_since[sample.request_id]
+            return False
+        return isinstance(error, JournalError) or (isinstance(error, OSError) and error.errno in NO_DESCRIPTOR)
 
     def _start_next_alone(self) -> dict[str, FutureResult]:
         """Starts the next of them once the one before has ended; returns the results of those that cannot be run."""
@@ -154,11 +171,6 @@ class SamplingBatch:
         self._sequences[sample.owner] += change
         if not self._sequences[sample.owner]:
             del self._sequences[sample.owner]
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether an error is one of the storage or of its descriptors, not one of the request."""
-    return isinstance(error, JournalError) or (isinstance(error, OSError) and error.errno in NO_DESCRIPTOR)
 
 
 class _TokenListener:

@@ -18,11 +18,18 @@ from typing import Any
 from pydantic import BaseModel
 
 import mint.wire as wire
-from mint.engine.protocol import LoraSpec
-from mint.errors import ConflictError, DamagedDataError, InvalidRequestError, JournalError, MintError
+from mint.engine.protocol import LoraSpec, is_out_of_memory
+from mint.errors import (
+    ConflictError,
+    DamagedDataError,
+    InvalidRequestError,
+    JournalError,
+    MintError,
+    OutOfMemoryError,
+)
 from mint.server.ids import file_stem, sampler_id, seed_root, session_of
 from mint.server.queue.futures import FutureResult
-from mint.server.queue.jobs import Decode, TrainingJob
+from mint.server.queue.jobs import MEMORY_PATIENCE_S, Decode, TrainingJob
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.journal import Finish, Journal
@@ -77,6 +84,10 @@ class _Success:
     obsolete_files: tuple[str, ...] = ()
 
 
+class _MemoryShortError(OutOfMemoryError):
+    """Memory is short for a request, which shall be tried again."""
+
+
 class Trainer:
     """Runs the training requests of one data directory."""
 
@@ -97,6 +108,7 @@ class Trainer:
         self._journal = journal
         self._data_dir = data_dir
         self._require_save = require_save
+        self._short_since: dict[tuple[str, int], float] = {}  # requests for which memory was short → since when
         self._snapshots = Snapshots(journal, data_dir)
         self.memory = ModelMemory(models, journal, self._snapshots, data_dir, limit_bytes=model_memory_bytes)
         self._recovery = Recovery(models, self.memory, journal, data_dir, decode)
@@ -117,10 +129,11 @@ class Trainer:
 
         Raises:
             JournalError: the storage does not work now; the request shall be run again.
+            OutOfMemoryError: memory is short now, and has not been for long; the request shall be run again.
         """
         try:
             if job.seq_id > 0 and job.model_id not in self.models:
-                self._recovery.restore(job.model_id)
+                self._restore(job)
             self.models.touch(job.model_id)
             if job.kind == "optim_step":
                 self.models.require_whole_gradient(job.model_id)
@@ -133,20 +146,40 @@ class Trainer:
             raise
         except DamagedDataError as error:  # without this request, all that follow would compute other bits
             return self._failed(job, self._recovery.stop(job.model_id, error))
+        except _MemoryShortError:
+            raise
         except MintError as error:
             return self._failed(job, error)
         except Exception as error:  # the boundary: an engine may raise anything, and the client must be told
+            if is_out_of_memory(error) and self._may_wait(job):
+                self.models.drop(job.model_id)  # its state is unknown: restore it, then run the request again
+                raise _MemoryShortError(f"memory is short for a request ({job.kind}): {error!r}") from error
             log.exception("request %d (%s) of %s failed", job.seq_id, job.kind, job.model_id)
             outcome = self._failed(job, error)
             if job.kind != "forward_backward":
                 self.models.drop(job.model_id)  # its state is unknown: the next request restores it
             return outcome
+        self._short_since.pop((job.model_id, job.seq_id), None)
         body = wire.encode_result(effect.result)
         pruned = prune_results(self.models[job.model_id].snapshots, job.seq_id)
         finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes, **pruned)
         return JobOutcome(finish, effect.obsolete_files)
 
+    def _restore(self, job: TrainingJob) -> None:
+        try:
+            self._recovery.restore(job.model_id)
+        except OutOfMemoryError as error:
+            if self._may_wait(job):
+                raise _MemoryShortError(f"memory is short to restore a model: {error}") from error
+            raise
+
+    def _may_wait(self, job: TrainingJob) -> bool:
+        """Whether a request for which memory is short may be tried again."""
+        now = time.monotonic()
+        return now - self._short_since.setdefault((job.model_id, job.seq_id), now) < MEMORY_PATIENCE_S
+
     def _failed(self, job: TrainingJob, error: Exception) -> JobOutcome:
+        self._short_since.pop((job.model_id, job.seq_id), None)
         if job.kind == "forward_backward":
             self.models.note_failed(job.model_id, job.kind)
         return JobOutcome(Finish(job.model_id, job.seq_id, "failed", FutureResult.of_error(error).body))

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from mint.errors import JournalError, RequestFailedError
+from mint.errors import JournalError, OutOfMemoryError, RequestFailedError
 from mint.server.ids import RequestId, request_id
 from mint.server.queue.eta import SAMPLE, Eta
 from mint.server.queue.fairness import Fairness
@@ -33,6 +33,7 @@ log = logging.getLogger("mint.worker")
 
 HOUSEKEEPING_S = 60.0
 JOURNAL_RETRY_S = 1.0
+MEMORY_RETRY_S = 0.5
 
 
 class Worker:
@@ -163,6 +164,9 @@ class Worker:
                 if self._journal.storage.problem is None:  # otherwise training waits, and sampling goes on
                     log.error("journal unavailable: %s", error)
                     self._stopping.wait(JOURNAL_RETRY_S)
+            except OutOfMemoryError as error:
+                log.warning("%s; it is tried again", error)
+                self._stopping.wait(MEMORY_RETRY_S)
             except Exception:  # the boundary: no error between two requests may end the service
                 log.exception("the worker failed between two requests")
                 self._stopping.wait(JOURNAL_RETRY_S)
@@ -277,7 +281,7 @@ class Worker:
         results |= self._batch.step()
         postponed = self._batch.take_postponed()
         if postponed:
-            log.warning("%d sample requests wait until their weights can be read", len(postponed))
+            log.warning("%d sample requests wait for memory, or until their weights can be read", len(postponed))
             self.eta.forget(sample.request_id for sample in postponed)
             again_at = self._clock() + JOURNAL_RETRY_S
             self._queue.put_back([replace(sample, not_before=again_at) for sample in postponed])
