@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,3 +57,22 @@ def train(engine: Engine, model_id: str, steps: int = 2, seed: int = 0) -> None:
     for step in range(steps):
         engine.forward_backward(model_id, random_data(seed + step), CROSS_ENTROPY)
         engine.optim_step(model_id, ADAM)
+
+
+def take_gradient(engine: Engine, model_id: str) -> dict[str, np.ndarray]:
+    """The accumulated gradient by PEFT name, bit for bit; it is cleared, and nothing else changes.
+
+    It is the first moment after a step that forgets the moments before it and moves no weight.
+    """
+    state = engine.read_state(model_id)
+    metrics = engine.optim_step(model_id, AdamSpec(0.0, 0.0, 0.9, 1e-8, 0.0, 0.0))
+    assert not metrics["skipped_nonfinite"]
+    gradient = engine.read_state(model_id).exp_avg
+    assert gradient is not None
+    engine.write_state(model_id, state)
+    return dict(gradient)
+
+
+def flat(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """All entries in one vector."""
+    return np.concatenate([array.reshape(-1) for array in arrays.values()])

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from decoders import new_lora, open_decoder
-from engine_data import CROSS_ENTROPY, LORA, datum
+from engine_data import CROSS_ENTROPY, LORA, datum, take_gradient
 from small_models import write_model
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
 from mint.engine.lora import LoraRows, LoraWeights, SiteWeights, rows_of
 from mint.engine.model.decoder import Decoder
-from mint.engine.protocol import LoraSpec, SampleJob, StopRule
+from mint.engine.protocol import LoraSpec, ModelState, SampleJob, StopRule
 from mint.engine.torch_engine import TorchEngine
 from mint.models.folder import ModelFolder
 
@@ -113,10 +113,10 @@ def test_experts_without_rows_get_no_gradient(native: bool, tmp_path: Path, comp
     engine = TorchEngine(dtype="float32", threads=1, device="cpu", native=compiled if native else None)
     engine.load_base("base", str(tmp_path))
     engine.create_model("m", "base", LORA)
-    model = engine._models["m"]
-    model.weights.flat.add_(0.01)  # B is no longer zero
+    weights = engine.read_state("m").weights
+    engine.write_state("m", ModelState({name: weight + 0.01 for name, weight in weights.items()}))  # B not zero
     engine.forward_backward("m", [datum([7] * 30)], CROSS_ENTROPY)
-    gradients = model.weights.named(model.gradient)
+    gradients = take_gradient(engine, "m")
     prefix = "model.layers.0.mlp.experts"
     moved = {expert for expert in range(6) if np.abs(gradients[f"{prefix}.{expert}.up_proj.lora_B.weight"]).max() > 0}
     assert len(moved) == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, train
+from engine_data import CROSS_ENTROPY, LORA, datum, flat, job, random_data, take_gradient, train
 from transformers import Qwen3ForCausalLM
 
 from mint.engine.cpu import operations
@@ -27,10 +27,6 @@ def _engine(tied: Model) -> TorchEngine:
     engine.load_base("base", str(tied[0]))
     engine.create_model("m", "base", LORA)
     return engine
-
-
-def _gradient(engine: TorchEngine) -> np.ndarray:
-    return engine._models["m"].gradient.numpy().copy()
 
 
 @pytest.mark.parametrize("parts", [(40,), (24, 8, 8)])
@@ -71,7 +67,7 @@ def test_merging_changes_rounding_and_nothing_else(tied: Model, monkeypatch: pyt
         engine = _engine(tied)
         train(engine, "m", steps=1)
         result = engine.forward_backward("m", data, CROSS_ENTROPY)
-        found.append((np.concatenate(result.logprobs), _gradient(engine)))
+        found.append((np.concatenate(result.logprobs), flat(take_gradient(engine, "m"))))
     (merged, merged_gradient), (apart, gradient) = found
     assert merged.tobytes() != apart.tobytes()  # both ways were taken
     assert np.abs(merged - apart).max() <= 1e-5
@@ -134,7 +130,7 @@ def test_an_mlp_in_parts_gives_the_same_bits_and_the_same_gradient(
         engine = _engine(tied)
         engine.create_model("m", "base", LoraSpec(4, 7, True, True, False))
         result = engine.forward_backward("m", data, CROSS_ENTROPY)
-        found.append((b"".join(row.tobytes() for row in result.logprobs), _gradient(engine)))
+        found.append((b"".join(row.tobytes() for row in result.logprobs), flat(take_gradient(engine, "m"))))
     (whole, whole_gradient), (parts, gradient) = found
     assert whole == parts
     assert whole_gradient.tobytes() != gradient.tobytes()  # sums of other parts

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_data import CROSS_ENTROPY, LORA, datum, random_data, train
+from engine_data import CROSS_ENTROPY, LORA, datum, flat, random_data, take_gradient, train
 from torch.func import functional_call
 from transformers import Qwen3ForCausalLM
 
@@ -42,13 +42,13 @@ def _reference(engine: TorchEngine, folder: Path, data: list[TrainDatum]) -> tup
     """Logprobs of all targets, gradients by PEFT name, and the loss, by transformers' model in float64."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     weights = {
-        name: torch.from_numpy(w).double().requires_grad_() for name, w in engine._models["m"].weights.named().items()
+        name: torch.from_numpy(w).double().requires_grad_() for name, w in engine.read_state("m").weights.items()
     }
-    scale = LORA_ALPHA / engine._models["m"].weights.spec.rank
     merged = dict(model.named_parameters(remove_duplicate=False))
     for name in weights:
         if name.endswith("lora_A.weight"):
             module = name.removesuffix(".lora_A.weight")
+            scale = LORA_ALPHA / len(weights[name])
             change = weights[f"{module}.lora_B.weight"] @ weights[name]
             merged[f"{module}.weight"] = merged[f"{module}.weight"].detach() + scale * change
     logprobs, loss = [], torch.zeros((), dtype=torch.float64)
@@ -74,9 +74,7 @@ def _gradient(engine: TorchEngine, passes: list[list[TrainDatum]]) -> np.ndarray
     engine.clear_gradient("m")
     for data in passes:
         engine.forward_backward("m", data, CROSS_ENTROPY)
-    gradient = engine._models["m"].gradient.numpy().copy()
-    engine.clear_gradient("m")
-    return gradient
+    return flat(take_gradient(engine, "m"))
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -106,7 +104,7 @@ def test_logprobs_loss_and_gradient_equal_those_of_transformers_in_float64(
         assert own.shape == example.targets.shape and own.dtype == np.float32
         assert np.abs(own - expected).max() <= 1e-4
     assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5, abs=1e-4)
-    ours = engine._models["m"].weights.named(engine._models["m"].gradient)
+    ours = take_gradient(engine, "m")
     assert ours.keys() == gradients.keys()
     for name, expected in gradients.items():
         assert np.abs(ours[name] - expected).max() <= 2e-5 * np.abs(expected).max(), name
