@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mint.engine.cpu.onednn import has_onednn, onednn_product
 from mint.engine.machine_limits import Device, Rates
 from mint.models.random_base import DType, ModelShape
 
@@ -54,8 +55,8 @@ class MachineRates:
         for weight in matrices:
             inputs = self._random(rows, weight.shape[1])
             ways = [lambda x=inputs, w=weight: functional.linear(x, w)]
-            if self.dtype == torch.float32 and self.device.type == "cpu" and torch.backends.mkldnn.is_available():
-                ways.append(lambda x=inputs, w=weight: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""))
+            if self.dtype == torch.float32 and self.device.type == "cpu" and has_onednn(weight):
+                ways.append(lambda x=inputs, w=weight: onednn_product(x, w))
             seconds += min(self._best_seconds(way) for way in ways)
             flops += 2 * rows * weight.numel()
         return flops / seconds

@@ -54,7 +54,7 @@ class OnednnMatrix(DenseMatrix):
 
     @override
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return _onednn_product(x, self.weight, residual)
+        return onednn_product(x, self.weight, residual)
 
     @override
     def gradient(self, grad: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ class PackedMatrix:
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._dtype == torch.float32:
-            return _onednn_product(x, self.packed, residual)
-        return add_residual(_onednn_product(x.to(self._dtype), self.packed).float(), residual)
+            return onednn_product(x, self.packed, residual)
+        return add_residual(onednn_product(x.to(self._dtype), self.packed).float(), residual)
 
     def gradient(self, grad: Tensor) -> Tensor:
         return dense_gradient(self.dense(), grad)
@@ -140,7 +140,7 @@ def dense_gradient(weight: Tensor, grad: Tensor) -> Tensor:
     """`grad @ weight`, float32 [T, I] from grad [T, O], with a row-major weight [O, I]."""
     grad = grad.to(weight.dtype)
     if has_onednn(weight) and (weight.numel() >= PACKED_ENTRIES or len(grad) >= MANY_ROWS):
-        return _onednn_product(grad, weight.t()).float()  # oneDNN takes the transposed view as it is
+        return onednn_product(grad, weight.t()).float()  # oneDNN takes the transposed view as it is
     return grad.mm(weight).float()
 
 
@@ -155,8 +155,9 @@ def _onednn_rows(matrix: DenseMatrix | PackedMatrix) -> int:
     return max(ONEDNN_ROWS, ONEDNN_MULTIPLICATIONS // (matrix.inputs * matrix.outputs) + 1)
 
 
-def _onednn_product(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """`x @ weight.T` (+ residual) in their dtype."""
+def onednn_product(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    """`x @ weight.T` (+ residual) in their dtype. These operations are torch's own, without a public name: its compiler
+    puts them in place of `linear`, which gives float32 to MKL."""
     if residual is None:
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
     else:

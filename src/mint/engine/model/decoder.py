@@ -55,6 +55,7 @@ class Decoder:
             InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not of its family.
         """
         self.config = config
+        self.vocab_size = config.vocab_size
         self.operations = operations
         self.dtype = operations.dtype
         self.device = operations.device
@@ -68,11 +69,6 @@ class Decoder:
             for index, layer in enumerate(self.weights.layers)
             if isinstance(layer.mlp, MixtureWeights) and layer.mlp_norm is not None
         }
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.config.vocab_size
 
     def sites(self, lora: LoraSpec) -> list[Site]:
         """The products that `lora` trains, in the order of storage."""

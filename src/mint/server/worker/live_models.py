@@ -104,13 +104,13 @@ class LiveModels:
         """The memory of a model in the engine."""
         return self._models[model_id].size_bytes
 
-    def touch(self, model_id: str) -> None:
-        """Notes that a model is used now."""
-        if model_id in self._models:
-            self._models[model_id] = self._models.pop(model_id)
-
-    def __contains__(self, model_id: str) -> bool:
-        return model_id in self._models
+    def touch(self, model_id: str) -> bool:
+        """Notes that a model is used now; False if it is not in the engine."""
+        live = self._models.pop(model_id, None)
+        if live is None:
+            return False
+        self._models[model_id] = live
+        return True
 
     def __getitem__(self, model_id: str) -> LiveModel:
         return self._models[model_id]

@@ -132,9 +132,8 @@ class Trainer:
             OutOfMemoryError: memory is short now, and has not been for long; the request shall be run again.
         """
         try:
-            if job.seq_id > 0 and job.model_id not in self.models:
+            if not self.models.touch(job.model_id) and job.seq_id > 0:
                 self._restore(job)
-            self.models.touch(job.model_id)
             if job.kind == "optim_step":
                 self.models.require_whole_gradient(job.model_id)
             if isinstance(job.request, MintError):  # a body that could not be decoded fails here, in its turn
