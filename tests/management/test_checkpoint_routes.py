@@ -270,10 +270,13 @@ def test_a_copy_counts_for_the_quota(place: Place) -> None:
     size = place.rest("alice").get_checkpoint(path).result().size_bytes
     assert size is not None
     request = CopyWeightsRequest(source_path=path)
-    error = refusal(lambda: place.service.checkpoints.copy("alice", request, max_bytes=2 * size - 1))
+    reservations = place.service.reservations
+    with reservations.open("alice", 2 * size - 1) as short:
+        error = refusal(lambda: place.service.checkpoints.copy("alice", request, hold=short.hold))
     assert error.field == "max_checkpoint_bytes"
     assert error.status == 400
-    place.service.checkpoints.copy("alice", request, max_bytes=2 * size)
+    with reservations.open("alice", 2 * size) as enough:
+        place.service.checkpoints.copy("alice", request, hold=enough.hold)
 
 
 # --- ids ---------------------------------------------------------------------------------------------------------

@@ -129,13 +129,14 @@ class Server:
             self._socket = opened.enter_context(preflight.open_socket(settings.host, settings.port))
             self._metrics = metrics = Metrics()
             self.service = _open_service(settings, metrics, engine)
+            defaults = default_quotas(
+                settings,
+                free_bytes=self.service.disk.free_bytes,
+                stored_bytes=self.service.checkpoints.used_bytes(),
+            )
+            self.keys = ApiKeys(self.service.journal.database, defaults=defaults)
+            self.service.start(self.keys.quotas_of if access.asks_keys else None)
             opened.pop_all()  # all is open: `run` closes it
-        defaults = default_quotas(
-            settings,
-            free_bytes=self.service.disk.free_bytes,
-            stored_bytes=self.service.checkpoints.used_bytes(),
-        )
-        self.keys = ApiKeys(self.service.journal.database, defaults=defaults)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")
         self._disk_threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-accept")
         guarded = GuardedKeys(self.keys)
@@ -227,7 +228,6 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
     for name in service.base_models.names:
         service.base_models.folder(name)
     metrics.watch(service)
-    service.start()
     return service
 
 

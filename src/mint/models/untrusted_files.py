@@ -9,7 +9,7 @@ from __future__ import annotations
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -68,16 +68,19 @@ _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 class UntrustedFiles:
     """The files of a folder or an archive from outside, open for reading. A context manager: the end closes them."""
 
-    def __init__(self, source: Path | BinaryIO, scratch: Path) -> None:
+    def __init__(
+        self, source: Path | BinaryIO, scratch: Path, *, before_copy: Callable[[int], None] = lambda size_bytes: None
+    ) -> None:
         """Checks and opens the files.
 
         `source` is a folder, the path of a .tar or .tar.gz, or an open one. Copies of an archive's files are unnamed
-        temporary files in the folder `scratch`.
+        temporary files in the folder `scratch`; `before_copy` is told the size of each, and may refuse it.
 
         Raises:
             InvalidRequestError: `source` is none of these, or holds what the archive of a lora never holds.
         """
         self._open = ExitStack()
+        self._before_copy = before_copy
         self.files: dict[str, BinaryIO] = {}
         try:
             if isinstance(source, Path) and source.is_dir():
@@ -126,6 +129,7 @@ class UntrustedFiles:
                 raise _refused(f"holds {name} of {size} bytes, more than mint takes", "Send the lora alone")
             if name not in WANTED:
                 continue
+            self._before_copy(size)
             copy = self._open.enter_context(tempfile.TemporaryFile(dir=scratch))  # noqa: SIM115 - closed by the stack
             for chunk in content:
                 copy.write(chunk)

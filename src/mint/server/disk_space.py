@@ -37,6 +37,8 @@ class DiskSpace:
         self._read_at = float("-inf")
         self._free_bytes = 0
         self._is_nearly_full = False
+        self.promised_bytes = 0
+        """What uploads and copies under way have still to write."""
         self.reserve_bytes = (
             default_reserve(shutil.disk_usage(data_dir).total) if reserve_bytes is None else reserve_bytes
         )
@@ -52,8 +54,8 @@ class DiskSpace:
 
     @property
     def is_short(self) -> bool:
-        """Whether the disk is filled up to the reserve."""
-        return self.free_bytes < self.reserve_bytes
+        """Whether the disk is filled up to the reserve, or will be by what is promised."""
+        return self.free_bytes - self.promised_bytes < self.reserve_bytes
 
     def look(self) -> bool:
         """Whether the disk is nearly full. The log says once when it becomes so, and once when it no longer is."""
@@ -85,12 +87,30 @@ class DiskSpace:
         if not self.is_short:
             return None
         return OverloadedError(
-            f"bytes of the server's disk must stay free, and {self.free_bytes} are; what runs goes on",
+            f"bytes of the server's disk must stay free; {self.free_bytes} are, and uploads under way will take "
+            f"{self.promised_bytes} of them; what runs goes on",
             field="disk_reserve",
             value=self.reserve_bytes,
             remedy="Delete checkpoints (mint checkpoints delete); the operator can free disk space, or lower "
             "MINT_DISK_RESERVE_MIB",
         )
+
+    def require_room(self, size_bytes: int) -> None:
+        """Checks by the free space of this moment that so many bytes can be promised.
+
+        Raises:
+            OverloadedError: the disk would be filled up to the reserve.
+        """
+        self._read_at = float("-inf")
+        room = self.free_bytes - self.promised_bytes - self.reserve_bytes
+        if size_bytes > room:
+            raise OverloadedError(
+                f"bytes of the server's disk must stay free; beside them and what uploads under way will take, "
+                f"{max(0, room)} are free, and {size_bytes} more are needed",
+                field="disk_reserve",
+                value=self.reserve_bytes,
+                remedy="Delete checkpoints (mint checkpoints delete), or try again later; the operator can free space",
+            )
 
     def require_free_space(self, *, fresh: bool = False) -> None:
         """Checks that something new may be stored, with `fresh` by the free space of this moment.

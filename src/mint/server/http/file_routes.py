@@ -30,6 +30,7 @@ from mint.server.http.route_table import Call, RouteRow, respond, respond_json
 from mint.server.http.signed_urls import LIFETIME_S, Signer
 from mint.server.service.downloads import ARCHIVE, PEFT_FILES, open_file
 from mint.server.service.uploads import SCRATCH_FOLDER, report_storage_faults
+from mint.server.storage_reservations import Reservation
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.rows import CheckpointRow
 from mint.types.checkpoint_path import CheckpointPath
@@ -131,9 +132,14 @@ async def upload(call: Call) -> Response:
     try:
         scratch = call.service.data_dir / SCRATCH_FOLDER
         await asyncio.to_thread(scratch.mkdir, parents=True, exist_ok=True)
-        with report_storage_faults(), tempfile.TemporaryFile(dir=scratch) as spool:
-            fields = await _receive(call, spool)
-            row = await asyncio.to_thread(_import, call, spool, fields)
+        quota = call.caller.quotas.max_checkpoint_bytes
+        with (
+            call.service.reservations.open(call.caller.owner, quota) as reservation,
+            report_storage_faults(),
+            tempfile.TemporaryFile(dir=scratch) as spool,
+        ):
+            fields = await _receive(call, spool, reservation)
+            row = await asyncio.to_thread(_import, call, spool, fields, reservation)
     finally:
         _uploads.release()
     path = CheckpointPath(row.model_id, row.kind, row.name).uri
@@ -142,13 +148,14 @@ async def upload(call: Call) -> Response:
     return respond(UploadCheckpointResponse(path=path, checkpoint_id=alias, notes=notes))
 
 
-def _import(call: Call, spool: BinaryIO, fields: Mapping[str, str]) -> CheckpointRow:
+def _import(call: Call, spool: BinaryIO, fields: Mapping[str, str], reservation: Reservation) -> CheckpointRow:
     base_model, name = (fields.get(field) or None for field in TEXT_FIELDS)
-    return call.service.import_checkpoint(call.caller, spool, base_model=base_model, name=name)
+    return call.service.import_checkpoint(call.caller, spool, base_model=base_model, name=name, reservation=reservation)
 
 
-async def _receive(call: Call, spool: BinaryIO) -> dict[str, str]:
-    """Writes the part `file` of a multipart body to `spool`; the text fields."""
+async def _receive(call: Call, spool: BinaryIO, reservation: Reservation) -> dict[str, str]:
+    """Writes the part `file` of a multipart body to `spool`; the text fields. Reserves what the body announces, or what
+    has arrived of one that announces nothing."""
     headers = call.request.headers
     media_type, options = parse_options_header(headers.get("content-type"))
     boundary = options.get(b"boundary", b"")
@@ -164,14 +171,24 @@ async def _receive(call: Call, spool: BinaryIO) -> dict[str, str]:
     form = _Form(spool)
     try:
         parser = MultipartParser(boundary, form.callbacks())
-        most = min(MAX_UPLOAD_BYTES, call.caller.quotas.max_checkpoint_bytes or MAX_UPLOAD_BYTES)
-        received = 0
-        async for chunk in _chunks(call):
-            received += len(chunk)
-            if received > most:
+        quota = call.caller.quotas.max_checkpoint_bytes
+        most = MAX_UPLOAD_BYTES if quota is None else min(MAX_UPLOAD_BYTES, quota)
+        length = headers.get("content-length", "")
+        announced = int(length) if length.isascii() and length.isdigit() else 0
+        written = 0
+
+        def take(chunk: bytes) -> None:
+            total = max(announced, written + len(chunk))
+            if total > most:
                 remedy = f"Send at most {most} bytes"
-                raise BodyTooLargeError("is too large", field="body", value=f"{received} bytes", remedy=remedy)
-            await asyncio.to_thread(parser.write, chunk)
+                raise BodyTooLargeError("is too large", field="body", value=f"{total} bytes", remedy=remedy)
+            reservation.hold(total, total - written)
+            parser.write(chunk)
+
+        await asyncio.to_thread(take, b"")  # refused before the body is read
+        async for chunk in _chunks(call):
+            await asyncio.to_thread(take, chunk)
+            written += len(chunk)
         parser.finalize()
     except MultipartParseError as error:
         raise InvalidRequestError(

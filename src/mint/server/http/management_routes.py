@@ -101,12 +101,9 @@ def copy_weights(call: Call) -> Response:
     if WEIGHTS_ACCESS_TOKEN in headers:
         request = request.model_copy(update={"weights_access_token": headers[WEIGHTS_ACCESS_TOKEN]})
     call.service.disk.require_free_space()
-    path = call.checkpoints.copy(
-        call.caller.owner,
-        request,
-        key=headers.get(IDEMPOTENCY_KEY),
-        max_bytes=call.caller.quotas.max_checkpoint_bytes,
-    )
+    owner, quota = call.caller.owner, call.caller.quotas.max_checkpoint_bytes
+    with call.service.reservations.open(owner, quota) as reservation:
+        path = call.checkpoints.copy(owner, request, key=headers.get(IDEMPOTENCY_KEY), hold=reservation.hold)
     return respond(records.CopyWeightsResponse(tinker_path=path))
 
 

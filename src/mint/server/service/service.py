@@ -22,7 +22,7 @@ from mint.engine.protocol import Engine
 from mint.errors import (
     JournalError,
 )
-from mint.server.callers import Caller
+from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace, folder_bytes
 from mint.server.limits import ServerLimits, default_published_bytes
 from mint.server.private_files import open_data_dir
@@ -39,6 +39,7 @@ from mint.server.service.session_lifetime import SessionLifetime
 from mint.server.service.sessions import Sessions
 from mint.server.service.training_requests import TrainingRequests
 from mint.server.service.uploads import import_checkpoint
+from mint.server.storage_reservations import Reservation, StorageReservations
 from mint.server.storage_state import START_REMEDY, StorageProblem, starting
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
@@ -115,6 +116,7 @@ class Service:
         self._reader = LargeRequestReader() if is_server else RequestReader()
         self._sample_deaths = SampleDeaths(data_dir / "instances" / SAMPLE_DEATHS_FILE)
         self.disk = DiskSpace(data_dir, self.limits.disk_reserve_bytes)
+        self.reservations = StorageReservations(self.disk, self.journal.checkpoint_bytes)
         waiting = self.limits.waiting_bytes
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
         self._clock = clock
@@ -131,6 +133,7 @@ class Service:
             self._live_sessions,
             self.base_models,
             self.disk,
+            self.reservations,
             self.limits,
             accepting,
         )
@@ -198,8 +201,13 @@ class Service:
             return self.limits.published_bytes
         return default_published_bytes(self.disk.free_bytes + folder_bytes(self.data_dir / "published"))
 
-    def start(self) -> None:
-        """Takes over the sessions of dead processes, and begins to work."""
+    def start(self, quotas_of: Callable[[str], Quotas] | None = None) -> None:
+        """Takes over the sessions of dead processes, and begins to work.
+
+        `quotas_of` gives the quotas of an owner who has not called yet; None: nobody has any.
+        """
+        if quotas_of is not None:
+            self.training.quotas_of = quotas_of
         # Two processes that start on one data directory must not both take over the same session.
         with starting(), self.instance.sole_adopter():
             self.sessions.adopt()
@@ -309,7 +317,13 @@ class Service:
         return checkpoints.find_checkpoint(self.journal, path, reader=reader)
 
     def import_checkpoint(
-        self, caller: Caller, source: BinaryIO, *, base_model: str | None, name: str | None
+        self,
+        caller: Caller,
+        source: BinaryIO,
+        *,
+        base_model: str | None,
+        name: str | None,
+        reservation: Reservation,
     ) -> CheckpointRow:
         """Makes a checkpoint of an archive, as `uploads.import_checkpoint`, of a base model that is offered here.
 
@@ -326,7 +340,7 @@ class Service:
             base_model=base_model,
             name=name,
             folder_of=self.base_models.offered_folder,
-            max_bytes=caller.quotas.max_checkpoint_bytes,
+            reservation=reservation,
         )
 
     def is_training_run(self, name: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from pydantic import BaseModel
@@ -22,6 +23,7 @@ from mint.server.queue.jobs import TrainingJob
 from mint.server.queue.queue import RequestQueue
 from mint.server.service.request_reader import RequestReader
 from mint.server.service.sessions import Sessions
+from mint.server.storage_reservations import StorageReservations
 from mint.server.store.journal import Journal
 from mint.server.store.rows import JobRow, ModelRow, TrainingRunRow
 from mint.server.worker.base_models import BaseModels
@@ -47,6 +49,7 @@ class TrainingRequests:
         sessions: Sessions,
         base_models: BaseModels,
         disk: DiskSpace,
+        reservations: StorageReservations,
         limits: ServerLimits,
         accepting: threading.RLock,
     ) -> None:
@@ -58,9 +61,12 @@ class TrainingRequests:
         self._sessions = sessions
         self._base_models = base_models
         self._disk = disk
+        self._reservations = reservations
         self._limits = limits
         self._accepting = accepting
         self._quotas: dict[str, Quotas] = {}  # of owners that save
+        self.quotas_of: Callable[[str], Quotas] = lambda owner: Quotas()
+        """The quotas of an owner who has not saved since this process began."""
 
     def submit(
         self, caller: Caller, kind: str, body: bytes, encoding: wire.Encoding = wire.Encoding.JSON
@@ -172,7 +178,7 @@ class TrainingRequests:
             return shortage
         if row.kind not in SAVES or caller.quotas.max_checkpoint_bytes is None:
             return None
-        return caller.quotas.save_error(self._journal.checkpoint_bytes(caller.owner))
+        return caller.quotas.save_error(self._reservations.used_bytes(caller.owner))
 
     def require_save(self, owner: str) -> None:
         """Checks on the worker's thread, before a checkpoint is written, that there is still space and quota for it.
@@ -182,8 +188,9 @@ class TrainingRequests:
             InvalidRequestError: the owner's quota is used up.
         """
         self._disk.require_free_space(fresh=True)
-        quotas = self._quotas.get(owner)  # unknown after a restart, until the owner saves again
-        error = None if quotas is None else quotas.save_error(self._journal.checkpoint_bytes(owner))
+        # Of a save that an earlier process has accepted, it is not known with which key it came.
+        quotas = self._quotas.get(owner) or self.quotas_of(owner)
+        error = quotas.save_error(self._reservations.used_bytes(owner))
         if error is not None:
             raise error
 

@@ -29,6 +29,7 @@ from mint.models.untrusted_files import MANIFEST_FILE, OPTIMIZER_FILE, Untrusted
 from mint.models.untrusted_tensors import UntrustedTensors
 from mint.server.ids import model_id, new_session_id
 from mint.server.service.downloads import ARCHIVE_FORMAT
+from mint.server.storage_reservations import Reservation
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.checkpoint_folders import Manifest
@@ -67,26 +68,34 @@ def import_checkpoint(
     base_model: str | None = None,
     name: str | None = None,
     folder_of: Callable[[str], Path] | None = None,
-    max_bytes: int | None = None,
+    reservation: Reservation | None = None,
 ) -> CheckpointRow:
     """Makes a checkpoint, in a new run of `owner`, of a PEFT folder, or of a .tar.gz or .tar of one.
 
     `base_model` None takes the one that the lora names. `folder_of` finds a base model's folder; the default looks
-    in `MINT_MODELS`. `max_bytes` limits the owner's checkpoints together. The row's `user_metadata["notes"]` say what
-    was changed on the way.
+    in `MINT_MODELS`. A `reservation` holds what is stored until the checkpoint is there, and may refuse it. The row's
+    `user_metadata["notes"]` say what was changed on the way.
 
     Raises:
         InvalidRequestError: `source` is no lora, is hostile, does not fit the base model, or is more than the owner
             may store.
+        OverloadedError: they would fill the disk up to its reserve.
         JournalError: the files cannot be stored now.
     """
+
+    def before_copy(size_bytes: int) -> None:
+        if reservation is not None:
+            reservation.hold(reservation.stored_bytes, size_bytes)
+
     name = checkpoints.check_name(name or DEFAULT_NAME)
     find = folder_of or _registered
     with report_storage_faults():
-        with UntrustedFiles(source, data_dir / SCRATCH_FOLDER) as files:
+        with UntrustedFiles(source, data_dir / SCRATCH_FOLDER, before_copy=before_copy) as files:
             content = _read(files, base_model, find)
         catalog = CheckpointCatalog(journal, data_dir)
-        catalog.check_storage(owner, max_bytes, size_bytes(content.state))
+        if reservation is not None:
+            final_bytes = size_bytes(content.state)
+            reservation.hold(final_bytes, final_bytes)
         return _store(catalog, data_dir, content, owner=owner, name=name)
 
 

@@ -36,6 +36,9 @@ EXPIRED_S = 24 * 3600.0
 
 _IS_DUE = "expires_at <= :now AND folder NOT IN (SELECT weights_id FROM samplers WHERE weights_id IS NOT NULL)"
 
+Hold = Callable[[int, int], None]
+"""Reserves bytes that will be stored, and of these those that are not on the disk yet; raises if they do not fit."""
+
 _THIS_ONE = "model_id = :model_id AND kind = :kind AND name = :name AND folder = :folder"
 """The row as it was read: one that was overwritten meanwhile is another checkpoint, in another folder."""
 
@@ -143,15 +146,16 @@ class CheckpointCatalog:
         request: records.CopyWeightsRequest,
         *,
         key: str | None = None,
-        max_bytes: int | None = None,
+        hold: Hold = lambda stored_bytes, unwritten_bytes: None,
     ) -> str:
         """Copies a readable checkpoint into a new run of the owner; returns the path of the copy.
 
         The files are hard links where the file system has them. The same `key` with the same request gives the same
-        copy. `max_bytes` limits the owner's checkpoints together.
+        copy. `hold` reserves what the copy takes, and may refuse it.
 
         Raises:
-            InvalidRequestError: a field is not supported, or the quota is full.
+            InvalidRequestError: a field is not supported, or `hold` found the quota full.
+            OverloadedError: `hold` found the disk filled up to its reserve.
             NotFoundError: no such checkpoint, or no such session.
             ConflictError: the slot in the session is taken.
         """
@@ -168,7 +172,7 @@ class CheckpointCatalog:
             raise ConflictError(
                 "is taken", field="model_seq_id", value=number, remedy="Count upwards by one for every new model"
             )
-        self.check_storage(whose, max_bytes, source.size_bytes or 0)
+        hold(source.size_bytes or 0, 0)
         manifest = read_manifest(self._data_dir / source.folder)
         run = TrainingRunRow(
             target.model_id, session_id, whose, now, now, manifest.base_model, dict(manifest.lora), ended_at=now
@@ -183,7 +187,7 @@ class CheckpointCatalog:
             expires_at=None if ttl is None else now + ttl,
             expired_s=None,
         )
-        self._share(source, row, replace(manifest, path=target.uri, created_at=now))
+        self._share(source, row, replace(manifest, path=target.uri, created_at=now), hold)
         details = {"display_name": f"copy of {source.kind}/{source.name}", "project_id": request.destination_project_id}
         self.add(SessionRow(session_id, "", None, now, now, whose, details, now), run, row)
         return target.uri
@@ -197,23 +201,6 @@ class CheckpointCatalog:
             transaction.execute(insert(SessionRow, "sessions", on_conflict="IGNORE"), **vars(session))
             transaction.execute(insert(TrainingRunRow, "runs"), **vars(run))
             transaction.execute(insert(CheckpointRow, "checkpoints"), **vars(row))
-
-    def check_storage(self, owner: str, max_bytes: int | None, more_bytes: int) -> None:
-        """Checks that `more_bytes` fit into an owner's quota; None is no limit.
-
-        Raises:
-            InvalidRequestError: the owner's checkpoints would have more than `max_bytes`.
-        """
-        if max_bytes is None:
-            return
-        used = self._journal.checkpoint_bytes(owner)
-        if used + more_bytes > max_bytes:
-            raise InvalidRequestError(
-                f"is the quota for checkpoints; {used} bytes are in use, and {more_bytes} more are needed",
-                field="max_checkpoint_bytes",
-                value=max_bytes,
-                remedy="Delete checkpoints, or save with ttl_seconds",
-            )
 
     def remove_expired(self, running_s: float) -> int:
         """Removes checkpoints that have been expired for `EXPIRED_S`, and folders whose last sampler is gone.
@@ -280,16 +267,27 @@ class CheckpointCatalog:
         named = f"{whose}\0{key}\0{request.model_dump_json()}"
         return f"sess-{uuid.uuid5(uuid.NAMESPACE_URL, named).hex}", 0
 
-    def _share(self, source: CheckpointRow, target: CheckpointRow, manifest: Manifest) -> None:
+    def _share(self, source: CheckpointRow, target: CheckpointRow, manifest: Manifest, hold: Hold) -> None:
         """Links, or else copies, the source's files to the target's folder."""
         folder = self._data_dir / target.folder
-        try:
+
+        def link(file: str, copy: str) -> str:
             # Links are enough: files of a checkpoint never change, and the manifest is replaced, not written into.
-            shutil.copytree(self._data_dir / source.folder, folder, copy_function=_link)
+            try:
+                os.link(file, copy)
+            except OSError:  # no links on this file system, or too many
+                hold(source.size_bytes or 0, source.size_bytes or 0)
+                shutil.copyfile(file, copy)
+            return copy
+
+        try:
+            shutil.copytree(self._data_dir / source.folder, folder, copy_function=link)
             write_manifest(folder, manifest)
-        except (OSError, shutil.Error) as error:
+        except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise CheckpointError(f"the checkpoint cannot be copied: {error}", remedy="Free disk space") from error
+            if isinstance(error, OSError):  # shutil's own is one
+                raise CheckpointError(f"the checkpoint cannot be copied: {error}", remedy="Free disk space") from error
+            raise
 
     def _drop(self, row: CheckpointRow) -> None:
         """Removes the row first: a kill in between leaves a folder without a row, never a row without a folder."""
@@ -319,14 +317,6 @@ def checkpoint_record(row: CheckpointRow) -> Checkpoint:
         expires_at=None if row.expires_at is None else moment(row.expires_at),
         alias=alias_of(row.folder),
     )
-
-
-def _link(source: str, target: str) -> str:
-    try:
-        os.link(source, target)
-    except OSError:  # no links on this file system, or too many
-        shutil.copyfile(source, target)
-    return target
 
 
 def no_run(run_id: str) -> NotFoundError:

@@ -162,6 +162,16 @@ class ApiKeys:
         """
         return self._known(f"id {key_id}", lambda: self._read("key_id = :value", key_id))
 
+    def quotas_of(self, owner: str) -> Quotas:
+        """The quotas of an owner, whichever key a request came with: the most that one of the owner's keys allows.
+
+        Revoked keys count where there is no other. An owner without a key has no quotas.
+        """
+        stored = self._database.rows(_StoredKey, "SELECT * FROM keys WHERE owner = :owner", owner=owner)
+        keys = [key for key in stored if key.revoked_at is None] or stored
+        allowed = [asdict(key.row.quotas.with_defaults(self._defaults)) for key in keys]
+        return Quotas(**{name: _most([quotas[name] for quotas in allowed]) for name in asdict(Quotas())})
+
     def active_owners(self) -> frozenset[str]:
         """The owners who have a key that was not revoked.
 
@@ -278,6 +288,11 @@ class ApiKeys:
             )
         except JournalError as error:
             log.warning("when a key was last used could not be noted: %s", error)
+
+
+def _most(limits: Sequence[int | None]) -> int | None:
+    numbers = [limit for limit in limits if limit is not None]
+    return max(numbers) if numbers and len(numbers) == len(limits) else None
 
 
 def _require_strength(key: str) -> None:
