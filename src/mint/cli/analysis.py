@@ -18,7 +18,9 @@ from mint.cli.terminal import fail
 from mint.cli.train import Json
 from mint.errors import MintError
 
-TASK_HELP = "math, chat, code, tools, reasoning_gym:NAME, verifiers:NAME, file:PATH, module:Class or path.py:Class"
+TASK_HELP = (
+    "math, chat, code, tools, sums, reasoning_gym:NAME, verifiers:NAME, file:PATH, module:Class or path.py:Class"
+)
 
 
 def evaluate(

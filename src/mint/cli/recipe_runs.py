@@ -68,12 +68,15 @@ def run_demo(
     resume: bool,
     console: Console,
     trackers: Sequence[str] = (),
+    yes: bool = False,
 ) -> tuple[RunResult, dict[str, Any]]:
-    """RL on the bundled model with the task's own settings; `steps` None is the task's own number."""
+    """RL on a task with its own base model and settings; `steps` None is the task's own number. With `yes` a base
+    model that is not here is downloaded without a question."""
     choice = load_task(task, seed=seed)
     steps = choice.config.steps if steps is None else steps
     settings: dict[str, Any] = {"seed": seed, "run_dir": run_dir, "steps": steps, "trackers": trackers}
     config = choice.config.model_copy(update=settings)
+    require_base_model(config.base_model, console, yes=yes)
     title = f"mint demo {task}: {config.base_model}, LoRA rank {config.rank}, seed {seed}"
     result = run_with_progress(choice.adapter, config, resume=resume, console=console, title=title)
     return result, rl_report(task, config, result)

@@ -22,6 +22,7 @@ class DemoTask(StrEnum):
     CHAT = "chat"
     CODE = "code"
     TOOLS = "tools"
+    SUMS = "sums"
 
 
 class Recipe(StrEnum):
@@ -37,6 +38,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the
 Seed = Annotated[int, typer.Option(min=0, help="same seed, same run, bit for bit")]
 RunDir = Annotated[Path | None, typer.Option(help="the run folder; a new one if not given")]
 Resume = Annotated[bool, typer.Option("--resume", help="continue the run in --run-dir")]
+Yes = Annotated[bool, typer.Option("--yes", help="download a base model that is not here, unasked")]
 
 
 def demo(
@@ -48,9 +50,11 @@ def demo(
     track: Annotated[
         list[str] | None, typer.Option(help="mirror it: tensorboard, wandb or trackio; repeatable")
     ] = None,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """RL end to end on the bundled model, in this process: no network, no GPU, no key."""
+    """RL end to end in this process: no GPU, no key. All tasks but `sums` train the bundled model and need no network;
+    `sums` trains SmolLM2-135M-Instruct."""
     from mint.cli.recipe_runs import run_demo  # deferred: `mint --help` answers at once
     from mint.rl.analysis.report import print_run
     from mint.runs.log import RunLog
@@ -64,6 +68,7 @@ def demo(
             resume=resume,
             console=Console(stderr=True),
             trackers=track or (),
+            yes=yes,
         )
     except MintError as error:
         fail(error, as_json=as_json)
@@ -80,7 +85,7 @@ def train(
     unsafe_sandbox: Annotated[
         bool, typer.Option("--unsafe-sandbox", help="run model-written code without any isolation")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="download a base model that is not here, unasked")] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """A recipe on any model and data: `mint train rl task=reasoning_gym:chain_sum base_model=… steps=50`."""

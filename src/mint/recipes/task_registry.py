@@ -34,6 +34,7 @@ RECIPES = {
     "chat": "ChatAdapter",
     "code": "CodeAdapter",
     "tools": "ToolsAdapter",
+    "sums": "SumsAdapter",
 }
 """Module of `mint.recipes` → its adapter."""
 
@@ -44,7 +45,7 @@ SOURCES = {
 }
 """Prefix → module and adapter; the rest of the name is the adapter's first argument."""
 
-CHOICES = "math, chat, code, tools, reasoning_gym:NAME, file:PATH, verifiers:NAME, module:Class or path.py:Class"
+CHOICES = "math, chat, code, tools, sums, reasoning_gym:NAME, file:PATH, verifiers:NAME, module:Class or path.py:Class"
 
 
 @dataclass(frozen=True)
