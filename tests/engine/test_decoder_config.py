@@ -122,16 +122,20 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **
         ({**OLMO, **_sizes(4096, 11008, 32, 32, 32, tie_word_embeddings=False)}, 128),  # OLMo-2-7B
         ({**OLMO, "model_type": "olmo3", "sliding_window": 4096, "max_position_embeddings": 65536,
           **_sizes(4096, 11008, 32, 32, 32, tie_word_embeddings=False)}, 128),  # Olmo-3-7B
+        ({**LLAMA31, "model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 30,
+          **_sizes(2048, 4096, 30, 32, 8, head_dim=64, tie_word_embeddings=True)}, 64),  # EXAONE-4.0-1.2B
     ],
     ids=["Qwen3-0.6B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-1B",
-         "Granite-3.3-2B", "Phi-4", "Gemma-3-1B", "OLMo-2-7B", "Olmo-3-7B"],
+         "Granite-3.3-2B", "Phi-4", "Gemma-3-1B", "OLMo-2-7B", "Olmo-3-7B", "EXAONE-4.0-1.2B"],
 )  # fmt: skip
 def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> None:
     found = read_decoder_config(config)
     assert found.head_dim == head_dim and found.tie_word_embeddings == config.get("tie_word_embeddings", True)
     assert (found.experts is not None) == ("num_experts" in config)
     assert found.experts is None or len(found.experts.layers) == 48
-    assert (found.ropes[0] is not None and found.ropes[0].scaling is not None) == (found.model_type == "llama")
+    assert (found.ropes[0] is not None and found.ropes[0].scaling is not None) == (
+        found.model_type in ("llama", "exaone4")
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,6 +147,9 @@ def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> No
         ({"model_type": "llama4"}, "llama4"), ({"model_type": "gemma2"}, "gemma2"),
         ({"model_type": "gpt_oss"}, "gpt_oss"),
         ({**QWEN3, **_sizes(1024, 3072, 28, 16, 8), "rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({**PHI4, **_sizes(3072, 8192, 32, 24, 8), "rope_scaling": {"type": "longrope"}}, "longrope"),
+        # which transformers takes for longrope
+        ({**PHI4, **_sizes(3072, 8192, 32, 24, 8), "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4), "dual_chunk_attention_config": {"chunk_size": 262144}},
          "dual_chunk_attention_config"),
         ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4), "quantization_config": {"quant_method": "awq"}}, "awq"),

@@ -55,8 +55,13 @@ class Family:
     windows: bool = False
     """Layers see the last `sliding_window` positions, where config.json has that."""
     full_every: int | None = None
-    """Each so manyth layer has no window. The others have a rotation of their own, whose base is `window_theta`."""
-    window_theta: float = 10000.0
+    """Each so manyth layer has no window."""
+    window_theta: float | None = None
+    """The base of a rotation that layers with windows have of their own."""
+    unrotated_full_layers: bool = False
+    """Beside layers with windows."""
+    scaled_rotation: bool = True
+    """The rotation may be scaled."""
     activation: Activation = "silu"
     is_tied: bool = False
     rms_norm_eps: float = 1e-6
@@ -78,7 +83,7 @@ FAMILIES = {
     "mistral": Family("Mistral", windows=True),
     "smollm3": Family("SmolLM3", unrotated_layers=True, is_tied=True, rope_theta=2e6),
     "granite": Family("Granite", multipliers=True),
-    "phi3": Family("Phi-3", fused=True, partial_rotation=True, windows=True, rms_norm_eps=1e-5),
+    "phi3": Family("Phi-3", fused=True, partial_rotation=True, windows=True, scaled_rotation=False, rms_norm_eps=1e-5),
     "gemma3_text": Family(
         "Gemma 3",
         head_norms=True,
@@ -91,9 +96,19 @@ FAMILIES = {
         normal_embeddings=True,
         windows=True,
         full_every=6,
+        window_theta=10000.0,
         activation="gelu_tanh",
         is_tied=True,
         rope_theta=1e6,
+    ),
+    "exaone4": Family(
+        "EXAONE 4",
+        head_norms=True,
+        norms=_AFTER,
+        windows=True,
+        full_every=4,
+        unrotated_full_layers=True,
+        rms_norm_eps=1e-5,
     ),
     "olmo2": Family("OLMo 2", head_norms=True, joint_head_norms=True, norms=_AFTER, rms_norm_eps=1e-5),
     "olmo3": Family(
@@ -301,8 +316,9 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
 
 
 def _windowed_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """Those that have a window if there is one at all."""
     family = _family(config)
-    if not family.windows or config.get("sliding_window") is None:
+    if not family.windows:
         return frozenset()
     if family.full_every is None:
         return frozenset(range(layers))
@@ -317,7 +333,7 @@ def _windowed_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
 
 def _windows(config: Mapping[str, Any], windowed: frozenset[int], context: int) -> Windows:
     """None where a whole context is seen."""
-    if not windowed:
+    if not windowed or config.get("sliding_window") is None:
         return NO_WINDOWS
     window = _size(config, "sliding_window")
     return dict.fromkeys(sorted(windowed), window) if window < context else NO_WINDOWS
@@ -417,7 +433,7 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     files have the base at the top level and the scaling in `rope_scaling`."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(place) or {}
-    if _family(config).full_every is not None and place == "rope_parameters" and rope:
+    if _family(config).window_theta is not None and place == "rope_parameters" and rope:
         return f"{place}.full_attention", rope.get("full_attention") or {}
     return place, rope
 
@@ -426,12 +442,16 @@ def _ropes(config: Mapping[str, Any], layers: int, windowed: frozenset[int]) -> 
     family = _family(config)
     place, rope = _rope_settings(config)
     main = _rope(config, place, rope, family.rope_theta)
-    if family.full_every is not None:
+    if main.scaling is not None and not family.scaled_rotation:
+        raise _unsupported(f"{place}.rope_type", rope.get("rope_type", rope.get("type")), "'default'")
+    if family.window_theta is not None:
         local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
         theta = config.get("rope_local_base_freq", family.window_theta)
         own = _rope({}, "rope_parameters.sliding_attention", local, theta)
         return tuple(own if layer in windowed else main for layer in range(layers))
     unrotated = _unrotated_layers(config, layers) if family.unrotated_layers else frozenset()
+    if family.unrotated_full_layers and config.get("sliding_window") is not None:
+        unrotated = frozenset(range(layers)) - windowed
     return tuple(None if layer in unrotated else main for layer in range(layers))
 
 

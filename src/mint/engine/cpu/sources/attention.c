@@ -256,7 +256,8 @@ static void share_queries(Queries *q, int64_t count, float *inverse) {
         int64_t own = count - p < LANES ? count - p : LANES;
         *(vf *)(inverse + p) = exponentials(q->scores + p, q->first + p, q->keys + p, own, scale);
     }
-    for (int64_t p = 0; p < count; p++) memset(q->scores[p] + low, 0, sizeof(float) * (whole_lanes(q->first[p]) - low));
+    for (int64_t p = 0; p < count; p++)
+        if (q->first[p] > low) memset(q->scores[p] + low, 0, sizeof(float) * (whole_lanes(q->first[p]) - low));
     memset(q->mixed, 0, sizeof(float) * count * q->dim);
 }
 
