@@ -10,7 +10,7 @@ from packed_layouts import LAYOUTS, attend_by_definition, lay_out
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mint.engine.cuda.attention import TILE, FlexPackedAttention, find_tiles, list_seen, padded_rows
+from mint.engine.cuda.attention import TILE, FlexPackedAttention, find_tiles, list_seen, padded_rows, within_window
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.packing import Span, attention_blocks
 
@@ -33,18 +33,19 @@ def _random_layout(seed: int) -> list[Span]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", [*LAYOUTS, *range(2)])
-def test_values_and_gradients_are_those_of_the_definition(layout: str | int, device: str) -> None:
+@pytest.mark.parametrize(("layout", "window"), [*((layout, 0) for layout in (*LAYOUTS, 0, 1)), (0, 33), (1, 150)])
+def test_values_and_gradients_are_those_of_the_definition(layout: str | int, window: int, device: str) -> None:
     spans = lay_out(LAYOUTS[layout]) if isinstance(layout, str) else _random_layout(layout)
     blocks, generator = attention_blocks(spans), torch.Generator().manual_seed(0)
     drawn = torch.randn(spans[-1].stop, QUERY_HEADS + 2 * KV_HEADS, SIZE, generator=generator)
     grad = torch.randn(spans[-1].stop, QUERY_HEADS * SIZE, generator=generator)
     exact = drawn.double().requires_grad_()
-    expected = attend_by_definition(exact, spans, KV_HEADS)
+    expected = attend_by_definition(exact, spans, KV_HEADS, window)
     expected.backward(grad.double())
+    windows = {1: window} if window else {}
     for kind in (FlexPackedAttention, PackedAttention):
         heads = drawn.to(device, copy=True).requires_grad_()
-        out = kind(blocks, QUERY_HEADS, KV_HEADS, heads.device)(0, heads)
+        out = kind(blocks, QUERY_HEADS, KV_HEADS, heads.device, windows)(1, heads)
         out.backward(grad.to(device))
         assert heads.grad is not None and exact.grad is not None
         torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
@@ -78,8 +79,9 @@ def test_what_is_not_finite_in_one_sequence_stays_there(poison: float, device: s
     assert out[50:71].isnan().all()
 
 
+@pytest.mark.parametrize("window", [0, 1, 50, 200])
 @pytest.mark.parametrize("layout", [*LAYOUTS, *range(20)])
-def test_tiles_are_exactly_those_in_which_something_is_seen(layout: str | int) -> None:
+def test_tiles_are_exactly_those_in_which_something_is_seen(layout: str | int, window: int) -> None:
     spans = lay_out(LAYOUTS[layout]) if isinstance(layout, str) else _random_layout(layout)
     count = padded_rows(spans[-1].stop)
     seen = np.zeros((count, count), bool)
@@ -87,12 +89,14 @@ def test_tiles_are_exactly_those_in_which_something_is_seen(layout: str | int) -
         for row in range(span.start, span.stop):
             seen[row, span.start : row + 1] = True
             seen[row, slice(*span.prefix)] = True
+            seen[row, np.flatnonzero(seen[row])[: -window if window else 0]] = False
     tiles = seen.reshape(count // TILE, TILE, count // TILE, TILE).transpose(0, 2, 1, 3).reshape(-1, TILE * TILE)
-    found = find_tiles(list_seen(attention_blocks(spans), count))
+    found = list_seen(attention_blocks(spans), count)
+    found = find_tiles(within_window(found, window) if window else found)
     assert ((found.partial | found.full).ravel() == tiles.any(1)).all()
     # All is seen; where a prefix ends within a tile and its first span begins there, that is not noticed.
     assert not (found.full.ravel() & ~tiles.all(1)).any() and not (found.partial & found.full).any()
-    if layout == "nothing shared":
+    if layout == "nothing shared" and not window:
         assert (found.full.ravel() == tiles.all(1)).all()
 
 

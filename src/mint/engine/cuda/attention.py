@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from mint.engine.model.config import NO_WINDOWS, Windows
 from mint.engine.packing import AttentionBlock
 from mint.engine.upload import upload
 
@@ -45,39 +46,56 @@ limit of 8 would refuse the ninth."""
 class FlexPackedAttention:
     """Causal attention of packed rows; callable as the decoder's `Attention`."""
 
-    def __init__(self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, device: torch.device) -> None:
-        """Moves what describes `blocks` to the device, in one copy. The rows that have results are consecutive."""
+    def __init__(
+        self,
+        blocks: Sequence[AttentionBlock],
+        query_heads: int,
+        kv_heads: int,
+        device: torch.device,
+        windows: Windows = NO_WINDOWS,
+    ) -> None:
+        """The rows that have results are consecutive."""
         self._heads = [query_heads, kv_heads, kv_heads]
+        self._device = device
+        self._windows = windows
+        self._masks: dict[int, BlockMask] = {}
         rows = np.concatenate([block.rows for block in blocks])
         self._results = slice(int(rows.min()), int(rows.max()) + 1)
         if self._results.stop - self._results.start != len(rows):
             raise AssertionError("the rows that attend do not follow one another")
         self._padded = padded_rows(self._results.stop)
-        seen = list_seen(blocks, self._padded)
+        self._seen = list_seen(blocks, self._padded)
+        self.attend = _compiled() if device.type == "cuda" else flex_attention
+
+    def _new_mask(self, window: int) -> BlockMask:
+        """Moves what rows see to the device, in one copy."""
+        seen = within_window(self._seen, window) if window else self._seen
         tiles = find_tiles(seen)
         arrays = (seen.own, seen.first, seen.stop, *_order(tiles.partial), *_order(tiles.full))
-        own, first, stop, *ordered = (found.int() for found in upload(device, *arrays))
+        own, first, stop, *ordered = (found.int() for found in upload(self._device, *arrays))
 
         def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return ((key >= own[query]) & (key <= query)) | ((key >= first[query]) & (key < stop[query]))
 
-        self._mask = BlockMask.from_kv_blocks(
+        return BlockMask.from_kv_blocks(
             *(found[None, None] for found in ordered),
             BLOCK_SIZE=TILE,
             mask_mod=sees,
             seq_lengths=(self._padded, self._padded),
         )
-        self.attend = _compiled() if device.type == "cuda" else flex_attention
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """Attended values [T, K·G·D] of `heads` [T, H, D]; every layer attends alike."""
+        """Attended values [T, K·G·D] of `heads` [T, H, D]."""
+        window = self._windows.get(layer, 0)
+        if window not in self._masks:
+            self._masks[window] = self._new_mask(window)
         missing = self._padded - len(heads)
         padded = F.pad(heads, (0, 0, 0, 0, 0, missing)) if missing else heads
         query, key, value = (own.transpose(0, 1).unsqueeze(0) for own in padded.split(self._heads, dim=1))
         # A masked value is multiplied by 0, which would keep another sequence's NaN. A row that does see the value gets
         # its NaN from the key, which comes from the same hidden state.
         value = torch.nan_to_num(value, 0.0, 0.0, 0.0)
-        out = cast(Tensor, self.attend(query, key, value, block_mask=self._mask, enable_gqa=True))
+        out = cast(Tensor, self.attend(query, key, value, block_mask=self._masks[window], enable_gqa=True))
         return out.squeeze(0).transpose(0, 1)[self._results].flatten(1)
 
 
@@ -113,6 +131,14 @@ def list_seen(blocks: Sequence[AttentionBlock], padded: int) -> Seen:
             first[block.rows] = block.keys[spans, 0]
             stop[block.rows] = block.keys[spans, 0] + block.offset
     return Seen(own, first, stop)
+
+
+def within_window(seen: Seen, window: int) -> Seen:
+    """The last `window` rows of what each row sees."""
+    rows = np.arange(len(seen.own))
+    first = rows - seen.own + seen.stop - window + 1
+    first = np.clip(first, seen.first, np.maximum(seen.first, seen.stop))
+    return Seen(np.maximum(seen.own, rows - window + 1), first, seen.stop)
 
 
 def find_tiles(seen: Seen) -> Tiles:

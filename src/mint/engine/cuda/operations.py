@@ -45,7 +45,7 @@ class CudaOperations(TorchOperations):
 
 
 class FlexOperations(CudaOperations):
-    """Packed rows attend by FlexAttention, which knows no windows here."""
+    """Packed rows attend by FlexAttention."""
 
     attention_name = "flex"
 
@@ -53,7 +53,7 @@ class FlexOperations(CudaOperations):
     def packed_attention(
         self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, windows: Windows
     ) -> Attention:
-        return FlexPackedAttention(blocks, query_heads, kv_heads, self.device)
+        return FlexPackedAttention(blocks, query_heads, kv_heads, self.device, windows)
 
 
 class _Unembedding(Float32Product):

@@ -12,10 +12,10 @@ In a layer with a window, keys that lie further back are masked, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,11 +39,10 @@ def cuts(keys: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def hidden_keys(positions: np.ndarray, keys: int, window: int, device: torch.device) -> Tensor:
-    """What is added to the scores [L, keys] of queries at `positions` [L]: -inf for keys that lie before the last
-    `window` ones, else 0."""
-    is_hidden = np.arange(keys) <= positions[:, None] - window
-    return torch.from_numpy(np.where(is_hidden, np.float32(-np.inf), np.float32(0))).to(device)
+def hide_keys(scores: Tensor, positions: Tensor, window: int) -> None:
+    """Masks in `scores` [..., keys] what lies before the last `window` keys of queries at `positions` [..., 1]."""
+    keys = torch.arange(scores.shape[-1], device=scores.device)
+    scores.masked_fill_(keys <= positions - window, -math.inf)
 
 
 def add_parts(parts: Iterable[Tensor]) -> Tensor:

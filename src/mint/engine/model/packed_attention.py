@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.model.attention import BLOCK, MIN_QUERIES, add_parts, cuts, hidden_keys
+from mint.engine.model.attention import BLOCK, MIN_QUERIES, add_parts, cuts, hide_keys
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import NO_WINDOWS, Windows
 from mint.engine.packing import AttentionBlock
@@ -45,7 +45,7 @@ class _QueryRows:
     sources: Tensor  # [K·n·G·L]: where their results are in the output [T·K·G]
     idle: Tensor  # places in [K·n·G·L] whose results go nowhere: padding
     mask: Tensor  # [L, BLOCK], added to the scores of the last keys
-    hidden: dict[int, Tensor]  # by window: [L, keys], added to all scores
+    positions: Tensor  # [L, 1]
     keys: int
 
 
@@ -80,7 +80,7 @@ class PackedAttention:
         cells = []
         start = 0
         for block, end in zip(blocks, ends.tolist(), strict=True):
-            own, used = _move(block, ranks[end - len(block.rows) : end], query_heads, kv_heads, windows, device)
+            own, used = _move(block, ranks[end - len(block.rows) : end], query_heads, kv_heads, device)
             self.blocks.append(own)
             for targets, count in used:
                 cells.append((targets, start))
@@ -270,7 +270,7 @@ def _probabilities(query: Tensor, key: Tensor, piece: _QueryRows, window: int) -
     by_query = scores.view(len(query), -1, *piece.mask.shape[:1], piece.keys)
     by_query[..., piece.keys - BLOCK :].add_(piece.mask)
     if window:
-        by_query.add_(piece.hidden[window])
+        hide_keys(by_query, piece.positions, window)
     return torch.softmax(scores, dim=-1)
 
 
@@ -307,7 +307,6 @@ def _move(
     ranks: np.ndarray,
     query_heads: int,
     kv_heads: int,
-    windows: Windows,
     device: torch.device,
 ) -> tuple[_SpanBlock, list[tuple[np.ndarray, int]]]:
     """The block on the device; and for each piece the places of its results in the output (-1: none), and their number.
@@ -345,7 +344,7 @@ def _move(
             sources=torch.from_numpy(np.maximum(sources, 0)).to(device),
             idle=torch.from_numpy(np.flatnonzero(sources < 0)).to(device),
             mask=torch.from_numpy(mask).to(device),
-            hidden={window: hidden_keys(block.offset + own, seen, window, device) for window in set(windows.values())},
+            positions=torch.from_numpy(block.offset + own[:, None]).to(device),
             keys=seen,
         )
         pieces.append(piece)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.model.attention import BLOCK, MIN_QUERIES, PAGE_POSITIONS, add_parts, cuts, hidden_keys
+from mint.engine.model.attention import BLOCK, MIN_QUERIES, PAGE_POSITIONS, add_parts, cuts, hide_keys
 from mint.engine.sampling.kv_cache import KVCache
 
 
@@ -82,8 +82,7 @@ class DecodeAttention:
         self._blocks = blocks
         self._rows = np.arange(len(blocks))
         self._query: Tensor | None = None
-        self._places = self._mask = torch.zeros(0, device=cache.device)
-        self._hidden: dict[int, list[Tensor]] = {}
+        self._places = self._mask = self._positions = torch.zeros(0, device=cache.device)
 
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions are still within their blocks."""
@@ -96,32 +95,24 @@ class DecodeAttention:
         hidden = np.arange(BLOCK) > positions[:, None] % BLOCK
         mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
         self._mask = torch.from_numpy(mask).to(self._cache.device)[:, None, None]
-        self._hidden = {
-            window: [
-                hidden_keys(positions[run.start : run.stop], run.keys, window, self._cache.device) for run in self._runs
-            ]
-            for window in set(self._cache.windows.values())
-        }
+        self._positions = torch.from_numpy(positions).to(self._cache.device)[:, None, None, None]
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """Attended values [R, query heads · D] of `heads` [R, all heads, D], whose keys and values are stored."""
         self._cache.write(layer, heads, self._places)
         keys, values = self._cache.planes(layer)
         query = self._spread(heads)
-        hidden = self._hidden.get(self._cache.windows.get(layer, 0), [None] * len(self._runs))
-        mixed = [
-            self._attend(run, query[run.start : run.stop], keys, values, own)
-            for run, own in zip(self._runs, hidden, strict=True)
-        ]
+        window = self._cache.windows.get(layer, 0)
+        mixed = [self._attend(run, query[run.start : run.stop], keys, values, window) for run in self._runs]
         return self._collect(mixed[0] if len(mixed) == 1 else torch.cat(mixed), heads.shape[-1])
 
-    def _attend(self, run: _EqualRows, query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
-        """[rows, K/J, M, J·D] of query of the same shape; `hidden` is added to the scores of each row."""
+    def _attend(self, run: _EqualRows, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+        """[rows, K/J, M, J·D] of query of the same shape."""
         found = [_over(pieces, query, keys, transposed=True) for pieces in run.parts]
         scores = (found[0] if len(found) == 1 else torch.cat(found, dim=-1)).float()
         scores[..., run.keys - BLOCK :].add_(self._mask[run.start : run.stop])
-        if hidden is not None:
-            scores.add_(hidden[:, None, None])
+        if window:
+            hide_keys(scores, self._positions[run.start : run.stop], window)
         probabilities = torch.softmax(scores, dim=-1).to(values.dtype)
         return add_parts(
             _over(pieces, probabilities[..., start:stop], values, transposed=False)
