@@ -165,7 +165,14 @@ def test_the_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         found = verdicts(data_dir=tmp_path / "file" / "data", port=taken.getsockname()[1], models=("no/such-model",))
-    assert found == {"data directory": False, "schema": True, "address": True, "port": False, "model": False}
+    assert found == {
+        "data directory": False,
+        "schema": True,
+        "address": True,
+        "port": False,
+        "open files": True,
+        "model": False,
+    }
     assert not verdicts(data_dir=tmp_path, host="0.0.0.0", port=0)["address"]
     assert not verdicts(data_dir=tmp_path, host="203.0.113.7", port=0)["port"]
 

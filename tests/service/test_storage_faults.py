@@ -31,6 +31,7 @@ from waiting import HANG_S, wait_until
 from mint.chaos.power_loss import path_of
 from mint.errors import JournalError
 from mint.server import storage_state
+from mint.server.callers import LOCAL
 from mint.server.store import checkpoint_folders
 from mint.server.store.journal import JOURNAL_FILE
 from mint.server.worker import recovery, samplers, snapshot_policy, snapshots
@@ -161,6 +162,8 @@ def test_a_full_disk_delays_a_step_and_sampling_goes_on(tmp_path: Path, monkeypa
         assert harness.sample(sampler, seq_id)["sequences"]
     with pytest.raises(JournalError, match=r"storage has not been working since .*No space left on device"):
         harness.send("forward_backward", model_id, 3, GOOD_PASS)
+    wait_until(lambda: "storage has not been working" in service.results.queue_position(LOCAL, step).reason)
+    assert service.results.queue_position(LOCAL, step).status == "held"
     assert service.journal.job(model_id, 2).status == "pending"  # ty: ignore[possibly-missing-attribute]
     disk.repair()
     assert harness.wait(step)["state_digest"]
@@ -314,6 +317,35 @@ def test_a_sample_waits_for_the_descriptors_that_its_weights_need(
     assert harness2.wait(send_sample(harness2, make_sampler(harness2, 7), 0))["sequences"]
     assert harness2.wait(name)["sequences"] == expected["sequences"]
     assert len(struck) > OUT_OF_DESCRIPTORS_CALLS and service.sampled_sequences == 0
+    service.stop()
+
+
+def test_a_client_is_told_that_its_sample_waits_for_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mint.server.worker.worker.JOURNAL_RETRY_S", 0.01)
+    service = open_service(tmp_path)
+    harness = Harness(service)
+    published = harness.run("save_weights_for_sampler", harness.create_model(), 1, {"sampling_session_seq_id": 0})
+    service.stop()
+    service = open_service(tmp_path)
+    there_are_some = threading.Event()
+    read_weights = samplers.read_weights
+
+    def without_descriptors(*arguments: Any, **named: Any) -> Any:
+        if not there_are_some.is_set():
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(tmp_path / "published"))
+        return read_weights(*arguments, **named)
+
+    monkeypatch.setattr(samplers, "read_weights", without_descriptors)
+    harness = Harness(service, harness.session_id)
+    name = send_sample(harness, published["sampling_session_id"], 1)
+    wait_until(lambda: "cannot be run now" in service.results.queue_position(LOCAL, name).reason)
+    told = service.results.queue_position(LOCAL, name).body(name)
+    assert (told["status"], told["queue_state"]) == ("held", "paused_capacity")
+    assert "Too many open files" in told["queue_state_reason"] and str(tmp_path) not in str(told)
+    there_are_some.set()
+    assert harness.wait(name)["sequences"]
     service.stop()
 
 

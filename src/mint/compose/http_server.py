@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mint.compose.event_loop import new_event_loop
+from mint.server.ops.open_files import raise_open_files
 
 HEADERS_TIMEOUT_S = 30.0
 MAX_HEADERS_BYTES = 64 * 1024
@@ -26,7 +30,12 @@ WAITING_CONNECTIONS = 2048
 ACCEPTED_AT_ONCE = 16
 """Connections that the event loop accepts before it looks for other work."""
 
-MAX_OPEN_FILES = 65_536
+FAILURE_LOGGED_S = 60.0
+"""How often the log says that no connection can be accepted."""
+
+OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+log = logging.getLogger("mint.serving")
 
 
 def url_of(host: str, bound: socket.socket) -> str:
@@ -37,7 +46,7 @@ def url_of(host: str, bound: socket.socket) -> str:
 
 def http_config(app: Any, *, drain_s: float) -> uvicorn.Config:
     """The settings of uvicorn for an application; at shutdown, open responses get `drain_s` seconds."""
-    _allow_connections()
+    raise_open_files()
     return uvicorn.Config(
         app,
         http=_Connection,
@@ -53,12 +62,33 @@ def http_config(app: Any, *, drain_s: float) -> uvicorn.Config:
     )
 
 
-def _allow_connections() -> None:
-    """Raises the limit of open files: every waiting client holds a connection, and the usual soft limit is 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+class AcceptFailures:
+    """Handles the errors of an event loop: says in one line a minute that no connection can be accepted.
+
+    asyncio tries again a second later, and reports each attempt with a traceback, several times.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds and does not jump."""
+        self._clock = clock
+        self._logged_at = float("-inf")
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Logs an error."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES and "accept" in context["message"]):
+            loop.default_exception_handler(context)
+            return
+        if self._clock() - self._logged_at < FAILURE_LOGGED_S:
+            return
+        self._logged_at = self._clock()
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        log.error(
+            "new connections cannot be accepted, and wait: %s (%d files may be open). Raise the hard limit: "
+            "ulimit -Hn, or LimitNOFILE= of systemd",
+            error.strerror,
+            limit,
+        )
 
 
 class HttpServer(uvicorn.Server):
@@ -76,6 +106,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to answer."""
+        asyncio.get_running_loop().set_exception_handler(AcceptFailures())
         await super().startup(sockets)
         for bound in sockets or ():
             bound.listen(WAITING_CONNECTIONS)

@@ -37,6 +37,7 @@ from mint.server.http.key_guesses import GuardedKeys
 from mint.server.ops import preflight
 from mint.server.ops.logs import configure_logs, log_access
 from mint.server.ops.metrics import Metrics
+from mint.server.ops.open_files import raise_open_files, require_open_files
 from mint.server.ops.preflight import CheckResult
 from mint.server.ops.readiness import Readiness
 from mint.server.private_files import open_data_dir
@@ -85,7 +86,8 @@ def serve(settings: ServeSettings, *, announce: Callable[[str], None], engine: E
     """Serves until a signal; calls `announce` with one line once it answers. `engine` None is torch's.
 
     Raises:
-        InvalidRequestError: the settings contradict each other, or the address cannot be used.
+        InvalidRequestError: the settings contradict each other, the address cannot be used, or the process may open too
+            few files.
         JournalError: the data directory cannot be used.
     """
     configure_logs(format=settings.log_format, level=settings.log_level, on_thread=True)
@@ -114,6 +116,8 @@ class Server:
     def __init__(self, settings: ServeSettings, *, engine: Engine | None = None) -> None:
         """Opens everything, as `serve` says."""
         self._settings = settings
+        require_open_files()
+        raise_open_files()
         folder = settings.folder
         access = preflight.decide_access(
             settings.host,

@@ -14,6 +14,7 @@ from pathlib import Path
 from mint.errors import InvalidRequestError, MintError
 from mint.models import registry
 from mint.server.http.auth import is_loopback
+from mint.server.ops.open_files import require_open_files
 from mint.server.store.database import check_file
 from mint.server.store.instances import require_no_server
 from mint.server.store.journal import JOURNAL_FILE
@@ -115,6 +116,7 @@ def examine(
         _check_result("schema", lambda: _schema(data_dir / JOURNAL_FILE)),
         _check_result("address", access),
         _check_result("port", free_port),
+        _check_result("open files", lambda: f"{require_open_files()} may be open"),
         *(
             _check_result("model", lambda name=name: f"{name} is {registry.resolve(name, names)}")
             for name in offered or registry.available(aliases)

@@ -53,6 +53,8 @@ class QueuedSample:
     """What to sample from, for requests outside a sampling session."""
     not_before: float = float("-inf")
     """Monotonic seconds; for a request that was put back, because the storage would not let it run."""
+    waits_for: str = ""
+    """Why it was put back, for its client."""
     runs_alone: bool = False
     """Whether no other sample may run beside it: it may be what a process has died of."""
     told: Counter[int] = field(default_factory=Counter, compare=False)

@@ -71,8 +71,13 @@ class QueuePosition:
 class QueueIndex:
     """The queue at one moment, indexed so that any number of waiting clients can be told their positions."""
 
-    def __init__(self, pending: Pending, eta: Eta) -> None:
+    def __init__(self, pending: Pending, eta: Eta, *, storage_problem: str = "") -> None:
+        """`storage_problem` says why training waits, if it does."""
         self._eta = eta
+        self._postponed = {item.request_id: item.waits_for for item in pending.samples if item.waits_for}
+        if storage_problem:
+            training = (request_id(item.model_id, item.seq_id) for item in pending.training)
+            self._postponed.update(dict.fromkeys(training, storage_problem))
         self.depth = len(pending.training) + len(pending.samples)
         self._kinds = {(item.model_id, item.seq_id): item.kind for item in pending.training}
         numbers: defaultdict[str, list[int]] = defaultdict(list)
@@ -102,6 +107,8 @@ class QueueIndex:
             left_s = max(0.0, typical_s - elapsed_s)
             return QueuePosition("running", "active", "is being worked on", self.depth, 0, left_s, progress)
         place = self._place[text]
+        if text in self._postponed:
+            return QueuePosition("held", "paused_capacity", self._postponed[text], self.depth, place, None)
         missing = [number for number in self._missing.get(name.target_id, ()) if number < name.number]
         if missing:
             numbers = ", ".join(map(str, missing))

@@ -125,7 +125,8 @@ class Results:
         now = time.monotonic()
         # Without a lock: two threads at once build the index twice, and either may be used.
         if now - self._indexed_at > QUEUE_INDEX_AGE_S:
-            self._queue_index = QueueIndex(self._queue.pending(), self._eta)
+            problem = str(self._journal.storage.problem or "")
+            self._queue_index = QueueIndex(self._queue.pending(), self._eta, storage_problem=problem)
             self._indexed_at = now
         return self._queue_index.position(parsed, now, at_limit=at_limit)
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mint.engine.protocol import Engine, SampleBatch, is_out_of_memory
 from mint.errors import JournalError, MintError
@@ -20,6 +21,7 @@ from mint.server.ids import session_of
 from mint.server.queue.futures import FutureResult
 from mint.server.queue.jobs import MEMORY_PATIENCE_S, QueuedSample
 from mint.server.queue.scheduler import SamplingLoad
+from mint.server.storage_state import reason_of
 from mint.server.worker.sample_requests import sample_result
 from mint.server.worker.samplers import Samplers
 
@@ -120,7 +122,7 @@ class SamplingBatch:
         except Exception as error:  # the boundary: as in `step`
             self._count(sample, -1)
             if self._may_pass(sample, error):
-                self._postponed.append(sample)
+                self._postpone(sample, error)
                 return None
             if not isinstance(error, MintError):
                 log.exception("request %s cannot be sampled", sample.request_id)
@@ -137,7 +139,7 @@ class SamplingBatch:
             return {}
         self._count(samples[0], -1)
         if self._may_pass(samples[0], error):
-            self._postponed.append(samples[0])
+            self._postpone(samples[0], error)
             return {}
         return {samples[0].request_id: FutureResult.of_error(error)}
 
@@ -151,6 +153,13 @@ class SamplingBatch:
             del self._short_since[sample.request_id]
             return False
         return isinstance(error, JournalError) or (isinstance(error, OSError) and error.errno in NO_DESCRIPTOR)
+
+    def _postpone(self, sample: QueuedSample, error: Exception) -> None:
+        if is_out_of_memory(error):
+            reason = "the server is short of memory"
+        else:
+            reason = error.message if isinstance(error, MintError) else reason_of(error)
+        self._postponed.append(replace(sample, waits_for=f"it cannot be run now: {reason}"))
 
     def _start_next_alone(self) -> dict[str, FutureResult]:
         """Starts the next of them once the one before has ended; returns the results of those that cannot be run."""
