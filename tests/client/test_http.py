@@ -311,10 +311,10 @@ def test_the_environment_is_read_when_the_client_is_made(
     for name, value in {"BASE_URL": url, "API_KEY": "sk-mine", "PROJECT_ID": "p1", "TAGS": "a, b"}.items():
         monkeypatch.setenv(f"MINT_{name}", value)
     with mint.ServiceClient(display_name="shown") as client:
-        _ = client.session_id
+        row = door.running.service.journal.session(client.session_id)
         assert door.headers("create_session")[0]["x-api-key"] == "sk-mine"
-        request = client._session._request
-        assert (request.project_id, request.tags, request.display_name) == ("p1", ["a", "b"], "shown")
+        assert row is not None and row.details is not None
+        assert [row.details[name] for name in ("project_id", "tags", "display_name")] == ["p1", ["a", "b"], "shown"]
 
 
 # --- opening a session -------------------------------------------------------------------------------------------
@@ -361,14 +361,19 @@ def test_many_tasks_that_open_one_session_wait_until_it_is_open(door: RecordingS
 # --- other processes ---------------------------------------------------------------------------------------------
 
 
+def client_threads() -> int:
+    return sum(thread.name == "mint-client" for thread in threading.enumerate())
+
+
 def test_a_sampling_client_may_be_pickled_and_handed_to_another_process(url: str) -> None:
     params = SamplingParams(max_tokens=4, seed=7)
     with mint.ServiceClient(base_url=url, api_key="tml-secret") as client:
         sampler = client.create_sampling_client(base_model="mint/tiny")
         expected = sampler.sample(PROMPT, 2, params).result()
+        loops = client_threads()
         clones = [pickle.loads(pickle.dumps(sampler)) for _ in range(2)]  # noqa: S301
         assert [clone.sample(PROMPT, 2, params).result() for clone in clones] == [expected] * 2
-        assert clones[0]._session is clones[1]._session
+        assert client_threads() == loops + 1  # they share one connection
         handle = sampler.get_sampler_handle()
         assert b"tml-secret" not in base64.urlsafe_b64decode(handle)
         program = (

@@ -251,7 +251,7 @@ def test_search_scores_are_those_of_the_formula() -> None:
     """Against Okapi BM25 by hand: 2 documents of 2 and 4 words, the word once in the first."""
     search = Search(["orst ships", "a b c d"])
     rarity = 0.6931471805599453  # ln(1 + (2 - 1 + 0.5) / (1 + 0.5))
-    assert search._score({"orst"}, 0) == pytest.approx(rarity * 2.5 / (1 + 1.5 * (0.25 + 0.75 * 2 / 3)))
+    assert search.score({"orst"}, 0) == pytest.approx(rarity * 2.5 / (1 + 1.5 * (0.25 + 0.75 * 2 / 3)))
 
 
 # --- the environment -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from mint.errors import OverloadedError
+from mint.server.http import key_guesses
 from mint.server.http.key_guesses import GUESSES_WITHIN_S, MAX_ADDRESSES, MAX_GUESSES, GuardedKeys
 from mint.server.store.database import Database
 from mint.server.store.journal import JOURNAL_FILE
@@ -88,15 +90,27 @@ def test_a_network_of_ipv6_is_one_address_and_a_mapped_address_is_the_ipv4_one(k
         guarded.verify("tml-mint-other", f"::ffff:{HERE}")
 
 
-def test_guesses_take_a_bounded_memory(keys: ApiKeys, clock: Clock) -> None:
+def test_of_all_addresses_the_newest_ones_are_remembered(keys: ApiKeys, clock: Clock) -> None:
     guarded = GuardedKeys(keys, clock=clock)
-    for number in range(MAX_ADDRESSES + 200):
-        guarded.verify("tml-mint-guess", f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
-    assert len(guarded._guesses) == MAX_ADDRESSES
-    for number in range(10 * MAX_GUESSES):
+    guess(guarded, HERE)
+    others = [f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}" for number in range(MAX_ADDRESSES)]
+    for address in others[:-1]:
+        guarded.verify("tml-mint-guess", address)
+    with pytest.raises(OverloadedError):
+        guarded.verify("tml-mint-other", HERE)
+    guarded.verify("tml-mint-guess", others[-1])
+    assert guarded.verify("tml-mint-other", HERE) is None
+
+
+def test_slow_guesses_of_one_address_take_a_bounded_memory(keys: ApiKeys, clock: Clock) -> None:
+    tracemalloc.start()
+    guarded = GuardedKeys(keys, clock=clock)
+    for number in range(1000):
         clock.now += GUESSES_WITHIN_S / MAX_GUESSES
         guarded.verify(f"tml-mint-slow-{number}", HERE)
-    assert len(guarded._guesses[HERE]) <= MAX_GUESSES
+    held = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, key_guesses.__file__)])
+    tracemalloc.stop()
+    assert 0 < sum(each.size for each in held.statistics("filename")) < 20_000  # a guess that is kept takes over 100
 
 
 def test_the_time_of_a_refusal_does_not_tell_how_much_of_a_key_is_right(keys: ApiKeys) -> None:

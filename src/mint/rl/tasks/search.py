@@ -31,11 +31,12 @@ class Search:
     def search(self, query: str, limit: int = 1) -> str:
         """Search the documents for words and return the best matches."""
         words = set(_words(query))
-        scores = [self._score(words, place) for place in range(len(self._texts))]
+        scores = [self.score(words, place) for place in range(len(self._texts))]
         best = sorted(range(len(scores)), key=lambda place: -scores[place])[: max(1, min(limit, 10))]
         return "\n\n".join(self._texts[place] for place in best if scores[place] > 0) or "nothing found"
 
-    def _score(self, words: set[str], place: int) -> float:
+    def score(self, words: set[str], place: int) -> float:
+        """Okapi BM25 of the document at `place` for these words."""
         counts = self._counts[place]
         length = self._lengths[place] / self._mean_length
         total = 0.0
