@@ -140,6 +140,7 @@ def an_owner_deletes_from_a_server(disk: Path) -> None:
             ann.send("POST", f"{API}/forward_backward", body)
             fill(disk)
         assert ann.send("GET", "/readyz").status_code == 503
+        assert (data / SPARE_FILE).exists()  # what a server writes besides does not use it
         path = f"{API}/training_runs/{model_id}/checkpoints/weights"
         assert ann.send("DELETE", f"{path}/save-1").status_code == 200
         assert ann.send("GET", f"{path}/save-1").status_code == 404

@@ -34,8 +34,9 @@ class SpareSpace:
     def take(self) -> None:
         """Makes the file, if it is not there and the disk has room for it. No error if it cannot be made."""
         try:
-            if self._path.exists() or shutil.disk_usage(self._path.parent).free < ROOM * SPARE_BYTES:
+            if self._is_taken() or shutil.disk_usage(self._path.parent).free < ROOM * SPARE_BYTES:
                 return
+            self.release()  # a loss of power may have left it without its blocks
             handle = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except OSError as error:  # another process was first; or the folder cannot be written, which others report
             log.debug("no spare space was taken: %s", error)
@@ -47,6 +48,12 @@ class SpareSpace:
             self.release()
         finally:
             os.close(handle)
+
+    def _is_taken(self) -> bool:
+        try:
+            return self._path.stat().st_blocks * 512 >= SPARE_BYTES
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
         """Removes the file."""
