@@ -201,6 +201,13 @@ def test_layers_with_windows_have_a_rotation_of_their_own() -> None:
     assert read_decoder_config(new) == found
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "olmo3", "exaone4", "phi3", "smollm3", "granite"])
+def test_what_a_file_leaves_out_is_what_transformers_takes(family: str) -> None:
+    sizes = {"vocab_size": 10, "head_dim": 8, "max_position_embeddings": 8192, **_sizes(16, 16, 8, 2, 1)}
+    found = read_decoder_config({"model_type": family, **sizes})
+    assert found == read_decoder_config(AutoConfig.for_model(family, pad_token_id=0, **sizes).to_dict())
+
+
 @pytest.mark.parametrize(
     ("given", "layers"),
     [({}, {3, 7}), ({"no_rope_layer_interval": 3}, {2, 5}), ({"no_rope_layers": [1, 0, 1, 1, 1, 1, 0, 1]}, {1, 6})],

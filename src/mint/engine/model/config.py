@@ -53,7 +53,7 @@ class Family:
     """Query, key and value are one layer, and gate and up."""
     partial_rotation: bool = False
     windows: bool = False
-    """Layers see the last `sliding_window` positions, where config.json has that."""
+    """Layers see the last `sliding_window` positions, unless that is null."""
     full_every: int | None = None
     """Each so manyth layer has no window."""
     window_theta: float | None = None
@@ -64,6 +64,7 @@ class Family:
     """The rotation may be scaled."""
     activation: Activation = "silu"
     is_tied: bool = False
+    sliding_window: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
 
@@ -80,7 +81,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2.5", qkv_bias=True),
     "qwen3": Family("Qwen3", head_norms=True),
     "qwen3_moe": Family("Qwen3-MoE", head_norms=True, experts=True),
-    "mistral": Family("Mistral", windows=True),
+    "mistral": Family("Mistral", windows=True, sliding_window=4096),
     "smollm3": Family("SmolLM3", unrotated_layers=True, is_tied=True, rope_theta=2e6),
     "granite": Family("Granite", multipliers=True),
     "phi3": Family("Phi-3", fused=True, partial_rotation=True, windows=True, scaled_rotation=False, rms_norm_eps=1e-5),
@@ -99,6 +100,7 @@ FAMILIES = {
         window_theta=10000.0,
         activation="gelu_tanh",
         is_tied=True,
+        sliding_window=4096,
         rope_theta=1e6,
     ),
     "exaone4": Family(
@@ -108,6 +110,7 @@ FAMILIES = {
         windows=True,
         full_every=4,
         unrotated_full_layers=True,
+        sliding_window=4096,
         rms_norm_eps=1e-5,
     ),
     "olmo2": Family("OLMo 2", head_norms=True, joint_head_norms=True, norms=_AFTER, rms_norm_eps=1e-5),
@@ -119,6 +122,7 @@ FAMILIES = {
         windows=True,
         full_every=4,
         window_theta=500000.0,
+        sliding_window=4096,
         rms_norm_eps=1e-5,
         rope_theta=500000.0,
     ),
@@ -331,11 +335,16 @@ def _windowed_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
+def _has_windows(config: Mapping[str, Any]) -> bool:
+    """Null means none; left out, it means the family's default."""
+    return config.get("sliding_window", _family(config).sliding_window) is not None
+
+
 def _windows(config: Mapping[str, Any], windowed: frozenset[int], context: int) -> Windows:
     """None where a whole context is seen."""
-    if not windowed or config.get("sliding_window") is None:
+    if not windowed or not _has_windows(config):
         return NO_WINDOWS
-    window = _size(config, "sliding_window")
+    window = _size(config, "sliding_window", default=_family(config).sliding_window)
     return dict.fromkeys(sorted(windowed), window) if window < context else NO_WINDOWS
 
 
@@ -376,7 +385,7 @@ def _scales(config: Mapping[str, Any], hidden: int, head_dim: int) -> tuple[floa
     """
     family = _family(config)
     if family.normal_embeddings:
-        scalar = _positive("query_pre_attn_scalar", config.get("query_pre_attn_scalar", head_dim))
+        scalar = _positive("query_pre_attn_scalar", config.get("query_pre_attn_scalar", 256))
         return 1.0, Scales(embedding=math.sqrt(hidden), query_key=(head_dim / scalar) ** 0.25)
     if not family.multipliers:
         return 1.0, Scales()
@@ -450,7 +459,7 @@ def _ropes(config: Mapping[str, Any], layers: int, windowed: frozenset[int]) -> 
         own = _rope({}, "rope_parameters.sliding_attention", local, theta)
         return tuple(own if layer in windowed else main for layer in range(layers))
     unrotated = _unrotated_layers(config, layers) if family.unrotated_layers else frozenset()
-    if family.unrotated_full_layers and config.get("sliding_window") is not None:
+    if family.unrotated_full_layers and _has_windows(config):
         unrotated = frozenset(range(layers)) - windowed
     return tuple(None if layer in unrotated else main for layer in range(layers))
 
