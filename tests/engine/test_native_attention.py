@@ -25,6 +25,7 @@ KINDS = [
     # head dimension, kv heads, query heads for each, kv heads side by side, window, dtype
     (32, 2, 2, 2, 0, torch.float32), (32, 1, 40, 1, 0, torch.bfloat16), (64, 3, 1, 1, 0, torch.float32),
     (64, 4, 3, 2, 0, torch.bfloat16), (128, 2, 2, 1, 0, torch.bfloat16), (128, 1, 5, 1, 0, torch.float32),
+    (96, 2, 2, 2, 0, torch.float32), (96, 2, 1, 1, 50, torch.bfloat16),
     (256, 1, 4, 1, 0, torch.float32), (256, 2, 1, 1, 20, torch.bfloat16), (64, 3, 1, 1, 5, torch.float32),
     (64, 4, 3, 2, 64, torch.bfloat16), (32, 1, 40, 1, 33, torch.float32), (128, 2, 2, 1, 100, torch.bfloat16),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from mint.engine.cpu.build import NativeBuild
 from mint.engine.cpu.recording import present
 from mint.engine.cpu.threads import Int64, NativeThreads, Operation, error_of
 
-HEAD_DIMS = frozenset({32, 64, 128, 256})
+HEAD_DIMS = frozenset({32, 64, 96, 128, 256})
 """Head dimensions that the kernels are compiled for."""
 
 LANES = 16

@@ -146,7 +146,8 @@ typedef void Mix(float *const *shares, int64_t at, const char *rows, int64_t str
     }
 #define SCORES(D, HALF) \
     SCORE(1, 1, D, HALF) SCORE(2, 1, D, HALF) SCORE(4, 1, D, HALF) DOT(1, D, HALF) DOT(2, D, HALF)
-SCORES(32, 0) SCORES(64, 0) SCORES(128, 0) SCORES(256, 0) SCORES(32, 1) SCORES(64, 1) SCORES(128, 1) SCORES(256, 1)
+SCORES(32, 0) SCORES(64, 0) SCORES(96, 0) SCORES(128, 0) SCORES(256, 0)
+SCORES(32, 1) SCORES(64, 1) SCORES(96, 1) SCORES(128, 1) SCORES(256, 1)
 MIX(1, 2, 0) MIX(2, 2, 0) MIX(4, 2, 0) MIX(8, 2, 0) MIX(1, 4, 0) MIX(2, 4, 0) MIX(4, 4, 0) MIX(1, 8, 0) MIX(2, 8, 0)
 MIX(1, 2, 1) MIX(2, 2, 1) MIX(4, 2, 1) MIX(8, 2, 1) MIX(1, 4, 1) MIX(2, 4, 1) MIX(4, 4, 1) MIX(1, 8, 1) MIX(2, 8, 1)
 
@@ -162,12 +163,16 @@ typedef struct {
      {mix_1_##M##_##HALF, mix_2_##M##_##HALF, mix_4_##N##_##HALF, mix_8_2_##HALF}}
 
 static const Kernels *find_kernels(int64_t dim, int64_t half) {
-    static const Kernels kinds[4][2] = {{KERNELS(32, 2, 2, 0), KERNELS(32, 2, 2, 1)},
-                                        {KERNELS(64, 4, 4, 0), KERNELS(64, 4, 4, 1)},
-                                        {KERNELS(128, 8, 4, 0), KERNELS(128, 8, 4, 1)},
-                                        {KERNELS(256, 8, 4, 0), KERNELS(256, 8, 4, 1)}};
-    for (int64_t kind = 0; kind < 4; kind++)
-        if (dim == 32 << kind) return kinds[kind] + half;
+    static const struct {
+        int64_t dim;
+        Kernels kinds[2];
+    } all[] = {{32, {KERNELS(32, 2, 2, 0), KERNELS(32, 2, 2, 1)}},
+               {64, {KERNELS(64, 4, 4, 0), KERNELS(64, 4, 4, 1)}},
+               {96, {KERNELS(96, 2, 2, 0), KERNELS(96, 2, 2, 1)}},
+               {128, {KERNELS(128, 8, 4, 0), KERNELS(128, 8, 4, 1)}},
+               {256, {KERNELS(256, 8, 4, 0), KERNELS(256, 8, 4, 1)}}};
+    for (size_t n = 0; n < sizeof(all) / sizeof(all[0]); n++)
+        if (all[n].dim == dim) return all[n].kinds + half;
     return 0;
 }
 
