@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engine_data import datum, random_data
 
-from mint.engine.packing import MIN_SHARED, MicroBatch, attention_blocks, pack, padded_length
+from mint.engine.packing import MIN_SHARED, MicroBatch, attention_blocks, pack, pack_padded, padded_length
 from mint.engine.protocol import TrainDatum
 
 
@@ -79,3 +79,16 @@ def test_padding_is_little_and_shapes_are_few() -> None:
     assert all(length <= padded_length(length) <= max(8, 1.25 * length) for length in lengths if length > 32)
     assert len({padded_length(length) for length in lengths}) < 100
     assert attention_blocks([]) == []
+
+
+@pytest.mark.parametrize("budget", [1, 40, 100, 10_000])
+def test_padded_batches_hold_whole_examples_within_the_budget(budget: int) -> None:
+    data = random_data(4, count=20, shared=12)
+    batches = pack_padded(data, budget)
+    assert sorted(index for batch in batches for index in batch.datum_ids) == list(range(20))
+    for batch in batches:
+        lengths = [len(data[index].tokens) for index in batch.datum_ids]
+        assert len(lengths) == 1 or len(lengths) * max(lengths) <= budget
+        assert batch.tokens.tolist() == [int(token) for index in batch.datum_ids for token in data[index].tokens]
+        assert batch.positions.tolist() == [position for length in lengths for position in range(length)]
+    assert len(batches) == {1: 20, 10_000: 1}.get(budget, len(batches))

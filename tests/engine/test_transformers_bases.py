@@ -13,7 +13,9 @@ from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, job, random_data, trai
 from peft import PeftModel
 from small_models import FAMILIES, OTHER_FAMILIES, write_model, write_other_model
 
-from mint.engine.protocol import LORA_ALPHA, LoraSpec, TrainDatum, resolve_loss
+from mint.engine.bases.transformers_decoder import TransformersDecoder
+from mint.engine.bases.transformers_measurements import measure
+from mint.engine.protocol import LORA_ALPHA, LoraSpec, MicroBatching, PassResult, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.peft_format import module_names, write_peft
@@ -80,6 +82,39 @@ def test_training_equals_transformers_with_peft(family: str, tmp_path: Path) -> 
         theirs = expected[name]
         wanted = np.zeros_like(gradient) if theirs is None else theirs.numpy()
         assert np.abs(gradient - wanted).max() <= 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_5_moe_text", *sorted(UNSUPPORTED_BY_PEFT)])
+def test_a_batch_of_sequences_trains_as_one_at_a_time_does_and_repeats_bit_for_bit(family: str, tmp_path: Path) -> None:
+    write_other_model(tmp_path, family)
+    engine = _trained(tmp_path)
+    state, data = engine.read_state("m"), random_data(3)
+
+    def train_with(micro_batching: MicroBatching | None) -> tuple[PassResult, dict[str, np.ndarray], str]:
+        engine.write_state("m", state)
+        found = engine.forward_backward("m", data, CROSS_ENTROPY, micro_batching=micro_batching)
+        engine.optim_step("m", ADAM)
+        return found, dict(engine.read_state("m").exp_avg or {}), engine.state_digest("m")
+
+    alone, alone_moments, _ = train_with(MicroBatching(1, recompute=False))
+    batched, moments, digest = train_with(None)
+    _, _, repeated = train_with(batched.micro_batching)
+    assert batched.micro_batching is not None and batched.micro_batching.rows > max(len(own.tokens) for own in data)
+    assert digest == repeated
+    for one, other in zip(alone.logprobs, batched.logprobs, strict=True):
+        assert np.abs(one - other).max() <= 2e-5
+    scale = max(float(np.abs(moment).max()) for moment in moments.values())
+    assert all(np.abs(moments[name] - alone_moments[name]).max() <= 1e-4 * scale for name in moments)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_model_whose_sequences_see_one_another_trains_one_at_a_time(mixes: bool, tmp_path: Path) -> None:
+    write_other_model(tmp_path, "gpt2")
+    decoder = TransformersDecoder(tmp_path, torch.float32, torch.device("cpu"))
+    if mixes:
+        layer = decoder._model.get_submodule("transformer.h.0.mlp")
+        layer.register_forward_hook(lambda _module, _inputs, output: output + 0.1 * output.mean(0))
+    assert (measure(decoder, torch.float32).micro_batch_rows == 1) == mixes
 
 
 @pytest.mark.parametrize("family", sorted(BESIDE_EXPERTS))

@@ -100,6 +100,19 @@ def pack(data: Sequence[TrainDatum], token_budget: int) -> list[MicroBatch]:
     return [_lay_out(groups, data) for groups in batches if groups]
 
 
+def pack_padded(data: Sequence[TrainDatum], token_budget: int) -> list[MicroBatch]:
+    """Micro-batches of whole examples that share nothing, for a decoder that pads its sequences on the right: examples
+    of similar length are together, and their number times the longest is at most `token_budget`, or it is one example.
+    """
+    batches: list[list[_PrefixGroup]] = [[]]
+    for index in sorted(range(len(data)), key=lambda index: len(data[index].tokens)):
+        length = len(data[index].tokens)
+        if batches[-1] and (len(batches[-1]) + 1) * length > token_budget:
+            batches.append([])
+        batches[-1].append(_PrefixGroup([index], length, length))
+    return [_lay_out(groups, data) for groups in batches if groups]
+
+
 def attention_blocks(spans: Sequence[Span]) -> list[AttentionBlock]:
     """Spans grouped by padded length (a function of a span's own length) and prefix length."""
     groups: dict[tuple[int, int], list[Span]] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.losses import loss_and_slope, measure
 from mint.engine.model.autograd import backward
-from mint.engine.packing import MicroBatch, pack
+from mint.engine.packing import MicroBatch
 from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory
 from mint.engine.target_logprobs import TargetLogprobs, Unembedding
 from mint.errors import OutOfMemoryError
@@ -26,6 +26,10 @@ _MISSING = np.empty(0, np.float32)
 
 class TrainedDecoder(Unembedding, Protocol):
     """What a pass needs of a decoder."""
+
+    def pack(self, data: Sequence[TrainDatum], rows: int) -> list[MicroBatch]:
+        """Cuts examples into micro-batches of about `rows` rows, as `forward_packed` takes them; a pure function."""
+        ...
 
     def forward_packed(self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool) -> Tensor:
         """Final hidden states [T, E] of the rows of `batch`, all with `lora`.
@@ -118,7 +122,7 @@ def _try(
     """The pass; None if memory ran out, with the gradient half-added."""
     results = _Results(data)
     try:
-        for batch in pack(data, attempt.rows):
+        for batch in decoder.pack(data, attempt.rows):
             recompute = len(batch.tokens) > attempt.rows if attempt.recompute is None else attempt.recompute
             _run(decoder, lora, data, batch, loss, results, gradient=with_gradient, recompute=recompute)
     except (RuntimeError, MemoryError) as error:

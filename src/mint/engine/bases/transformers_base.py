@@ -1,8 +1,7 @@
 """A base model on the modules of transformers: every causal language model that `AutoModelForCausalLM` loads.
 
-Right before fast: training runs one sequence at a time, and the prompts of a job are not shared with other jobs. How
-sampling uses the model's cache is measured at load, and how far its logits then are from those of training: both are
-among the settings that `get_info` shows.
+Correctness comes before speed: what a model's cache and its batches can do is measured when it is loaded
+(`transformers_measurements`), and shown among the settings of `get_info`. No prompt is shared with other jobs.
 """
 
 from __future__ import annotations
@@ -12,27 +11,18 @@ from collections.abc import Mapping
 
 import torch
 import transformers
-from torch import Tensor
 
 from mint.engine.bases.base_model import BaseModel
 from mint.engine.bases.transformers_decoder import TransformersDecoder
-from mint.engine.bases.transformers_sampler import CacheUse, TransformersSampler
+from mint.engine.bases.transformers_measurements import measure
+from mint.engine.bases.transformers_sampler import TransformersSampler
 from mint.engine.devices import Device
 from mint.engine.lora import LoraWeights
 from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
 from mint.engine.sampling.sampler import COUNTERS
-from mint.errors import InvalidRequestError
 from mint.models.folder import ModelFolder
 
 log = logging.getLogger(__name__)
-
-_PROBE_PROMPT, _PROBE_TOKENS, _PROBE_SAMPLES = 20, 4, 2
-"""Sizes of the test that measures the cache at load: a prompt of 20 tokens, which runs at once, then 4 tokens, one by
-one, in 2 samples."""
-
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""How far logits by the cache may be from those without it, in standard deviations of the logits. More is an error in
-the cache, not rounding."""
 
 
 class TransformersBase(BaseModel):
@@ -48,7 +38,8 @@ class TransformersBase(BaseModel):
         """
         self._decoder = decoder = TransformersDecoder(folder.path, dtype, device.torch)
         self._counters = dict.fromkeys(COUNTERS, 0)
-        self._cache_use, difference = _measure_cache(decoder, dtype)
+        measured = measure(decoder, dtype)
+        self._cache_use = measured.cache_use
         settings = {
             "engine": "torch",
             "implementation": "transformers",
@@ -58,21 +49,22 @@ class TransformersBase(BaseModel):
             "dtype": str(dtype).removeprefix("torch."),
             "device": str(device.torch),
             "threads": torch.get_num_threads(),
-            "micro_batch_rows": 1,
+            "micro_batch_rows": measured.micro_batch_rows,
             "recompute": "always" if recompute is True else "never",
             "sampling_cache": self._cache_use.value,
-            "sampler_trainer_logit_difference": difference,
+            "sampler_trainer_logit_difference": measured.logit_difference,
             "path": str(folder.path),
         }
         ends = folder.eos_token_ids
         info = BaseInfo(name, decoder.arch, decoder.vocab_size, decoder.context_length, ends, settings)
-        super().__init__(decoder, info, MicroBatching(1, bool(recompute)))
+        super().__init__(decoder, info, MicroBatching(measured.micro_batch_rows, bool(recompute)))
         log.info(
-            "%s runs on %s of transformers: cache %s, sampler's logits within %.1e of the trainer's",
+            "%s runs on %s of transformers: cache %s, sampler's logits within %.1e of the trainer's, %d rows at once",
             name,
             decoder.class_name,
             self._cache_use.value,
-            difference,
+            measured.logit_difference,
+            measured.micro_batch_rows,
         )
 
     def open_sampler(self) -> TransformersSampler:
@@ -97,55 +89,3 @@ class TransformersBase(BaseModel):
     @property
     def kv_pages(self) -> Mapping[str, int]:
         return {"in_use": 0, "cached": 0, "total": 0}
-
-
-@torch.no_grad()
-def _measure_cache(decoder: TransformersDecoder, dtype: torch.dtype) -> tuple[CacheUse, float]:
-    """The best use of the model's cache whose logits are those of whole sequences, and the largest difference.
-
-    Raises:
-        InvalidRequestError: the model gives logits that are not finite.
-    """
-    size = min(_PROBE_PROMPT + _PROBE_TOKENS, decoder.context_length)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(min(2, decoder.vocab_size - 1), decoder.vocab_size, (size,), generator=generator)
-    tokens = tokens.to(decoder.device)
-    hidden, _ = decoder.prefill(tokens[None], None, use_cache=False)
-    whole = decoder.logits(hidden[0], [])
-    if not whole.isfinite().all():
-        raise InvalidRequestError(
-            "gives logits that are not finite", field="base_model", value=decoder.class_name, remedy="Check its files"
-        )
-    limit = _TOLERANCE[dtype] * float(whole.std())
-    for use in (CacheUse.SHARED, CacheUse.SEPARATE):
-        try:
-            difference = _cache_difference(decoder, tokens, whole, use)
-        except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, NotImplementedError) as error:
-            log.debug("%s: cache with %s: %s", decoder.class_name, use.value, error)
-            continue
-        if difference <= limit:
-            return use, difference
-    return CacheUse.NONE, 0.0
-
-
-def _cache_difference(decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, use: CacheUse) -> float:
-    """How far the logits of samples that decode the last tokens from the cache are from those `whole` [T, V]."""
-    start = len(tokens) - _PROBE_TOKENS
-    copies = 1 if use is CacheUse.SHARED else _PROBE_SAMPLES
-    _, cache = decoder.prefill(tokens[:start].expand(copies, -1), None, use_cache=True)
-    if cache is None:
-        raise ValueError("the model returns no cache")
-    if use is CacheUse.SHARED:
-        cache.repeat(_PROBE_SAMPLES)
-    rows = _PROBE_SAMPLES
-    difference = 0.0
-    for place in range(start, len(tokens)):
-        if use is CacheUse.SHARED and place == len(tokens) - 1:
-            rows = 1
-            cache.select(torch.tensor([_PROBE_SAMPLES - 1], device=decoder.device))
-        hidden, cache = decoder.decode(tokens[place].expand(rows), None, cache)
-        found = decoder.logits(hidden, [])
-        if len(found) != rows:
-            raise ValueError("the cache has another number of sequences")
-        difference = max(difference, float((found - whole[place]).abs().max()))
-    return difference

@@ -2,31 +2,34 @@
 their gradients, and loras on its linear layers.
 
 The model's own code computes; a hook on each linear layer adds the lora that is active. A forward runs one sequence,
-or several of one length, so nothing is padded. Whatever the model does behind its last layer (scaling, soft caps) is
-kept: where logits are more than a product of hidden states, they stand for the hidden states.
+or several: a training pass pads the shorter ones on the right. Whatever the model does behind its last layer (scaling,
+soft caps) is kept: where logits are more than a product of hidden states, they stand for the hidden states.
 
 Letters: S sequences · T tokens of each · E hidden size · V vocabulary · I inputs and O outputs of a layer · r rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from mint.engine.cuda.operations import CudaOperations
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import min_rows
 from mint.engine.model.torch_operations import TorchOperations
-from mint.engine.packing import MicroBatch
-from mint.engine.protocol import LoraSpec
+from mint.engine.packing import MicroBatch, pack, pack_padded
+from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.upload import upload
 from mint.errors import InvalidRequestError
 from mint.models.transformers_progress import without_progress
@@ -63,7 +66,7 @@ class TransformersDecoder:
         Raises:
             InvalidRequestError: transformers does not know the architecture, or cannot load the folder.
         """
-        self.operations = TorchOperations(dtype, device)
+        self.operations = (CudaOperations if device.type == "cuda" else TorchOperations)(dtype, device)
         self.device = device
         self._model = _load(path, dtype).to(device)
         unembedding = self._model.get_output_embeddings()
@@ -117,19 +120,45 @@ class TransformersDecoder:
 
     # --- for training ---
 
+    def pack(self, data: Sequence[TrainDatum], rows: int) -> list[MicroBatch]:
+        """Micro-batches of about `rows` rows with padding; of one sequence each, if `rows` is 1."""
+        return pack(data, 1) if rows == 1 else pack_padded(data, rows)
+
     def forward_packed(self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool) -> Tensor:
-        """Hidden states [T, E] (or logits, see above) in float32 of the rows of `batch`, which is one whole sequence.
+        """Hidden states [T, E] (or logits, see above) in float32 of the rows of `batch`: whole sequences.
 
         With `recompute`, the model's layers run again in the backward instead of keeping their activations.
         """
+        starts = np.flatnonzero(batch.positions == 0)
+        places, is_real = _pad_right(starts, np.diff(starts, append=len(batch.tokens)))
+        tokens, rows = upload(self.device, batch.tokens[places], np.flatnonzero(is_real))
+        hidden = self._run_layers(tokens, lora, recompute=recompute).flatten(0, 1)
+        return hidden if is_real.all() else hidden[rows]
+
+    @contextmanager
+    def kept_tensors(self) -> Generator[dict[int, int]]:
+        """Counts what is kept for a backward within the context, without weights: sizes in bytes by address."""
+        weights = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
+        storages: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield storages
+
+    def _run_layers(self, tokens: Tensor, lora: LoraWeights, *, recompute: bool) -> Tensor:
+        """Hidden states [S, T, E] of `tokens` [S, T], for a backward if gradients are enabled."""
         self._lora = lora
-        (tokens,) = upload(self.device, batch.tokens)
         if not (recompute and torch.is_grad_enabled() and self._model.supports_gradient_checkpointing):
-            return self._run(tokens[None], None, use_cache=False)[0][0]
+            return self._run(tokens, None, use_cache=False)[0]
         self._model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model.train()  # layers recompute in this mode alone; nothing is dropped out
         try:
-            return self._run(tokens[None], None, use_cache=False)[0][0]
+            return self._run(tokens, None, use_cache=False)[0]
         finally:
             self._model.eval()
             self._model.gradient_checkpointing_disable()
@@ -268,6 +297,15 @@ def _widths(layer: nn.Module) -> tuple[int, tuple[int, ...]]:
         return int(layer.weight.shape[0]), (int(layer.nf),)
     assert isinstance(layer, nn.Linear)
     return layer.in_features, (layer.out_features,)
+
+
+def _pad_right(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that stand in a grid [S, T] of sequences, and which of them are no padding, bool [S, T].
+
+    A sequence is padded with its last row. Nothing masks the padding: no position sees those to its right.
+    """
+    columns = np.arange(lengths.max())
+    return starts[:, None] + np.minimum(columns, lengths[:, None] - 1), columns < lengths[:, None]
 
 
 def _cache_of(output: Any) -> ModelCache | None:

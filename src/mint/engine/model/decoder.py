@@ -29,8 +29,8 @@ from mint.engine.model.operations import Attention, FeedForward, Operations
 from mint.engine.model.rope import rope_tables
 from mint.engine.model.weight_loader import load_weights
 from mint.engine.model.weights import MixtureWeights, list_sites
-from mint.engine.packing import AttentionBlock, MicroBatch
-from mint.engine.protocol import LoraSpec
+from mint.engine.packing import AttentionBlock, MicroBatch, pack
+from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.upload import upload
 from mint.models.tensor_files import StoredTensor
 
@@ -73,6 +73,10 @@ class Decoder:
     def sites(self, lora: LoraSpec) -> list[Site]:
         """The products that `lora` trains, in the order of storage."""
         return list_sites(self.config, lora)
+
+    def pack(self, data: Sequence[TrainDatum], rows: int) -> list[MicroBatch]:
+        """Micro-batches of about `rows` rows, in which examples share the rows of common prefixes."""
+        return pack(data, rows)
 
     def forward_packed(self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool) -> Tensor:
         """Final hidden states (normed) [T, E] of the rows of `batch`, all with `lora`; `recompute` as in `forward`."""

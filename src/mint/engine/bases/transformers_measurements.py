@@ -1,0 +1,151 @@
+"""Measures a model of transformers when it is loaded: how its cache can be used, and whether it trains in batches.
+
+Both are compared with sequences that run whole and alone, on random tokens.
+
+Letters: T tokens · V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mint.engine.bases.transformers_decoder import TransformersDecoder
+from mint.engine.bases.transformers_sampler import CacheUse
+from mint.engine.lora import LoraRows, LoraWeights
+from mint.engine.protocol import LoraSpec, TrainDatum
+from mint.errors import InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+_PROMPT, _DECODED, _SAMPLES = 20, 4, 2
+"""The test of the cache: a prompt of 20 tokens, which runs at once, then 4 tokens, one by one, in 2 samples."""
+
+_SHORTER = 13
+"""The test of a batch: a sequence of all the tokens, and one of so many, which is padded."""
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""How far numbers may be from those of whole sequences: logits in standard deviations of the logits, gradients in parts
+of the largest one. More is an error of the model's code, not rounding."""
+
+_CPU_ROWS = 256
+"""Rows of a training batch on a CPU at most: so many take 0.7 to 0.9 of the time that sequences of 50 to 90 tokens take
+one by one. The intermediate results of 1024 rows leave the caches, and nothing is left of that."""
+
+_FAILURES = (AttributeError, TypeError, ValueError, RuntimeError, IndexError, NotImplementedError)
+"""Errors by which the code of a model says that it cannot do something."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """`logit_difference` is the largest between the sampler's logits and those of training; `micro_batch_rows` is 1
+    where sequences must be trained one at a time."""
+
+    cache_use: CacheUse
+    logit_difference: float
+    micro_batch_rows: int
+
+
+@torch.no_grad()
+def measure(decoder: TransformersDecoder, dtype: torch.dtype) -> Measurements:
+    """Measures a loaded model.
+
+    Raises:
+        InvalidRequestError: the model gives logits that are not finite.
+    """
+    size = min(_PROMPT + _DECODED, decoder.context_length)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(min(2, decoder.vocab_size - 1), decoder.vocab_size, (size,), generator=generator)
+    hidden, _ = decoder.prefill(tokens[None].to(decoder.device), None, use_cache=False)
+    whole = decoder.logits(hidden[0], [])
+    if not whole.isfinite().all():
+        raise InvalidRequestError(
+            "gives logits that are not finite", field="base_model", value=decoder.class_name, remedy="Check its files"
+        )
+    cache_use, difference = _measure_cache(decoder, tokens.to(decoder.device), whole, _TOLERANCE[dtype])
+    return Measurements(cache_use, difference, _measure_batch(decoder, tokens.numpy(), _TOLERANCE[dtype]))
+
+
+def _measure_cache(
+    decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, tolerance: float
+) -> tuple[CacheUse, float]:
+    """The best use of the model's cache whose logits are those of whole sequences, and the largest difference."""
+    for use in (CacheUse.SHARED, CacheUse.SEPARATE):
+        try:
+            difference = _cache_difference(decoder, tokens, whole, use)
+        except _FAILURES as error:
+            log.debug("%s: cache with %s: %s", decoder.class_name, use.value, error)
+            continue
+        if difference <= tolerance * float(whole.std()):
+            return use, difference
+    return CacheUse.NONE, 0.0
+
+
+def _cache_difference(decoder: TransformersDecoder, tokens: Tensor, whole: Tensor, use: CacheUse) -> float:
+    """How far the logits of samples that decode the last tokens from the cache are from those `whole` [T, V]."""
+    start = len(tokens) - _DECODED
+    copies = 1 if use is CacheUse.SHARED else _SAMPLES
+    _, cache = decoder.prefill(tokens[:start].expand(copies, -1), None, use_cache=True)
+    if cache is None:
+        raise ValueError("the model returns no cache")
+    if use is CacheUse.SHARED:
+        cache.repeat(_SAMPLES)
+    rows = _SAMPLES
+    difference = 0.0
+    for place in range(start, len(tokens)):
+        if use is CacheUse.SHARED and place == len(tokens) - 1:
+            rows = 1
+            cache.select(torch.tensor([_SAMPLES - 1], device=decoder.device))
+        hidden, cache = decoder.decode(tokens[place].expand(rows), None, cache)
+        found = decoder.logits(hidden, [])
+        if len(found) != rows:
+            raise ValueError("the cache has another number of sequences")
+        difference = max(difference, float((found - whole[place]).abs().max()))
+    return difference
+
+
+def _measure_batch(decoder: TransformersDecoder, tokens: np.ndarray, tolerance: float) -> int:
+    """The rows of a micro-batch in which padded sequences have the logits and gradients of single ones; else 1."""
+    spec = LoraSpec(rank=1, seed=0, train_attn=True, train_mlp=True, train_unembed=True)
+    lora = LoraWeights(decoder.sites(spec), spec, decoder.device)
+    gradient = lora.enable_gradient()
+    data = [TrainDatum(own, own, np.ones(len(own), np.float32)) for own in (tokens[::-1][:_SHORTER].copy(), tokens)]
+    found: list[tuple[Tensor, Tensor]] = []
+    kept_bytes = 0
+    try:
+        for rows in (1, len(data) * len(tokens)):
+            gradient.zero_()
+            logits, kept_bytes = _logits_and_gradient(decoder, lora, data, rows)
+            found.append((logits, gradient.clone()))
+    except _FAILURES as error:
+        log.debug("%s: a batch of sequences: %s", decoder.class_name, error)
+        return 1
+    (alone, alone_gradient), (batched, batched_gradient) = found
+    is_same = (batched - alone).abs().max() <= tolerance * alone.std()
+    has_same_gradient = (batched_gradient - alone_gradient).abs().max() <= tolerance * alone_gradient.abs().max()
+    if not (is_same and has_same_gradient):  # also where one is not a number
+        return 1
+    operations = decoder.operations
+    limit = _CPU_ROWS if decoder.device.type == "cpu" else operations.max_rows
+    return max(1, min(limit, operations.activation_bytes * len(batched) // max(1, kept_bytes)))
+
+
+def _logits_and_gradient(
+    decoder: TransformersDecoder, lora: LoraWeights, data: Sequence[TrainDatum], rows: int
+) -> tuple[Tensor, int]:
+    """Logits of all rows, in the order of the data's lengths, and the bytes that the last micro-batch kept for its
+    backward. A gradient is added to the lora's, that of Σ hidden² / 2."""
+    logits = []
+    kept = 0
+    for batch in sorted(decoder.pack(data, rows), key=lambda batch: len(batch.tokens)):
+        with torch.enable_grad(), decoder.kept_tensors() as storages:
+            hidden = decoder.forward_packed(batch, lora, recompute=False)
+        kept = sum(storages.values())
+        hidden.backward(hidden.detach())
+        logits.append(decoder.logits(hidden.detach(), [LoraRows(0, len(hidden), lora)]))
+    return torch.cat(logits), kept
