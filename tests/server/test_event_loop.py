@@ -9,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from server_harness import API, Person, make_key, pass_input, running, sample_body
 from waiting import HANG_S
 
 from mint import wire
 from mint.compose.event_loop import SOCKETS_IN_A_TURN, new_event_loop
-from mint.compose.serving import Server
+from mint.compose.serving import MAX_THREADS, Server
+from mint.server.store import keys
 
 
 class Held:
@@ -52,6 +54,7 @@ def hold_disk(server: Server, patch: pytest.MonkeyPatch) -> Held:
 def hold_keys(server: Server, patch: pytest.MonkeyPatch) -> Held:
     held = Held(server.keys.verify)
     patch.setattr(server.keys, "verify", held)
+    patch.setattr(server.keys, "recall", lambda _key: None)  # as if the key had not been sent for a while
     return held
 
 
@@ -78,6 +81,40 @@ def test_the_server_answers_while_a_request_is_being_accepted(
             held.go_on.set()
             sender.join()
         assert answers == [200]
+
+
+def test_a_poll_with_a_known_key_is_answered_while_all_threads_are_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "FRESH_S", 2 * HANG_S)
+    key = make_key(tmp_path, "ada")
+    with running(tmp_path) as server:
+        person = Person(server, key)
+        session = person.session()
+        poll = {"request_id": person.post("asample", sample_body(person.sampler(session)))["request_id"]}
+        person.result(poll["request_id"])
+        go_on, busy = threading.Event(), threading.Semaphore(0)
+
+        def hold(_caller: object, _body: object) -> None:
+            busy.release()
+            assert go_on.wait(HANG_S)
+
+        monkeypatch.setattr(server.service.sessions, "heartbeat", hold)
+        beat = {"session_id": session}
+        senders = [
+            threading.Thread(target=person.send, args=("POST", f"{API}/session_heartbeat", beat))
+            for _ in range(MAX_THREADS)
+        ]
+        for sender in senders:
+            sender.start()
+        try:
+            assert all(busy.acquire(timeout=HANG_S) for _ in senders)
+            headers = {"x-api-key": key, "accept": wire.Encoding.PROTO.value}
+            assert httpx.post(f"{server.url}{API}/retrieve_future", json=poll, headers=headers, timeout=5).is_success
+        finally:
+            go_on.set()
+            for sender in senders:
+                sender.join()
 
 
 def test_a_sample_is_decoded_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from service_harness import GOOD_PASS, Harness, make_sampler, send_sample
@@ -43,6 +44,24 @@ def test_the_room_of_dropped_and_repeated_results_is_free_again() -> None:
     finish(book, "ann", "a:sample:0:1", LARGE)
     finish(book, "ann", "a:sample:0:2", LARGE[: KEEP_BYTES // 4])
     assert kept(book, "a:sample:0:0", "a:sample:0:1", "a:sample:0:2") == [False, True, True]
+
+
+def test_a_look_at_a_samplers_results_takes_no_longer_for_those_of_others() -> None:
+    async def look_s(others: int) -> float:
+        book = Futures()
+        for number in range(others):
+            finish(book, "bob", f"s{number % 50}:sample:0:{number}", b"{}")
+        own = [f"own:sample:0:{number}" for number in range(20)]
+        for name in own:
+            finish(book, "ann", name, b"{}")
+        book.forget(own.pop(3))
+        began = time.process_time()
+        for _ in range(200):
+            found = await book.wait_for_any("own:sample:0", others + 5, timeout_s=0.0)
+        assert [name for _, name, _ in found] == own[4:]
+        return time.process_time() - began
+
+    assert asyncio.run(look_s(20_000)) < 10 * asyncio.run(look_s(0))
 
 
 def test_results_of_all_owners_go_when_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from mint.errors import InvalidRequestError
 from mint.models.registry import available
 from mint.server.all_routes import ROUTES
 from mint.server.http.app import create_app
+from mint.server.http.auth import recall_by_key
 from mint.server.http.bodies import MIB, Bodies, BodyLimits
 from mint.server.http.key_guesses import GuardedKeys
 from mint.server.ops import preflight
@@ -150,6 +151,7 @@ class Server:
             self.service,
             ROUTES,
             authenticate=authenticate,
+            recall=recall_by_key(guarded),
             is_operator=self._is_operator,
             public_url=settings.public_url,
             screen=screen_of(access),

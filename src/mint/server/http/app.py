@@ -36,7 +36,7 @@ from mint.errors import (
 )
 from mint.server.callers import LOCAL
 from mint.server.http.access_log import OWNER_KEY, ROUTE_KEY, AccessLog, AccessObserver
-from mint.server.http.auth import Admit, Authenticate, Screen, require_operator
+from mint.server.http.auth import Admit, Authenticate, Recall, Screen, require_operator
 from mint.server.http.bodies import Bodies
 from mint.server.http.route_table import Call, RouteRow, RunBlocking, respond_json
 from mint.server.service.service import Service
@@ -78,6 +78,7 @@ def create_app(
     routes: tuple[RouteRow, ...],
     *,
     authenticate: Authenticate | None = None,
+    recall: Recall = lambda _request: None,
     is_operator: Admit = lambda _caller: False,
     public_url: str | None = None,
     screen: Screen | None = None,
@@ -91,7 +92,8 @@ def create_app(
 ) -> Starlette:
     """The application over a service that the caller starts and stops.
 
-    `authenticate` None asks for no key, and then everybody is an operator. `public_url` begins links to files. `screen`
+    `authenticate` None asks for no key, and then everybody is an operator. `recall` spares it, and a change of threads
+    with it, for a sender who was known a moment ago. `public_url` begins links to files. `screen`
     sees every request before its sender is known. `observers` get the record of every request; without any, there are
     no records, and responses carry no request id. `pages` are further routes, which check themselves who may call them.
     What takes time (decoding a body, the journal) runs on the threads of `executor`, so that the event loop goes on
@@ -104,7 +106,7 @@ def create_app(
 
     def route(row: RouteRow) -> Route:
         run_operation = run_slow if row.waits_for_disk else run_quick
-        endpoint = _endpoint(service, row, authenticate, is_operator, screen, bodies, run_quick, run_operation)
+        endpoint = _endpoint(service, row, authenticate, recall, is_operator, screen, bodies, run_quick, run_operation)
         return Route(row.path, endpoint, methods=[row.method])
 
     app = Starlette(
@@ -139,6 +141,7 @@ def _endpoint(
     service: Service,
     row: RouteRow,
     authenticate: Authenticate | None,
+    recall: Recall,
     is_operator: Admit,
     screen: Screen | None,
     bodies: Bodies,
@@ -157,7 +160,7 @@ def _endpoint(
             if screen is not None:
                 screen(request)
             if authenticate is not None and not row.is_open:
-                caller = await run_check(authenticate, request)
+                caller = recall(request) or await run_check(authenticate, request)
                 if row.for_operators:
                     await run_check(require_operator, caller, is_operator)
             if not row.is_open:  # open rows read no body: a sender without a key gets no memory

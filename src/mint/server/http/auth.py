@@ -33,6 +33,9 @@ Holder = TypeVar("Holder", bound=KeyHolder)
 Authenticate = Callable[[Request], Caller]
 """Says who sends a request, or raises `AuthenticationError`."""
 
+Recall = Callable[[Request], Caller | None]
+"""Says who sends a request if that was asked a moment ago, without reading the database; None if it was not."""
+
 Admit = Callable[[Caller], bool]
 """Whether a caller is an operator of the server. May read the database."""
 
@@ -59,6 +62,16 @@ def by_key(keys: GuardedKeys) -> Authenticate:
         return caller
 
     return authenticate
+
+
+def recall_by_key(keys: GuardedKeys) -> Recall:
+    """Recalls the holder of the key that `by_key` would ask for."""
+
+    def recall(request: Request) -> Caller | None:
+        key = key_of(request)
+        return keys.recall(key, sender_of(request)) if key else None
+
+    return recall
 
 
 def require_operator(caller: Holder, is_operator: Callable[[Holder], bool]) -> None:

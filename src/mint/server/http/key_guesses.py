@@ -60,6 +60,14 @@ class GuardedKeys:
                 _trim(self._working, (network, digest), MAX_WORKING)
         return caller
 
+    def recall(self, key: str, address: str) -> Caller | None:
+        """As `ApiKeys.recall`, for a key that has worked from this address."""
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        with self._lock:
+            if (_network_of(address), digest) not in self._working:
+                return None
+        return self._keys.recall(key)
+
     def holder(self, key_id: str) -> Caller | None:
         """As `ApiKeys.holder`."""
         return self._keys.holder(key_id)

@@ -76,6 +76,7 @@ class Futures:
         self._open: dict[str, _Open] = {}
         self._finished: OrderedDict[str, _Finished] = OrderedDict()  # of all owners, oldest first
         self._finished_of: defaultdict[str, _FinishedOfOwner] = defaultdict(_FinishedOfOwner)  # by owner
+        self._finished_from: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by source, oldest first
         self._waiters: defaultdict[str, list[_Waiter]] = defaultdict(list)
         self._count = 0
         self._released = False
@@ -134,8 +135,7 @@ class Futures:
                 if expected is None:
                     continue
                 self._store(request_id, result, expected)
-                source = request_id.rpartition(":")[0]
-                waiters = self._waiters.pop(request_id, []) + self._waiters.pop(f"{source}:*", [])
+                waiters = self._waiters.pop(request_id, []) + self._waiters.pop(f"{_source(request_id)}:*", [])
                 if waiters:
                     resolved.append((result, waiters))
         if resolved:  # outside of the lock: event loops are woken
@@ -194,12 +194,13 @@ class Futures:
                     self._waiters.pop(key, None)
 
     def _beyond(self, sampler_id: str, after: int) -> list[tuple[int, str, bool]]:
-        prefix = f"{sampler_id}:"
-        return [
-            (known.number, name, known.result.failed)
-            for name, known in self._finished.items()
-            if known.number > after and name.startswith(prefix)
-        ]
+        found = []
+        for name in reversed(self._finished_from.get(sampler_id, {})):  # most are known to the client already
+            known = self._finished[name]
+            if known.number <= after:
+                break
+            found.append((known.number, name, known.result.failed))
+        return found[::-1]
 
     def _store(self, request_id: str, result: FutureResult, expected: _Open) -> None:
         now = time.monotonic()
@@ -208,6 +209,7 @@ class Futures:
         self._finished[request_id] = _Finished(now, result, expected.fingerprint, expected.owner, self._count)
         own = self._finished_of[expected.owner]
         own.names[request_id] = None
+        self._finished_from[_source(request_id)][request_id] = None
         own.size_bytes += len(result.body)
         # The newest stays, however large: its client is about to ask for it.
         while own.size_bytes > KEEP_BYTES and len(own.names) > 1:
@@ -224,6 +226,15 @@ class Futures:
         own.size_bytes -= len(known.result.body)
         if not own.names:
             del self._finished_of[known.owner]
+        source = _source(request_id)
+        del self._finished_from[source][request_id]
+        if not self._finished_from[source]:
+            del self._finished_from[source]
+
+
+def _source(request_id: str) -> str:
+    """The sampler or model of a request."""
+    return request_id.rpartition(":")[0]
 
 
 def _resolve(resolved: Iterable[tuple[FutureResult | None, list[_Waiter]]]) -> None:
