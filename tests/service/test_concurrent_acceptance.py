@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from service_harness import BASE, GOOD_PASS, STEP, Harness, make_sampler, open_service
 
 from mint.errors import ConflictError, MintError, OverloadedError
-from mint.server.callers import Caller, Quotas
+from mint.server.callers import LOCAL, Caller, Quotas
 
 THREADS = 8
 
@@ -68,6 +70,29 @@ def test_a_quota_holds_for_requests_that_come_at_once(tmp_path: Path, quotas: Qu
     found = at_once([lambda number=number: create(number) for number in range(THREADS)])
     assert sum(isinstance(each, OverloadedError) for each in found) == THREADS - 1
     service.stop()
+
+
+@pytest.mark.parametrize("kind", ["sessions", "samplers"])
+def test_sessions_and_samplers_that_are_made_at_once_share_syncs(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    syncs, sync = [], os.fsync
+
+    def slow_sync(handle: int) -> None:
+        syncs.append(handle)
+        time.sleep(0.1)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", slow_sync)
+
+    def create(number: int) -> Any:
+        if kind == "sessions":
+            return harness.service.sessions.create(LOCAL, b"{}").session_id
+        return make_sampler(harness, number)
+
+    made = at_once([lambda number=number: create(number) for number in range(2 * THREADS)])
+    assert len(set(made)) == 2 * THREADS
+    assert 1 <= len(syncs) <= THREADS
 
 
 def test_copies_of_a_sample_request_are_sampled_once(harness: Harness) -> None:

@@ -134,8 +134,8 @@ class Disasters:
 
             return call
 
-        def noted_database(database: Database, path: Path) -> None:
-            open_database(database, path)
+        def noted_database(database: Database, *arguments: Any, **named: Any) -> None:
+            open_database(database, *arguments, **named)
             self._databases.append(database)
 
         os.fsync = failing_fsync  # ty: ignore[invalid-assignment]
@@ -145,7 +145,7 @@ class Disasters:
             owner, name, allocate = resolve(target)
             setattr(owner, name, failing(allocate))
         time.time = lambda: now() + self._clock_offset_s  # ty: ignore[invalid-assignment]
-        Database.__init__ = noted_database  # ty: ignore[invalid-assignment]
+        Database.__init__ = noted_database
 
     def _require_files(self, kind: str | None) -> None:
         if self._file_error is not None and kind is not None:

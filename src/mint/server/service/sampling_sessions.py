@@ -75,6 +75,9 @@ class SamplingSessions:
                     value=request.sampling_session_seq_id,
                     remedy="Count upwards by one for every new sampler",
                 )
+            commit = self._journal.durability.newest_commit  # for a repeated request, too
+        # Outside of the lock: samplers that are made meanwhile share the next fsync.
+        self._journal.durability.wait_durable(commit)
         return CreateSamplingSessionResponse(sampling_session_id=name)
 
     def info(self, caller: Caller, name: str) -> SamplerInfo:

@@ -88,6 +88,9 @@ class SessionLifetime:
                 caller.quotas.require_session(len(self._sessions.of(caller.owner)))
                 self._limits.require_below("max_sessions", len(self._sessions.owners()))
                 self._sessions.create(session_id, caller.owner, request.user_metadata, details)
+            commit = self._journal.durability.newest_commit  # for a repeated request, too
+        # Outside of the lock: sessions that are opened meanwhile share the next fsync.
+        self._journal.durability.wait_durable(commit)
         return CreateSessionResponse(session_id=session_id, warning_message=_version_warning(request.sdk_version))
 
     def heartbeat(self, caller: Caller, body: bytes) -> None:

@@ -52,7 +52,7 @@ class Sessions:
     def create(
         self, session_id: str, owner: str, user_metadata: dict[str, Any] | None, details: dict[str, Any] | None = None
     ) -> None:
-        """Opens a session under an unused id."""
+        """Opens a session under an unused id. Survives a loss of power after `durability.wait_durable`."""
         now = time.time()
         row = SessionRow(session_id, self._instance_id, user_metadata, now, None, owner, details, now)
         self._journal.add_session(row)

@@ -106,8 +106,10 @@ class Journal:
     # --- sessions ------------------------------------------------------------------------------------------------
 
     def add_session(self, row: SessionRow) -> None:
-        """Adds a session; an existing one of that id is left as it is."""
-        self.database.write(insert(SessionRow, "sessions", on_conflict="IGNORE"), **vars(row))
+        """Adds a session; an existing one of that id is left as it is. Survives a loss of power after
+        `durability.wait_durable`."""
+        with self.database.transaction(durable=False) as transaction:
+            transaction.execute(insert(SessionRow, "sessions", on_conflict="IGNORE"), **vars(row))
 
     def session(self, session_id: str) -> SessionRow | None:
         """The session, ended or not."""
@@ -424,8 +426,10 @@ class Journal:
         )
 
     def add_sampler(self, row: SamplerRow) -> None:
-        """Adds a sampler; an existing one of that id is left as it is."""
-        self.database.write(insert(SamplerRow, "samplers", on_conflict="IGNORE"), **vars(row.sealed()))
+        """Adds a sampler; an existing one of that id is left as it is. Survives a loss of power after
+        `durability.wait_durable`."""
+        with self.database.transaction(durable=False) as transaction:
+            transaction.execute(insert(SamplerRow, "samplers", on_conflict="IGNORE"), **vars(row.sealed()))
 
     def sampler(self, sampler_id: str) -> SamplerRow | None:
         """One sampler."""
