@@ -54,6 +54,12 @@ def mint(data: Path, *arguments: str) -> Any:
     return json.loads(answer.stdout)
 
 
+def refused(data: Path, *arguments: str) -> None:
+    answer = CliRunner().invoke(app, [*arguments, "--data-dir", str(data), "--json"])
+    assert answer.exit_code == 1, answer.output
+    assert json.loads(answer.stdout)["remedy"], answer.output
+
+
 def train(data: Path, *, is_killed: bool = False) -> list[str]:
     """Saves two checkpoints in another process; returns their paths."""
     child = os.fork()
@@ -105,6 +111,8 @@ def changes_use_the_spare_space(disk: Path) -> None:
     mint(data, "checkpoints", "publish", newest)
     assert (data / SPARE_FILE).stat().st_size == spare.st_size  # there was room again
     fill(disk)
+    refused(data, "checkpoints", "copy", newest)  # a new checkpoint has no claim to it
+    assert (data / SPARE_FILE).exists()
     assert mint(data, "checkpoints", "delete", oldest, "--yes") == {"deleted": [oldest]}
     assert free_bytes(disk) > 0
     assert [one["path"] for one in mint(data, "checkpoints", "list")["checkpoints"]] == [newest]
@@ -158,6 +166,8 @@ def a_stopped_model_is_decided_about(disk: Path) -> None:
         journal.mark_diverged(model_id, "its replay gave other bits")
     fill(disk)
     assert [one["model_id"] for one in mint(data, "recover")["stopped_models"]] == [model_id]
+    refused(data, "recover", model_id, "--at-snapshot")
+    assert (data / SPARE_FILE).exists()
     assert mint(data, "recover", model_id, "--retry")["decision"] == "retry"
     assert mint(data, "recover")["stopped_models"] == []
 

@@ -74,6 +74,10 @@ class FolderStorage:
         return CheckpointCatalog(self._journal(OpenFor.COMMAND), self._data_dir)
 
     @property
+    def _new_checkpoints(self) -> CheckpointCatalog:
+        return CheckpointCatalog(self._journal(OpenFor.SERVICE), self._data_dir)
+
+    @property
     def _sessions(self) -> SessionCatalog:
         return SessionCatalog(self._journal(OpenFor.READING))
 
@@ -102,7 +106,7 @@ class FolderStorage:
         self._changed_checkpoints.set_ttl(OPERATOR, path, seconds)
 
     def copy(self, request: CopyWeightsRequest) -> str:
-        return self._changed_checkpoints.copy(OPERATOR, request)
+        return self._new_checkpoints.copy(OPERATOR, request)
 
     def download(self, path: str, output: Path) -> Path:
         row = find_checkpoint(self._journal(OpenFor.READING), path, reader=OPERATOR)
@@ -113,7 +117,7 @@ class FolderStorage:
 
     def upload(self, file: Path, base_model: str | None, name: str | None) -> str:
         # no key owns it: it belongs to this machine
-        journal = self._journal(OpenFor.COMMAND)
+        journal = self._journal(OpenFor.SERVICE)
         row = import_checkpoint(journal, self._data_dir, file, owner=LOCAL_OWNER, base_model=base_model, name=name)
         return CheckpointPath(row.model_id, row.kind, row.name).uri
 

@@ -102,10 +102,13 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
         JournalError: the decision cannot be stored.
     """
     file = _journal_file(data_dir)
-    SpareSpace(file).release_if_short()  # the locks are files, too
+    # a new checkpoint must not take the space that is kept for deleting one
+    opened_for = OpenFor.SERVICE if decision is Decision.AT_SNAPSHOT else OpenFor.COMMAND
+    if opened_for is OpenFor.COMMAND:
+        SpareSpace(file).release_if_short()  # the locks are files, too
     with (
         closing(ServerLock(data_dir)),
-        closing(Journal(file, OpenFor.COMMAND)) as journal,
+        closing(Journal(file, opened_for)) as journal,
         closing(_instance(data_dir)) as instance,
         instance.sole_adopter(),
     ):

@@ -75,10 +75,11 @@ class OpenFor(Enum):
     """What a database is opened for."""
 
     SERVICE = "service"
-    """To serve requests. On a full disk they wait; only a deletion uses the spare space."""
+    """To serve requests, or to store something new. On a full disk that waits or fails; only a deletion uses the spare
+    space."""
 
     COMMAND = "command"
-    """For one change by the operator, which uses the spare space on a full disk."""
+    """For a small change by the operator, which uses the spare space on a full disk."""
 
     READING = "reading"
     """For questions: nothing is written, also on a full disk, unless the schema is an older one."""
