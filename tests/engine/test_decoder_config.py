@@ -118,6 +118,8 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **
         ({**LLAMA31, **_sizes(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True)}, 64),  # Llama-3.2-1B
         ({**GRANITE, **_sizes(2048, 8192, 40, 32, 8, tie_word_embeddings=True)}, 64),  # Granite-3.3-2B
         ({**PHI4, **_sizes(5120, 17920, 40, 40, 10, tie_word_embeddings=False)}, 128),  # Phi-4
+        ({**PHI4, "sliding_window": 2047, "max_position_embeddings": 4096, "rope_theta": 10000.0,
+          **_sizes(3072, 8192, 32, 32, 32, tie_word_embeddings=False)}, 96),  # Phi-3-mini-4k
         ({**GEMMA3, **_sizes(1152, 6912, 26, 4, 1, head_dim=256)}, 256),  # Gemma-3-1B
         ({**OLMO, **_sizes(4096, 11008, 32, 32, 32, tie_word_embeddings=False)}, 128),  # OLMo-2-7B
         ({**OLMO, "model_type": "olmo3", "sliding_window": 4096, "max_position_embeddings": 65536,
@@ -126,7 +128,7 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, key_values: int, **
           **_sizes(2048, 4096, 30, 32, 8, head_dim=64, tie_word_embeddings=True)}, 64),  # EXAONE-4.0-1.2B
     ],
     ids=["Qwen3-0.6B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-3.2-1B",
-         "Granite-3.3-2B", "Phi-4", "Gemma-3-1B", "OLMo-2-7B", "Olmo-3-7B", "EXAONE-4.0-1.2B"],
+         "Granite-3.3-2B", "Phi-4", "Phi-3-mini-4k", "Gemma-3-1B", "OLMo-2-7B", "Olmo-3-7B", "EXAONE-4.0-1.2B"],
 )  # fmt: skip
 def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> None:
     found = read_decoder_config(config)
