@@ -133,6 +133,7 @@ def _engine_settings(settings: Settings) -> dict[str, Any]:
     """The arguments of `TorchEngine` that were set; it has defaults for the others."""
     given = {
         "dtype": settings.dtype,
+        "quantize": settings.quantize,
         "threads": settings.threads,
         "kv_cache_bytes": None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20,
         "recompute": settings.recompute,

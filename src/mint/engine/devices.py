@@ -22,6 +22,7 @@ from mint.engine.model.config import DecoderConfig, Family
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.operations import Operations
 from mint.engine.model.torch_operations import TorchOperations
+from mint.engine.quantized.quantized_matrix import QuantizedMatrix
 from mint.engine.sampling.decode_step import DecodeSteps, EagerSteps
 from mint.engine.sampling.draw import Draw, TorchDraw
 from mint.engine.sampling.kv_cache import KVCache
@@ -94,7 +95,8 @@ def _fits_graphs(decoder: Decoder) -> bool:
     is_plain = len(set(config.ropes)) == 1 and config.rotary_dim == config.head_dim and not config.windows
     usual = Family(config.family.name)
     is_usual = config.family.norms == usual.norms and config.family.activation == usual.activation
-    return is_plain and is_usual and not config.family.fused and not decoder.mixtures
+    is_quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in decoder.weights.matrices.values())
+    return is_plain and is_usual and not config.family.fused and not decoder.mixtures and not is_quantized
 
 
 def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:

@@ -40,6 +40,7 @@ from mint.engine.protocol import (
     TrainDatum,
     sample_together,
 )
+from mint.engine.quantized.number_formats import Quantization
 from mint.engine.state_digest import digest_of, is_old, old_digest_of
 from mint.errors import CheckpointError, InvalidRequestError, NotFoundError
 from mint.models.folder import ModelFolder
@@ -81,6 +82,7 @@ class TorchEngine:
         native: NativeBuild | Path | None = None,
         gpu_kernels: bool = True,
         implementation: Literal["mint", "transformers"] | None = None,
+        quantize: Quantization | None = None,
     ) -> None:
         """`dtype` of the base weights: by default float32 on a CPU, bfloat16 on a GPU. `device` by default the GPU.
 
@@ -90,7 +92,8 @@ class TorchEngine:
         otherwise. `native` are kernels in C for a CPU, or the folder where they are compiled and cached; None uses
         torch alone, whose last bits differ. Without `gpu_kernels` a GPU runs plain operations of torch: no
         FlexAttention, and no CUDA graphs of Triton kernels. `implementation` is what computes base models: by default
-        mint's own decoder where it knows the family, else the modules of transformers.
+        mint's own decoder where it knows the family, else the modules of transformers. With `quantize` the frozen
+        matrices of the layers take 4 or 8 bits for each number, on mint's own decoder alone.
 
         Raises:
             MissingExtraError: native kernels are required and cannot be compiled.
@@ -101,6 +104,7 @@ class TorchEngine:
             torch.set_num_threads(threads)
         self._recompute = recompute
         self._implementation = implementation
+        self._quantize: Quantization | None = quantize
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, _TrainedModel] = {}
         self._published: dict[str, _Published] = {}
@@ -300,8 +304,22 @@ class TorchEngine:
                 log.info("%s is not for mint's own decoder: %s", name, error)
             else:
                 return DecoderBase(
-                    name, folder, config, self._device, self._dtype, recompute=self._recompute, caches=self._caches
+                    name,
+                    folder,
+                    config,
+                    self._device,
+                    self._dtype,
+                    recompute=self._recompute,
+                    caches=self._caches,
+                    quantization=self._quantize,
                 )
+        if self._quantize is not None:
+            raise InvalidRequestError(
+                f"quantizes what mint's own decoder computes, and transformers computes {name}",
+                field="MINT_QUANTIZE",
+                value=self._quantize,
+                remedy="Unset it, or choose a family of docs/models.md",
+            )
         # Deferred: it loads transformers' models, which own families do not need.
         from mint.engine.bases.transformers_base import TransformersBase
 

@@ -14,6 +14,7 @@ from mint.engine.memory_budget import rows_at_once
 from mint.engine.model.config import DecoderConfig
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import BaseInfo, LoraSpec, MicroBatching
+from mint.engine.quantized.number_formats import Quantization
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.prefix_cache import PrefixCache
 from mint.engine.sampling.sampler import COUNTERS, Sampler, SamplerMemory
@@ -43,6 +44,7 @@ class DecoderBase(BaseModel):
         *,
         recompute: bool | None,
         caches: CacheSizes,
+        quantization: Quantization | None,
     ) -> None:
         """Reads the weights; the caches are made at the first sample.
 
@@ -51,7 +53,7 @@ class DecoderBase(BaseModel):
             CheckpointError: a weight file is damaged.
         """
         operations = device.operations(config, dtype)
-        self._decoder = Decoder(config, folder.tensors(), operations)
+        self._decoder = Decoder(config, folder.tensors(), operations, quantization)
         self._device = device
         micro_batching = MicroBatching(rows_at_once(config, operations), recompute)
         self._caches = caches
@@ -63,6 +65,7 @@ class DecoderBase(BaseModel):
             "attention": operations.attention_name,
             "torch": torch.__version__,
             "dtype": str(dtype).removeprefix("torch."),
+            "quantization": quantization,
             "unembedding_dtype": "float32",
             "device": str(device.torch),
             "threads": torch.get_num_threads(),

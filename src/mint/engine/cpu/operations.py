@@ -28,6 +28,9 @@ from mint.engine.model.operations import Attention, FeedForward
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock
+from mint.engine.quantized.number_formats import QuantizedWeight
+from mint.engine.quantized.quantized_matrix import QuantizedMatrix
+from mint.engine.quantized.quantized_panels import QuantizedPanels
 
 MERGED_BYTES = 16 << 20
 """A base whose matrices (those of its layers) are larger is not copied for every lora."""
@@ -61,14 +64,20 @@ class CpuOperations(TorchOperations):
         return cpu_matrix(weight)
 
     @override
+    def quantized_matrix(self, weight: QuantizedWeight) -> Matrix:
+        return QuantizedMatrix(weight, torch.float32)  # a row's bits do not depend on the number of rows
+
+    @override
     def unembedding(self, weight: Tensor) -> Matrix:
         return cpu_unembedding(weight)
 
     @override
     def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
-        # Separate loras share one product of the base. Merged, each has its own products, which pays for small bases.
+        # Separate loras share one product of the base. Merged, each has its own products, which pays for small bases,
+        # unless they are quantized to save memory.
         size = sum(4 * matrix.outputs * matrix.inputs for matrix in matrices.values())
-        if self.dtype == torch.float32 and size <= MERGED_BYTES:
+        is_quantized = any(isinstance(matrix, QuantizedMatrix | QuantizedPanels) for matrix in matrices.values())
+        if self.dtype == torch.float32 and size <= MERGED_BYTES and not is_quantized:
             return MergedLoras(self, matrices)
         return super().loras(matrices)
 
@@ -119,6 +128,12 @@ class NativeOperations(CpuOperations):
     @override
     def matrix(self, weight: Tensor) -> Matrix:
         return panel_matrix(self._products, weight) or super().matrix(weight)
+
+    @override
+    def quantized_matrix(self, weight: QuantizedWeight) -> Matrix:
+        if QuantizedPanels.fit(self._products, weight, self.dtype):
+            return QuantizedPanels(self.kernels, self._products, weight, self.dtype)
+        return super().quantized_matrix(weight)
 
     @override
     def unembedding(self, weight: Tensor) -> Matrix:

@@ -28,6 +28,7 @@ from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.linear import Matrix
 from mint.engine.model.weights import MixtureWeights
+from mint.engine.quantized.quantized_panels import QuantizedPanels
 from mint.engine.sampling.decode_step import DecodeStep, EagerStep
 from mint.engine.sampling.kv_cache import KVCache
 
@@ -55,7 +56,7 @@ class NativeSteps:
         self._operations = operations
         self._cache = cache
         sites = [*decoder.weights.matrices.values(), decoder.weights.unembedding]
-        self._all_native = all(isinstance(matrix, PanelMatrix) for matrix in sites) and all(
+        self._all_native = all(isinstance(matrix, PanelMatrix | QuantizedPanels) for matrix in sites) and all(
             isinstance(mixture, NativeMixtureOfExperts) and mixture.routes_natively
             for mixture in decoder.mixtures.values()
         )

@@ -31,6 +31,7 @@ from mint.engine.model.weight_loader import load_weights
 from mint.engine.model.weights import MixtureWeights, list_sites
 from mint.engine.packing import AttentionBlock, MicroBatch, pack
 from mint.engine.protocol import LoraSpec, TrainDatum
+from mint.engine.quantized.number_formats import Quantization
 from mint.engine.upload import upload
 from mint.models.tensor_files import StoredTensor
 
@@ -48,8 +49,14 @@ class _ForwardBatch:
 class Decoder:
     """A base model's weights and their forward."""
 
-    def __init__(self, config: DecoderConfig, tensors: Mapping[str, StoredTensor], operations: Operations) -> None:
-        """Takes every tensor of a Hugging Face state dict.
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Mapping[str, StoredTensor],
+        operations: Operations,
+        quantization: Quantization | None = None,
+    ) -> None:
+        """Takes every tensor of a Hugging Face state dict; `quantization` as in `load_weights`.
 
         Raises:
             InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not of its family.
@@ -59,7 +66,7 @@ class Decoder:
         self.operations = operations
         self.dtype = operations.dtype
         self.device = operations.device
-        self.weights = load_weights(config, tensors, operations)
+        self.weights = load_weights(config, tensors, operations, quantization)
         self.rope_tables = {rope: rope_tables(config, rope, operations.device) for rope in set(config.ropes)}
         matrices = self.weights.matrices
         self._matrices = list(matrices.values())

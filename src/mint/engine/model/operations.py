@@ -21,6 +21,7 @@ from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.linear import LoraLinears, Matrix
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock
+from mint.engine.quantized.number_formats import QuantizedWeight
 
 Attention = Callable[[int, Tensor], Tensor]
 """(layer, normed and rotated heads [T, H, D] in the base's dtype) → attended values [T, query heads · D]."""
@@ -53,6 +54,10 @@ class Operations(Protocol):
 
     def matrix(self, weight: Tensor) -> Matrix:
         """A frozen matrix [O, I], float32 or bfloat16, in the device's layout."""
+        ...
+
+    def quantized_matrix(self, weight: QuantizedWeight) -> Matrix:
+        """A frozen matrix [O, I] whose numbers have 4 or 8 bits, in the device's layout."""
         ...
 
     def unembedding(self, weight: Tensor) -> Matrix:

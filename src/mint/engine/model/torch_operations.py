@@ -32,6 +32,8 @@ from mint.engine.model.operations import Attention, FeedForward
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock
+from mint.engine.quantized.number_formats import QuantizedWeight
+from mint.engine.quantized.quantized_matrix import QuantizedMatrix
 from mint.engine.upload import upload
 
 
@@ -57,6 +59,9 @@ class TorchOperations:
 
     def matrix(self, weight: Tensor) -> Matrix:
         return DenseMatrix(weight)
+
+    def quantized_matrix(self, weight: QuantizedWeight) -> Matrix:
+        return QuantizedMatrix(weight, self.dtype)
 
     def unembedding(self, weight: Tensor) -> Matrix:
         return DenseMatrix(weight) if weight.dtype == torch.float32 else Float32Product(weight)

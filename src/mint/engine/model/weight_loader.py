@@ -15,19 +15,28 @@ from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import Matrix
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import BaseWeights, LayerWeights, MixtureWeights, MlpWeights
+from mint.engine.quantized.number_formats import Quantization, quantize
 from mint.errors import InvalidRequestError
 from mint.models.tensor_files import StoredTensor
 
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
-def load_weights(config: DecoderConfig, tensors: Mapping[str, StoredTensor], operations: Operations) -> BaseWeights:
+def load_weights(
+    config: DecoderConfig,
+    tensors: Mapping[str, StoredTensor],
+    operations: Operations,
+    quantization: Quantization | None = None,
+) -> BaseWeights:
     """Takes every tensor of a Hugging Face state dict, and lays the matrices out for `operations`.
+
+    With a `quantization` the matrices of the layers are quantized, but for routers and for widths that do not fit it;
+    embedding and unembedding are not.
 
     Raises:
         InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of the family.
     """
-    loader = _Loader(config, tensors, operations)
+    loader = _Loader(config, tensors, operations, quantization)
     layers = [loader.layer(index) for index in range(config.num_hidden_layers)]
     embedding = loader.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), operations.dtype)
     final_norm = loader.norm("model.norm.weight", config.hidden_size) * config.scales.logits
@@ -43,7 +52,14 @@ def load_weights(config: DecoderConfig, tensors: Mapping[str, StoredTensor], ope
 class _Loader:
     """Takes the tensors of a state dict one by one, and notices what is missing or left over."""
 
-    def __init__(self, config: DecoderConfig, tensors: Mapping[str, StoredTensor], operations: Operations) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Mapping[str, StoredTensor],
+        operations: Operations,
+        quantization: Quantization | None,
+    ) -> None:
+        self._quantization: Quantization | None = quantization
         self._config = config
         self._operations = operations
         self._left = dict(tensors)
@@ -111,10 +127,16 @@ class _Loader:
         if self._config.family.fused:
             sizes = {fused: sum(sizes.values())}
         parts = [self.take(f"{prefix}.{name}_proj.weight", (size, inputs), dtype) for name, size in sizes.items()]
-        return self._operations.matrix(torch.cat(parts))
+        return self._layout(torch.cat(parts))
 
     def _matrix(self, name: str, outputs: int, inputs: int) -> Matrix:
-        return self._operations.matrix(self.take(name, (outputs, inputs), self._operations.dtype))
+        return self._layout(self.take(name, (outputs, inputs), self._operations.dtype))
+
+    def _layout(self, weight: Tensor) -> Matrix:
+        quantized = None if self._quantization is None else quantize(weight, self._quantization)
+        if quantized is None:
+            return self._operations.matrix(weight)
+        return self._operations.quantized_matrix(quantized)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         stored = self._left.pop(name, None)

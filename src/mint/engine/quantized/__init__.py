@@ -1,0 +1,1 @@
+"""Frozen matrices whose numbers take 4 or 8 bits."""

@@ -1,0 +1,108 @@
+"""Matrices with 4 or 8 bits for each number: NF4, int8 and FP8. Letters: I inputs · O outputs.
+
+Sources: NF4 is from QLoRA (arXiv 2305.14314), in blocks of 64 inputs as bitsandbytes has them. int8 has one scale for
+each output, as in LLM.int8 (arXiv 2208.07339), without its outliers. FP8 is E4M3 (arXiv 2209.05433).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Quantization = Literal["nf4", "int8", "fp8"]
+
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Quantiles of a normal distribution, scaled to 1: the values of a code."""
+
+NF4_BLOCK, FP8_BLOCK = 64, 128
+INT8_LARGEST, FP8_LARGEST = 127, 448.0
+WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix [O, I]. A word holds the codes of 8 or 4 inputs in order, the first one in its lowest bits."""
+
+    kind: Quantization
+    codes: Tensor  # int32 [O, words]
+    scales: Tensor  # float32 [O, blocks]
+
+    @property
+    def codes_per_word(self) -> int:
+        """8 or 4."""
+        return codes_per_word(self.kind)
+
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return len(self.codes)
+
+    @property
+    def inputs(self) -> int:
+        """I."""
+        return self.codes.shape[1] * self.codes_per_word
+
+    @property
+    def block(self) -> int:
+        """Inputs with one scale."""
+        return self.inputs // self.scales.shape[1]
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def widen(self) -> Tensor:
+        """The matrix that the codes stand for, float32 [O, I]."""
+        each = self.codes_per_word
+        bits = WORD_BITS // each
+        shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=self.codes.device)
+        codes = (self.codes[:, :, None] >> shifts).bitwise_and_((1 << bits) - 1).view(self.outputs, self.inputs)
+        if self.kind == "nf4":
+            values = torch.tensor(NF4_VALUES, device=codes.device)[codes]
+        elif self.kind == "int8":
+            values = codes.to(torch.uint8).view(torch.int8).float()
+        else:
+            values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        return values.view(self.outputs, -1, self.block).mul_(self.scales[:, :, None]).view(self.outputs, self.inputs)
+
+
+def codes_per_word(kind: Quantization) -> int:
+    """Codes in a word of 32 bits."""
+    return 8 if kind == "nf4" else 4
+
+
+def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight | None:
+    """The nearest codes to a matrix [O, I], which is scaled so that the largest number of a block has the largest code.
+
+    None where I does not fit: NF4 needs a multiple of 64, the others of 4.
+    """
+    outputs, inputs = weight.shape
+    block = {"nf4": NF4_BLOCK, "int8": inputs, "fp8": inputs if inputs % FP8_BLOCK else FP8_BLOCK}[kind]
+    if inputs % block or inputs % codes_per_word(kind):
+        return None
+    blocks = weight.float().view(outputs, -1, block)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    divisor = torch.where(largest == 0, torch.ones_like(largest), largest)
+    if kind == "nf4":
+        scales = largest
+        values = torch.tensor(NF4_VALUES, device=weight.device)
+        codes = torch.bucketize(blocks / divisor, (values[1:] + values[:-1]) / 2)
+    elif kind == "int8":
+        scales = largest / INT8_LARGEST
+        codes = (blocks * (INT8_LARGEST / divisor)).round_().to(torch.int8).view(torch.uint8)
+    else:
+        scales = largest / FP8_LARGEST
+        codes = (blocks * (FP8_LARGEST / divisor)).to(torch.float8_e4m3fn).view(torch.uint8)
+    each = codes_per_word(kind)
+    shifts = torch.arange(0, WORD_BITS, WORD_BITS // each, device=weight.device)
+    words = (codes.view(outputs, -1, each).long() << shifts).sum(-1).to(torch.int32)
+    return QuantizedWeight(kind, words, scales.view(outputs, -1).contiguous())
