@@ -83,7 +83,7 @@ def without_durability(side: Side) -> None:
         (journal, "add_job", lambda *_, **__: None),
         (journal, "finish_job", lambda *_, **__: True),
         (journal.durability, "wait_durable", lambda *_: None),
-        (journal.durability, "call_when_durable", lambda _commit, _file, callback: callback(None)),
+        (journal.durability, "call_when_durable", lambda _commit, callback: callback()),
         (side.service._worker._trainer._snapshots, "save", lambda *_, **__: ({}, ())),
         (side.engine, "state_digest", lambda *_, **__: "none"),
     ]
