@@ -13,7 +13,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from mint.errors import InvalidRequestError
+from mint.errors import InvalidRequestError, UnknownBaseModelError
 from mint.recipes.math import DEMO, MathAdapter
 from mint.rl import Reward, RLAdapter, RLConfig, RunResult, run_grpo
 from mint.types import LossName
@@ -69,6 +69,13 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit_and_another_seed_another()
     assert_same_bits(one, again)
     other = run_grpo(MathAdapter(seed=1), SMALL.model_copy(update={"seed": 2}))
     assert other.state_digest != one.state_digest
+
+
+def test_a_run_whose_base_model_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    config = SMALL.model_copy(update={"base_model": "no/such", "run_dir": tmp_path / "run"})
+    with pytest.raises(UnknownBaseModelError, match="no/such"):
+        run_grpo(MathAdapter(seed=0), config)
+    assert not (tmp_path / "run").exists()
 
 
 KILLED_RUN = """

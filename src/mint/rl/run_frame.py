@@ -25,8 +25,8 @@ from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.rl.finding import SEVERITIES, Finding
 from mint.rl.run_config import RunConfig
-from mint.rl.tracking.trackers import Trackers
-from mint.runs.log import ResumePoint, RunLog
+from mint.rl.tracking.trackers import Trackers, require_installed
+from mint.runs.log import ResumePoint, RunLog, is_run
 from mint.runs.process import recorded_process
 
 ProgressHook = Callable[[str, dict[str, Any]], None]
@@ -56,6 +56,9 @@ def open_run(
     Raises:
         InvalidRequestError: the folder holds a run and `resume` is False, the run there has other settings, or
             `resume` is True and `config.run_dir` is None.
+        MissingExtraError: the package of a tracker is not installed.
+        UnknownBaseModelError: the service has no such base model. As with every refusal of the service in a new run,
+            no folder is made.
     """
     if resume and config.run_dir is None:
         raise InvalidRequestError(
@@ -72,6 +75,11 @@ def open_run(
             remedy="Name the checkpoint, or leave it out",
         )
     with nullcontext(service_client) if service_client is not None else ServiceClient() as service:
+        trainer = None
+        if config.run_dir is None or not is_run(config.run_dir):
+            # Before the folder is made: the service may refuse the base model.
+            require_installed(config.trackers)
+            trainer = make_trainer(service, config, None)
         log = RunLog(config.run_dir or default_run_dir(name))
         content = {**config.model_dump(exclude={"run_dir", "trackers"}), **described}
         point = log.start(content, resume=resume)
@@ -79,7 +87,7 @@ def open_run(
             run = RunFrame(config, service, log, content, point, on_progress)
             with Trackers(config.trackers, log.folder, content, run.note) as trackers:
                 run.hooks.insert(0, trackers)  # before the user's hook, which may raise
-                run.trainer = make_trainer(service, config, point)  # after the trackers: one may not be installed
+                run.trainer = trainer or make_trainer(service, config, point)
                 log.save_effective(run.trainer.get_info().effective)
                 yield run
             if run.stopped_by is not None:

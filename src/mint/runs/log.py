@@ -30,6 +30,7 @@ from mint.runs.json_lines import append_lines, encode_line, read_lines, replace_
 from mint.runs.rollout_index import INDEX, RolloutIndex, step_entries
 from mint.runs.rollout_lines import ROLLOUTS
 
+CONFIG = "config.json"
 EFFECTIVE = "effective.json"
 
 STEP_LOGS = (
@@ -54,6 +55,11 @@ class ResumePoint:
     state: Mapping[str, Any] = field(default_factory=dict)
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run was started in a folder."""
+    return (folder / CONFIG).exists()
+
+
 class RunLog:
     """Appends to one run folder."""
 
@@ -69,7 +75,7 @@ class RunLog:
         Raises:
             InvalidRequestError: the folder holds a run and `resume` is False, or a run with other settings.
         """
-        path = self.folder / "config.json"
+        path = self.folder / CONFIG
         if not path.exists():
             replace_file(path, json.dumps(config, indent=2, default=str).encode())
             return None

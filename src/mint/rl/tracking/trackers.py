@@ -12,6 +12,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -38,6 +39,15 @@ class Tracker(Protocol):
         ...
 
 
+def require_installed(names: Sequence[str]) -> None:
+    """Raises MissingExtraError if the package of a tracker is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise MissingExtraError(
+                f"tracking with {name} needs the package {name}", remedy="pip install 'mint[trackers]'"
+            )
+
+
 class Trackers:
     """All trackers of a run; call it as a progress hook."""
 
@@ -50,6 +60,7 @@ class Trackers:
             MissingExtraError: the package of a tracker is not installed.
             InvalidRequestError: a tracker cannot be opened.
         """
+        require_installed(names)
         self._on_failure = on_failure
         self._open: dict[str, Tracker] = {}
         self._step = 0
@@ -57,10 +68,6 @@ class Trackers:
         for name in names:
             try:
                 self._open[name] = _MAKERS[name](folder, config)
-            except ImportError as error:
-                raise MissingExtraError(
-                    f"tracking with {name} needs the package {name}", remedy="pip install 'mint[trackers]'"
-                ) from error
             except Exception as error:  # without account or network, each package raises its own errors
                 raise InvalidRequestError(
                     f"cannot be opened ({type(error).__name__}: {error})",
