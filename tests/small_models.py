@@ -87,6 +87,15 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families that run on the modules of transformers, and what each adds to the shape of `write_other_model`."""
 
+BESIDE_EXPERTS = {"glm4_moe", "glm_moe_dsa", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "llama4_text"}
+"""Mixtures with dense MLP layers beside experts that are stored together: PEFT takes loras on them for the experts'."""
+
+WITHOUT_MLP_IN_PEFT = {*BESIDE_EXPERTS, "nemotron_h", "qwen3_moe"}
+"""Where loras on the MLP have no equal in PEFT: the same with mint's, and Qwen3-MoE, whose experts have one each."""
+
+UNSUPPORTED_BY_PEFT = {"granitemoehybrid", "nemotron_h", "falcon_h1"}
+"""PEFT refuses a lora on the out_proj of Mamba layers, because their fused kernels go around it."""
+
 
 def write_other_model(folder: Path, family: str, *, seed: int = 0, **changes: object) -> PreTrainedModel:
     """Writes a random model of one of `OTHER_FAMILIES` to `folder` and returns it (float32, eval)."""

@@ -28,15 +28,6 @@ def matrix(results: Mapping[str, Outcomes]) -> str:
     return "\n".join([*lines, *_notes(results)])
 
 
-def replace_part(part: str, text: str) -> None:
-    """Writes one generated part of the page, between its two comments."""
-    begin, end = f"<!-- {part}: generated -->", f"<!-- end of {part} -->"
-    page = PAGE.read_text()
-    assert begin in page and end in page, f"{PAGE} has no part {part!r}"
-    before, _, rest = page.partition(begin)
-    PAGE.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{rest.partition(end)[2]}")
-
-
 def _cell(rows: Outcomes, name: str) -> Mapping[str, Any]:
     return next((row for row in rows if row["name"] == name), {"outcome": "failed", "detail": "the driver ended early"})
 

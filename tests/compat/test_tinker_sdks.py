@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.compat.page import matrix, replace_part
+from tests.compat.page import PAGE, matrix
 from tests.compat.sdk_environments import VERSIONS, sdk_python
 from tests.compat.served import Served, link_tiny, mint_serve
+from tests.generated_page import replace_part
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -82,4 +83,4 @@ def test_the_page_shows_what_was_run() -> None:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     cells = Counter(row["outcome"] for rows in RESULTS.values() for row in rows)
     counted = ", ".join(f"{count} {outcome}" for outcome, count in cells.most_common())
-    replace_part("matrix", f"Run on {date}: {sum(cells.values())} cells ({counted}).\n\n{matrix(RESULTS)}")
+    replace_part(PAGE, "matrix", f"Run on {date}: {sum(cells.values())} cells ({counted}).\n\n{matrix(RESULTS)}")

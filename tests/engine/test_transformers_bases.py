@@ -11,7 +11,14 @@ import pytest
 import torch
 from engine_data import ADAM, CROSS_ENTROPY, LORA, datum, job, random_data, train
 from peft import PeftModel
-from small_models import FAMILIES, OTHER_FAMILIES, write_model, write_other_model
+from small_models import (
+    BESIDE_EXPERTS,
+    FAMILIES,
+    OTHER_FAMILIES,
+    UNSUPPORTED_BY_PEFT,
+    write_model,
+    write_other_model,
+)
 
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_measurements import measure
@@ -21,11 +28,6 @@ from mint.errors import CheckpointError, InvalidRequestError
 from mint.models.peft_format import module_names, write_peft
 
 OTHERS = pytest.mark.parametrize("family", OTHER_FAMILIES)
-BESIDE_EXPERTS = {"glm4_moe", "glm_moe_dsa", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "llama4_text"}
-"""Mixtures with dense MLP layers beside experts that are stored together: PEFT takes loras on them for the experts'."""
-
-UNSUPPORTED_BY_PEFT = {"granitemoehybrid", "nemotron_h", "falcon_h1"}
-"""PEFT refuses a lora on the out_proj of Mamba layers, because their fused kernels go around it."""
 
 
 def _engine(folder: Path, **settings: str) -> TorchEngine:
