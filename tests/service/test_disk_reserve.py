@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from service_harness import GOOD_PASS, STEP, Harness, failure, open_service
+from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_service
 from waiting import wait_until
 
 from mint.errors import OverloadedError
+from mint.server.callers import LOCAL
 from mint.server.disk_space import DiskSpace
 from mint.server.limits import ServerLimits, default_reserve
+from mint.server.service.service import Service
 from mint.server.worker.samplers import MIN_RETAINED
 
 MIB = 1 << 20
@@ -42,6 +45,41 @@ def test_new_models_and_named_saves_fail_with_the_reserve_and_running_ones_go_on
     assert harness.run("save_weights", model_id, 5, {"path": "a"})["path"]
     assert harness.create_model(2)
     harness.service.stop()
+
+
+def test_new_sessions_and_models_leave_nothing_in_the_journal_while_the_disk_is_short(
+    tmp_path: Path, short: list[bool]
+) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    service = harness.service
+    kept = service.sessions.create(LOCAL, b'{"request_key": "%s"}' % (b"0" * 32)).session_id
+    short[0] = True
+    before = counted(service)
+    model = {"model_seq_id": 1, "base_model": BASE}
+    for refused in (
+        lambda: service.sessions.create(LOCAL, b"{}"),
+        lambda: harness.submit("create_model", {"session_id": harness.session_id, **model}),
+        lambda: harness.submit("create_model", {"session_id": "chosen-by-a-client", **model}),
+    ):
+        error = failure(refused)
+        assert isinstance(error, OverloadedError) and error.field == "disk_reserve"
+    assert counted(service) == before
+    # What there is goes on: a repeated request, a heartbeat, training, and every end.
+    assert service.sessions.create(LOCAL, b'{"request_key": "%s"}' % (b"0" * 32)).session_id == kept
+    assert harness.create_model() == model_id
+    service.sessions.heartbeat(LOCAL, json.dumps({"session_id": kept}).encode())
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    harness.run("optim_step", model_id, 2, STEP)
+    service.sessions.unload_model(LOCAL, model_id)
+    service.sessions.finish(LOCAL, kept)
+    service.stop()
+
+
+def counted(service: Service) -> list[int]:
+    """How many rows each table has that a new session or model adds to."""
+    tables = ("sessions", "models", "runs", "jobs")
+    return [service.journal.database.values(f"SELECT count(*) FROM {table}")[0] for table in tables]
 
 
 def test_a_save_that_waited_while_the_disk_filled_up_fails_in_its_turn(tmp_path: Path, short: list[bool]) -> None:

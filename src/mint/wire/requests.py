@@ -7,10 +7,12 @@ refused, unless they have no effect.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+import pydantic_core
+from pydantic import AfterValidator, Field, model_validator
 
+from mint.errors import InvalidRequestError
 from mint.types import AdamParams, CheckpointUri, Datum, LoraConfig, ModelInput, SamplingParams, StrictValue, TensorData
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -19,6 +21,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "sampling_params": {},
 }
 """The protocol's values for settings that a client leaves out; the mint SDK's own defaults differ."""
+
+MAX_METADATA_BYTES = 256 * 1024
+"""The most JSON that a session, a model or a checkpoint may have as `user_metadata`: its row is kept for good."""
+
+
+def _bounded(metadata: dict[str, Any]) -> dict[str, Any]:
+    size = len(pydantic_core.to_json(metadata))
+    if size > MAX_METADATA_BYTES:
+        remedy = f"Send at most {MAX_METADATA_BYTES} bytes of JSON; keep larger things in a file of your own"
+        raise InvalidRequestError("is too large", value=f"{size} bytes", remedy=remedy)
+    return metadata
+
+
+UserMetadata = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
 class WireRequest(StrictValue):
@@ -59,7 +75,7 @@ class CreateSessionRequest(WireRequest):
     """
 
     tags: list[str] = Field(default_factory=list)
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: UserMetadata | None = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
@@ -96,7 +112,7 @@ class CreateModelRequest(WireRequest):
     lora_config: LoraConfig = Field(default_factory=LoraConfig)
     optimizer_config: dict[str, Any] | None = None
     rollout_correction_config: dict[str, Any] | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: UserMetadata | None = None
     type: Literal["create_model"] = "create_model"
 
 
@@ -159,7 +175,7 @@ class SaveWeightsRequest(WireRequest):
     path: str
     overwrite: bool = False
     ttl_seconds: int | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: UserMetadata | None = None
     type: Literal["save_weights"] = "save_weights"
 
 
@@ -172,7 +188,7 @@ class SaveWeightsForSamplerRequest(WireRequest):
     sampling_session_seq_id: int | None = None
     kind: str = "snapshot"
     ttl_seconds: int | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: UserMetadata | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
@@ -184,7 +200,7 @@ class SaveWeightsExternalRequest(WireRequest):
     path: str
     ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: UserMetadata | None = None
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
@@ -199,7 +215,7 @@ class LoadWeightsRequest(WireRequest):
     model_seq_id: int | None = None
     base_model: str | None = None
     optimizer_config: dict[str, Any] | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: UserMetadata | None = None
     weights_access_token: str | None = None
     type: Literal["load_weights"] = "load_weights"
 

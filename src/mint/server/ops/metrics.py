@@ -251,7 +251,7 @@ class _ServiceState(Collector):
         yield room
         yield GaugeMetricFamily(
             "mint_disk_nearly_full",
-            "1 while less than twice the reserve is free; below the reserve, new models and saves are refused.",
+            "1 while less than twice the reserve is free; below it, new sessions, models and saves are refused.",
             value=float(disk.look()),
         )
         yield GaugeMetricFamily("mint_journal_bytes", "Size of the journal's files.", value=self.journal_bytes())

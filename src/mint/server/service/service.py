@@ -121,7 +121,7 @@ class Service:
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
         self._clock = clock
         self._housekeeping_at = clock()
-        self._live_sessions = Sessions(self.journal, self.instance.instance_id, clock=clock)
+        self._live_sessions = Sessions(self.journal, self.instance.instance_id, self.disk, clock=clock)
         # What is checked must still hold when it is written: one thread at a time accepts or ends something. Decoding
         # comes before, waiting for the disk after.
         accepting = threading.RLock()

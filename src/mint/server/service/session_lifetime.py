@@ -25,15 +25,13 @@ from mint.server.store.instances import Instance
 from mint.server.store.journal import Journal
 from mint.server.worker.worker import Worker
 from mint.types import CreateSessionResponse, UntypedPromise
-from mint.wire.requests import CreateSessionRequest, SessionRequest
+from mint.wire.requests import MAX_METADATA_BYTES, CreateSessionRequest, SessionRequest
 from mint.wire.responses import UnloadModelResponse
 
 log = logging.getLogger("mint.service")
 
 NEWEST_TRIED_SDK = (0, 38, 0)
 """The newest public SDK that this server was tried with."""
-
-MAX_SESSION_BYTES = 256 * 1024
 
 UNLOAD_SEQ_ID = 2**31
 """The number of a model's last request, beyond all that have a place in its order."""
@@ -74,10 +72,10 @@ class SessionLifetime:
         A request with a key that comes again, because its answer was lost, gets the session of the first.
 
         Raises:
-            OverloadedError: the caller's quota of sessions is used up.
+            OverloadedError: the caller's quota of sessions is used up, or the disk is filled up to the reserve.
         """
-        if len(body) > MAX_SESSION_BYTES:
-            remedy = f"Send at most {MAX_SESSION_BYTES} bytes of tags and user_metadata"
+        if len(body) > MAX_METADATA_BYTES:
+            remedy = f"Send at most {MAX_METADATA_BYTES} bytes of tags and user_metadata"
             raise InvalidRequestError("is too large", field="body", value=f"{len(body)} bytes", remedy=remedy)
         request = wire.decode(CreateSessionRequest, body)
         details = request.model_dump(include={"tags", "sdk_version", "project_id", "display_name"}, exclude_none=True)

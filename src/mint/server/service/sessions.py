@@ -17,6 +17,7 @@ from typing import Any
 
 from mint.errors import NotFoundError, SessionEndedError
 from mint.server.callers import LOCAL_OWNER, Caller
+from mint.server.disk_space import DiskSpace
 from mint.server.ids import session_of
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SessionRow
@@ -36,10 +37,11 @@ answer as another owner's."""
 class Sessions:
     """The live sessions of one process."""
 
-    def __init__(self, journal: Journal, instance_id: str, *, clock: Callable[[], float]) -> None:
+    def __init__(self, journal: Journal, instance_id: str, disk: DiskSpace, *, clock: Callable[[], float]) -> None:
         """`clock` counts seconds, and does not jump."""
         self._journal = journal
         self._instance_id = instance_id
+        self._disk = disk
         self._clock = clock
         self.on_return: Callable[[str], None] = lambda session_id: None
         """Called with a suspended session whose client has come back: resumes it with its work."""
@@ -52,7 +54,12 @@ class Sessions:
     def create(
         self, session_id: str, owner: str, user_metadata: dict[str, Any] | None, details: dict[str, Any] | None = None
     ) -> None:
-        """Opens a session under an unused id. Survives a loss of power after `durability.wait_durable`."""
+        """Opens a session under an unused id. Survives a loss of power after `durability.wait_durable`.
+
+        Raises:
+            OverloadedError: the disk is filled up to the reserve.
+        """
+        self._disk.require_free_space()
         now = time.time()
         row = SessionRow(session_id, self._instance_id, user_metadata, now, None, owner, details, now)
         self._journal.add_session(row)

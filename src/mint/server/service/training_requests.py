@@ -79,7 +79,8 @@ class TrainingRequests:
             InvalidRequestError: not even its place in the order of its model can be read.
             ConflictError: its place is taken by another request.
             NotFoundError, SessionEndedError: there is no such model.
-            OverloadedError: a quota is used up, or too much waits already.
+            OverloadedError: a quota is used up, too much waits already, or a model is new and the disk is filled up to
+                the reserve.
             JournalError: the storage does not work now; it may be sent again.
         """
         self._journal.storage.require_working()
@@ -107,7 +108,7 @@ class TrainingRequests:
         next_seq = self._require_capacity(caller, row)
         if row.kind in SAVES:
             self._quotas[caller.owner] = caller.quotas
-        if row.seq_id == 0 or row.kind in SAVES:
+        if row.kind in SAVES:
             request = self._storage_error(caller, row, request) or request
         existing = self._journal.add_job(row, now=now, model=model, run=run)
         # For a repeated request, too: its first copy may have been committed and not yet be durable.
@@ -133,7 +134,8 @@ class TrainingRequests:
         self._queue.add_training(job, next_seq=next_seq)
 
     def _require_new_model(self, caller: Caller, name: str) -> None:
-        """Checks that a model may be created under a name that was not used before, and within the caller's quota."""
+        """Checks that a model may be created: under a name that was not used before, within the caller's quota, and
+        while the disk has space for something new."""
         run = self._journal.run(name)
         if run is not None and run.ended_at is not None:
             remedy = "Make the next one under another number"
@@ -142,6 +144,7 @@ class TrainingRequests:
             if caller.quotas.max_models is not None:
                 caller.quotas.require_model(len(self._models_of(caller)))
             self._limits.require_below("max_models", self._journal.model_count(self._sessions.owners()))
+            self._disk.require_free_space()  # before the journal: the row of a training run is kept for good
 
     def _require_capacity(self, caller: Caller, row: JobRow) -> int:
         """Checks that the request may wait, and that those before it can still come.
@@ -169,14 +172,14 @@ class TrainingRequests:
         return next_seq
 
     def _storage_error(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> MintError | None:
-        """The error if nothing new of this kind may be stored, else None: the request takes its place, and its future
-        fails with it. Weights without a name are bounded, and a loop needs them: they are stored in any case."""
+        """The error if no new checkpoint may be stored, else None: the save takes its place, and its future fails
+        with it. Weights without a name are bounded, and a loop needs them: they are stored in any case."""
         if isinstance(request, SaveWeightsForSamplerRequest) and request.sampling_session_seq_id is not None:
             return None
         shortage = self._disk.shortage()
         if shortage is not None:
             return shortage
-        if row.kind not in SAVES or caller.quotas.max_checkpoint_bytes is None:
+        if caller.quotas.max_checkpoint_bytes is None:
             return None
         return caller.quotas.save_error(self._reservations.used_bytes(caller.owner))
 
