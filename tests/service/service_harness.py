@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ GOOD_PASS = pass_body(datum(1, 2, 3, 4))
 STEP: dict[str, Any] = {"adam_params": {"learning_rate": 0.001}}
 
 
+_loops = threading.local()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """That of this thread, made once: a new one for every answer would need descriptors, which some tests use up."""
+    if not hasattr(_loops, "loop"):
+        _loops.loop = asyncio.new_event_loop()
+    return _loops.loop
+
+
 class Harness:
     """One session; requests as dicts, answers as dicts or raised errors."""
 
@@ -70,7 +81,8 @@ class Harness:
         return self.wait(self.send(kind, model_id, seq_id, body))
 
     def answer(self, request_id: str) -> bytes:
-        while (answer := asyncio.run(self.service.results.retrieve(LOCAL, request_id))) is None:
+        loop = _event_loop()
+        while (answer := loop.run_until_complete(self.service.results.retrieve(LOCAL, request_id))) is None:
             pass
         kind = SampleResponse if ":sample:" in request_id else ForwardBackwardOutput
         return wire.result_as_json(answer.body, kind)
