@@ -33,7 +33,7 @@ from mint.errors import JournalError
 from mint.server import storage_state
 from mint.server.callers import LOCAL
 from mint.server.store import checkpoint_folders
-from mint.server.store.journal import JOURNAL_FILE
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.worker import recovery, samplers, snapshot_policy, snapshots
 
 
@@ -366,3 +366,33 @@ def run_out_of_descriptors(monkeypatch: pytest.MonkeyPatch, module: Any, name: s
 
     monkeypatch.setattr(module, name, call)
     return calls
+
+
+@pytest.mark.parametrize("end", ["unload_model", "finish"])
+def test_an_end_that_cannot_be_written_takes_nothing_that_was_accepted(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    service, paused, go_on = harness.service, threading.Event(), threading.Event()
+    service.call_soon(lambda: (paused.set(), go_on.wait()))
+    assert paused.wait(HANG_S)
+    for seq_id, (kind, body) in enumerate([("forward_backward", GOOD_PASS), ("optim_step", STEP)], start=1):
+        harness.send(kind, model_id, seq_id, body)
+    with monkeypatch.context() as patch:
+        for name in ("end_model", "end_session"):
+            patch.setattr(Journal, name, _out_of_space)
+        with pytest.raises(JournalError):
+            if end == "finish":
+                service.sessions.finish(LOCAL, harness.session_id)
+            else:
+                service.sessions.unload_model(LOCAL, model_id)
+    go_on.set()
+    assert harness.wait(f"{model_id}:1") and harness.wait(f"{model_id}:2")["state_digest"]
+    assert harness.run("forward_backward", model_id, 3, GOOD_PASS)
+    service.sessions.finish(LOCAL, harness.session_id)
+    service.stop()
+
+
+def _out_of_space(*_: object) -> None:
+    raise JournalError("the journal cannot be written: no space left")

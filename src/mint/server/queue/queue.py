@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mint.errors import OverloadedError
@@ -46,6 +47,8 @@ class RequestQueue:
         self._samples: OrderedDict[str, QueuedSample] = OrderedDict()
         self._requests: Counter[str] = Counter()  # by owner
         self._bytes: Counter[str] = Counter()
+        self._held_models: frozenset[str] = frozenset()
+        self._held_prefix: tuple[str, ...] = ()
         self._woken = False
         self._pending: Pending | None = None  # made again after a change: the scheduler asks before every step
 
@@ -124,9 +127,26 @@ class RequestQueue:
         """What the scheduler decides on."""
         with self._changed:
             if self._pending is None:
-                waiting = list(self._training.values()), list(self._samples.values())
-                self._pending = Pending(dict(self._next_seq), *waiting)
+                training = [job for job in self._training.values() if job.model_id not in self._held_models]
+                samples = [each for each in self._samples.values() if not each.request_id.startswith(self._held_prefix)]
+                self._pending = Pending(dict(self._next_seq), training, samples)
             return self._pending
+
+    @contextmanager
+    def held(self, models: Iterable[str], session_id: str | None = None) -> Generator[None]:
+        """A block during which no waiting request of these models, and no sample request of the session, is started.
+        One thread at a time."""
+        with self._changed:
+            self._held_models = frozenset(models)
+            self._held_prefix = () if session_id is None else (f"{session_id}:",)
+            self._pending = None
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held_models, self._held_prefix = frozenset(), ()
+                self._pending = None
+                self._wake()
 
     def advance(self, model_id: str, seq_id: int) -> None:
         """Removes the requests of a model up to `seq_id`, which are finished."""

@@ -115,9 +115,11 @@ class SessionLifetime:
             if self._futures.fingerprint(promise.request_id) is not None:  # the same request again
                 return promise
             self._sessions.require_model(model_id, caller.owner)
+            # The worker must not start a request whose row is about to go; if the journal cannot be written, all stay.
+            with self._queue.held([model_id]):
+                files = self._journal.end_model(model_id, time.time())
+                self._queue.drop_models([model_id])
             self._sessions.forget_models([model_id])
-            self._queue.drop_models([model_id])
-            files = self._journal.end_model(model_id, time.time())
             error = NotFoundError("was unloaded", field="model_id", value=model_id, remedy="Create another one")
             self._futures.finish(dict.fromkeys(self._futures.open_of(model_id), FutureResult.of_error(error)))
             self._futures.open(promise.request_id, owner=caller.owner)
@@ -151,13 +153,14 @@ class SessionLifetime:
 
     def _end(self, session_id: str) -> None:
         with self._accepting:
-            if not self._sessions.end(session_id):
+            if not self._sessions.is_served(session_id):
                 return
             models = [row.model_id for row in self._journal.models_of(session_id)]
-            # From the queue first: the worker must not start a request whose rows are about to go.
+            with self._queue.held(models, session_id):  # as in `unload_model`
+                files = self._journal.end_session(session_id, time.time())
+                self._queue.drop_session(session_id, models)
             self._sessions.forget_models(models)
-            self._queue.drop_session(session_id, models)
-            files = self._journal.end_session(session_id, time.time())
+            self._sessions.end(session_id)
         error = SessionEndedError("has ended", field="session_id", value=session_id, remedy="Make a new ServiceClient")
         self._futures.finish(dict.fromkeys(self._futures.open_of(session_id), FutureResult.of_error(error)))
         self._worker.end_session(session_id, models, files)

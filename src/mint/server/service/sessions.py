@@ -190,11 +190,17 @@ class Sessions:
             known = None if row is None else row.owner
         return known == owner
 
-    def end(self, session_id: str) -> bool:
-        """Forgets a session; False if it was not served here."""
+    def is_served(self, session_id: str) -> bool:
+        """Whether a session is served here, or suspended."""
+        with self._lock:
+            return session_id in self._owners or session_id in self._suspended
+
+    def end(self, session_id: str) -> None:
+        """Forgets a session."""
         with self._lock:
             self._heard_at.pop(session_id, None)
-            return (self._owners.pop(session_id, None) or self._suspended.pop(session_id, None)) is not None
+            self._owners.pop(session_id, None)
+            self._suspended.pop(session_id, None)
 
     def silent(self) -> dict[str, str]:
         """The owner of each session that has been silent for too long."""
