@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
 from mint.errors import OverloadedError
+from mint.server.callers import Caller
 from mint.server.http import key_guesses
 from mint.server.http.key_guesses import GUESSES_WITHIN_S, MAX_ADDRESSES, MAX_GUESSES, GuardedKeys
 from mint.server.store.database import Database
@@ -59,6 +62,32 @@ def test_after_some_wrong_keys_an_address_has_to_wait_even_for_the_right_one(key
     assert guarded.verify(right, THERE) is not None
     clock.now += GUESSES_WITHIN_S - 1
     assert guarded.verify(right, HERE) is not None
+
+
+def test_guesses_that_are_sent_at_once_learn_no_more_than_those_sent_one_by_one(
+    keys: ApiKeys, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded = GuardedKeys(keys, clock=clock)
+    right, _ = keys.create("ann")
+    everybody_looks, verify = threading.Barrier(4 * MAX_GUESSES), keys.verify
+
+    def verify_together(key: str) -> Caller | None:
+        everybody_looks.wait(30.0)  # none has been counted yet
+        return verify(key)
+
+    monkeypatch.setattr(keys, "verify", verify_together)
+
+    def answers(number: int) -> bool:
+        try:
+            guarded.verify(f"tml-mint-guess-{number}", HERE)
+        except OverloadedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4 * MAX_GUESSES) as threads:
+        assert sum(threads.map(answers, range(4 * MAX_GUESSES))) == MAX_GUESSES
+    with pytest.raises(OverloadedError):
+        guarded.verify(right, HERE)
 
 
 def test_a_wrong_key_in_a_loop_is_one_guess_and_is_always_told_so(keys: ApiKeys, clock: Clock) -> None:

@@ -25,6 +25,7 @@ from mint.errors import (
 )
 from mint.server.callers import LOCAL, Caller, Quotas
 from mint.server.limits import ServerLimits
+from mint.server.queue.queue import QueueLimits, RequestQueue
 from mint.types import ForwardBackwardOutput
 from mint.wire import tinker_public_pb2 as pb
 from mint.wire.codec import Encoding
@@ -345,6 +346,22 @@ def test_the_limits_of_all_owners_together_are_named_with_the_setting_that_raise
     service.stop()
 
 
+def test_a_session_whose_id_its_client_chooses_counts_in_the_limits_too(tmp_path: Path) -> None:
+    service = open_service(tmp_path, limits=ServerLimits(max_sessions=2))
+    harness = Harness(service)
+    body: dict[str, Any] = {"model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
+    harness.submit("create_model", {"session_id": "my-own-session-0", **body})
+    sampler = {"session_id": "my-own-session-1", "sampling_session_seq_id": 0, "base_model": BASE}
+    for open_another in (
+        lambda: harness.submit("create_model", {"session_id": "my-own-session-1", **body}),
+        lambda: service.sampling_sessions.create(LOCAL, json.dumps(sampler).encode()),
+    ):
+        error = failure(open_another)
+        assert isinstance(error, OverloadedError) and "MINT_SERVE_MAX_SESSIONS" in str(error)
+    harness.submit("create_model", {"session_id": "my-own-session-0", **body, "model_seq_id": 1})  # it is open
+    service.stop()
+
+
 def test_weights_without_a_name_do_not_count_as_checkpoints(harness: Harness) -> None:
     model_id = harness.create_model()
     harness.run("save_weights", model_id, 1, {"path": "a"})
@@ -369,6 +386,30 @@ def test_a_full_queue_refuses_what_is_new_but_never_what_runs_next(harness: Harn
     for name in waiting:
         harness.wait(name)
     harness.wait(send(4))
+
+
+def test_first_requests_of_many_models_keep_to_the_bytes_that_may_wait(tmp_path: Path) -> None:
+    queue = RequestQueue(QueueLimits(owner_bytes=100_000))
+    service = open_service(tmp_path, queue=queue)
+    harness = Harness(service)
+    models = [harness.create_model(number) for number in range(4)]
+    go_on = blocked(harness)
+
+    def send(model_id: str, seq_id: int, size_bytes: int) -> str:
+        body = json.dumps({"model_id": model_id, "seq_id": seq_id, **STEP}).encode().ljust(size_bytes)
+        return service.training.submit(LOCAL, "optim_step", body).request_id
+
+    waiting = [send(models[0], 1, 60_000), send(models[1], 2, 30_000)]
+    for model_id in (models[2], models[3]):
+        error = failure(lambda model_id=model_id: send(model_id, 1, 60_000))
+        assert isinstance(error, OverloadedError) and error.field == "max_waiting_bytes"
+    waiting.append(send(models[1], 1, 60_000))  # another request waits for this one
+    assert send(models[1], 1, 60_000) == waiting[-1]
+    go_on.set()
+    for name in waiting:
+        harness.wait(name)
+    harness.wait(send(models[3], 1, 60_000))
+    service.stop()
 
 
 def test_saves_that_wait_together_get_no_more_than_the_quota(harness: Harness) -> None:

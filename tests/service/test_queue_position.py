@@ -145,6 +145,20 @@ def test_what_waits_is_bounded_for_each_owner_and_freed_when_it_leaves() -> None
     queue.require_capacity("one", 100)
 
 
+def test_the_next_request_of_a_model_passes_a_full_queue_only_within_bounds() -> None:
+    queue = RequestQueue(QueueLimits(owner_bytes=100, total_bytes=150))
+    queue.require_capacity_for_next("a", "one", 1000)  # nothing else of its owner can run
+    queue.add_training(job("a", 2, 90), next_seq=1)
+    queue.require_capacity_for_next("a", "one", 1000)
+    queue.add_training(job("a", 1, 10), next_seq=1)
+    for model_id, size in (("b", 1), ("a", 101)):  # nothing waits for the first; much waits for the second
+        with pytest.raises(OverloadedError) as caught:
+            queue.require_capacity_for_next(model_id, "one", size)
+        assert caught.value.field == "max_waiting_bytes"
+    queue.require_capacity_for_next("a", "one", 100)
+    queue.require_capacity_for_next("c", "two", 1000)
+
+
 # --- results -----------------------------------------------------------------------------------------------------
 
 

@@ -49,9 +49,12 @@ class GuardedKeys:
         """
         network = _network_of(address)
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-        self._require_few_guesses(network, digest)
+        with self._lock:
+            self._require_few_guesses(network, digest)
         caller = self._keys.verify(key)
         with self._lock:
+            # Again, for other guesses may have been counted meanwhile: many sent at once learn no more than one by one.
+            self._require_few_guesses(network, digest)
             if caller is None:
                 self._guesses.setdefault(network, {})[digest] = self._clock()
                 _trim(self._guesses, network, MAX_ADDRESSES)
@@ -73,14 +76,14 @@ class GuardedKeys:
         return self._keys.holder(key_id)
 
     def _require_few_guesses(self, network: str, digest: bytes) -> None:
+        """Call it under the lock."""
         now = self._clock()
-        with self._lock:
-            recent = {each: at for each, at in self._guesses.get(network, {}).items() if now - at < GUESSES_WITHIN_S}
-            if network in self._guesses:
-                self._guesses[network] = recent
-            if len(recent) < MAX_GUESSES or digest in recent or (network, digest) in self._working:
-                return
-            wait_s = min(recent.values()) + GUESSES_WITHIN_S - now
+        recent = {each: at for each, at in self._guesses.get(network, {}).items() if now - at < GUESSES_WITHIN_S}
+        if network in self._guesses:
+            self._guesses[network] = recent
+        if len(recent) < MAX_GUESSES or digest in recent or (network, digest) in self._working:
+            return
+        wait_s = min(recent.values()) + GUESSES_WITHIN_S - now
         raise OverloadedError(
             f"{MAX_GUESSES} different API keys that are not known here came from this address within a minute",
             remedy="Wait, then send the right key; the operator makes one with: mint keys create --owner NAME",

@@ -25,6 +25,9 @@ by one, and computing their prompts together is faster than one after another.""
 
 OWNER_BYTES = 256 * 1024 * 1024
 
+AWAITED_FACTOR = 2
+"""How many times the limits on bytes a request may use for which later ones of its model wait."""
+
 
 @dataclass(frozen=True)
 class QueueLimits:
@@ -63,18 +66,31 @@ class RequestQueue:
         limits = self._limits
         with self._changed:
             most = limits.owner_requests if max_requests is None else min(max_requests, limits.owner_requests)
-            for name, used, limit in (
-                ("max_waiting_requests", self._requests[owner] + 1, most),
-                ("max_waiting_bytes", self._bytes[owner] + size_bytes, limits.owner_bytes),
-                ("max_waiting_bytes of this server", self._bytes.total() + size_bytes, limits.total_bytes),
-            ):
-                if used > limit:
-                    raise OverloadedError(
-                        f"{limit} may wait at once, and so much waits already",
-                        field=name,
-                        value=used,
-                        remedy="Wait for earlier results, then send the same request again",
-                    )
+            _require_at_most("max_waiting_requests", self._requests[owner] + 1, most)
+            self._require_bytes(owner, size_bytes)
+
+    def require_capacity_for_next(self, model_id: str, owner: str, size_bytes: int) -> None:
+        """Checks that the request which a model runs next may wait, although the queue is full.
+
+        A full queue must be able to move on. So the number of requests does not bound this one: there is one for each
+        model. Its size is not bounded while no other training request of its owner can run. Otherwise the limits on
+        bytes hold, and `AWAITED_FACTOR` times these limits if later requests of its model wait for it.
+
+        Raises:
+            OverloadedError: it may not; names the limit.
+        """
+        with self._changed:
+            runnable = (self._training.get(place) for place in self._next_seq.items())
+            if not any(job is not None and job.owner == owner for job in runnable):
+                return
+            is_awaited = any(waiting == model_id for waiting, _ in self._training)
+            self._require_bytes(owner, size_bytes, factor=AWAITED_FACTOR if is_awaited else 1)
+
+    def _require_bytes(self, owner: str, size_bytes: int, *, factor: int = 1) -> None:
+        limits = self._limits
+        _require_at_most("max_waiting_bytes", self._bytes[owner] + size_bytes, factor * limits.owner_bytes)
+        total = self._bytes.total() + size_bytes
+        _require_at_most("max_waiting_bytes of this server", total, factor * limits.total_bytes)
 
     def is_full(self, owner: str, *, max_requests: int | None = None) -> bool:
         """Whether no further request of an owner may wait."""
@@ -220,3 +236,13 @@ class RequestQueue:
     def _wake(self) -> None:
         self._woken = True  # the worker may be busy: a notification alone would be lost
         self._changed.notify_all()
+
+
+def _require_at_most(name: str, used: int, limit: int) -> None:
+    if used > limit:
+        raise OverloadedError(
+            f"{limit} may wait at once, and so much waits already",
+            field=name,
+            value=used,
+            remedy="Wait for earlier results, then send the same request again",
+        )

@@ -121,7 +121,9 @@ class Service:
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
         self._clock = clock
         self._housekeeping_at = clock()
-        self._live_sessions = Sessions(self.journal, self.instance.instance_id, self.disk, clock=clock)
+        self._live_sessions = Sessions(
+            self.journal, self.instance.instance_id, self.disk, limits=self.limits, clock=clock
+        )
         # What is checked must still hold when it is written: one thread at a time accepts or ends something. Decoding
         # comes before, waiting for the disk after.
         accepting = threading.RLock()
@@ -176,7 +178,6 @@ class Service:
             self.futures,
             self._worker,
             self.instance,
-            self.limits,
             accepting,
         )
         self.sampling_sessions = SamplingSessions(

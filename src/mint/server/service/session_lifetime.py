@@ -14,7 +14,6 @@ import mint.wire as wire
 from mint.errors import InvalidRequestError, NotFoundError, SessionEndedError
 from mint.server.callers import Caller
 from mint.server.ids import keyed_session_id, new_session_id, request_id, session_of
-from mint.server.limits import ServerLimits
 from mint.server.queue.futures import FutureResult, Futures
 from mint.server.queue.queue import RequestQueue
 from mint.server.service.request_reader import RequestReader
@@ -50,7 +49,6 @@ class SessionLifetime:
         futures: Futures,
         worker: Worker,
         instance: Instance,
-        limits: ServerLimits,
         accepting: threading.RLock,
     ) -> None:
         """What is accepted or ended is so under `accepting`."""
@@ -62,7 +60,6 @@ class SessionLifetime:
         self._futures = futures
         self._worker = worker
         self._instance = instance
-        self._limits = limits
         self._accepting = accepting
         sessions.on_return = self._resume
 
@@ -72,7 +69,7 @@ class SessionLifetime:
         A request with a key that comes again, because its answer was lost, gets the session of the first.
 
         Raises:
-            OverloadedError: the caller's quota of sessions is used up, or the disk is filled up to the reserve.
+            OverloadedError: as `Sessions.require_one_more`, or the disk is filled up to the reserve.
         """
         if len(body) > MAX_METADATA_BYTES:
             remedy = f"Send at most {MAX_METADATA_BYTES} bytes of tags and user_metadata"
@@ -83,8 +80,7 @@ class SessionLifetime:
         session_id = new_session_id() if key is None else keyed_session_id(caller.owner, key)
         with self._accepting:
             if key is None or not self._sessions.is_of(session_id, caller.owner):
-                caller.quotas.require_session(len(self._sessions.of(caller.owner)))
-                self._limits.require_below("max_sessions", len(self._sessions.owners()))
+                self._sessions.require_one_more(caller)
                 self._sessions.create(session_id, caller.owner, request.user_metadata, details)
             commit = self._journal.durability.newest_commit  # for a repeated request, too
         # Outside of the lock: sessions that are opened meanwhile share the next fsync.

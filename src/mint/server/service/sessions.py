@@ -19,6 +19,7 @@ from mint.errors import NotFoundError, SessionEndedError
 from mint.server.callers import LOCAL_OWNER, Caller
 from mint.server.disk_space import DiskSpace
 from mint.server.ids import session_of
+from mint.server.limits import ServerLimits
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SessionRow
 
@@ -37,11 +38,20 @@ answer as another owner's."""
 class Sessions:
     """The live sessions of one process."""
 
-    def __init__(self, journal: Journal, instance_id: str, disk: DiskSpace, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        instance_id: str,
+        disk: DiskSpace,
+        *,
+        limits: ServerLimits,
+        clock: Callable[[], float],
+    ) -> None:
         """`clock` counts seconds, and does not jump."""
         self._journal = journal
         self._instance_id = instance_id
         self._disk = disk
+        self._limits = limits
         self._clock = clock
         self.on_return: Callable[[str], None] = lambda session_id: None
         """Called with a suspended session whose client has come back: resumes it with its work."""
@@ -64,6 +74,15 @@ class Sessions:
         row = SessionRow(session_id, self._instance_id, user_metadata, now, None, owner, details, now)
         self._journal.add_session(row)
         self.resume(session_id, owner)
+
+    def require_one_more(self, caller: Caller) -> None:
+        """Checks that the caller may open one more session.
+
+        Raises:
+            OverloadedError: the caller's quota is used up, or all owners together have as many as the server allows.
+        """
+        caller.quotas.require_session(len(self.of(caller.owner)))
+        self._limits.require_below("max_sessions", len(self.owners()))
 
     def resume(self, session_id: str, owner: str) -> None:
         """Serves a session from now on; its silence is counted from here."""
@@ -161,6 +180,10 @@ class Sessions:
 
         MinT's own scripts for raw HTTP do so. Whoever has a key gets a session of their own under another id, made of
         the chosen one and the owner: two owners who choose one id neither meet nor learn of each other.
+
+        Raises:
+            NotFoundError, SessionEndedError: as `require`.
+            OverloadedError: as `require_one_more`.
         """
         if self.touch(session_id, caller.owner):
             return session_id
@@ -168,7 +191,7 @@ class Sessions:
         if CLIENT_MADE_ID.fullmatch(session_id) and not self.is_of(session_id, caller.owner):
             session_id = _own_id(session_id, caller.owner)
             if self._journal.session(session_id) is None:
-                caller.quotas.require_session(len(self.of(caller.owner)))
+                self.require_one_more(caller)
                 self.create(session_id, caller.owner, None)
         self.require(session_id, caller.owner)
         return session_id

@@ -162,13 +162,16 @@ class TrainingRequests:
                 value=row.seq_id,
                 remedy="Count upwards by one for every new request",
             )
+        size_bytes = len(row.payload or b"")
         try:
             most = caller.quotas.max_waiting_requests
-            self._queue.require_capacity(caller.owner, len(row.payload or b""), max_requests=most)
+            self._queue.require_capacity(caller.owner, size_bytes, max_requests=most)
         except OverloadedError:
-            # the request that runs next is always accepted: otherwise a full queue could not move on
-            if row.seq_id != next_seq and self._journal.job(row.model_id, row.seq_id) is None:
+            if self._journal.job(row.model_id, row.seq_id) is not None:  # a repeated one is no new one
+                return next_seq
+            if row.seq_id != next_seq:
                 raise
+            self._queue.require_capacity_for_next(row.model_id, caller.owner, size_bytes)
         return next_seq
 
     def _storage_error(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> MintError | None:
