@@ -71,7 +71,8 @@ class ParsedCheckpointTinkerPath(Result):
 
 
 class Cursor(Result):
-    """Which part of a list this is; `limit` is the page size that took effect."""
+    """Which part of a list this is; `limit` is the page size that took effect: the next page is at
+    `offset + limit`."""
 
     offset: int
     limit: int

@@ -7,6 +7,7 @@ parameters are `:owner` and `:now`, the time in seconds since the epoch.
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from mint.server.store.database import Database
@@ -16,6 +17,13 @@ Row = TypeVar("Row")
 
 UNEXPIRED = "(expires_at IS NULL OR expires_at > :now)"
 """Condition on the table checkpoints: the checkpoint has not expired."""
+
+
+MAX_PAGE_BYTES = 4 << 20
+"""A page ends before its metadata is larger, but has at least one row."""
+
+METADATA_BYTES = "coalesce(length(user_metadata), 0)"
+"""How many bytes the metadata of a row takes: it is stored as JSON in ASCII."""
 
 
 def owned_by(owner: str | None) -> str:
@@ -29,20 +37,31 @@ def readable_by(owner: str | None) -> str:
 
 
 def read_page(
-    database: Database, kind: type[Row], table: str, where: str, order: str, page: PageQuery, **parameters: Any
+    database: Database,
+    kind: type[Row],
+    table: str,
+    where: str,
+    order: str,
+    page: PageQuery,
+    *,
+    row_bytes: str = METADATA_BYTES,
+    **parameters: Any,
 ) -> tuple[list[Row], Cursor]:
-    """A page of the rows of a table that fulfil a condition, and where it is among all of them."""
+    """A page of the rows of a table that fulfil a condition, and where it is among all of them.
+
+    `row_bytes` is SQL for the size of the metadata that is shown with a row. If the page asked for has more than
+    `MAX_PAGE_BYTES`, it has fewer rows, and the cursor's `limit` is their number: the next page begins behind them.
+    """
     chosen = f"FROM {table} WHERE {where}"
+    ordered = f"{chosen} ORDER BY {order} LIMIT :size OFFSET :offset"
+    place = {"size": page.size, "offset": page.offset, **parameters}
     with database.transaction(write=False) as transaction:
         total = transaction.value(f"SELECT count(*) {chosen}", **parameters)
-        rows = transaction.rows(
-            kind,
-            f"SELECT * {chosen} ORDER BY {order} LIMIT :size OFFSET :offset",
-            size=page.size,
-            offset=page.offset,
-            **parameters,
-        )
-    return rows, Cursor(offset=page.offset, limit=page.size, total_count=total)
+        so_far = list(accumulate(transaction.values(f"SELECT {row_bytes} {ordered}", **place)))
+        fitting = sum(size <= MAX_PAGE_BYTES for size in so_far)
+        size = page.size if fitting == len(so_far) else max(1, fitting)
+        rows = transaction.rows(kind, f"SELECT * {ordered}", **{**place, "size": size})
+    return rows, Cursor(offset=page.offset, limit=size, total_count=total)
 
 
 def moment(seconds: float) -> datetime:

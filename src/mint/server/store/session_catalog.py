@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import mint.types.records as records
 from mint.errors import NotFoundError
-from mint.server.store.catalog_queries import UNEXPIRED, moment, owned_by
+from mint.server.store.catalog_queries import MAX_PAGE_BYTES, UNEXPIRED, moment, owned_by
 from mint.server.store.database import decode
 from mint.server.store.journal import Journal
 from mint.server.store.rows import SessionRow
@@ -71,7 +71,9 @@ class SessionCatalog:
         if request.cursor is not None:
             where += f" AND ({_CREATED} < :last OR ({_CREATED} = :last AND session_id > :last_id))"
             last = self._created_at(owner, request.cursor)
-        matches: list[SessionRow] = []
+        page: list[SessionRow] = []
+        size = 0
+        has_more = False
         with self._database.transaction(write=False) as transaction:
             for found in transaction.execute(
                 f"SELECT * FROM sessions WHERE {where} ORDER BY {_CREATED} DESC, session_id",
@@ -80,13 +82,15 @@ class SessionCatalog:
                 last_id=None if request.cursor is None else request.cursor.last_session_id,
             ):
                 session = decode(SessionRow, found)
-                if _matches(session, request):
-                    matches.append(session)
-                if len(matches) > request.limit:  # one more than the page: there is a next one
+                if not _matches(session, request):
+                    continue
+                size += len(found["user_metadata"] or "")
+                has_more = len(page) == request.limit or (page != [] and size > MAX_PAGE_BYTES)
+                if has_more:
                     break
-        page = matches[: request.limit]
+                page.append(session)
         cursor = None
-        if len(matches) > request.limit:
+        if has_more:
             cursor = records.SessionSearchCursor(
                 last_created_at=moment(_created(page[-1])), last_session_id=page[-1].session_id
             )

@@ -11,13 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mint.errors import CheckpointError
-from mint.server.store.catalog_queries import UNEXPIRED, moment, owned_by, read_page, readable_by
+from mint.server.store.catalog_queries import METADATA_BYTES, UNEXPIRED, moment, owned_by, read_page, readable_by
 from mint.server.store.checkpoint_catalog import checkpoint_record, no_run
 from mint.server.store.checkpoint_folders import read_manifest
 from mint.server.store.checkpoints import SAMPLER, TRAINING
 from mint.server.store.journal import Journal
 from mint.server.store.rows import CheckpointRow, TrainingRunRow
 from mint.types.records import FIRST_PAGE, PageQuery, TrainingRun, TrainingRunsResponse
+
+_SHOWN_BYTES = (
+    f"{METADATA_BYTES} + 2 * coalesce((SELECT max(length(user_metadata)) FROM checkpoints WHERE model_id = run_id), 0)"
+)
+"""With the metadata of a run, that of two of its checkpoints is shown."""
 
 
 class TrainingRunCatalog:
@@ -45,6 +50,7 @@ class TrainingRunCatalog:
             where,
             "created_at DESC, run_id",
             page,
+            row_bytes=_SHOWN_BYTES,
             owner=owner,
             now=self._clock(),
             project_id=page.project_id,
@@ -85,15 +91,17 @@ class TrainingRunCatalog:
 
     def _last_checkpoints(self, owner: str | None, run_ids: list[str]) -> dict[tuple[str, str], CheckpointRow]:
         """Run and kind → the newest checkpoint that the owner may read."""
-        oldest_first = self._database.rows(
+        newest = self._database.rows(
             CheckpointRow,
-            "SELECT * FROM checkpoints WHERE model_id IN (SELECT value FROM json_each(:ids)) "
-            f"AND {UNEXPIRED} AND {readable_by(owner)} ORDER BY created_at",
+            # SQLite takes the other columns of an aggregate with max() from the row that has it
+            "SELECT * FROM checkpoints WHERE rowid IN (SELECT newest FROM (SELECT rowid AS newest, max(created_at) "
+            "FROM checkpoints WHERE model_id IN (SELECT value FROM json_each(:ids)) "
+            f"AND {UNEXPIRED} AND {readable_by(owner)} GROUP BY model_id, kind))",
             ids=run_ids,
             owner=owner,
             now=self._clock(),
         )
-        return {(row.model_id, row.kind): row for row in oldest_first}
+        return {(row.model_id, row.kind): row for row in newest}
 
     def _record(
         self,
