@@ -341,3 +341,18 @@ def test_a_time_of_day_that_jumps_by_days_loses_neither_training_nor_checkpoints
     calm = run("calm", [[0.0] * len(life) for life in jumps])
     assert run("jumping", jumps) == calm
     assert calm[1] == BASE and len(set(calm[0])) == 7
+
+
+def test_the_space_of_unloaded_models_goes_back_to_the_file_system(tmp_path: Path) -> None:
+    clock = Clock()
+    harness = Harness(open_service(tmp_path, clock=clock))
+    large = {"forward_backward_input": {**GOOD_PASS["forward_backward_input"]}, "comment": "x" * 200_000}
+    for number in range(60):
+        model_id = harness.create_model(number)
+        harness.run("forward_backward", model_id, 1, large)
+        harness.service.sessions.unload_model(LOCAL, model_id)
+    database = harness.service.journal.database
+    clock.wait(harness.service, 120)
+    assert database.value("PRAGMA freelist_count") == 0
+    assert database.value("PRAGMA page_count") * database.value("PRAGMA page_size") < 2_000_000
+    harness.service.stop()

@@ -293,13 +293,16 @@ class Database:
                 self._connection.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         log.info("the journal's log was written again: %d bytes", len(content))
 
-    def give_back_pages(self) -> None:
-        """Gives up to `VACUUM_PAGES` pages that are free back to the file system."""
+    def give_back_pages(self) -> bool:
+        """Gives up to `VACUUM_PAGES` pages that are free back to the file system; False if none were free."""
+        if self.value("PRAGMA freelist_count") == 0:
+            return False
         with self._lock, _journal_errors(self.storage):
             self.durability.require_working_disk()
             # `executescript` runs the statement to its end; `execute` would stop after the first page
             self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
             self.durability.add_commit()
+        return True
 
     def _begin(self, path: Path) -> None:
         with _journal_errors():
