@@ -13,7 +13,7 @@ import pytest
 from service_harness import GOOD_PASS, STEP, Harness, datum, failure, open_service, pass_body
 from waiting import wait_until
 
-from mint.engine.fake_engine import FakeEngine
+from mint.engine.fake_engine import POISON_TOKEN, FakeEngine
 from mint.engine.protocol import AdamSpec, LossSpec, MicroBatching, PassResult, TrainDatum
 from mint.errors import CheckpointError, JournalError, NotFoundError, RecoveryDivergedError, RequestFailedError
 from mint.server.store.journal import JOURNAL_FILE, Finish, Journal
@@ -165,6 +165,23 @@ def test_three_snapshots_are_kept_and_older_payloads_given_up(harness: Harness) 
     jobs = harness.service.journal.jobs(model_id, after=-1)
     assert [job.seq_id for job in jobs if job.payload is not None] == [9, 10, 11, 12]
     assert all(job.result is not None for job in jobs)
+
+
+def test_what_has_failed_leaves_no_payload_and_is_replayed_and_repeated_without_it(tmp_path: Path) -> None:
+    harness = Harness(open_service(tmp_path))
+    model_id = harness.create_model()
+    digest = train(harness, model_id, 1)[-1]
+    poisoned = pass_body(datum(1, POISON_TOKEN, 3))
+    for seq_id in range(3, 20):  # they make no snapshot
+        failure(lambda seq_id=seq_id: harness.run("forward_backward", model_id, seq_id, poisoned))
+    error = failure(lambda: harness.run("forward_backward", model_id, 3, poisoned))
+    failed = harness.service.journal.jobs(model_id, after=2)
+    assert len(failed) == 17 and {job.payload for job in failed} == {None}
+    harness = reopen(harness)
+    assert str(failure(lambda: harness.run("forward_backward", model_id, 3, poisoned))) == str(error)
+    harness.restore(model_id)
+    assert harness.digest(model_id) == digest
+    harness.service.stop()
 
 
 def test_results_of_passes_are_kept_until_many_later_requests_have_run(

@@ -56,9 +56,10 @@ _ADD_RUN = insert(TrainingRunRow, "runs", on_conflict="IGNORE")
 _TOUCH_RUN = "UPDATE runs SET last_request_at = :now WHERE run_id = :model_id"
 _ADD_JOB = insert(JobRow, "jobs", on_conflict="IGNORE")
 _READ_JOB = "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id = :seq_id"
+# A replay needs only the result of what has failed. A model whose requests all fail makes no snapshot that prunes them.
 _FINISH_JOB = """
     UPDATE jobs SET status = :status, result = :result, digest = :digest, micro_batching = :micro_batching,
-        result_sha256 = :result_sha256
+        result_sha256 = :result_sha256, payload = CASE :status WHEN 'failed' THEN NULL ELSE payload END
     WHERE model_id = :model_id AND seq_id = :seq_id AND status = 'pending'
 """
 _ADVANCE_MODEL = "UPDATE models SET applied_seq = :seq_id WHERE model_id = :model_id"
@@ -363,7 +364,7 @@ class Journal:
                 row = JobRow(model_id, seq_id, "missing", None, "", "failed", result)
                 transaction.execute(_ADD_JOB, **vars(row))
             transaction.execute(
-                "UPDATE jobs SET status = 'failed', result = :result "
+                "UPDATE jobs SET status = 'failed', result = :result, payload = NULL "
                 "WHERE model_id = :model_id AND seq_id IN (SELECT value FROM json_each(:waiting))",
                 result=result,
                 model_id=model_id,

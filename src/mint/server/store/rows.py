@@ -108,7 +108,8 @@ class TrainingRunRow:
 
 @dataclass(frozen=True)
 class JobRow:
-    """One request; `status` is pending, done or failed, `result` the body of its answer, `payload` None once pruned.
+    """One request; `status` is pending, done or failed, `result` the body of its answer, `payload` None once pruned or
+    failed.
 
     `result` is None before the end of the request, and of a pass again long after it.
 
