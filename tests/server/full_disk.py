@@ -172,6 +172,18 @@ def a_stopped_model_is_decided_about(disk: Path) -> None:
     assert mint(data, "recover")["stopped_models"] == []
 
 
+def an_export_and_a_check_say_what_to_do(disk: Path) -> None:
+    data = disk / "data"
+    newest, _ = train(data)
+    fill(disk)
+    before = set(disk.iterdir())
+    for arguments in (["export", newest, "--output", str(disk / "exported")], ["serve", "--check", "--port", "0"]):
+        ended = CliRunner().invoke(app, [*arguments, "--data-dir", str(data)])
+        assert ended.exit_code == 1 and isinstance(ended.exception, SystemExit), ended
+        assert "Free disk space" in " ".join(ended.output.split()), ended.output
+    assert set(disk.iterdir()) == before
+
+
 SCENES = {
     scene.__name__: scene
     for scene in (
@@ -180,6 +192,7 @@ SCENES = {
         after_a_kill,
         an_owner_deletes_from_a_server,
         a_stopped_model_is_decided_about,
+        an_export_and_a_check_say_what_to_do,
     )
 }
 

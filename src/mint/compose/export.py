@@ -5,6 +5,7 @@ The checkpoint is on this machine, or on the server at `MINT_BASE_URL`, which se
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import tempfile
@@ -22,6 +23,9 @@ from mint.models import hf_format, peft_format, registry
 from mint.models.folder import ModelFolder
 
 ExportFormat = Literal["peft", "hf", "gguf-ready"]
+
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
+"""A disk or a quota without space, and a folder that may not be written."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir
     model on this machine. The folder appears complete or not at all.
 
     Raises:
-        InvalidRequestError: `output` exists, or `path` is no checkpoint path.
+        InvalidRequestError: `output` exists or cannot be written, or `path` is no checkpoint path.
         NotFoundError: there is no such checkpoint.
         CheckpointError: it is damaged.
         UnknownBaseModelError: its base model is not known here.
@@ -51,6 +55,20 @@ def export_checkpoint(path: str, *, output: Path, format: ExportFormat, data_dir
     settings = read_settings()
     if output.exists():
         raise InvalidRequestError("exists already", field="--output", value=str(output), remedy="Name a new folder")
+    try:
+        _export_new(path, settings, output=output, format=format, data_dir=data_dir)
+    except OSError as error:  # a lost connection is one, too
+        if error.errno not in UNWRITABLE:
+            raise
+        raise InvalidRequestError(
+            f"cannot be written: {error}",
+            field="--output",
+            value=str(output),
+            remedy="Free disk space, or name a folder that can be written",
+        ) from error
+
+
+def _export_new(path: str, settings: Settings, *, output: Path, format: ExportFormat, data_dir: Path | None) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:

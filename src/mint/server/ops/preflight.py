@@ -6,6 +6,7 @@ Each check gives a sentence, and whether the server can start.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from mint.server.store.instances import require_no_server
 from mint.server.store.journal import JOURNAL_FILE
 from mint.server.store.keys import KeyCount, count_keys
 from mint.server.store.schema import SCHEMA_VERSION
+
+START_BYTES = 256 * 1024
+"""What a start writes on an empty disk: folders, locks, and a database with its first tables."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,14 @@ def _data_dir(folder: Path) -> str:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise InvalidRequestError("cannot be written", field="--data-dir", value=existing, remedy="Choose another one")
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < START_BYTES:
+        raise InvalidRequestError(
+            f"has {free_bytes} bytes free on its disk, and a start needs {START_BYTES}",
+            field="--data-dir",
+            value=folder,
+            remedy="Free disk space, or choose another data directory (--data-dir, MINT_HOME)",
+        )
     require_no_server(folder)
     return f"{folder} can be written" if existing == folder else f"{folder} will be made"
 
