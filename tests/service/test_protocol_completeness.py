@@ -23,7 +23,7 @@ from mint.errors import (
     RequestCancelledError,
     SessionEndedError,
 )
-from mint.server.callers import LOCAL, Caller, Quotas
+from mint.server.callers import LOCAL, LOCAL_OWNER, Caller, Quotas
 from mint.server.limits import ServerLimits
 from mint.server.queue.queue import QueueLimits, RequestQueue
 from mint.types import ForwardBackwardOutput
@@ -412,9 +412,28 @@ def test_first_requests_of_many_models_keep_to_the_bytes_that_may_wait(tmp_path:
     service.stop()
 
 
+def test_a_save_counts_by_what_it_will_store(tmp_path: Path) -> None:
+    service = open_service(tmp_path, engine=FakeEngine(state_bytes=60_000))
+    harness = Harness(service)
+    model_id = harness.create_model()
+    harness.run("save_weights", model_id, 1, {"path": "a"})
+    size = service.checkpoints.used_bytes(LOCAL_OWNER)
+    caller = Caller(LOCAL_OWNER, quotas=Quotas(max_checkpoint_bytes=int(1.9 * size)))
+
+    def save(kind: str, seq_id: int, **fields: Any) -> dict[str, Any]:
+        body = json.dumps({"model_id": model_id, "seq_id": seq_id, **fields}).encode()
+        return harness.wait(service.training.submit(caller, kind, body).request_id)
+
+    error = failure(lambda: save("save_weights", 2, path="b"))
+    assert isinstance(error, InvalidRequestError) and error.field == "max_checkpoint_bytes"
+    assert service.checkpoints.used_bytes(LOCAL_OWNER) == size and len(list((tmp_path / "checkpoints").iterdir())) == 1
+    assert save("save_weights", 3, path="a", overwrite=True)["path"]  # what it replaces does not count
+    service.stop()
+
+
 def test_saves_that_wait_together_get_no_more_than_the_quota(harness: Harness) -> None:
     model_id = harness.create_model()
-    caller = Caller("local", quotas=Quotas(max_checkpoint_bytes=1))
+    caller = Caller("local", quotas=Quotas(max_checkpoint_bytes=1000))  # for one
 
     def save(seq_id: int) -> str:
         body = json.dumps({"model_id": model_id, "seq_id": seq_id, "path": f"s{seq_id}"}).encode()
@@ -430,7 +449,7 @@ def test_saves_that_wait_together_get_no_more_than_the_quota(harness: Harness) -
 
 def test_a_quota_of_checkpoints_fails_the_save_in_its_place(harness: Harness) -> None:
     model_id = harness.create_model()
-    caller = Caller("local", quotas=Quotas(max_checkpoint_bytes=1))
+    caller = Caller("local", quotas=Quotas(max_checkpoint_bytes=1000))  # for one
 
     def save(seq_id: int) -> str:
         body = json.dumps({"model_id": model_id, "seq_id": seq_id, "path": f"s{seq_id}"}).encode()

@@ -80,12 +80,16 @@ class Quotas:
                 remedy="Unload one or close its ServiceClient, or ask the operator for more (mint keys update)",
             )
 
-    def save_error(self, used_bytes: int) -> InvalidRequestError | None:
-        """The error if no further checkpoint may be saved, else None; checkpoints of `used_bytes` exist."""
-        if self.max_checkpoint_bytes is None or used_bytes < self.max_checkpoint_bytes:
+    def save_error(self, used_bytes: int, size_bytes: int = 1) -> InvalidRequestError | None:
+        """The error if no further checkpoint of this size may be saved, else None; checkpoints of `used_bytes` exist.
+
+        Without a size: whether any may be saved.
+        """
+        if self.max_checkpoint_bytes is None or used_bytes + size_bytes <= self.max_checkpoint_bytes:
             return None
+        needed = f", and {size_bytes} more are needed" if size_bytes > 1 else ""
         return InvalidRequestError(
-            f"checkpoint quota exceeded: {used_bytes} bytes used",
+            f"checkpoint quota exceeded: {used_bytes} bytes used{needed}",
             field="max_checkpoint_bytes",
             value=self.max_checkpoint_bytes,
             remedy="Delete checkpoints (mint checkpoints delete), or ask the operator for more (mint keys update)",

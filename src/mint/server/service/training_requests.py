@@ -186,8 +186,10 @@ class TrainingRequests:
             return None
         return caller.quotas.save_error(self._reservations.used_bytes(caller.owner))
 
-    def require_save(self, owner: str) -> None:
+    def require_save(self, owner: str, size_bytes: int) -> None:
         """Checks on the worker's thread, before a checkpoint is written, that there is still space and quota for it.
+
+        `size_bytes` is by how much it makes the owner's checkpoints larger.
 
         Raises:
             OverloadedError: the disk is filled up to the reserve.
@@ -196,7 +198,7 @@ class TrainingRequests:
         self._disk.require_free_space(fresh=True)
         # Of a save that an earlier process has accepted, it is not known with which key it came.
         quotas = self._quotas.get(owner) or self.quotas_of(owner)
-        error = quotas.save_error(self._reservations.used_bytes(owner))
+        error = quotas.save_error(self._reservations.used_bytes(owner), size_bytes)
         if error is not None:
             raise error
 

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import mint.wire as wire
-from mint.engine.protocol import LoraSpec, is_out_of_memory
+from mint.engine.protocol import LoraSpec, ModelState, is_out_of_memory
 from mint.errors import (
     ConflictError,
     DamagedDataError,
@@ -99,10 +99,10 @@ class Trainer:
         *,
         decode: Decode,
         model_memory_bytes: int | None,
-        require_save: Callable[[str], None],
+        require_save: Callable[[str, int], None],
     ) -> None:
         """`decode` decodes requests of the journal; `model_memory_bytes` is the limit of `ModelMemory`. `require_save`
-        raises if an owner may save nothing now: others of its requests may have saved since this one was accepted."""
+        raises if an owner may not save so many bytes now: others of its requests may have saved meanwhile."""
         self.models = models
         self._bases = models.bases
         self._journal = journal
@@ -306,15 +306,17 @@ class Trainer:
             remedy = "Choose another name, or call save_state with overwrite=True"
             raise ConflictError("names a checkpoint that exists already", field="name", value=name, remedy=remedy)
         owner = self._journal.owner(job.model_id)
-        self._require_save(owner)
         live = self.models[job.model_id]
         state = self.models.engine.read_state(job.model_id)
+        with_optimizer = kind == checkpoints.TRAINING
+        # Without the headers and the manifest: their size is known only when they are written.
+        size = size_bytes(state if with_optimizer else ModelState(state.weights))
+        self._require_save(owner, size - (existing.size_bytes or 0 if existing else 0))
         # A name made of the request: run again after a crash, it writes to the same folder and leaves no orphan.
         folder = f"checkpoints/{uuid.uuid5(uuid.NAMESPACE_URL, f'{job.model_id}/{job.seq_id}')}"
         now = time.time()
         manifest = Manifest(path.uri, live.base_model, asdict(live.lora), live.seed_given, state.step, now)
-        with_optimizer = kind == checkpoints.TRAINING
-        with self._journal.storage.writing("a checkpoint", size_bytes(state)):
+        with self._journal.storage.writing("a checkpoint", size):
             checkpoint_folders.write_checkpoint(self._data_dir / folder, state, manifest, optimizer=with_optimizer)
         row = CheckpointRow(
             job.model_id,
