@@ -57,6 +57,19 @@ class Task(ABC):
         """Whether a rollout with this reward has solved its item."""
         return reward >= self.success_reward - SUCCESS_TOLERANCE
 
+    def solved_share(self, reward: float) -> float:
+        """How far a rollout with this reward has solved its item, from 0 to 1.
+
+        A success is 1. Partial credit is counted from the low end of `reward_range`, or from 0 if none is declared, up
+        to `success_reward`. Without room between the two, what is not a success is 0.
+        """
+        if self.is_success(reward):
+            return 1.0
+        floor = self.reward_range[0] if self.reward_range is not None else 0.0
+        if floor >= self.success_reward:
+            return 0.0
+        return max(0.0, (reward - floor) / (self.success_reward - floor))
+
     def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
         """Called after each step with all rewards of the step and the number of datums trained on."""
         return

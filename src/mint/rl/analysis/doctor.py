@@ -169,7 +169,7 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
         mean=reward_interval(prober.task, [float(np.mean(group.rewards)) for group in graded]),
         lowest=min(rewards, default=0.0),
         highest=max(rewards, default=0.0),
-        floor=prober.task.reward_range[0] if prober.task.reward_range else 0.0,
+        floor=prober.task.reward_range[0] if prober.task.reward_range else min([0.0, *rewards]),
         full=prober.task.success_reward,
         pass_histogram=tuple(np.bincount([round(10 * rate) for rate in rates], minlength=HISTOGRAM_BINS).tolist()),
         informative=_informative(graded, counts, prober.config),

@@ -15,9 +15,8 @@ from mint.rl.training.policy_update import PolicyUpdate, TrainedRollout
 
 
 def success_rate(task: Task, group: Group) -> float | None:
-    """How far the group's graded rollouts solve their item, 0 to 1: the share of successes, partial credit counted
-    as a part of one. None where none is graded."""
-    solved = [min(1.0, max(0.0, reward / task.success_reward)) for reward in group.rewards]
+    """The mean of `Task.solved_share` over the group's graded rollouts. None where none is graded."""
+    solved = [task.solved_share(reward) for reward in group.rewards]
     return sum(solved) / len(solved) if solved else None
 
 
