@@ -199,6 +199,52 @@ def test_a_snapshot_with_a_flipped_bit_is_not_gone_back_to(tmp_path: Path, monke
     harness.service.stop()
 
 
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"dtype": "bfloat16"}, "MINT_DTYPE=float32, and has MINT_DTYPE=bfloat16 now"),
+        ({"quantize": "int8"}, "MINT_QUANTIZE=none, and has MINT_QUANTIZE=int8 now"),
+    ],
+)
+def test_a_model_whose_base_has_other_numbers_stops_also_with_nothing_to_replay(
+    tmp_path: Path, other: dict[str, Any], difference: str
+) -> None:
+    def engine(**changed: Any) -> TorchEngine:
+        return TorchEngine(**{"dtype": "float32", "threads": 1, **changed})
+
+    harness = Harness(open_service(tmp_path, engine=engine(), is_server=True))
+    model_id = harness.create_model()
+    digest = step(harness, model_id, 1)
+    harness.service.stop()
+
+    harness = reopened(tmp_path, harness.session_id, engine(**other))
+    error = failure(lambda: harness.restore(model_id))
+    assert isinstance(error, RecoveryDivergedError) and difference in str(error)
+    assert f"mint recover {model_id}" in str(error) and "into a new model" in str(error)
+    harness.service.stop()
+    (found,) = done("--data-dir", str(tmp_path))["stopped_models"]
+    assert difference in found["reason"] and found["requests"] == []
+
+    done(model_id, "--retry", "--data-dir", str(tmp_path))
+    harness = reopened(tmp_path, harness.session_id, engine())  # the setting was put back
+    harness.restore(model_id)
+    assert harness.digest(model_id) == digest
+    harness.service.stop()
+
+    harness = reopened(tmp_path, harness.session_id, engine(**other))
+    failure(lambda: harness.restore(model_id))
+    harness.service.stop()
+    done(model_id, "--accept", "--data-dir", str(tmp_path))
+    for _ in range(2):  # the accepted numbers are the model's own from then on
+        harness = reopened(tmp_path, harness.session_id, engine(**other))
+        harness.restore(model_id)
+        assert harness.digest(model_id) == digest
+        harness.service.stop()
+    harness = reopened(tmp_path, harness.session_id, engine())
+    assert isinstance(failure(lambda: harness.restore(model_id)), RecoveryDivergedError)
+    harness.service.stop()
+
+
 def test_a_running_server_and_a_running_program_are_left_alone(tmp_path: Path) -> None:
     _, model_id, _ = stopped(tmp_path)
     lock = ServerLock(tmp_path)  # as `mint serve` does

@@ -27,7 +27,7 @@ def recover(
     data_dir: Annotated[Path | None, typer.Option(help="where the data lies; MINT_HOME if not given")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")] = False,
 ) -> None:
-    """Lists the models that have stopped because a replay gave other bits, or decides how one goes on."""
+    """Lists the models that could not be restored with the same bits, or decides how one goes on."""
     from mint.config import read_settings  # deferred: loads the database
     from mint.server.ops import stopped_models
 

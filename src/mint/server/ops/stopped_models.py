@@ -126,7 +126,12 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
             row.verify_checksum()
             _require_possible(stopped, decision)
         saved = _save_snapshot(journal, data_dir, row, stopped) if decision is Decision.AT_SNAPSHOT else None
-        journal.restart_model(model_id, replay=_replay(journal, stopped, decision), checkpoint=saved)
+        journal.restart_model(
+            model_id,
+            replay=_replay(journal, stopped, decision),
+            checkpoint=saved,
+            accept_numbers=decision is not Decision.RETRY,
+        )
         path = None if saved is None else CheckpointPath(saved.model_id, saved.kind, saved.name).uri
         return Decided(decision, stopped, path)
 

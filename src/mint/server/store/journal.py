@@ -14,6 +14,7 @@ from typing import Any
 from mint.server.callers import LOCAL_OWNER
 from mint.server.store.database import Database, OpenFor, insert
 from mint.server.store.rows import (
+    BASE_NUMBERS,
     CheckpointRow,
     JobRow,
     ModelRow,
@@ -68,6 +69,9 @@ _DESCRIBE_MODEL = """
         settings_sha256 = :settings_sha256
     WHERE model_id = :model_id
 """
+_FORGET_NUMBERS = "UPDATE models SET effective = json_remove(effective, {}) WHERE model_id = :id".format(
+    ", ".join(f"'$.{name}'" for name in BASE_NUMBERS)
+)
 _DESCRIBE_RUN = "UPDATE runs SET base_model = :base_model, lora = :lora WHERE run_id = :model_id"
 _PUT_SNAPSHOT = insert(SnapshotRow, "snapshots", on_conflict="REPLACE")
 _PUT_CHECKPOINT = insert(CheckpointRow, "checkpoints", on_conflict="REPLACE")
@@ -283,15 +287,26 @@ class Journal:
         """Stops a model: its replay did not give what was acknowledged."""
         self.database.write("UPDATE models SET diverged = :reason WHERE model_id = :id", id=model_id, reason=reason)
 
+    def set_effective(self, model_id: str, effective: Mapping[str, Any]) -> None:
+        """Stores the settings that take effect for a model from now on."""
+        self.database.write(
+            "UPDATE models SET effective = :effective WHERE model_id = :id", id=model_id, effective=effective
+        )
+
     def stopped_models(self) -> list[ModelRow]:
         """The models that are stopped, by id."""
         return self.database.rows(ModelRow, "SELECT * FROM models WHERE diverged IS NOT NULL ORDER BY model_id")
 
     def restart_model(
-        self, model_id: str, *, replay: Mapping[int, str], checkpoint: CheckpointRow | None = None
+        self,
+        model_id: str,
+        *,
+        replay: Mapping[int, str],
+        checkpoint: CheckpointRow | None = None,
+        accept_numbers: bool = False,
     ) -> None:
         """Lets a stopped model be restored again; stores what was decided about the replay of some of its requests, and
-        a checkpoint of its state."""
+        a checkpoint of its state. With `accept_numbers` its base model may have another dtype and quantization."""
         with self.database.transaction() as transaction:
             if checkpoint is not None:
                 transaction.execute(_PUT_CHECKPOINT, **vars(checkpoint))
@@ -310,6 +325,8 @@ class Journal:
                     seq_id=seq_id,
                 )
             transaction.execute("UPDATE models SET diverged = NULL WHERE model_id = :id", id=model_id)
+            if accept_numbers:
+                transaction.execute(_FORGET_NUMBERS, id=model_id)
 
     def finish_job(self, finish: Finish) -> bool:
         """Commits everything that a job's end makes true; False when its session has ended meanwhile.

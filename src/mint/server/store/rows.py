@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,9 @@ REPLAY_ACCEPTED = "accepted"
 
 REPLAY_LOST = "lost"
 """The request is not replayed: it counts as failed, though its client has its result."""
+
+BASE_NUMBERS = {"dtype": "MINT_DTYPE", "quantization": "MINT_QUANTIZE"}
+"""Keys of `ModelRow.effective` that decide a base model's numbers, and the variables that set them."""
 
 REMEDY = "Look at the disk, restore a backup, or load a checkpoint into a new model"
 
@@ -39,6 +43,13 @@ def result_sha256(
 def settings_sha256(base_model: str | None, lora: dict[str, Any] | None, seed_given: bool | None) -> str:
     """The checksum of what decides a new model's bits."""
     return _sha256(base_model, lora, seed_given)
+
+
+def base_numbers(effective: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """The variables that decide a base model's numbers, and the values that took effect; None if not known."""
+    if effective is None or "dtype" not in effective:
+        return None
+    return {variable: effective.get(name) or "none" for name, variable in BASE_NUMBERS.items()}
 
 
 def _sha256(*values: Any) -> str:

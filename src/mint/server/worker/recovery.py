@@ -1,15 +1,15 @@
 """Brings a model back after a restart: its newest good snapshot, then the finished requests since, bit for bit.
 
-A replay is checked: the digest of every step and the logprobs of every pass must equal those that were acknowledged. If
-they differ, that model stops until an operator decides (`server/ops/stopped_models`), and the others go on. Used on the
-worker's thread only.
+A replay is checked: the digest of every step and the logprobs of every pass must equal those that were acknowledged.
+The base model must have the dtype and the quantization on which the model was trained. If something differs, that model
+stops until an operator decides (`server/ops/stopped_models`), and the others go on. Used on the worker's thread only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mint.wire as wire
@@ -26,7 +26,7 @@ from mint.errors import (
 from mint.server.queue.jobs import Decode
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.journal import Journal
-from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, JobRow, ModelRow, SnapshotRow
+from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, JobRow, ModelRow, SnapshotRow, base_numbers
 from mint.server.store.snapshot_files import read_snapshot
 from mint.server.worker.live_models import SKIPPED, LiveModels
 from mint.server.worker.model_memory import ModelMemory
@@ -92,7 +92,8 @@ class Recovery:
     def _restore(self, row: ModelRow, base_model: str, lora: LoraSpec) -> None:
         snapshots = self._journal.snapshots(row.model_id)
         start = 0
-        self._models.create(row.model_id, base_model, lora, seed_given=bool(row.seed_given))
+        created = self._models.create(row.model_id, base_model, lora, seed_given=bool(row.seed_given))
+        _require_same_numbers(row, base_numbers(created["effective"]))
         for snapshot in snapshots:
             if self._load_snapshot(snapshot):
                 start = snapshot.seq_id
@@ -111,6 +112,10 @@ class Recovery:
                 self._replay(job)
         if any(job.replay == REPLAY_ACCEPTED for job in jobs):
             self._memory.save(row.model_id)  # the next restart needs no luck to give these bits again
+        if (
+            base_numbers(row.effective) is None
+        ):  # the operator has accepted those of now, or an older mint wrote the row
+            self._journal.set_effective(row.model_id, created["effective"])
         log.info("model %s restored from snapshot %d and %d requests", row.model_id, start, len(jobs))
 
     def _skipped_steps(self, model_id: str, seq_id: int) -> int:
@@ -186,6 +191,26 @@ class Recovery:
                 return job.digest, self._models.load(job.model_id, job.seq_id, *saved, like=job.digest)
             case _:
                 raise CheckpointError(f"request {job.seq_id} of {job.model_id} is in the journal but cannot be read")
+
+
+def _require_same_numbers(row: ModelRow, found: Mapping[str, str] | None) -> None:
+    """Checks that the base model has the numbers on which this model was trained, as far as that is known.
+
+    A replay would find other numbers, too, but after a snapshot of the last step there is nothing to replay.
+
+    Raises:
+        RecoveryDivergedError: its dtype or its quantization is another.
+    """
+    recorded = base_numbers(row.effective)
+    if recorded is None or found is None:
+        return
+    for variable, value in recorded.items():
+        if found[variable] != value:
+            raise RecoveryDivergedError(
+                f"model {row.model_id} was trained on a base model with {variable}={value}, "
+                f"and has {variable}={found[variable]} now; put the setting back and use --retry",
+                remedy=_remedy(row.model_id),
+            )
 
 
 def _require_all(row: ModelRow, start: int, jobs: Sequence[JobRow]) -> None:
