@@ -61,6 +61,12 @@ BAD_PASSES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
     "advantage infinite": (policy(advantages=[INF, 0.5]), "advantages[0]", "inf", BAD),
     "logprob NaN": (policy(logprobs=[-1.0, NAN]), "logprobs[1]", "nan", BAD),
     "weight infinite": (policy(weights=[1.0, -INF]), "weights[1]", "-inf", BAD),
+    "weight null": (pass_body(datum(1, 2, 3, weights=[1.0, None])), f"{INPUTS}.weights.data[1]", "null", BAD),
+    "target fraction": (pass_body(datum(1, 2, 3.5)), f"{INPUTS}.target_tokens", "3.5", BAD),
+    "token fraction": (pass_body(datum(1, 2.5, 3)), "tokens[1]", "2.5", BAD),
+    "token fraction of a whole number": (pass_body(datum(1, 2.0, 3)), "tokens[1]", "2.0", BAD),
+    "setting null": (pass_body(loss="dro", loss_fn_config={"beta": None}), "loss_fn_config.beta", "null", BAD),
+    "setting NaN": (pass_body(loss="dro", loss_fn_config={"beta": NAN}), "beta", "nan", BAD),
     "unknown loss": (pass_body(datum(1, 2, 3), loss="ppo2"), "loss_fn", "ppo2", BAD),
     "unknown setting": (pass_body(loss="ppo", loss_fn_config={"clip_hi": 1.0}), "loss_fn_config", "clip_hi", BAD),
     "not even data": ({"forward_backward_input": 3}, "forward_backward_input", "3", BAD),
@@ -118,6 +124,18 @@ def test_a_bad_step_is_named_and_changes_nothing(harness: Harness, field: str, v
     assert harness.run("optim_step", model_id, 3, STEP)["metrics"]["step"] == 1.0
 
 
+@pytest.mark.parametrize("field", ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"])
+def test_a_null_that_stands_for_nan_is_no_default(harness: Harness, field: str) -> None:
+    """Other SDKs write NaN and infinity as null."""
+    model_id = harness.create_model()
+    digest = harness.digest(model_id)
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    error = failure(lambda: harness.run("optim_step", model_id, 2, {"adam_params": {field: None}}))
+    assert isinstance(error, InvalidRequestError)
+    assert (error.field or "").endswith(f"adam_params.{field}") and error.value == "null" and error.remedy
+    assert harness.digest(model_id) == digest
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("rank", 0), ("rank", -4), ("rank", 257), ("rank", 10**9), ("rank", 1.5), ("seed", -1), ("seed", 2**63)],
@@ -160,6 +178,12 @@ BAD_SAMPLES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
     "max_tokens negative": ({"params": {"max_tokens": -3}}, "max_tokens", "-3", BAD),
     "temperature negative": ({"params": {"temperature": -0.1}}, "temperature", "-0.1", BAD),
     "temperature NaN": ({"params": {"temperature": NAN}}, "temperature", "nan", BAD),
+    "temperature null": ({"params": {"temperature": None}}, "sampling_params.temperature", "null", BAD),
+    "top_p null": ({"params": {"top_p": None}}, "sampling_params.top_p", "null", BAD),
+    "top_k null": ({"params": {"top_k": None}}, "sampling_params.top_k", "null", BAD),
+    "num_samples null": ({"num_samples": None}, "num_samples", "null", BAD),
+    "stop fraction": ({"params": {"stop": [1.5]}}, "stop", "1.5", BAD),
+    "stop token fraction": ({"params": {"stop_token_ids": [1.5]}}, "stop_token_ids[0]", "1.5", BAD),
     "top_p 0": ({"params": {"top_p": 0.0}}, "top_p", "0.0", BAD),
     "top_p above 1": ({"params": {"top_p": 1.1}}, "top_p", "1.1", BAD),
     "top_k 0": ({"params": {"top_k": 0}}, "top_k", "0", BAD),

@@ -38,19 +38,23 @@ UserMetadata = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
 class WireRequest(StrictValue):
-    """A request. A field that is null counts as left out, and gets the protocol's default."""
+    """A request. A field that is null counts as left out, and gets the protocol's default.
+
+    A number is the exception: JSON has no NaN and no infinity, and clients write null for them. So a null where a
+    number belongs is kept, and refused by the field's type.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        given = _without_nulls(fields)
+        given = _without_nulls(fields, cls)
         for key in _DEFAULTS.keys() & cls.model_fields.keys():
             part = given.get(key, {})
             if isinstance(part, dict):
                 defaults = dict(_DEFAULTS[key])
-                known = _without_nulls(part)
+                known = _without_nulls(part, cls.model_fields[key].annotation)
                 if "betas" in known:  # stands for both
                     defaults.pop("beta1", None)
                     defaults.pop("beta2", None)
@@ -58,8 +62,14 @@ class WireRequest(StrictValue):
         return given
 
 
-def _without_nulls(fields: dict[Any, Any]) -> dict[Any, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+def _without_nulls(fields: dict[Any, Any], message: Any) -> dict[Any, Any]:
+    """`fields` of a message without those that are null, except where the message has a number that is never null."""
+    kept = {}
+    for name, value in fields.items():
+        field = message.model_fields.get(name)
+        if value is not None or (field is not None and field.annotation in (int, float)):
+            kept[name] = value
+    return kept
 
 
 class ClientConfigRequest(WireRequest):
