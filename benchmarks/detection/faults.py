@@ -404,7 +404,7 @@ def planted(fault: Fault) -> Generator[Client]:
 
 def findings(fault: Fault, folder: Path, *, seed: int = 0) -> list[Finding]:
     """Runs it; what `mint diagnose` says of the run, what was noted live included."""
-    config = SMALL.model_copy(update={**dict(fault.settings), "seed": seed, "run_dir": folder})
+    config = SMALL.changed(**dict(fault.settings), seed=seed, run_dir=folder)
     with planted(fault) as service:
         run_grpo(fault.task(), config, service_client=service)
     return diagnose_run(folder)

@@ -44,11 +44,11 @@ DEMONSTRATIONS = 512
 def run_task(name: str, *, seed: int, folder: Path) -> dict[str, Any]:
     """Doctor, SFT if the doctor says so, RL; the numbers before and after RL."""
     choice = load_task(f"reasoning_gym:{name}", seed=seed, prompt_style="plain", **TASKS[name])
-    config = choice.config.model_copy(update={"run_dir": folder / f"{name}-rl"})
+    config = choice.config.changed(run_dir=folder / f"{name}-rl")
     with mint.ServiceClient(data_dir=folder / "service") as service:
         base = examine(choice.adapter, config, service_client=service)
         if base.verdict == "sft_first":
-            config = config.model_copy(update={"init_from": fine_tune(name, choice.adapter, service, folder, seed)})
+            config = config.changed(init_from=fine_tune(name, choice.adapter, service, folder, seed))
         start = examine(choice.adapter, config, service_client=service)
         began = time.monotonic()
         result = run_grpo(choice.adapter, config, service_client=service)

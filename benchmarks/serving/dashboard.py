@@ -200,7 +200,7 @@ def writing(steps: int = 30) -> None:
         os.environ["MINT_HOME"] = home
         settings = {**TINY, "steps": steps, "run_dir": Path(home) / "runs" / "timed"}
         began = time.perf_counter()
-        run_grpo(ToolsAdapter(heldout_size=16), DEMO.model_copy(update=settings))
+        run_grpo(ToolsAdapter(heldout_size=16), DEMO.changed(**settings))
         rows = [json.loads(line) for line in (Path(home) / "runs" / "timed" / "metrics.jsonl").read_text().splitlines()]
         whole = sum(row["time/rollouts_s"] + row["time/train_s"] for row in rows) + seconds["record"]
     print(f"{steps} steps of {TINY['batch_size']} x {TINY['group_size']} in {time.perf_counter() - began:.1f} s")

@@ -38,6 +38,9 @@
 A TOML file can set every `MINT_SERVE_…` variable under its name in lower case without the prefix (`mint serve --config
 mint.toml`). Flags override the environment, and the environment overrides the file.
 
+A variable whose name is nearly that of one above, or that begins with `MINT_SERVE_` or `MINT_RL_` and is none of them,
+is refused. Other names that begin with `MINT_` may be a script's own; `mint` commands name them in a warning.
+
 The environment is read when a client is made, not at import, so `load_dotenv()` works after the import, too.
 """
 
@@ -145,8 +148,9 @@ def read_settings() -> Settings:
     """The settings, read from the environment now.
 
     Raises:
-        InvalidRequestError: a variable has a value that cannot be used.
+        InvalidRequestError: a variable has a value that cannot be used, or a misspelt name.
     """
+    unknown_variables()
     try:
         return Settings()
     except ValidationError as error:
@@ -295,12 +299,58 @@ _RL_VARIABLES: dict[str, tuple[str, type]] = {
 }
 
 
+_OWN_PREFIXES = ("MINT_SERVE_", "MINT_RL_")
+"""All names that begin so are mint's."""
+
+_SIMILAR = 0.75
+"""From this share of equal letters on (difflib's ratio, without the prefix `MINT_`), a name counts as misspelt:
+KV_CACHE_MB and KV_CACHE_MIB have 0.96, KV_CACHE_BYTES and KV_CACHE_MIB 0.77."""
+
+
+def unknown_variables() -> list[str]:
+    """The variables in the environment that begin with `MINT_` and that mint does not read, sorted.
+
+    Raises:
+        InvalidRequestError: one of them has nearly the name of a variable that mint reads, or begins with
+            `MINT_SERVE_` or `MINT_RL_`.
+    """
+    known = {name.removeprefix("MINT_") for name in _variables()}
+    unknown = []
+    for name in sorted(os.environ):
+        given = name.upper().removeprefix("MINT_")
+        if not name.upper().startswith("MINT_") or given in known:
+            continue
+        similar = difflib.get_close_matches(given, sorted(known), n=1, cutoff=_SIMILAR)
+        own = [prefix for prefix in _OWN_PREFIXES if name.upper().startswith(prefix)]
+        if similar or own:
+            names = ", ".join(sorted(each for each in _variables() if own and each.startswith(own[0])))
+            raise InvalidRequestError(
+                "is not a variable of mint",
+                field="environment",
+                value=name,
+                remedy=f"Did you mean MINT_{similar[0]}?" if similar else f"The variables of this kind are {names}",
+            )
+        unknown.append(name)
+    return unknown
+
+
+def _variables() -> set[str]:
+    """Every variable that mint reads, by its first name."""
+    client = {
+        str(field.validation_alias.choices[0]) if isinstance(field.validation_alias, AliasChoices) else name.upper()
+        for name, field in Settings.model_fields.items()
+    }
+    served = {f"MINT_SERVE_{name.upper()}" for name in ServeSettings.model_fields}
+    return {name if name.startswith("MINT_") else f"MINT_{name}" for name in client} | served | _RL_VARIABLES.keys()
+
+
 def rl_variables() -> dict[str, str | int | float]:
     """The settings of an RL run in the environment, by the names of `RLConfig`; without the variables that are not set.
 
     Raises:
-        InvalidRequestError: a variable is not a number where it must be.
+        InvalidRequestError: a variable is not a number where it must be, or has a misspelt name.
     """
+    unknown_variables()
     found: dict[str, str | int | float] = {}
     for variable, (name, kind) in _RL_VARIABLES.items():
         text = os.environ.get(variable, "").strip()

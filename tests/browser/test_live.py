@@ -55,7 +55,7 @@ def run_live(folder: Path, shown: Shown) -> None:
             return super().compute_reward(response, item)
 
     settings = {"steps": STEPS, "group_size": 8, "batch_size": 8, "eval_every": 4, "run_dir": folder}
-    run_grpo(Waiting(heldout_size=16), DEMO.model_copy(update=settings))
+    run_grpo(Waiting(heldout_size=16), DEMO.changed(**settings))
 
 
 def test_each_step_is_on_every_page_before_the_next(chromium: Any, home: Path, tmp_path: Path) -> None:

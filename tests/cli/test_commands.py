@@ -147,3 +147,14 @@ def test_a_mistake_is_one_line_that_names_it(words: tuple[str, ...], said: str) 
     assert result.exit_code == 1
     assert said in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_misspelt_variable_ends_a_command_and_an_unknown_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_RESUME_PATH", "x")
+    shown = CliRunner().invoke(app, ["plan", "--pass-rate", "0.1"])
+    assert shown.exit_code == 0
+    assert "MINT_RESUME_PATH in the environment" in shown.stderr
+    monkeypatch.setenv("MINT_KV_CACHE_BYTES", "1")
+    refused = CliRunner().invoke(app, ["plan", "--pass-rate", "0.1"])
+    assert refused.exit_code == 1
+    assert "Did you mean MINT_KV_CACHE_MIB?" in refused.stderr

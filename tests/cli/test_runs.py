@@ -26,7 +26,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("MINT_HOME", str(folder))
         choice = load_task("math", seed=0)
         size = {"steps": STEPS, "batch_size": 4, "group_size": 4, "heldout_size": 8, "save_every": 2}
-        run_grpo(choice.adapter, choice.config.model_copy(update={**size, "run_dir": folder / "runs" / "looked-at"}))
+        run_grpo(choice.adapter, choice.config.changed(**size, run_dir=folder / "runs" / "looked-at"))
         yield folder
 
 

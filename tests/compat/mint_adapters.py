@@ -29,7 +29,7 @@ def main(name: str, steps: int, run_dir: Path) -> None:
     settings = {"steps": steps, "batch_size": 4, "heldout_size": 8, "save_every": 1, "eval_every": 0}
     adapter = make()
     with mint.ServiceClient() as service_client:
-        config = demo.model_copy(update={**settings, "run_dir": run_dir})
+        config = demo.changed(**settings, run_dir=run_dir)
         result = run_grpo(adapter, config, service_client=service_client, resume=True)
         names = [row.model_name for row in service_client.get_server_capabilities().supported_models]
     adapter.close()

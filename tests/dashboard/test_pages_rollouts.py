@@ -68,7 +68,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         environment.setenv("MINT_HOME", str(folder))
         environment.setenv("MINT_THREADS", "1")
         settings = {"steps": 4, "group_size": 4, "batch_size": 2, "kl_penalty_coef": 0.05}
-        config = DEMO.model_copy(update={**settings, "run_dir": folder / "runs" / "tools"})
+        config = DEMO.changed(**settings, run_dir=folder / "runs" / "tools")
         run_grpo(ToolsAdapter(train_size=4, heldout_size=4), config)
     write_hostile(folder / "runs" / "hostile")
     return folder

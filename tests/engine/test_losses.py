@@ -15,6 +15,7 @@ from mint.engine.losses import FORMULAS, loss_and_slope, measure
 from mint.engine.protocol import LOSSES, LossSpec, TrainDatum, resolve_loss
 from mint.errors import InvalidRequestError
 from mint.types import LossName
+from mint.types.loss_settings import LOSS_SETTINGS
 
 REFERENCE: dict[str, Callable[[float, float, float, float, float, float], float]] = {
     "cross_entropy": lambda p, q, a, low, high, beta: -p,
@@ -36,7 +37,7 @@ def test_values_equal_the_formulas(name: str) -> None:
     rng = np.random.default_rng(0)
     p, q, a, w = rng.normal(-2, 0.5, 500), rng.normal(-2, 0.5, 500), rng.normal(0, 2, 500), rng.normal(0, 1, 500)
     config = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4, "beta": 0.3}
-    spec = resolve_loss(name, {key: config[key] for key in LOSSES[name].config if key in config})
+    spec = resolve_loss(name, {key: config[key] for key in LOSS_SETTINGS[name] if key in config})
     loss, _ = loss_and_slope(spec, _example(p, q, a, w), p)
     expected = [w[i] * REFERENCE[name](p[i], q[i], a[i], 0.7, 1.4, 0.3) for i in range(500)]
     np.testing.assert_allclose(loss, expected, rtol=1e-12, atol=1e-12)
@@ -192,7 +193,8 @@ def test_every_list_of_losses_names_the_same_losses() -> None:
     [setting] = re.findall(r"^\| `loss_fn` \| str \|.*$", (docs / "rl.md").read_text(), re.MULTILINE)
     lists = {
         "FORMULAS in engine/losses.py": set(FORMULAS),
-        "LossName in types/training.py": set(get_args(LossName)),
+        "LossName in types/loss_settings.py": set(get_args(LossName)),
+        "LOSS_SETTINGS in types/loss_settings.py": set(LOSS_SETTINGS),
         "the table of losses in docs/sdk.md": set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) - {"loss_fn"},
         "REFERENCE in tests/engine/test_losses.py": REFERENCE.keys() | {"gspo"},  # gspo has a test of its own
         "the row loss_fn in docs/rl.md": set(re.findall(r'`"?(\w+)"?`', setting)) - {"loss_fn"},

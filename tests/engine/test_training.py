@@ -14,6 +14,7 @@ from mint.engine.cpu.operations import CpuOperations
 from mint.engine.protocol import LOSSES, MicroBatching, ModelState, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError
+from mint.types.loss_settings import LOSS_SETTINGS
 
 
 def _gradient(
@@ -89,7 +90,7 @@ def test_prompt_tokens_have_no_gradient_whatever_the_policy_thinks_of_them(model
     other = dataclasses.replace(example, targets=np.where(example.weights == 0, 90, example.targets))
     assert (example.targets != other.targets).any()
     wide = (
-        {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9} if "clip_low_threshold" in LOSSES[loss].config else {}
+        {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9} if "clip_low_threshold" in LOSS_SETTINGS[loss] else {}
     )
     first, second = (_gradient(model, [[each]], loss, wide) for each in (example, other))
     assert first.any() and first.tobytes() == second.tobytes()
@@ -104,7 +105,7 @@ def test_the_gradient_at_a_temperature_is_the_slope_of_the_loss(
         monkeypatch.setattr(target_logprobs, "MIN_CHUNK_ROWS", 16)
         monkeypatch.setattr(CpuOperations, "logits_at_once", 97 * 20)
     wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
-    config = {"temperature": 0.7, **{key: wide[key] for key in wide if key in LOSSES[loss].config}}
+    config = {"temperature": 0.7, **{key: wide[key] for key in wide if key in LOSS_SETTINGS[loss]}}
     data = random_data(9, policy=True)
     model.forward_backward("m", data, resolve_loss(loss, config))
     gradient = take_gradient(model, "m")

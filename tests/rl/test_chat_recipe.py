@@ -121,7 +121,7 @@ def test_a_judge_with_a_hidden_length_bias_teaches_without_length_running_away(s
 
     judge = PairwiseJudge(biased)
     adapter = ChatAdapter(seed=seed, judge=judge, judge_share=1.0, penalties={"verbosity": verbosity(9, slope=0.1)})
-    result = run_grpo(adapter, DEMO.model_copy(update={"seed": seed, "run_dir": tmp_path / "run"}))
+    result = run_grpo(adapter, DEMO.changed(seed=seed, run_dir=tmp_path / "run"))
     lengths = [step["rollouts/mean_length"] for step in RunLog(tmp_path / "run").read("metrics.jsonl")]
     assert sum(lengths[-3:]) / sum(lengths[:3]) < 1.3
     assert result.heldout_after[1.0].low > result.heldout_before[1.0].high

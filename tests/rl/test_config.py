@@ -8,9 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mint.config import read_settings, unknown_variables
 from mint.errors import InvalidRequestError
+from mint.recipes.distill import DistillConfig
+from mint.recipes.dpo import DPOConfig
+from mint.recipes.sft import SFTConfig
 from mint.rl import RLConfig
+from mint.rl.run_config import RunConfig
 from mint.rl.seeds import mix_seed
+from mint.rl.training.advantages import group_advantages
 
 
 @pytest.mark.parametrize(
@@ -108,3 +114,67 @@ def test_warm_up_rises_to_the_learning_rate_and_the_cosine_falls_from_it() -> No
 def test_a_band_upside_down_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="curriculum_low"):
         RLConfig(curriculum_low=0.9, curriculum_high=0.1)
+
+
+@pytest.mark.parametrize("config", [RLConfig(), SFTConfig(), DPOConfig(), DistillConfig()])
+def test_every_config_is_changed_by_name_and_checked(config: RunConfig) -> None:
+    assert config.changed(learning_rate=0.5).learning_rate == 0.5
+    assert config.changed() == config
+    for change in (config.changed, lambda **fields: config.model_copy(update=fields)):
+        with pytest.raises(InvalidRequestError, match=r"learning_rat = .*Did you mean learning_rate\?"):
+            change(learning_rat=9)
+        with pytest.raises(InvalidRequestError, match=r"learning_rate = fast: .*not str"):
+            change(learning_rate="fast")
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"loss_fn_config": {"entropy_coef": 0.1}}, r"entropy_coef: importance_sampling has no such setting.*tis_cap"),
+        ({"loss_fn": "ppo", "loss_fn_config": {"tis_cap": 2.0}}, r"tis_cap: ppo has no such setting"),
+        ({"loss_fn_config": {"temperature": 0.0}}, r"loss_fn_config\.temperature = 0\.0: must be above 0"),
+        ({"loss_fn": "cross_entropy"}, r"RLConfig\.loss_fn = cross_entropy: is for demonstrations"),
+        ({"advantage": "reinforce++"}, r"RLConfig\.advantage = reinforce\+\+: .*'center', 'rloo'"),
+        ({"truncation": "drop"}, r"RLConfig\.truncation = drop: .*'keep', 'mask'"),
+        ({"init_optimizer": True}, r"RLConfig\.init_optimizer = True: needs init_from"),
+        ({"curriculum": True, "max_staleness": 1}, r"RLConfig\.max_staleness = 1: cannot be combined"),
+    ],
+)
+def test_what_the_objective_cannot_be_is_refused_when_the_config_is_made(fields: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(InvalidRequestError, match=refusal):
+        RLConfig(**fields)
+    with pytest.raises(InvalidRequestError, match=refusal):
+        RLConfig().changed(**fields)
+
+
+def test_an_unknown_estimator_of_the_advantage_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"advantage = reinforce\+\+: .*center, rloo"):
+        group_advantages([0.0, 1.0], "reinforce++")  # ty: ignore[invalid-argument-type]
+
+
+@pytest.mark.parametrize(
+    ("variable", "remedy"),
+    [
+        ("MINT_KV_CACHE_BYTES", "Did you mean MINT_KV_CACHE_MIB?"),
+        ("MINT_THREAD", "Did you mean MINT_THREADS?"),
+        ("MINT_RL_LEARNING_RATE", "The variables of this kind are MINT_RL_BATCH, MINT_RL_GROUP, MINT_RL_LR"),
+        ("MINT_SERVE_WORKERS", "The variables of this kind are MINT_SERVE_API_KEYS"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_wherever_the_environment_is_read(
+    variable: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    for read in (read_settings, RLConfig.from_env, unknown_variables):
+        with pytest.raises(InvalidRequestError, match=variable) as refused:
+            read()
+        assert (refused.value.remedy or "").startswith(remedy)
+
+
+def test_a_variable_of_a_script_is_not_taken_for_a_misspelt_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINT_RESUME_PATH", "x")
+    monkeypatch.setenv("MINT_BASE_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("MINT_SERVE_LOG_LEVEL", "info")
+    assert read_settings().base_url == "http://127.0.0.1:1"
+    assert "MINT_RESUME_PATH" in unknown_variables()
+    assert not {"MINT_BASE_URL", "MINT_SERVE_LOG_LEVEL"} & {*unknown_variables()}

@@ -89,7 +89,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[mint.ServiceCl
 
 
 def examined(task: RLAdapter, service: mint.ServiceClient, **settings: Any) -> Examination:
-    return examine(task, CONFIG.model_copy(update=settings), service_client=service, prompts=24, samples=8)
+    return examine(task, CONFIG.changed(**settings), service_client=service, prompts=24, samples=8)
 
 
 @pytest.mark.parametrize(

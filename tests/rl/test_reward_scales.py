@@ -51,5 +51,5 @@ def test_partial_credit_counts_from_the_low_end_of_the_range(
 
 def test_a_run_whose_successes_earn_zero_trains_and_its_curriculum_sees_them() -> None:
     settings = {"batch_size": 3, "group_size": 4, "steps": 2, "heldout_size": 0, "curriculum": True}
-    result = run_grpo(FewDigits(), DEMO.model_copy(update=settings))
+    result = run_grpo(FewDigits(), DEMO.changed(**settings))
     assert result.steps == 2

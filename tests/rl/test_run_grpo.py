@@ -20,7 +20,7 @@ from mint.types import LossName
 
 pytestmark = pytest.mark.learns
 
-SMALL = DEMO.model_copy(update={"batch_size": 4, "group_size": 4, "steps": 3, "heldout_size": 16})
+SMALL = DEMO.changed(batch_size=4, group_size=4, steps=3, heldout_size=16)
 
 
 class Constant(RLAdapter):
@@ -56,7 +56,7 @@ def assert_same_bits(one: RunResult, other: RunResult) -> None:
 
 
 def test_the_policy_learns_arithmetic_that_it_was_never_trained_on() -> None:
-    config = DEMO.model_copy(update={"steps": 30, "heldout_size": 128})
+    config = DEMO.changed(steps=30, heldout_size=128)
     result = run_grpo(MathAdapter(seed=0), config)
     before, after = result.heldout_before[1.0], result.heldout_after[1.0]
     assert after.low > before.high, (before, after)
@@ -65,14 +65,14 @@ def test_the_policy_learns_arithmetic_that_it_was_never_trained_on() -> None:
 
 
 def test_the_same_seed_gives_the_same_run_bit_for_bit_and_another_seed_another() -> None:
-    one, again = (run_grpo(MathAdapter(seed=1), SMALL.model_copy(update={"seed": 1})) for _ in range(2))
+    one, again = (run_grpo(MathAdapter(seed=1), SMALL.changed(seed=1)) for _ in range(2))
     assert_same_bits(one, again)
-    other = run_grpo(MathAdapter(seed=1), SMALL.model_copy(update={"seed": 2}))
+    other = run_grpo(MathAdapter(seed=1), SMALL.changed(seed=2))
     assert other.state_digest != one.state_digest
 
 
 def test_a_run_whose_base_model_is_refused_leaves_no_folder(tmp_path: Path) -> None:
-    config = SMALL.model_copy(update={"base_model": "no/such", "run_dir": tmp_path / "run"})
+    config = SMALL.changed(base_model="no/such", run_dir=tmp_path / "run")
     with pytest.raises(UnknownBaseModelError, match="no/such"):
         run_grpo(MathAdapter(seed=0), config)
     assert not (tmp_path / "run").exists()
@@ -92,20 +92,20 @@ run_grpo(MathAdapter(seed=3), config, on_progress=on_progress)
 
 
 def test_a_run_that_was_killed_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    config = SMALL.model_copy(update={"seed": 3, "steps": 5, "save_every": 2})
-    clean = run_grpo(MathAdapter(seed=3), config.model_copy(update={"run_dir": tmp_path / "clean"}))
+    config = SMALL.changed(seed=3, steps=5, save_every=2)
+    clean = run_grpo(MathAdapter(seed=3), config.changed(run_dir=tmp_path / "clean"))
     folder = tmp_path / "killed"
     command = [sys.executable, "-c", KILLED_RUN, repr(config.model_dump(exclude={"run_dir"})), str(folder)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    resumed = run_grpo(MathAdapter(seed=3), config.model_copy(update={"run_dir": folder}), resume=True)
+    resumed = run_grpo(MathAdapter(seed=3), config.changed(run_dir=folder), resume=True)
     assert_same_bits(clean, resumed)
     assert (resumed.samples, resumed.tokens) == (clean.samples, clean.tokens)
-    over = run_grpo(MathAdapter(seed=3), config.model_copy(update={"run_dir": folder}), resume=True)
+    over = run_grpo(MathAdapter(seed=3), config.changed(run_dir=folder), resume=True)
     assert over.state_digest == clean.state_digest, "killed between its last step and its end"
 
 
 def test_a_run_folder_of_an_older_mint_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    config = SMALL.model_copy(update={"steps": 1, "heldout_size": 2, "run_dir": tmp_path})
+    config = SMALL.changed(steps=1, heldout_size=2, run_dir=tmp_path)
     result = run_grpo(MathAdapter(seed=0), config)
     point = json.loads((tmp_path / "state.json").read_text())
     point["state"]["readings"] = point["state"].pop("heldout")
@@ -233,7 +233,7 @@ def test_each_normalization_climbs_a_reward(normalization: str) -> None:
 
 
 def test_held_out_evaluations_follow_the_schedule_and_the_best_weights_are_kept() -> None:
-    config = SMALL.model_copy(update={"steps": 4, "eval_every": 2, "heldout_samples": 4})
+    config = SMALL.changed(steps=4, eval_every=2, heldout_samples=4)
     result = run_grpo(MathAdapter(seed=0), config)
     evaluations = [(row["when"], row["step"], row["temperature"]) for row in rows(result, "evaluations.jsonl")]
     assert evaluations == [(*place, t) for place in (("before", 0), ("during", 2), ("after", 4)) for t in (0.0, 1.0)]
@@ -307,12 +307,8 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 @pytest.mark.parametrize("on_collapse", ["warn", "stop", "rollback"])
 def test_a_collapse_ends_the_run_or_returns_to_the_best_weights_as_asked(on_collapse: str) -> None:
-    config = SMALL.model_copy(
-        update={
-            "batch_size": 8, "group_size": 8, "steps": 12, "heldout_size": 64, "learning_rate": 0.1,
-            "lr_schedule": "constant", "eval_every": 1, "on_collapse": on_collapse,
-        }
-    )  # fmt: skip
+    config = SMALL.changed(batch_size=8, group_size=8, steps=12, heldout_size=64, learning_rate=0.1,
+            lr_schedule="constant", eval_every=1, on_collapse=on_collapse,)  # fmt: skip
     result = run_grpo(MathAdapter(seed=0), config)
     collapses = {finding.code for finding in result.findings if finding.severity == "error"}
     assert collapses & {"learning_rate_too_high", "reward_collapse"}
@@ -334,23 +330,21 @@ def test_the_kl_reference_may_be_a_checkpoint() -> None:
         steps=2, init_from=first.checkpoint, kl_penalty_coef=0.1, kl_reference=first.sampler_checkpoint, seed=1
     )
     own = rows(run_grpo(ManyDigits(), from_there), "metrics.jsonl")
-    base = rows(run_grpo(ManyDigits(), from_there.model_copy(update={"kl_reference": None})), "metrics.jsonl")
+    base = rows(run_grpo(ManyDigits(), from_there.changed(kl_reference=None)), "metrics.jsonl")
     assert own[0]["kl/policy_reference_k3"] == pytest.approx(0.0, abs=1e-6)
     assert own[1]["kl/policy_reference_k3"] > 0
     assert base[0]["kl/policy_reference_k3"] > 0.01
 
 
 def test_a_run_with_a_curriculum_and_refills_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    config = SMALL.model_copy(
-        update={"steps": 4, "save_every": 2, "curriculum": True, "dynamic_sampling": True, "heldout_size": 0}
-    )
-    clean = run_grpo(MathAdapter(seed=0), config.model_copy(update={"run_dir": tmp_path / "clean"}))
+    config = SMALL.changed(steps=4, save_every=2, curriculum=True, dynamic_sampling=True, heldout_size=0)
+    clean = run_grpo(MathAdapter(seed=0), config.changed(run_dir=tmp_path / "clean"))
 
     def stop_after_three(event: str, fields: dict[str, Any]) -> None:
         if event == "step" and fields["step"] == 3:
             raise KeyboardInterrupt
 
-    again = config.model_copy(update={"run_dir": tmp_path / "stopped"})
+    again = config.changed(run_dir=tmp_path / "stopped")
     with pytest.raises(KeyboardInterrupt):
         run_grpo(MathAdapter(seed=0), again, on_progress=stop_after_three)
     resumed = run_grpo(MathAdapter(seed=0), again, resume=True)

@@ -18,13 +18,11 @@ COEF = 0.3
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of episodes with a KL penalty; the first samples from the reference itself."""
     home = tmp_path_factory.mktemp("home")
-    config = DEMO.model_copy(
-        update={"steps": 3, "batch_size": 3, "group_size": 4, "heldout_size": 0, "kl_penalty_coef": COEF}
-    )
+    config = DEMO.changed(steps=3, batch_size=3, group_size=4, heldout_size=0, kl_penalty_coef=COEF)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("MINT_HOME", str(home))
         environment.setenv("MINT_THREADS", "1")
-        run_grpo(ToolsAdapter(seed=0), config.model_copy(update={"run_dir": home / "run"}))
+        run_grpo(ToolsAdapter(seed=0), config.changed(run_dir=home / "run"))
     return home / "run"
 
 

@@ -35,5 +35,5 @@ def test_the_last_number_of_a_reply_counts(reply: str, reward: float) -> None:
 
 def test_it_trains_any_chat_model(tmp_path: Path) -> None:
     settings = {"base_model": "mint/tiny", "steps": 1, "heldout_size": 4, "batch_size": 2, "run_dir": tmp_path / "run"}
-    result = run_grpo(SumsAdapter(), DEMO.model_copy(update=settings))
+    result = run_grpo(SumsAdapter(), DEMO.changed(**settings))
     assert result.steps == 1 and result.samples == 16

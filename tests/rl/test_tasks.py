@@ -160,9 +160,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 def test_run_grpo_trains_on_a_reasoning_gym_task(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     choice = load_task("reasoning_gym:chain_sum", prompt_style="plain", max_terms=2, max_digits=2, heldout_size=16)
-    config = choice.config.model_copy(
-        update={"steps": 1, "batch_size": 8, "run_dir": tmp_path / "run", "heldout_size": 16}
-    )
+    config = choice.config.changed(steps=1, batch_size=8, run_dir=tmp_path / "run", heldout_size=16)
     with mint.ServiceClient(data_dir=tmp_path / "service") as service:
         result = run_grpo(choice.adapter, config, service_client=service)
     assert result.samples == 64
@@ -317,7 +315,7 @@ for name, options in (("nowhere_taskset", {}), ("reverse_taskset", {"cuont": 1})
         load_task(f"verifiers:{name}", **options)
     except mint.errors.InvalidRequestError as error:
         refusals.append(str(error))
-config = choice.config.model_copy(update={"steps": 1, "batch_size": 4, "group_size": 2, "run_dir": folder / "run"})
+config = choice.config.changed(steps=1, batch_size=4, group_size=2, run_dir=folder / "run")
 with mint.ServiceClient(data_dir=folder / "service") as service:
     result = run_grpo(task, config, service_client=service)
 rows = [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_text().splitlines()]

@@ -102,7 +102,7 @@ def test_the_bundled_model_calls_the_calculator_about_every_second_time_and_call
 @pytest.mark.slow
 def test_calls_that_cost_more_than_they_bring_are_given_up() -> None:
     adapter = ToolsAdapter(costs=Costs(per_call=1.5, at_most=2.0))
-    result = run_grpo(adapter, DEMO.model_copy(update={"steps": 10, "heldout_size": 64}))
+    result = run_grpo(adapter, DEMO.changed(steps=10, heldout_size=64))
     calls = [json.loads(line)["rollouts/tool_calls_mean"] for line in (result.run_dir / "metrics.jsonl").open()]
     assert calls[0] > 0.3
     assert calls[-1] < calls[0] / 2

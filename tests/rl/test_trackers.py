@@ -31,7 +31,7 @@ def tracked_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunR
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         choice = load_task("math", seed=0)
-        config = choice.config.model_copy(update={**SIZE, "run_dir": folder / "run", "trackers": get_args(TrackerName)})
+        config = choice.config.changed(**SIZE, run_dir=folder / "run", trackers=get_args(TrackerName))
         yield run_grpo(choice.adapter, config), folder
 
 
@@ -84,7 +84,7 @@ def test_which_trackers_mirror_a_run_is_not_part_of_what_it_is(
     result, folder = tracked_run
     monkeypatch.setenv("MINT_HOME", str(folder / "home"))
     choice = load_task("math", seed=0)
-    config = choice.config.model_copy(update={**SIZE, "run_dir": result.run_dir})
+    config = choice.config.changed(**SIZE, run_dir=result.run_dir)
     assert run_grpo(choice.adapter, config, resume=True).checkpoint == result.checkpoint
 
 

@@ -23,7 +23,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunLog]:
     folder = tmp_path_factory.mktemp("frames")
     choice = load_task("tools", seed=0)
     size = {"steps": STEPS, "batch_size": 2, "group_size": 3, "heldout_size": 4, "run_dir": folder / "run"}
-    run_grpo(choice.adapter, choice.config.model_copy(update=size))
+    run_grpo(choice.adapter, choice.config.changed(**size))
     yield RunLog(folder / "run")
 
 

@@ -87,8 +87,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
         environment.setenv("MINT_HOME", str(folder / "home"))
         environment.setenv("MINT_THREADS", "1")
         small = {"steps": 2, "batch_size": 4, "group_size": 4, "heldout_size": 8, "run_dir": found["tools"]}
-        run_grpo(ToolsAdapter(seed=0), DEMO.model_copy(update=small))
-        mixed = MIXED.model_copy(update={"run_dir": found["mixed"]})
+        run_grpo(ToolsAdapter(seed=0), DEMO.changed(**small))
+        mixed = MIXED.changed(run_dir=found["mixed"])
         with pytest.raises(KeyboardInterrupt):
             run_grpo(Mixed(), mixed, on_progress=at_step(3, interrupt))
         shutil.copytree(found["mixed"], found["cut"])
@@ -326,7 +326,7 @@ def test_a_resumed_run_is_read_anew_even_if_its_log_is_longer_than_when_it_was_c
     monkeypatch.setenv("MINT_HOME", str(runs["cut"].parent / "home"))
     folder = tmp_path / "run"
     shutil.copytree(runs["cut"], folder)
-    config = MIXED.model_copy(update={"run_dir": folder})
+    config = MIXED.changed(run_dir=folder)
     reader = RunReader(folder)
     assert_answers_as_a_full_read(reader, folder)
     before = reader.version()
@@ -483,7 +483,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("the disk is full")
 
-    config = MIXED.model_copy(update={"run_dir": tmp_path, "steps": 3, "batch_size": 2, "heldout_size": 0})
+    config = MIXED.changed(run_dir=tmp_path, steps=3, batch_size=2, heldout_size=0)
     with pytest.raises(RuntimeError, match="disk"):
         run_grpo(Mixed(), config, on_progress=at_step(1, fail))
     summary = RunReader(tmp_path).summary()

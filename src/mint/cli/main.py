@@ -9,6 +9,9 @@ from mint.cli.bench import bench
 from mint.cli.chaos import chaos
 from mint.cli.recover import recover
 from mint.cli.storage import commands as storage
+from mint.cli.terminal import fail
+from mint.config import unknown_variables
+from mint.errors import MintError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,3 +44,9 @@ app.command()(chaos)
 @app.callback()
 def main() -> None:
     """LoRA fine-tuning and reinforcement learning of language models, on any machine."""
+    try:
+        unknown = unknown_variables()
+    except MintError as error:
+        fail(error)
+    if unknown:
+        typer.echo(f"warning: {', '.join(unknown)} in the environment: mint reads no such variable", err=True)

@@ -75,7 +75,7 @@ def run_demo(
     choice = load_task(task, seed=seed)
     steps = choice.config.steps if steps is None else steps
     settings: dict[str, Any] = {"seed": seed, "run_dir": run_dir, "steps": steps, "trackers": trackers}
-    config = choice.config.model_copy(update=settings)
+    config = choice.config.changed(**settings)
     require_base_model(config.base_model, console, yes=yes)
     title = f"mint demo {task}: {config.base_model}, LoRA rank {config.rank}, seed {seed}"
     result = run_with_progress(choice.adapter, config, resume=resume, console=console, title=title)
@@ -88,7 +88,7 @@ def train_rl(
     """RL on the task and with the settings that the arguments name."""
     task = str(take(arguments, "task", "Add for example task=math or task=file:prompts.jsonl"))
     with open_task(task, arguments) as choice:
-        config = choice.config.model_copy(update={"run_dir": run_dir})
+        config = choice.config.changed(run_dir=run_dir)
         require_base_model(config.base_model, console, yes=yes)
         title = f"{task}: {config.base_model}"
         result = run_with_progress(choice.adapter, config, resume=resume, console=console, title=title)

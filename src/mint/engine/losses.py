@@ -166,7 +166,7 @@ def measure(
 
 def _measure_clipping(spec: LossSpec, selected: list[TokenInputs]) -> dict[str, float]:
     """How many tokens lie outside the bounds, and on how many (`tokens_clipped`) that changed the gradient."""
-    bounded = "clip_low_threshold" in LOSSES[spec.name].config
+    bounded = "clip_low_threshold" in spec.config
     if not bounded and not np.isfinite(spec.config.get("tis_cap", np.inf)):
         return {}
     below = np.concatenate([tokens.ratio < tokens.low for tokens in selected])

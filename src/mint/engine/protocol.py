@@ -9,7 +9,6 @@ tokens.
 from __future__ import annotations
 
 import errno
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from mint.errors import InvalidRequestError
+from mint.types.loss_settings import loss_settings
 
 _OUT_OF_MEMORY = re.compile(
     "can't allocate memory|not enough memory|out of memory|bad_alloc|could not create a (memory|primitive(?! desc))"
@@ -368,84 +367,34 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class LossRule:
-    """What a loss reads per token (required, optional), its configuration with defaults, and whether a position may
-    have several targets."""
+    """What a loss reads per token (required, optional), and whether a position may have several targets."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    config: Mapping[str, float] = field(default_factory=dict)
     many_targets: bool = False
 
 
 _POLICY = ("logprobs", "advantages")
 _BOUNDS = ("clip_low_threshold", "clip_high_threshold")
-_TEMPERATURE = {"temperature": 1.0}
-_CLIP = {**_TEMPERATURE, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSSES: Mapping[str, LossRule] = {
     "cross_entropy": LossRule(many_targets=True),
-    "importance_sampling": LossRule(required=_POLICY, config={**_TEMPERATURE, "tis_cap": math.inf}),
-    "ppo": LossRule(required=_POLICY, optional=_BOUNDS, config=_CLIP),
-    "cispo": LossRule(required=_POLICY, optional=_BOUNDS, config=_CLIP),
-    "dro": LossRule(required=_POLICY, config={**_TEMPERATURE, "beta": 0.05}),
-    "gspo": LossRule(
-        required=_POLICY,
-        optional=("sequence_ratio_mask",),
-        config={**_TEMPERATURE, "clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
-    ),
+    "importance_sampling": LossRule(required=_POLICY),
+    "ppo": LossRule(required=_POLICY, optional=_BOUNDS),
+    "cispo": LossRule(required=_POLICY, optional=_BOUNDS),
+    "dro": LossRule(required=_POLICY),
+    "gspo": LossRule(required=_POLICY, optional=("sequence_ratio_mask",)),
 }
-"""Every loss with its inputs and configuration; `losses` has the mathematics.
-
-`temperature` divides the policy's logits before anything else, so that logprobs, entropy, ratio and gradient are those
-of the tempered policy; sampler logprobs must be of the same temperature (`logprobs_mode="processed"`). `tis_cap` bounds
-the weight of a token from above without stopping its gradient.
-"""
-
-_POSITIVE = frozenset({"temperature", "tis_cap"})
-"""Settings that must be above 0."""
+"""Every loss with its inputs. `types.loss_settings` has the settings of each, `losses` the mathematics."""
 
 
 def resolve_loss(name: str, config: Mapping[str, float | str] | None = None) -> LossSpec:
     """The loss with its full configuration, defaults filled in.
 
     Raises:
-        InvalidRequestError: unknown loss, a key that the loss does not have, or a value that is not finite and >= 0
-            (> 0 for `temperature` and `tis_cap`).
+        InvalidRequestError: as `types.loss_settings`.
     """
-    rule = LOSSES.get(name)
-    if rule is None:
-        raise InvalidRequestError(
-            "is not a loss", field="loss_fn", value=name, remedy=f"Choose one of {', '.join(LOSSES)}"
-        )
-    full = dict(rule.config)
-    for key, value in (config or {}).items():
-        if key not in rule.config:
-            has = ", ".join(rule.config) or "none"
-            raise InvalidRequestError(
-                f"{name} has no such setting", field="loss_fn_config", value=key, remedy=f"Its settings are: {has}"
-            )
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise InvalidRequestError(
-                "is not a finite number >= 0", field=f"loss_fn_config.{key}", value=value, remedy="Pass a number"
-            )
-        if value == 0 and key in _POSITIVE:
-            raise InvalidRequestError(
-                "must be above 0",
-                field=f"loss_fn_config.{key}",
-                value=value,
-                remedy=f"Leave it out for the default of {rule.config[key]:g}",
-            )
-        full[key] = float(value)
-    low, high = full.get("clip_low_threshold", 0.0), full.get("clip_high_threshold", math.inf)
-    if low > high:
-        raise InvalidRequestError(
-            f"is above clip_high_threshold = {high}",
-            field="loss_fn_config.clip_low_threshold",
-            value=low,
-            remedy=f"Both bound the probability ratio: {name}'s own are {rule.config['clip_low_threshold']:g} and "
-            f"{rule.config['clip_high_threshold']:g}",
-        )
-    return LossSpec(name, full)
+    return LossSpec(name, loss_settings(name, config))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -145,7 +145,7 @@ def _find(name: str, seed: int, options: dict[str, Any]) -> TaskChoice:
 
 
 def _choice(adapter: Task, config: RLConfig, seed: int) -> TaskChoice:
-    return TaskChoice(adapter, config.model_copy(update={"seed": seed}))
+    return TaskChoice(adapter, config.changed(seed=seed))
 
 
 def _construct(make: Callable[..., Any], name: str, place: tuple[str, ...], options: dict[str, Any]) -> Any:

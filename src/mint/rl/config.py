@@ -10,6 +10,7 @@ from mint.config import rl_variables
 from mint.errors import InvalidRequestError
 from mint.rl.run_config import RunConfig
 from mint.types import LossName, SamplingParams
+from mint.types.loss_settings import loss_settings
 
 AdvantageName = Literal["center", "rloo", "std", "std_batch"]
 NormalizationName = Literal["sum", "constant", "token", "sequence"]
@@ -18,10 +19,11 @@ CollapseName = Literal["warn", "stop", "rollback"]
 
 
 class RLConfig(RunConfig):
-    """One RL run. Frozen; a changed copy is `config.model_copy(update={...})`, which is checked as well.
+    """One RL run. Frozen; a changed copy is `config.changed(steps=100)`, which is checked as well.
 
     Raises:
-        InvalidRequestError: a field is unknown, of the wrong type or out of range.
+        InvalidRequestError: a field is unknown, of the wrong type or out of range, the loss has no such setting, or two
+            fields contradict each other.
     """
 
     # The algorithm. Names and defaults are those of the parameter table in MinT's overview of RL.
@@ -95,6 +97,29 @@ class RLConfig(RunConfig):
     """Steps between held-out evaluations; 0: only before and after. The weights of the best one are saved."""
     print_samples: int = Field(0, ge=0)
     """Rollouts to print per step."""
+
+    @model_validator(mode="after")
+    def _loss_is_known(self) -> Self:
+        if self.loss_fn == "cross_entropy":
+            raise InvalidRequestError(
+                "is for demonstrations: it has no advantages",
+                field="RLConfig.loss_fn",
+                value=self.loss_fn,
+                remedy="Choose importance_sampling, or train on demonstrations with mint.recipes.sft",
+            )
+        loss_settings(self.loss_fn, self.loss_fn_config)
+        return self
+
+    @model_validator(mode="after")
+    def _curriculum_is_on_policy(self) -> Self:
+        if self.curriculum and self.max_staleness:
+            raise InvalidRequestError(
+                "cannot be combined with curriculum: success rates are not known yet when samples are drawn ahead",
+                field="RLConfig.max_staleness",
+                value=self.max_staleness,
+                remedy="Set max_staleness=0 or curriculum=False",
+            )
+        return self
 
     @model_validator(mode="after")
     def _band_is_ordered(self) -> Self:

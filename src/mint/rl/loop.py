@@ -70,7 +70,6 @@ def run_grpo(
     """
     task = as_task(adapter)
     config = config or RLConfig.from_env()
-    _check(config)
     try:
         return _run_task(task, config, service_client, resume=resume, on_progress=on_progress)
     finally:
@@ -113,16 +112,6 @@ def _run_task(
         if left_out:
             frame.note(_heldout_overlap(left_out, len(all_heldout)))
         return run.train(began)
-
-
-def _check(config: RLConfig) -> None:
-    if config.curriculum and config.max_staleness:
-        raise InvalidRequestError(
-            "cannot be combined with curriculum: success rates are not known yet when samples are drawn ahead",
-            field="RLConfig.max_staleness",
-            value=config.max_staleness,
-            remedy="Set max_staleness=0 or curriculum=False",
-        )
 
 
 @dataclass

@@ -31,7 +31,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class RunConfig(BaseModel):
-    """One training run. Frozen; every field is checked when it is constructed or copied with changes.
+    """One training run. Frozen; every field is checked when it is constructed or copied with `changed`.
 
     Nothing is converted: `epochs="3"` is refused. An integer may stand for a float, a list for a tuple, and a text for
     a path. `from_texts` takes texts.
@@ -91,13 +91,18 @@ class RunConfig(BaseModel):
         """
         return cls(**{name: cls._converted(name, value) for name, value in fields.items()})
 
+    def changed(self, **fields: Any) -> Self:
+        """The same settings with some replaced: `config.changed(learning_rate=1e-4)`.
+
+        Raises:
+            InvalidRequestError: as the constructor.
+        """
+        unchanged = {name: value for name, value in self if self._names(name).isdisjoint(fields)}
+        return type(self)(**unchanged, **fields)
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """The same settings with some replaced. All are checked, as in the constructor."""
-        changes = update or {}
-        unchanged = {
-            name: value for name, value in super().model_copy(deep=deep) if self._names(name).isdisjoint(changes)
-        }
-        return type(self)(**unchanged, **changes)
+        """`changed` by the name that pydantic has for it; the values that are kept are copied too, if `deep`."""
+        return super().model_copy(deep=deep).changed(**(update or {}))
 
     @classmethod
     def _names(cls, field: str) -> set[str]:
@@ -138,6 +143,17 @@ class RunConfig(BaseModel):
         if isinstance(given, str):
             return tuple(name.strip() for name in given.split(",") if name.strip())
         return tuple(given) if isinstance(given, list) else given or ()
+
+    @model_validator(mode="after")
+    def _optimizer_has_a_source(self) -> Self:
+        if self.init_optimizer and self.init_from is None:
+            raise InvalidRequestError(
+                "needs init_from",
+                field=f"{type(self).__name__}.init_optimizer",
+                value=True,
+                remedy="Name the checkpoint, or leave it out",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_betas(self) -> Self:

@@ -67,13 +67,6 @@ def open_run(
             value="None",
             remedy="Name the folder of the run (--run-dir on the command line), or leave out resume",
         )
-    if config.init_optimizer and config.init_from is None:
-        raise InvalidRequestError(
-            "needs init_from",
-            field=f"{type(config).__name__}.init_optimizer",
-            value=True,
-            remedy="Name the checkpoint, or leave it out",
-        )
     with nullcontext(service_client) if service_client is not None else ServiceClient() as service:
         trainer = None
         if config.run_dir is None or not is_run(config.run_dir):

@@ -12,6 +12,7 @@ from typing import Any
 
 from mint.types.checkpoint_path import CheckpointUri as CheckpointUri
 from mint.types.datum import Datum as Datum
+from mint.types.loss_settings import LossName as LossName
 from mint.types.model_input import DmelChunk as DmelChunk
 from mint.types.model_input import EncodedTextChunk as EncodedTextChunk
 from mint.types.model_input import ImageAssetPointerChunk as ImageAssetPointerChunk
@@ -38,7 +39,6 @@ from mint.types.training import ForwardBackwardOutput as ForwardBackwardOutput
 from mint.types.training import GetInfoResponse as GetInfoResponse
 from mint.types.training import LoadWeightsResponse as LoadWeightsResponse
 from mint.types.training import LoraConfig as LoraConfig
-from mint.types.training import LossName as LossName
 from mint.types.training import ModelData as ModelData
 from mint.types.training import OptimStepResponse as OptimStepResponse
 from mint.types.training import SaveWeightsExternalResponse as SaveWeightsExternalResponse

@@ -5,7 +5,7 @@ Letters: N tokens of one datum.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -17,8 +17,6 @@ from mint.types.value_classes import Params, Result
 MAX_RANK = 256
 MAX_SEED = 2**63 - 1
 """The largest rank and seed of a lora; a sample's seed has the same limit."""
-
-LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 
 
 class AdamParams(Params):

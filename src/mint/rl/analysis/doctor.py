@@ -129,7 +129,7 @@ class _Prober:
 
     def groups(self, indices: Sequence[int], completions: int, *, max_tokens: int | None = None) -> list[Group]:
         """Graded groups of these items; at least one could be sampled."""
-        config = self.config if max_tokens is None else self.config.model_copy(update={"max_tokens": max_tokens})
+        config = self.config if max_tokens is None else self.config.changed(max_tokens=max_tokens)
         tokenizer = self.sampling_client.get_tokenizer()
         worker = RolloutWorker(self.task, config=config, tokenizer=tokenizer, calls=self.calls)
         requests = [

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 
+from mint.errors import InvalidRequestError
 from mint.rl.config import AdvantageName, RLConfig
 from mint.rl.rollout import Group, Rollout
 
@@ -36,7 +38,13 @@ def group_advantages(
     """Advantages float64 [G]; all zero exactly where all rewards are equal, and where G is 1.
 
     `batch_std` is the sample deviation of all rewards of the batch, for `std_batch`.
+
+    Raises:
+        InvalidRequestError: there is no such estimator.
     """
+    if estimator not in get_args(AdvantageName):
+        names = ", ".join(get_args(AdvantageName))
+        raise InvalidRequestError("is unknown", field="advantage", value=estimator, remedy=f"Choose one of {names}")
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if len(rewards) < 2 or bool((rewards == rewards[0]).all()):
         return np.zeros_like(rewards)
