@@ -125,14 +125,15 @@ class RunConfig(BaseModel):
         refusal = invalid_request(error, cls.__name__)
         first = error.errors()[0]
         given = str(first["loc"][0]) if first["loc"] else ""
-        if first["type"].endswith("_type"):
+        wrong_type = first["type"].endswith("_type")
+        if wrong_type:
             refusal.message += f", not {type(first['input']).__name__}"
         similar = get_close_matches(given, cls.model_fields, n=1)
         if first["type"] == "extra_forbidden":
             refusal.remedy = f"Did you mean {similar[0]}?" if similar else refusal.remedy
         elif first["type"] == "literal_error":
             refusal.remedy = "Choose one of these"
-        elif refusal.remedy is None:
+        elif wrong_type or refusal.remedy is None:
             fields = [field for name, field in cls.model_fields.items() if given in cls._names(name)]
             refusal.remedy = f"Give {allowed_values(fields[0])}" if fields else None
         return refusal
