@@ -17,6 +17,7 @@ from mint.engine.fake_engine import POISON_TOKEN, FakeEngine
 from mint.engine.protocol import AdamSpec, LossSpec, MicroBatching, PassResult, TrainDatum
 from mint.errors import CheckpointError, JournalError, NotFoundError, RecoveryDivergedError, RequestFailedError
 from mint.server.store.journal import JOURNAL_FILE, Finish, Journal
+from mint.server.store.rows import JobRow, passes_without_effect
 from mint.server.worker import snapshots
 
 FORK = multiprocessing.get_context("fork")
@@ -336,3 +337,59 @@ def test_a_request_that_keeps_killing_processes_is_failed_alone(tmp_path: Path) 
     failure(lambda: harness.run("optim_step", model_id, 2, STEP))
     train(harness, model_id, 1, first_seq=3)
     harness.service.stop()
+
+
+def test_passes_whose_gradient_a_failed_one_has_cleared_leave_no_payload_and_are_not_replayed(tmp_path: Path) -> None:
+    """A client that never steps could fill the disk with them, and a replay has no use for them."""
+    harness = Harness(open_service(tmp_path / "one"))
+    model_id = harness.create_model()
+    train(harness, model_id, 1)
+    for seq_id in (3, 4):
+        harness.run("forward_backward", model_id, seq_id, GOOD_PASS)
+    failure(lambda: harness.run("optim_step", model_id, 5, {"adam_params": {"learning_rate": -1.0}}))
+    harness.run("forward_backward", model_id, 6, GOOD_PASS)
+    failure(lambda: harness.run("forward_backward", model_id, 7, pass_body(datum(1, 2, -3))))
+    harness.run("forward_backward", model_id, 8, GOOD_PASS)
+    jobs = harness.service.journal.jobs(model_id, after=2)
+    assert [job.seq_id for job in jobs if job.payload is not None] == [8]
+    harness = reopen(harness)
+    assert "refused" in str(failure(lambda: harness.run("optim_step", model_id, 9, STEP)))
+    after = train(harness, model_id, 1, first_seq=10)
+    harness.service.stop()
+
+    other = Harness(open_service(tmp_path / "two"))
+    assert train(other, other.create_model(), 1) != after
+    assert train(other, other.create_model(1), 2)[0] != after
+    other.service.stop()
+
+
+def test_a_pass_without_a_gradient_leaves_no_payload(harness: Harness) -> None:
+    model_id = harness.create_model()
+    body = {"forward_input": GOOD_PASS["forward_backward_input"]}
+    first = harness.answer(harness.send("forward", model_id, 1, body))
+    harness.run("forward_backward", model_id, 2, {**GOOD_PASS, "forward_only": True})
+    assert [job.payload for job in harness.service.journal.jobs(model_id, after=0)] == [None, None]
+    assert harness.answer(harness.send("forward", model_id, 1, body)) == first
+
+
+def test_which_passes_are_without_effect() -> None:
+    def jobs(script: str) -> list[JobRow]:
+        kinds = {"p": "forward_backward", "s": "optim_step", "l": "load_weights", "m": "missing", "f": "forward"}
+        return [
+            JobRow("m", seq_id, kinds[letter.lower()], None, "", "failed" if letter.isupper() else "done")
+            for seq_id, letter in enumerate(script, 1)
+        ]
+
+    for script, cleared in {
+        "pps": [],
+        "ppP": [1, 2],
+        "psP": [],
+        "psppPSps": [3, 4],
+        "pSpP": [1, 3],  # a step that failed has used nothing
+        "plP": [],
+        "pLP": [1],
+        "pfM": [1],
+        "pFs": [],
+        "pPp": [1],
+    }.items():
+        assert sorted(passes_without_effect(jobs(script))) == cleared, script

@@ -24,7 +24,15 @@ from mint.server.store.checkpoint_folders import Manifest
 from mint.server.store.database import OpenFor
 from mint.server.store.instances import Instance, ServerLock
 from mint.server.store.journal import JOURNAL_FILE, Journal
-from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, CheckpointRow, JobRow, ModelRow, SnapshotRow
+from mint.server.store.rows import (
+    REPLAY_ACCEPTED,
+    REPLAY_LOST,
+    CheckpointRow,
+    JobRow,
+    ModelRow,
+    SnapshotRow,
+    passes_without_effect,
+)
 from mint.server.store.snapshot_files import read_snapshot, size_bytes
 from mint.types.checkpoint_path import CheckpointPath
 
@@ -184,7 +192,8 @@ def _describe(journal: Journal, data_dir: Path, row: ModelRow, is_sound: IsSound
     snapshots = journal.snapshots(row.model_id)
     newest = next((each.seq_id for each in snapshots if _is_good(each, data_dir, is_sound)), None if snapshots else 0)
     finished = journal.jobs(row.model_id, after=newest or 0, status=("done", "failed"))
-    done = [job for job in finished if _is_done(job)]
+    cleared = passes_without_effect(finished)
+    done = [job for job in finished if _is_done(job) and job.seq_id not in cleared]
     requests = tuple(FinishedRequest(job.seq_id, job.kind) for job in done)
     owner = journal.owner(row.model_id)
     return StoppedModel(row.model_id, owner, row.diverged or "", newest, requests, _obstacle(done))

@@ -57,10 +57,12 @@ _ADD_RUN = insert(TrainingRunRow, "runs", on_conflict="IGNORE")
 _TOUCH_RUN = "UPDATE runs SET last_request_at = :now WHERE run_id = :model_id"
 _ADD_JOB = insert(JobRow, "jobs", on_conflict="IGNORE")
 _READ_JOB = "SELECT * FROM jobs WHERE model_id = :model_id AND seq_id = :seq_id"
-# A replay needs only the result of what has failed. A model whose requests all fail makes no snapshot that prunes them.
+# A replay needs no payload of what has failed or changes nothing. A model without steps makes no snapshot that prunes
+# them.
 _FINISH_JOB = """
     UPDATE jobs SET status = :status, result = :result, digest = :digest, micro_batching = :micro_batching,
-        result_sha256 = :result_sha256, payload = CASE :status WHEN 'failed' THEN NULL ELSE payload END
+        result_sha256 = :result_sha256,
+        payload = CASE WHEN :status = 'failed' OR kind IN ('forward', 'forward_only') THEN NULL ELSE payload END
     WHERE model_id = :model_id AND seq_id = :seq_id AND status = 'pending'
 """
 _ADVANCE_MODEL = "UPDATE models SET applied_seq = :seq_id WHERE model_id = :model_id"

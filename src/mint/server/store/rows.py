@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,6 +171,26 @@ class JobRow:
             "its checksum differs",
             remedy=REMEDY,
         )
+
+
+def passes_without_effect(jobs: Iterable[JobRow]) -> set[int]:
+    """The numbers of the passes whose gradient a later failed pass has cleared before a step could use it.
+
+    `jobs` are finished requests of one model, in order. A replay leaves these passes out, so their payloads need not be
+    kept: the failed pass clears the gradient there, too.
+    """
+    cleared: set[int] = set()
+    waiting: list[int] = []  # passes since the last step or load that took effect
+    for job in jobs:
+        took_effect = job.status == "done" and job.replay != REPLAY_LOST
+        if job.kind in ("forward_backward", "missing") and not took_effect:
+            cleared.update(waiting)
+            waiting.clear()
+        elif job.kind == "forward_backward":
+            waiting.append(job.seq_id)
+        elif job.kind in ("optim_step", "load_weights") and took_effect:
+            waiting.clear()
+    return cleared
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,14 @@ class LiveModels:
             self.engine.clear_gradient(model_id)
             live.gradient_is_incomplete = False
 
+    def passes_since_step(self, model_id: str, seq_id: int) -> tuple[int, int]:
+        """The requests of a model from its last step or load up to `seq_id`, which is excluded; none if it is not here.
+
+        Once `seq_id` is a failed pass, all passes among them are without effect (`passes_without_effect`).
+        """
+        live = self._models.get(model_id)
+        return (0, 0) if live is None else (live.weights_seq + 1, seq_id)
+
     def note_skipped(self, model_id: str) -> None:
         """Notes a step that failed because it was skipped, as those before it."""
         live = self._models[model_id]

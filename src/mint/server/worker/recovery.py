@@ -26,7 +26,15 @@ from mint.errors import (
 from mint.server.queue.jobs import Decode
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.journal import Journal
-from mint.server.store.rows import REPLAY_ACCEPTED, REPLAY_LOST, JobRow, ModelRow, SnapshotRow, base_numbers
+from mint.server.store.rows import (
+    REPLAY_ACCEPTED,
+    REPLAY_LOST,
+    JobRow,
+    ModelRow,
+    SnapshotRow,
+    base_numbers,
+    passes_without_effect,
+)
 from mint.server.store.snapshot_files import read_snapshot
 from mint.server.worker.live_models import SKIPPED, LiveModels
 from mint.server.worker.model_memory import ModelMemory
@@ -107,8 +115,9 @@ class Recovery:
         # Request 0 made the model. Without a snapshot it is replayed if it loaded a checkpoint, too.
         jobs = self._journal.jobs(row.model_id, after=start - 1 if start == 0 else start, status=("done", "failed"))
         _require_all(row, start, jobs)
+        cleared = passes_without_effect(jobs)
         for job in jobs:
-            if job.seq_id > 0 or job.kind == "load_weights":
+            if job.seq_id not in cleared and (job.seq_id > 0 or job.kind == "load_weights"):
                 self._replay(job)
         if any(job.replay == REPLAY_ACCEPTED for job in jobs):
             self._memory.save(row.model_id)  # the next restart needs no luck to give these bits again

@@ -179,9 +179,12 @@ class Trainer:
 
     def _failed(self, job: TrainingJob, error: Exception) -> JobOutcome:
         self._short_since.pop((job.model_id, job.seq_id), None)
+        pruned = (0, 0)
         if job.kind == "forward_backward":
             self.models.note_failed(job.model_id, job.kind)
-        return JobOutcome(Finish(job.model_id, job.seq_id, "failed", FutureResult.of_error(error).body))
+            pruned = self.models.passes_since_step(job.model_id, job.seq_id)
+        body = FutureResult.of_error(error).body
+        return JobOutcome(Finish(job.model_id, job.seq_id, "failed", body, pruned_payloads=pruned))
 
     # --- passes and steps ----------------------------------------------------------------------------------------
 
