@@ -38,7 +38,7 @@ MOE: dict[str, Any] = {
     [
         ("model_type", "gemma2"), ("model_type", None), ("hidden_act", "gelu"), ("attention_bias", True),
         ("mlp_bias", True), ("use_sliding_window", True), ("dual_chunk_attention_config", {"chunk_size": 8}),
-        ("rope_scaling", {"type": "dynamic", "factor": 4.0}), ("quantization_config", {"bits": 4}),
+        ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
         ("layer_types", ["sliding_attention"]), ("num_key_value_heads", 3), ("head_dim", 10),
         ("hidden_size", 9), ("intermediate_size", 6), ("rope_theta", None), ("rope_theta", True),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6, "factor": -1.0}), ("vocab_size", "10"),
@@ -154,7 +154,6 @@ def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> No
         ({**PHI4, **_sizes(3072, 8192, 32, 24, 8), "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
         ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4), "dual_chunk_attention_config": {"chunk_size": 262144}},
          "dual_chunk_attention_config"),
-        ({**QWEN25, **_sizes(3584, 18944, 28, 28, 4), "quantization_config": {"quant_method": "awq"}}, "awq"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

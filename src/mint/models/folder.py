@@ -1,7 +1,7 @@
 """A Hugging Face model folder: its configuration and its tensors, read lazily.
 
-Knows the file layout (config.json, generation_config.json, one safetensors file or an index with shards); knows
-nothing of what the configuration means, of torch, or of tokenizers.
+Knows the file layout (config.json, generation_config.json, one safetensors file or an index with shards), and that
+weights may be quantized; knows nothing of what else the configuration means, of torch, or of tokenizers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mint.errors import InvalidRequestError
+from mint.models.quantized_tensors import dequantized
 from mint.models.tensor_files import StoredTensor, open_tensors
 
 
 class ModelFolder:
-    """An open folder. `config` is the content of config.json."""
+    """An open folder. `config` is the content of config.json but for `quantization`, its `quantization_config`, which
+    is None where the weights are as the configuration says."""
 
     def __init__(self, path: Path) -> None:
         """Reads the configuration files.
@@ -25,6 +27,7 @@ class ModelFolder:
         """
         self.path = path
         self.config = _read_json(path / "config.json")
+        self.quantization: dict[str, Any] | None = self.config.pop("quantization_config", None)
         generation = path / "generation_config.json"
         self._generation = _read_json(generation) if generation.is_file() else {}
 
@@ -37,11 +40,16 @@ class ModelFolder:
         return tuple(int(token) for token in found) if isinstance(found, list) else (int(found),)
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """All tensors by name; nothing is read yet.
+        """All tensors by name, as floating point numbers, also where they are quantized; nothing is read yet.
 
         Raises:
             CheckpointError: a file is missing or damaged.
+            InvalidRequestError: they are quantized by another method than those in `quantized_tensors`.
         """
+        stored = self._stored_tensors()
+        return stored if self.quantization is None else dequantized(stored, self.quantization)
+
+    def _stored_tensors(self) -> dict[str, StoredTensor]:
         index = self.path / "model.safetensors.index.json"
         if (self.path / "model.safetensors").is_file() or not index.is_file():
             return open_tensors(self.path / "model.safetensors")

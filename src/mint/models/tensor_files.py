@@ -47,7 +47,7 @@ BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file; `read` reads it. `dtype` is safetensors' name, such as F32 or BF16."""
+    """A tensor in a file; `read` reads it. `dtype` is safetensors' name, such as F32 or BF16, of what is read."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,14 +55,14 @@ class StoredTensor:
     file: Any
     path: Path
 
-    def read(self) -> Any:
-        """A `torch.Tensor` on the CPU (numpy has no bfloat16); needs torch.
+    def read(self, part: int | slice | None = None) -> Any:
+        """A `torch.Tensor` on the CPU (numpy has no bfloat16), or a `part` along its first dimension; needs torch.
 
         Raises:
             CheckpointError: the file is damaged.
         """
         with _read_errors(self.path):
-            return self.file.get_tensor(self.name)
+            return self.file.get_tensor(self.name) if part is None else self.file.get_slice(self.name)[part]
 
 
 def write_tensors(

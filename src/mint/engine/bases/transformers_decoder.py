@@ -10,7 +10,7 @@ Letters: S sequences · T tokens of each · E hidden size · V vocabulary · I i
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mint.engine.cuda.operations import CudaOperations
@@ -32,6 +32,8 @@ from mint.engine.packing import MicroBatch, pack, pack_padded
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.upload import upload
 from mint.errors import InvalidRequestError
+from mint.models.folder import ModelFolder
+from mint.models.tensor_files import StoredTensor
 from mint.models.transformers_progress import without_progress
 
 _MLP_WORDS = ("mlp", "ffn", "feed_forward", "feedforward", "expert", "moe", "fc1", "fc2", "c_fc")
@@ -60,18 +62,18 @@ class ModelCache:
 class TransformersDecoder:
     """The weights of a model and its forward: `TrainedDecoder`, and what `TransformersSampler` runs."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Loads a Hugging Face folder; never runs code from it.
+    def __init__(self, folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> None:
+        """Loads the model in `folder`; never runs code from it.
 
         Raises:
             InvalidRequestError: transformers does not know the architecture, or cannot load the folder.
         """
         self.operations = (CudaOperations if device.type == "cuda" else TorchOperations)(dtype, device)
         self.device = device
-        self._model = _load(path, dtype).to(device)
+        self._model = _load(folder, dtype).to(device)
         unembedding = self._model.get_output_embeddings()
         if not isinstance(unembedding, nn.Linear):
-            raise _refused(path, "its model has no linear output layer", "Choose a causal language model")
+            raise _refused(folder.path, "its model has no linear output layer", "Choose a causal language model")
         self._unembedding = unembedding
         self.vocab_size = int(unembedding.weight.shape[0])
         self._lora: LoraWeights | None = None
@@ -235,19 +237,24 @@ class _AddLora:
         return output + (product * lora.scale).to(output.dtype)
 
 
-def _load(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load(folder: ModelFolder, dtype: torch.dtype) -> PreTrainedModel:
+    path = folder.path
+    tensors = {} if folder.quantization is None else folder.tensors()  # refuses quantizations that mint does not read
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with without_progress():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            if folder.quantization is None:
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    path,
+                    config=config,
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+            else:
+                loaded = _load_tensors(config, tensors, dtype)
     except (ValueError, KeyError, OSError, ImportError, TypeError, RuntimeError, AttributeError) as error:
         first = str(error).strip().split("\n")[0]
         raise _refused(
@@ -265,6 +272,17 @@ def _load(path: Path, dtype: torch.dtype) -> PreTrainedModel:
         if isinstance(getattr(module, "attention_dropout", None), float):
             vars(module)["attention_dropout"] = 0.0
     return model.eval()
+
+
+def _load_tensors(config: PreTrainedConfig, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> Any:
+    """The same from tensors that mint has dequantized: transformers' own way needs packages of each method."""
+    del config.quantization_config
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # only for its class
+    state = {name: tensor.read() for name, tensor in tensors.items()}
+    return type(empty).from_pretrained(
+        None, config=empty.config, state_dict=state, dtype=dtype, output_loading_info=True
+    )
 
 
 def _linear_layers(model: PreTrainedModel, unembedding: nn.Linear) -> dict[str, nn.Module]:

@@ -133,7 +133,6 @@ _REFUSED_OPTIONS = (
     "attention_bias",
     "mlp_bias",
     "use_sliding_window",
-    "quantization_config",
     "dual_chunk_attention_config",
     "attn_logit_softcapping",
     "final_logit_softcapping",

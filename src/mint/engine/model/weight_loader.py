@@ -6,7 +6,7 @@ nothing of forwards or loras.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import Matrix
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import BaseWeights, LayerWeights, MixtureWeights, MlpWeights
-from mint.engine.quantized.number_formats import Quantization, quantize
+from mint.engine.quantized.number_formats import Quantization, QuantizedWeight, join_outputs, keep_fp8, quantize
 from mint.errors import InvalidRequestError
+from mint.models.quantized_tensors import Fp8Tensor
 from mint.models.tensor_files import StoredTensor
 
 _FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
@@ -31,7 +32,7 @@ def load_weights(
     """Takes every tensor of a Hugging Face state dict, and lays the matrices out for `operations`.
 
     With a `quantization` the matrices of the layers are quantized, but for routers and for widths that do not fit it;
-    embedding and unembedding are not.
+    embedding and unembedding are not. FP8 keeps the numbers of matrices that are stored in it.
 
     Raises:
         InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of the family.
@@ -123,27 +124,46 @@ class _Loader:
 
     def _fused(self, prefix: str, fused: str, sizes: Mapping[str, int], inputs: int) -> Matrix:
         """Layers with the same inputs as one matrix, which some families store as the layer `fused`."""
-        dtype = self._operations.dtype
         if self._config.family.fused:
             sizes = {fused: sum(sizes.values())}
-        parts = [self.take(f"{prefix}.{name}_proj.weight", (size, inputs), dtype) for name, size in sizes.items()]
-        return self._layout(torch.cat(parts))
+        return self._join({f"{prefix}.{name}_proj.weight": size for name, size in sizes.items()}, inputs)
 
     def _matrix(self, name: str, outputs: int, inputs: int) -> Matrix:
-        return self._layout(self.take(name, (outputs, inputs), self._operations.dtype))
+        return self._join({name: outputs}, inputs)
 
-    def _layout(self, weight: Tensor) -> Matrix:
-        quantized = None if self._quantization is None else quantize(weight, self._quantization)
+    def _join(self, outputs: Mapping[str, int], inputs: int) -> Matrix:
+        """The tensors `outputs` names, one below the other, as one matrix."""
+        stored = [self._pop(name, (size, inputs)) for name, size in outputs.items()]
+        quantized = self._keep_fp8(stored)
         if quantized is None:
-            return self._operations.matrix(weight)
+            weight = torch.cat([self._read(tensor, self._operations.dtype) for tensor in stored])
+            quantized = None if self._quantization is None else quantize(weight, self._quantization)
+            if quantized is None:
+                return self._operations.matrix(weight)
         return self._operations.quantized_matrix(quantized)
 
+    def _keep_fp8(self, stored: Sequence[StoredTensor]) -> QuantizedWeight | None:
+        """The codes and scales of the file, if they can be held as they are."""
+        parts = []
+        for tensor in stored if self._quantization == "fp8" else ():
+            if isinstance(tensor, Fp8Tensor):
+                codes, scales = (part.to(self._operations.device, copy=True) for part in tensor.read_codes())
+                parts.append(keep_fp8(codes, scales, tensor.block))
+        kept = [part for part in parts if part is not None]
+        return join_outputs(kept) if len(kept) == len(stored) else None
+
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._read(self._pop(name, shape), dtype)
+
+    def _pop(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         stored = self._left.pop(name, None)
         if stored is None:
             raise self._unfit(name, "is missing")
         if stored.shape != shape or stored.dtype not in _FLOATS:
             raise self._unfit(name, f"is {stored.dtype} {stored.shape}; config.json says a float of {shape}")
+        return stored
+
+    def _read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         tensor: Tensor = stored.read()
         # A copy: as long as a part of the file is used, all of it would stay in memory, and could still change.
         return tensor.to(device=self._operations.device, dtype=dtype, copy=True)

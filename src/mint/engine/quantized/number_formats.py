@@ -6,6 +6,7 @@ each output, as in LLM.int8 (arXiv 2208.07339), without its outliers. FP8 is E4M
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -102,7 +103,31 @@ def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight | None:
     else:
         scales = largest / FP8_LARGEST
         codes = (blocks * (FP8_LARGEST / divisor)).to(torch.float8_e4m3fn).view(torch.uint8)
+    return QuantizedWeight(kind, _pack(codes.view(outputs, inputs), kind), scales.view(outputs, -1).contiguous())
+
+
+def keep_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> QuantizedWeight | None:
+    """A matrix of FP8 codes `torch.float8_e4m3fn` [O, I] as it is, with a scale for each `block` of outputs and inputs.
+
+    None where the blocks of a row differ in width, or I is not a multiple of 4.
+    """
+    outputs, inputs = codes.shape
+    rows, columns = block
+    if (columns < inputs and inputs % columns) or inputs % codes_per_word("fp8"):
+        return None
+    return QuantizedWeight("fp8", _pack(codes.view(torch.uint8), "fp8"), scales.repeat_interleave(rows, 0)[:outputs])
+
+
+def join_outputs(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Matrices of one kind one below the other; None where their blocks differ."""
+    if len({part.block for part in parts}) > 1:
+        return None
+    codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
+    return QuantizedWeight(parts[0].kind, codes, scales)
+
+
+def _pack(codes: Tensor, kind: Quantization) -> Tensor:
+    """Words, int32 [O, I / codes in a word], of codes [O, I], which are whole numbers from 0."""
     each = codes_per_word(kind)
-    shifts = torch.arange(0, WORD_BITS, WORD_BITS // each, device=weight.device)
-    words = (codes.view(outputs, -1, each).long() << shifts).sum(-1).to(torch.int32)
-    return QuantizedWeight(kind, words, scales.view(outputs, -1).contiguous())
+    shifts = torch.arange(0, WORD_BITS, WORD_BITS // each, device=codes.device)
+    return (codes.view(len(codes), -1, each).long() << shifts).sum(-1).to(torch.int32)

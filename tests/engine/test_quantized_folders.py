@@ -1,0 +1,201 @@
+"""Base models that were published in FP8: both implementations compute with the numbers that the files stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, take_gradient, train
+from quantized_folders import Quantized, e4m3_values, quantize_folder, to_fp8
+from small_models import write_model, write_other_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mint.engine.protocol import LORA_ALPHA, LoraSpec
+from mint.engine.torch_engine import TorchEngine
+from mint.errors import InvalidRequestError
+from mint.models.folder import ModelFolder
+from mint.models.hf_format import write_merged
+
+WIDE = {"hidden_size": 192, "intermediate_size": 288, "head_dim": 32, "num_attention_heads": 4}
+"""Where the last blocks of 128 are smaller ones."""
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def _compressed(strategy: str, block: list[int] | None = None) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "block_structure": block}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMATS = {
+    "blocks of 128": (BLOCKS, (128, 128), "weight_scale_inv"),
+    "small blocks": ({**BLOCKS, "weight_block_size": [16, 32]}, (16, 32), "weight_scale_inv"),
+    "one scale": ({**BLOCKS, "weight_block_size": None}, None, "weight_scale_inv"),
+    "outputs": (_compressed("channel"), (1, None), "weight_scale"),
+    "matrices": (_compressed("tensor"), None, "weight_scale"),
+    "compressed blocks": (_compressed("block", [128, 128]), (128, 128), "weight_scale"),
+}
+
+
+def _write_fp8(folder: Path, format: str = "blocks of 128", **model: Any) -> PreTrainedModel:
+    quantization, block, suffix = FORMATS[format]
+
+    def convert(name: str, weight: np.ndarray) -> Quantized | None:
+        if not name.endswith("_proj.weight"):
+            return None
+        rows, columns = block or weight.shape
+        return to_fp8(weight, (rows, columns or weight.shape[1]), suffix)
+
+    write_model(folder / "exact", "untied", **{**WIDE, **model})
+    return quantize_folder(folder / "exact", folder, quantization, convert)
+
+
+def _engine(folder: Path, **settings: Any) -> TorchEngine:
+    engine = TorchEngine(**{"dtype": "float32", "threads": 1, "device": "cpu", **settings})
+    engine.load_base("base", str(folder))
+    return engine
+
+
+def _logprobs(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
+    """Of each token but the first."""
+    with torch.no_grad():
+        rows = model(torch.from_numpy(tokens)[None]).logits[0].float().log_softmax(-1).numpy()
+    return rows[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+def _own_logprobs(engine: TorchEngine, tokens: np.ndarray) -> np.ndarray:
+    found = engine.sample([job(tokens, max_tokens=0, prompt_logprobs=True)])[0].prompt_logprobs
+    assert found is not None
+    return found[1:]
+
+
+TOKENS = np.random.default_rng(5).integers(2, 97, 60)
+
+
+def test_the_value_of_each_fp8_byte_is_torchs() -> None:
+    found = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(e4m3_values(), found)
+
+
+@pytest.mark.parametrize("implementation", ["mint", "transformers"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_logprobs_are_those_of_the_numbers_in_the_files(format: str, implementation: str, tmp_path: Path) -> None:
+    reference = _write_fp8(tmp_path, format)
+    engine = _engine(tmp_path, implementation=implementation)
+    assert engine.load_base("base", "").settings["implementation"] == implementation
+    theirs = _logprobs(reference, TOKENS)
+    assert np.abs(_own_logprobs(engine, TOKENS) - theirs).max() <= 2e-5
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32)
+    assert np.abs(_logprobs(exact, TOKENS) - theirs).max() > 1e-3  # the files are quantized indeed
+
+
+@pytest.mark.parametrize("implementation", ["mint", "transformers"])
+def test_an_fp8_base_trains_as_the_model_of_its_numbers(implementation: str, tmp_path: Path) -> None:
+    _write_fp8(tmp_path)
+    engines = [_engine(folder, implementation=implementation) for folder in (tmp_path, tmp_path / "plain")]
+    found = []
+    for engine in engines:
+        engine.create_model("m", "base", LORA)
+        train(engine, "m")
+        logprobs = engine.forward_backward("m", random_data(3), CROSS_ENTROPY).logprobs
+        found.append((np.concatenate(logprobs), take_gradient(engine, "m")))
+    (ours, gradient), (theirs, expected) = found
+    assert np.array_equal(ours, theirs)
+    assert all(np.array_equal(gradient[name], expected[name]) for name in expected)
+
+
+def test_experts_in_fp8_and_bfloat16_bases_have_the_numbers_of_the_files(tmp_path: Path) -> None:
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    reference = _write_fp8(tmp_path, "small blocks", family="qwen3_moe", **mixture)
+    theirs = _logprobs(reference, TOKENS)
+    for implementation in ("mint", "transformers"):
+        ours = _own_logprobs(_engine(tmp_path, implementation=implementation), TOKENS)
+        assert np.abs(ours - theirs).max() <= 2e-5
+    halves = [_own_logprobs(_engine(place, dtype="bfloat16"), TOKENS) for place in (tmp_path, tmp_path / "plain")]
+    assert np.array_equal(*halves)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("format", ["small blocks", "outputs", "one scale"])
+def test_a_base_that_is_kept_in_fp8_has_the_same_numbers(
+    format: str, native: bool, native_folder: Path, tmp_path: Path
+) -> None:
+    """`MINT_QUANTIZE=fp8` holds the codes of the files, and does not quantize a second time."""
+    reference = _write_fp8(tmp_path, format)
+    engine = _engine(tmp_path, quantize="fp8", native=native_folder if native else None)
+    assert engine.load_base("base", "").settings["quantization"] == "fp8"
+    assert np.abs(_own_logprobs(engine, TOKENS) - _logprobs(reference, TOKENS)).max() <= 2e-5
+    again = _engine(tmp_path / "plain", quantize="fp8", native=native_folder if native else None)
+    quantized_twice = np.abs(_own_logprobs(again, TOKENS) - _logprobs(reference, TOKENS)).max()
+    assert quantized_twice > 1e-3 or format == "outputs"  # the same blocks as mint's, at these widths
+    engine.create_model("m", "base", LORA)
+    train(engine, "m", steps=1)
+    engine.publish("m", "w")
+    for sample in engine.sample([job(TOKENS[:21], weights_id="w", num_samples=3, max_tokens=9)])[0].samples:
+        trained = engine.forward("m", [datum(np.concatenate([TOKENS[:21], sample.tokens]))], CROSS_ENTROPY).logprobs[0]
+        assert np.array_equal(trained[20:], sample.logprobs)
+
+
+def test_other_families_in_fp8_run_on_transformers(tmp_path: Path) -> None:
+    def convert(name: str, weight: np.ndarray) -> Quantized | None:
+        return to_fp8(weight, (16, 32), "weight_scale_inv") if name.endswith("_proj.weight") else None
+
+    write_other_model(tmp_path / "exact", "glm4")
+    reference = quantize_folder(tmp_path / "exact", tmp_path, {**BLOCKS, "weight_block_size": [16, 32]}, convert)
+    engine = _engine(tmp_path)
+    assert engine.load_base("base", "").settings["implementation"] == "transformers"
+    assert np.abs(_own_logprobs(engine, TOKENS) - _logprobs(reference, TOKENS)).max() <= 2e-5
+
+
+def test_an_export_is_merged_into_the_numbers_and_is_no_longer_quantized(tmp_path: Path) -> None:
+    _write_fp8(tmp_path / "base")
+    engine = _engine(tmp_path / "base")
+    engine.create_model("m", "base", LoraSpec(4, 0, True, True, True))
+    train(engine, "m")
+    write_merged(tmp_path / "merged", tmp_path / "base", engine.read_state("m").weights, scale=LORA_ALPHA / LORA.rank)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    ours = engine.forward("m", [datum(TOKENS)], CROSS_ENTROPY).logprobs[0]
+    assert np.abs(ours - _logprobs(merged, TOKENS)).max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("quantization", "named"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "'awq'"),
+        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"bits": 4}, "None"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'pack-quantized'"),
+        ({**BLOCKS, "weight_block_size": [128]}, r"weight_block_size"),
+        ({**BLOCKS, "weight_block_size": [64, 128]}, r"down_proj.weight is \[192, 288\] with scales \[2, 3\]"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["mint", "transformers", None])
+def test_other_quantizations_are_refused_by_name(
+    quantization: dict[str, Any], named: str, implementation: str | None, tmp_path: Path
+) -> None:
+    _write_fp8(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    with pytest.raises(InvalidRequestError, match=named) as refusal:
+        _engine(tmp_path, implementation=implementation)
+    assert refusal.value.remedy
+
+
+def test_a_matrix_without_its_scales_is_refused_by_name(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    _write_fp8(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidRequestError, match=r"layers\.1\.mlp\.up_proj\.weight has no weight_scale_inv"):
+        ModelFolder(tmp_path).tensors()
