@@ -135,6 +135,7 @@ def test_every_config_is_changed_by_name_and_checked(config: RunConfig) -> None:
         ({"loss_fn_config": {"temperature": 0.0}}, r"loss_fn_config\.temperature = 0\.0: must be above 0"),
         ({"loss_fn": "cross_entropy"}, r"RLConfig\.loss_fn = cross_entropy: is for demonstrations"),
         ({"advantage": "reinforce++"}, r"RLConfig\.advantage = reinforce\+\+: .*'center', 'rloo'"),
+        ({"kl_reference": "ema"}, r"RLConfig\.kl_reference = ema: is not a checkpoint.*\"base\" for the base model"),
         ({"truncation": "drop"}, r"RLConfig\.truncation = drop: .*'keep', 'mask'"),
         ({"init_optimizer": True}, r"RLConfig\.init_optimizer = True: needs init_from"),
         ({"curriculum": True, "max_staleness": 1}, r"RLConfig\.max_staleness = 1: cannot be combined"),

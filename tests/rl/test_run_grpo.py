@@ -324,16 +324,34 @@ def test_a_collapse_ends_the_run_or_returns_to_the_best_weights_as_asked(on_coll
         assert result.heldout_after[0.0].mean >= result.heldout_before[0.0].mean
 
 
-def test_the_kl_reference_may_be_a_checkpoint() -> None:
+def test_the_kl_reference_is_the_policy_at_the_start_unless_another_is_named() -> None:
     first = run_grpo(ManyDigits(), small(steps=6))
-    from_there = small(
-        steps=2, init_from=first.checkpoint, kl_penalty_coef=0.1, kl_reference=first.sampler_checkpoint, seed=1
-    )
-    own = rows(run_grpo(ManyDigits(), from_there), "metrics.jsonl")
-    base = rows(run_grpo(ManyDigits(), from_there.changed(kl_reference=None)), "metrics.jsonl")
-    assert own[0]["kl/policy_reference_k3"] == pytest.approx(0.0, abs=1e-6)
-    assert own[1]["kl/policy_reference_k3"] > 0
-    assert base[0]["kl/policy_reference_k3"] > 0.01
+    from_there = small(steps=2, init_from=first.checkpoint, kl_penalty_coef=0.1, seed=1)
+
+    def drift(config: RLConfig) -> list[float]:
+        return [row["kl/policy_reference_k3"] for row in rows(run_grpo(ManyDigits(), config), "metrics.jsonl")]
+
+    start = drift(from_there)
+    assert start[0] == pytest.approx(0.0, abs=1e-6)
+    assert start[1] > 0
+    assert drift(from_there.changed(kl_reference=first.sampler_checkpoint)) == start
+    assert drift(from_there.changed(kl_reference=first.checkpoint)) == start
+    assert drift(from_there.changed(kl_reference="base"))[0] > 0.01
+
+
+def test_a_penalized_run_from_a_checkpoint_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    first = run_grpo(ManyDigits(), small(steps=3))
+    config = small(steps=4, init_from=first.checkpoint, kl_penalty_coef=0.1, save_every=2)
+    clean = run_grpo(ManyDigits(), config.changed(run_dir=tmp_path / "clean"))
+
+    def stop_after_three(event: str, fields: dict[str, Any]) -> None:
+        if event == "step" and fields["step"] == 3:
+            raise KeyboardInterrupt
+
+    again = config.changed(run_dir=tmp_path / "stopped")
+    with pytest.raises(KeyboardInterrupt):
+        run_grpo(ManyDigits(), again, on_progress=stop_after_three)
+    assert_same_bits(clean, run_grpo(ManyDigits(), again, resume=True))
 
 
 def test_a_run_with_a_curriculum_and_refills_resumes_to_the_same_bits(tmp_path: Path) -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from mint.config import rl_variables
 from mint.errors import InvalidRequestError
 from mint.rl.run_config import RunConfig
 from mint.types import LossName, SamplingParams
+from mint.types.checkpoint_path import is_checkpoint_path
 from mint.types.loss_settings import loss_settings
 
 AdvantageName = Literal["center", "rloo", "std", "std_batch"]
 NormalizationName = Literal["sum", "constant", "token", "sequence"]
 TruncationName = Literal["keep", "mask", "penalize"]
 CollapseName = Literal["warn", "stop", "rollback"]
+
+
+BASE_REFERENCE = "base"
+"""The value of `kl_reference` that means the base model."""
 
 
 class RLConfig(RunConfig):
@@ -35,7 +40,7 @@ class RLConfig(RunConfig):
     max_tokens: int = Field(16, ge=1)
     temperature: float = Field(0.8, gt=0, allow_inf_nan=False)
     kl_penalty_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Weight of KL(policy ‖ base), taken as k1 inside the advantage (its exact gradient; see `kl_reference`)."""
+    """Weight of KL(policy ‖ reference), taken as k1 inside the advantage (its exact gradient; see `kl_reference`)."""
     steps: int = Field(10, ge=0)
 
     # The objective.
@@ -49,7 +54,8 @@ class RLConfig(RunConfig):
     `token`: the trained tokens of the batch (DAPO). `sequence`: first the tokens of its own rollout (GRPO; favours
     short answers when right and long ones when wrong)."""
     kl_reference: str | None = None
-    """A checkpoint (`mint://…/sampler_weights/…`) as the reference of the KL penalty; None is the base model."""
+    """The reference of the KL penalty. None: the policy at the start of the run, which is `init_from` or else the base
+    model. `"base"`: the base model. A checkpoint (`mint://…`): its weights."""
     optim_steps_per_batch: int = Field(1, ge=1)
     """Optimizer steps per batch of rollouts, each on a part of the groups; off-policy from the second on."""
     max_staleness: int = Field(0, ge=0)
@@ -109,6 +115,18 @@ class RLConfig(RunConfig):
             )
         loss_settings(self.loss_fn, self.loss_fn_config)
         return self
+
+    @field_validator("kl_reference")
+    @classmethod
+    def _reference_is_named(cls, given: str | None) -> str | None:
+        if given is not None and given != BASE_REFERENCE and not is_checkpoint_path(given):
+            raise InvalidRequestError(
+                "is not a checkpoint",
+                value=given,
+                remedy=f'Give a path as mint://…/sampler_weights/NAME, "{BASE_REFERENCE}" for the base model, or None '
+                "for the policy at the start of the run",
+            )
+        return given
 
     @model_validator(mode="after")
     def _curriculum_is_on_policy(self) -> Self:

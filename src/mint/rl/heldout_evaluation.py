@@ -15,6 +15,7 @@ from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError, RequestFailedError
 from mint.rl.adapter import Task, as_task, task_name
 from mint.rl.call_pool import CallPool
+from mint.rl.checkpoint_sampler import checkpoint_sampler
 from mint.rl.config import RLConfig
 from mint.rl.estimate import Estimate, estimate
 from mint.rl.rollout import GroupRequest, Rollout
@@ -87,7 +88,7 @@ def evaluate_checkpoint(
         raise InvalidRequestError(
             "has no held-out set", field="task", value=task_name(task), remedy="Give it a build_heldout()"
         )
-    sampling_client = _sampling_client(checkpoint, service)
+    sampling_client = checkpoint_sampler(service, checkpoint)
     with closing(CallPool(timeout_s=config.grader_timeout_s)) as calls:
         worker = RolloutWorker(task, config=config, tokenizer=sampling_client.get_tokenizer(), calls=calls)
         return {
@@ -166,11 +167,3 @@ class HeldoutEvaluation:
 
     def _example(self, rollout: Rollout) -> dict[str, Any]:
         return {"prompt": self.worker.tokenizer.decode(rollout.turns[0].prompt), **rollout_row(rollout)}
-
-
-def _sampling_client(checkpoint: str, service: ServiceClient) -> SamplingClient:
-    if not checkpoint.startswith("mint://") and not checkpoint.startswith("tinker://"):
-        return service.create_sampling_client(base_model=checkpoint)
-    if "/sampler_weights/" in checkpoint:
-        return service.create_sampling_client(model_path=checkpoint)
-    return service.create_training_client_from_state(checkpoint).save_weights_and_get_sampling_client(name="evaluation")

@@ -27,6 +27,11 @@ CheckpointUri = Annotated[str, AfterValidator(_shown), PlainSerializer(_sent)]
 """A checkpoint's path: `mint://…` in Python, `tinker://…` on the wire, as every client of this protocol reads it."""
 
 
+def is_checkpoint_path(text: str) -> bool:
+    """Whether the text is written as the path of a checkpoint is; any other text may name a base model."""
+    return _PATH.fullmatch(text) is not None
+
+
 @dataclass(frozen=True)
 class CheckpointPath:
     """A checkpoint's path in its parts."""

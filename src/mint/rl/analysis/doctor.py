@@ -21,6 +21,7 @@ from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task, as_task
 from mint.rl.analysis.planner import GROUP_SIZES, plan
 from mint.rl.analysis.task_verdict import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, TaskEvidence, TaskVerdict, decide
 from mint.rl.call_pool import CallPool
+from mint.rl.checkpoint_sampler import checkpoint_sampler
 from mint.rl.config import RLConfig
 from mint.rl.estimate import interval, reward_interval
 from mint.rl.rollout import Group, GroupRequest, Rollout
@@ -102,7 +103,7 @@ def examine(
     if not dataset:
         raise InvalidRequestError("is empty", field="build_dataset()", value=[], remedy="Return at least one item")
     items = np.random.default_rng([seed, DOCTOR_STREAM]).permutation(len(dataset))[:prompts].tolist()
-    sampler = _starting_weights(service_client, config)
+    sampler = checkpoint_sampler(service_client, config.init_from or config.base_model)
     calls = CallPool(timeout_s=config.grader_timeout_s)
     try:
         prober = _Prober(sampler, task, dataset, config, calls, seed)
@@ -145,12 +146,6 @@ class _Prober:
     def is_success(self, reward: float | None) -> bool:
         """Whether the reward counts as a success."""
         return reward is not None and self.task.is_success(reward)
-
-
-def _starting_weights(service: ServiceClient, config: RLConfig) -> SamplingClient:
-    if config.init_from is not None:
-        return service.create_training_client_from_state(config.init_from).save_weights_and_get_sampling_client()
-    return service.create_sampling_client(base_model=config.base_model)
 
 
 def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvidence:

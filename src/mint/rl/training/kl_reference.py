@@ -12,33 +12,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mint.client.sampling_client import SamplingClient
 from mint.client.service_client import ServiceClient
-from mint.rl.config import RLConfig
+from mint.rl.checkpoint_sampler import checkpoint_sampler
+from mint.rl.config import BASE_REFERENCE, RLConfig
 from mint.rl.rollout import Rollout
 from mint.types import ModelInput
 
 
-def kl_penalty(policy_logprobs_T: np.ndarray, base_logprobs_T: np.ndarray, coef: float) -> np.ndarray:
+def kl_penalty(policy_logprobs_T: np.ndarray, reference_logprobs_T: np.ndarray, coef: float) -> np.ndarray:
     """The penalty to subtract from the advantage of each token, float64 [T].
 
-    The k1 estimate log p − log p_base, summed from each token to the end: with the score-function gradient this is the
-    exact gradient of coef · KL(policy ‖ base) of the whole completion (arXiv 2510.01555). k3 used as a loss is not.
+    The k1 estimate log p − log p_reference, summed from each token to the end: with the score-function gradient this is
+    the exact gradient of coef · KL(policy ‖ reference) of the whole completion (arXiv 2510.01555). k3 used as a loss is
+    not.
     """
-    k1 = np.asarray(policy_logprobs_T, dtype=np.float64) - np.asarray(base_logprobs_T, dtype=np.float64)
+    k1 = np.asarray(policy_logprobs_T, dtype=np.float64) - np.asarray(reference_logprobs_T, dtype=np.float64)
     return coef * np.cumsum(k1[::-1])[::-1]
 
 
 class KLReference:
-    """The fixed policy of the KL penalty."""
+    """The fixed policy of the KL penalty: the policy at the start of the run, unless the settings name another."""
 
     def __init__(self, service: ServiceClient, config: RLConfig) -> None:
-        """The base model, or the checkpoint `config.kl_reference`."""
+        """`config.kl_reference` names it; None is `config.init_from`, or the base model without one."""
+        named = config.kl_reference or config.init_from or BASE_REFERENCE
         self.coef = config.kl_penalty_coef
-        if config.kl_reference is None:
-            self.sampler: SamplingClient = service.create_sampling_client(base_model=config.base_model)
-        else:
-            self.sampler = service.create_sampling_client(model_path=config.kl_reference)
+        self.sampler = checkpoint_sampler(service, config.base_model if named == BASE_REFERENCE else named)
 
     def penalties(self, rollouts: Sequence[Rollout]) -> tuple[list[np.ndarray], dict[str, float]]:
         """Per rollout the penalty of each token [T], and the estimates of the KL per token."""
