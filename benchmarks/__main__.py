@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,11 +20,13 @@ from benchmarks.compare import tenants as tenants_bench
 from benchmarks.compare.grpo import run_grpo_bench
 from benchmarks.compare.sample import run_sample_bench
 from benchmarks.compare.shapes import GrpoShape
-from benchmarks.compare.train import run_train_bench
+from benchmarks.compare.train import SHARED, peers_of, run_train_bench, workloads
 from mint.cli.terminal import fail
 from mint.config import read_settings
 from mint.errors import InvalidRequestError, MintError
 from mint.models.random_base import SHAPES, ModelShape
+
+T = TypeVar("T")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -151,13 +154,15 @@ def train(
     peer_python: PeerPython = None,
     as_json: AsJson = False,
 ) -> None:
-    """Gradient and optimizer step of a lora, against hf, hf-best, and the machine's limit."""
+    """Gradient and optimizer step of a lora, against hf, hf-best, hf-shared, and the machine's limit: with prompts that
+    a group shares, and with as many sequences that have nothing in common."""
 
-    def run() -> list[dict[str, Any]]:
+    def run(workload: GrpoShape) -> list[dict[str, Any]]:
+        known = peers_of(workload)
         return run_train_bench(
-            peers=peer or [],
-            shape=_step(shape, prompts=prompts, group=group, prompt_tokens=prompt_tokens, max_tokens=new),
-            peer_prompts=peer_prompts,
+            peers=[name for name in peer or [] if name in known or name not in SHARED],
+            shape=workload,
+            peer_prompts=peer_prompts and peer_prompts * group // workload.group,
             dtype=dtype.value,
             repeats=repeats,
             threads=threads,
@@ -167,7 +172,9 @@ def train(
             peer_python=peer_python,
         )
 
-    _show(run, report.print_table, as_json=as_json)
+    sizes = {"prompts": prompts, "group": group, "prompt_tokens": prompt_tokens, "max_tokens": new}
+    for workload in workloads(_checked(lambda: _step(shape, **sizes))):
+        _show(partial(run, workload), report.print_table, as_json=as_json)
 
 
 @app.command()
@@ -226,13 +233,18 @@ def _say(text: str) -> None:
     Console(stderr=True, highlight=False).print(text, markup=False)
 
 
+def _checked(run: Callable[[], T]) -> T:
+    """What `run` returns; an error ends the command."""
+    try:
+        return run()
+    except MintError as error:
+        fail(error)
+
+
 def _show(
     run: Callable[[], list[dict[str, Any]]], print_rows: Callable[[list[dict[str, Any]]], None], *, as_json: bool
 ) -> None:
-    try:
-        rows = run()
-    except MintError as error:
-        fail(error)
+    rows = _checked(run)
     if as_json:
         for row in rows:
             typer.echo(json.dumps(row))

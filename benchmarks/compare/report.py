@@ -19,7 +19,7 @@ from benchmarks.compare.turns import Measured
 from mint.errors import RequestFailedError
 
 LIMIT = "limit"
-PIPE_WIDTH = 120
+PIPE_WIDTH = 144
 """Where nobody watches, a row is not broken to the width of a terminal."""
 
 PROBE_TOLERANCE = {"float32": 1e-2, "bfloat16": 1.0}
@@ -32,6 +32,7 @@ COLUMNS = {
     "first s": ("seconds_first", ".2f"),
     "sample s": ("sample_seconds_median", ".3f"),
     "train s": ("train_seconds_median", ".3f"),
+    "rows": ("computed_rows", "d"),
     "tokens/s": ("tokens_per_second", ".5g"),
     "TFLOP/s": ("model_teraflops", ".1f"),
     "GB/s": ("decode_gigabytes_per_second", ".0f"),
@@ -39,6 +40,9 @@ COLUMNS = {
     "GPU MiB": ("peak_device_mib", "d"),
 }
 """Columns of the table: the field that each shows, and its format; those that no row has are left out."""
+
+RATIOS = {"of mint's": "ratios", "CPU of mint's": "cpu_ratios", "CPU per row": "row_ratios"}
+"""Columns with the ratios of `comparison_row`."""
 
 
 def sides_of(contenders: Sequence[Measured]) -> list[Measured]:
@@ -91,6 +95,7 @@ def side_row(side: Measured, bench: str) -> dict[str, Any]:
         "seconds_max": max(walls_s),
         "seconds": walls_s,
         "cpu_seconds_median": median(side.column("cpu_s")),
+        "cpu_seconds": side.column("cpu_s"),
         "tokens_per_step": int(tokens),
         "tokens_per_second": tokens / median(walls_s),
         "idle_cpu_seconds_max": max(side.column("idle_cpu_s")),
@@ -168,7 +173,8 @@ def comparison_row(
 ) -> dict[str, Any]:
     """How many times longer than mint each peer takes, and on what machine; the first row is mint's.
 
-    `ratios` is of the medians, `turn_ratios` of each turn, `cpu_ratios` of CPU time. `ratio_to_limit` is the share of
+    `ratios` is of the medians, `turn_ratios` of each turn, `cpu_ratios` and `cpu_turn_ratios` of CPU time, `row_ratios`
+    of CPU time for each row that a side computes, where that is known. `ratio_to_limit` is the share of
     `limit` that each side reached; with one thread `cpu_ratio_to_limit` says the same of its CPU time, which suffers
     less from neighbours.
     """
@@ -178,10 +184,19 @@ def comparison_row(
     found: dict[str, Any] = {"bench": mint["bench"]}
     for ratios, key in (("ratios", "seconds_median"), ("cpu_ratios", "cpu_seconds_median")):
         found[ratios] = {name: peer[key] / mint[key] * share[name] for name, peer in peers.items()}
-    found["turn_ratios"] = {
-        name: [theirs / ours * share[name] for theirs, ours in zip(peer["seconds"], mint["seconds"], strict=True)]
-        for name, peer in peers.items()
-    }
+    for ratios, key in (("turn_ratios", "seconds"), ("cpu_turn_ratios", "cpu_seconds")):
+        found[ratios] = {
+            name: [theirs / ours * share[name] for theirs, ours in zip(peer[key], mint[key], strict=True)]
+            for name, peer in peers.items()
+        }
+    if "computed_rows" in mint:
+        found["row_ratios"] = {
+            name: peer["cpu_seconds_median"]
+            / peer["computed_rows"]
+            * mint["computed_rows"]
+            / mint["cpu_seconds_median"]
+            for name, peer in peers.items()
+        }
     if limit is not None:
         if mint["threads"] == 1:
             found["cpu_ratio_to_limit"] = {
@@ -199,15 +214,17 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console | None = Non
     console = console or Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     *sides, comparison = rows
     shown = {title: how for title, how in COLUMNS.items() if not how[0] or any(how[0] in side for side in sides)}
-    of_limit = comparison.get("ratio_to_limit", {})
-    table = Table("", *shown, "of mint's", *(["of the limit"] if of_limit else []))
+    ratios = {title: comparison[key] for title, key in RATIOS.items() if key in comparison}
+    of_limit = comparison.get("cpu_ratio_to_limit") or comparison.get("ratio_to_limit", {})
+    if "workload" in comparison:
+        console.print(comparison["workload"], markup=False)
+    table = Table("", *shown, *ratios, *(["of the limit"] if of_limit else []))
     for side in sides:
         name = side["contender"]
-        ratio = comparison["ratios"].get(name)
         table.add_row(
             name,
             *(_cell(side, field, form) for field, form in shown.values()),
-            "" if ratio is None else f"{ratio:.2f}x",
+            *(f"{found[name]:.2f}x" if name in found else "" for found in ratios.values()),
             *([f"{of_limit[name]:.0%}" if name in of_limit else ""] if of_limit else []),
         )
     console.print(table)

@@ -33,7 +33,7 @@ from benchmarks.compare.sample import SEED, rates_of, step_spec
 from benchmarks.compare.shapes import GrpoShape
 from benchmarks.compare.turns import Measured, Say, take_turns
 from benchmarks.compare.utilisation import datasheet_flops, training_flops
-from mint.engine.machine_limits import WIDE_ROWS, Device, training_seconds
+from mint.engine.machine_limits import Device, training_seconds, widest_rate
 from mint.models.random_base import DType
 
 WARM_UPS = 1
@@ -44,11 +44,14 @@ SMALL_VOCABULARY = 4096
 SETTINGS = {
     "hf": ({"micro_batch": 64}, {"micro_batch": 4}),
     "hf-best": (
-        {"micro_batch": 32, "keep_only_targets": True, "contiguous": True},
-        {"micro_batch": 4, "keep_only_targets": True, "contiguous": True},
+        {"micro_batch": 32, "keep_only_targets": True, "contiguous": True, "lora_in_base_dtype": True},
+        {"micro_batch": 4, "keep_only_targets": True, "contiguous": True, "lora_in_base_dtype": True},
     ),
 }
 """Settings of each peer for a small vocabulary, and for a large one."""
+
+SHARED = {"hf-shared": tuple(settings | {"shared_prompts": True} for settings in SETTINGS["hf-best"])}
+"""The same of the peer that computes each prompt once, as mint does: for groups of several samples."""
 
 GPU_ROWS = 4096
 """Tokens of a peer's micro-batch on a GPU: what it keeps of them for the backward, logits included, fits into 80 GB."""
@@ -67,17 +70,35 @@ def peers_of(shape: GrpoShape, device: Device = "cpu") -> dict[str, Contender]:
     """Peers by name: transformers + PEFT as documented, with full logits; and the fastest that was found. A GPU gets as
     many sequences at once as should fit."""
     large = shape.model.vocabulary > SMALL_VOCABULARY
+    by_name = SETTINGS | (SHARED if shape.group > 1 else {})
     sequences = max(1, GPU_ROWS // (shape.prompt_tokens + shape.max_tokens)) if device == "cuda" else None
     return {
         name: Contender(
             "hf",
             "trl",
             {"settings": settings[large] | ({} if sequences is None else {"micro_batch": sequences})},
-            KEEP_FREED_MEMORY if name == "hf-best" else {},
+            {} if name == "hf" else KEEP_FREED_MEMORY,
             may_fail=True,
         )
-        for name, settings in SETTINGS.items()
+        for name, settings in by_name.items()
     }
+
+
+def workloads(shape: GrpoShape) -> list[GrpoShape]:
+    """The two kinds of training, each with as many sequences: groups of samples that share a prompt, and sequences that
+    have nothing in common, as in supervised fine-tuning."""
+    distinct = replace(shape, prompts=shape.sequences, group=1)
+    return [distinct] if shape.group == 1 else [shape, distinct]
+
+
+def workload_name(shape: GrpoShape) -> str:
+    """Which of `workloads` a shape is."""
+    return "distinct prompts" if shape.group == 1 else "shared prompts"
+
+
+def computed_rows(name: str, shape: GrpoShape) -> int:
+    """Rows that a side runs through the blocks in one step."""
+    return shape.computed_rows if name == "mint" or name in SHARED else shape.trained_tokens
 
 
 def run_train_bench(
@@ -124,13 +145,17 @@ def run_train_bench(
         check_same_training(sides, same_sequences=small == shape)
     seconds = [training_seconds(shape, rates_of(turn), device) for turn in limit.steps]
     limits = limit_row("train", shape.trained_tokens, seconds, limit.steps)
-    rows = [side_row(side, "train") | _checked(side) for side in sides]
+    rows = [
+        side_row(side, "train") | _checked(side) | {"computed_rows": computed_rows(side.name, own)}
+        for side, own in zip(sides, (shape, *[small] * len(peers)), strict=True)
+    ]
     name = limit.ready["device"]
     if device == "cuda":
-        peak = limits["flops_per_second"]["block"][str(WIDE_ROWS[device])]
+        peak = widest_rate(rates_of(limit.steps[-1]), device)
         flops = [training_flops(own) for own in (shape, *[small] * len(peers))]
         rows = [flops_row(row, done, peak, datasheet_flops(name)) for row, done in zip(rows, flops, strict=True)]
-    return [*rows, limits, comparison_row(rows, machine_facts(load_before, name), limits)]
+    comparison = comparison_row(rows, machine_facts(load_before, name), limits)
+    return [row | {"workload": workload_name(shape)} for row in (*rows, limits, comparison)]
 
 
 def train_spec(

@@ -6,7 +6,7 @@ Runs in its own environment and imports nothing of mint. The spec's `settings` m
   the unembedding once for each sequence;
 - `running_logprobs`: take logprobs while sampling, instead of keeping every step's logits to the end;
 - `merged`: the adapter is merged into the base; `lora_in_base_dtype`: the adapter is in float32 as shipped;
-- `shared_prompts`: prefill each prompt once and repeat its cache for the group;
+- `shared_prompts`: compute each prompt once and repeat its cache for the group, in training with gradients;
 - `keep_only_targets`: in training, logits of target positions only;
 - `static_cache`: a cache of fixed size, with which transformers compiles the steps of a GPU;
 - `micro_batch`: sequences per forward and backward.
@@ -165,16 +165,20 @@ class TrainSide(_Side):
         rows = slice(index * len(prompts), (index + 1) * len(prompts))
         tokens = torch.cat([prompts, torch.tensor(self.spec["completions"][rows], device=self.device)], dim=1)
         advantages = torch.tensor(self.spec["advantages"][rows], device=self.device)
-        loss = sum(
-            self.backward(tokens[at : at + self.micro_batch], advantages[at : at + self.micro_batch])
-            for at in range(0, len(tokens), self.micro_batch)
-        )
+        batch = max(self.micro_batch // size, 1) * size if self.shares_prompts else self.micro_batch
+        starts = range(0, len(tokens), batch)
+        loss = sum(self.backward(tokens[at : at + batch], advantages[at : at + batch]) for at in starts)
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.trained])
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return {"loss": float(loss), "gradient_norm": float(norm), "tokens": tokens.numel()}
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a group's prompt is computed once."""
+        return bool(self.settings.get("shared_prompts"))
 
     @property
     def micro_batch(self) -> int:
@@ -184,7 +188,9 @@ class TrainSide(_Side):
     def backward(self, tokens: Tensor, advantages: Tensor) -> Tensor:
         """Adds the gradient of these sequences; their loss, -sum(ratio * advantage) over sampled tokens."""
         new = self.spec["max_tokens"]
-        if self.settings.get("keep_only_targets"):
+        if self.shares_prompts:
+            logits = self.shared_logits(tokens)
+        elif self.settings.get("keep_only_targets"):
             logits = self.model(tokens, logits_to_keep=new + 1, use_cache=False).logits[:, :-1]
         else:
             logits = self.model(tokens, use_cache=False).logits[:, -new - 1 : -1]
@@ -194,6 +200,16 @@ class TrainSide(_Side):
         loss = -(ratio.view(targets.shape) * advantages[:, None]).sum()
         loss.backward()
         return loss.detach()
+
+    def shared_logits(self, tokens: Tensor) -> Tensor:
+        """Logits of the sampled tokens of whole groups [sequences, new, vocabulary]. The cache of a prompt is repeated
+        for its group, so its gradients add up."""
+        size, new = self.spec["group_size"], self.spec["max_tokens"]
+        prompted = self.model(tokens[::size, :-new], logits_to_keep=1, use_cache=True)
+        cache = prompted.past_key_values
+        cache.batch_repeat_interleave(size)
+        sampled = self.model(tokens[:, -new:-1], past_key_values=cache, use_cache=True)
+        return torch.cat([prompted.logits.repeat_interleave(size, 0), sampled.logits], dim=1)
 
 
 @torch.no_grad()

@@ -5,11 +5,13 @@ Run as `python -m benchmarks.peers.limits SPEC.json`. `mint.engine.machine_limit
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 
 from benchmarks.peers.answering import answer_turns, open_answers, read_spec
+from mint.config import read_settings
 from mint.engine.machine_rates import MachineRates, device_name
 from mint.models.random_base import ModelShape
 
@@ -21,7 +23,15 @@ class Limits:
         torch.set_num_threads(spec["threads"])
         self.spec, self.device = spec, spec.get("device", "cpu")
         model = ModelShape(**spec["model"])
-        self.rates = MachineRates(model, rows=spec["rows"], dtype=spec["dtype"], device=self.device)
+        clock = time.process_time if spec["threads"] == 1 and self.device == "cpu" else time.perf_counter
+        self.rates = MachineRates(
+            model,
+            rows=spec["rows"],
+            dtype=spec["dtype"],
+            device=self.device,
+            kernels_dir=read_settings().native_folder,
+            clock=clock,
+        )
 
     def ready(self) -> dict[str, Any]:
         return {

@@ -12,8 +12,9 @@ from fake_sides import silent
 
 from benchmarks.compare.base_models import adapter_files, base_model_folder
 from benchmarks.compare.contenders import BENCH_BASE, ENVIRONMENTS, make_worker, mint_worker
+from benchmarks.compare.report import comparison_row, side_row
 from benchmarks.compare.shapes import GrpoShape
-from benchmarks.compare.train import check_same_training, peers_of, train_spec
+from benchmarks.compare.train import check_same_training, computed_rows, peers_of, train_spec, workloads
 from benchmarks.compare.turns import Measured, take_turns
 from mint.errors import RequestFailedError
 from mint.models.random_base import SHAPES
@@ -62,6 +63,26 @@ def test_advantages_cancel_out_within_each_group_and_are_divided_by_the_tokens(t
     assert len(spec["prompts"]) == 6
 
 
+def test_training_is_measured_with_shared_prompts_and_without_any(tmp_path: Path) -> None:
+    shared, distinct = workloads(GrpoShape(prompts=3, group=4, prompt_tokens=10, max_tokens=5))
+    assert (shared.trained_tokens, distinct.trained_tokens) == (180, 180)
+    assert len(train_spec(distinct, base_model=tmp_path, steps=1, threads=1, dtype="float32")["prompts"]) == 12
+    assert workloads(distinct) == [distinct]
+    assert computed_rows("mint", shared) == computed_rows("hf-shared", shared) == 3 * 10 + 12 * 4
+    assert computed_rows("hf-best", shared) == computed_rows("hf-best", distinct) == 12 * 15
+    assert computed_rows("mint", distinct) == 12 * 14
+    assert "hf-shared" in peers_of(shared)
+    assert "hf-shared" not in peers_of(distinct)
+
+
+def test_time_is_also_compared_for_each_computed_row() -> None:
+    rows = [side_row(side("mint"), "train") | {"computed_rows": 100}]
+    rows += [side_row(side("peer"), "train") | {"computed_rows": 250}]
+    comparison = comparison_row(rows, {})
+    assert comparison["cpu_ratios"] == {"peer": 1}
+    assert comparison["row_ratios"] == {"peer": pytest.approx(0.4)}
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_has_peers_with_an_environment(name: str) -> None:
     for peer in peers_of(GrpoShape(model=SHAPES[name])).values():
@@ -85,5 +106,5 @@ def test_transformers_and_mint_take_the_same_training_step(tmp_path: Path) -> No
         workers.append(make_worker(name, peer, spec, tmp_path, {"trl": Path(sys.executable)}))
     workers.append(mint_worker(spec, tmp_path, "engine"))
     sides = take_turns(workers, warm_ups=1, repeats=2, say=silent)
-    assert [each.failure for each in sides] == [""] * 4
+    assert [each.failure for each in sides] == [""] * 5
     check_same_training(sides, same_sequences=True)

@@ -130,7 +130,8 @@ def measure_throughput(
         engine = torch_engine(settings)
         service = mint.ServiceClient(open_embedded=lambda: open_embedded(data_dir=Path(data_dir), engine=engine))
         with service:
-            return _measure(service, model, str(folder), step, repeats=repeats, load=load, say=say)
+            kernels_dir = settings.native_folder
+            return _measure(service, model, str(folder), step, kernels_dir, repeats=repeats, load=load, say=say)
 
 
 def _measure(
@@ -138,6 +139,7 @@ def _measure(
     model: str,
     base_model: str,
     step: StepShape,
+    kernels_dir: Path | None,
     *,
     repeats: int,
     load: float,
@@ -151,7 +153,8 @@ def _measure(
     effective = client.get_info().effective
     dtype: DType = effective["dtype"]
     device: Device = "cuda" if effective["device"].startswith("cuda") else "cpu"
-    machine = MachineRates(step.model, rows=measured_rows(step, device), dtype=dtype, device=device)
+    rows = measured_rows(step, device)
+    machine = MachineRates(step.model, rows=rows, dtype=dtype, device=device, kernels_dir=kernels_dir)
     work = _Work(client, step)
     sampling_s = []
     training_s = []
