@@ -28,8 +28,9 @@ def test_the_public_names_of_mint_are_exactly_these() -> None:
             "CheckpointType", "ConflictError", "Datum", "DmelChunk", "EncodedTextChunk", "ForwardBackwardOutput",
             "ImageAssetPointerChunk", "ImageChunk", "InternalServerError", "LoraConfig", "MintError", "ModelID",
             "ModelInput", "ModelInputChunk", "NotFoundError", "OptimParams", "OptimStepRequest", "OptimStepResponse",
-            "ParsedCheckpointTinkerPath", "PermissionDeniedError", "RateLimitError", "RequestFailedError",
-            "RestClient", "SampleRequest", "SampleResponse", "SampledSequence", "SamplingClient", "SamplingParams",
+            "ParsedCheckpointTinkerPath", "PermissionDeniedError", "PromptProvenanceSpan", "ProvenanceSpans",
+            "RateLimitError", "RequestFailedError", "RestClient", "SampleRequest", "SampleResponse",
+            "SampledProvenanceSpan", "SampledSequence", "SamplingClient", "SamplingParams",
             "ServiceClient", "StopReason", "TensorData", "TensorDtype", "TinkerError", "TrainingClient",
             "TrainingRun", "UnprocessableEntityError", "__version__", "errors", "types",
         ]

@@ -42,6 +42,9 @@ from mint.types import ModelInput as ModelInput
 from mint.types import ModelInputChunk as ModelInputChunk
 from mint.types import OptimParams as OptimParams
 from mint.types import OptimStepResponse as OptimStepResponse
+from mint.types import PromptProvenanceSpan as PromptProvenanceSpan
+from mint.types import ProvenanceSpans as ProvenanceSpans
+from mint.types import SampledProvenanceSpan as SampledProvenanceSpan
 from mint.types import SampledSequence as SampledSequence
 from mint.types import SampleResponse as SampleResponse
 from mint.types import SamplingParams as SamplingParams

@@ -91,7 +91,8 @@ class SamplingClient(ClientFuture):
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )
-        return APIFuture(self._session.run(self._sample(self._session.server.encode(request)), may_cancel=True))
+        outgoing = self._session.server.encode(request)
+        return APIFuture(self._session.run(self._sample_named(outgoing, request.seq_id), may_cancel=True))
 
     sample_async = awaited(sample)
 
@@ -187,6 +188,13 @@ class SamplingClient(ClientFuture):
     async def _sample(self, outgoing: EncodedRequest) -> SampleResponse:
         await wait_async(self._made, None)
         return await self._session.server.submit("asample", outgoing, SampleResponse)
+
+    async def _sample_named(self, outgoing: EncodedRequest, number: int) -> SampleResponse:
+        """The samples, each with the id under which a datum's provenance names it."""
+        response = await self._sample(outgoing)
+        for index, sequence in enumerate(response.sequences):
+            sequence.sequence_id = f"{self.sampling_session_id}:{number}-{index}"
+        return response
 
     async def _prompt_logprobs(self, outgoing: EncodedRequest) -> list[float | None]:
         return (await self._sample(outgoing)).prompt_logprobs or []

@@ -18,6 +18,9 @@ from mint.types.model_input import EncodedTextChunk as EncodedTextChunk
 from mint.types.model_input import ImageAssetPointerChunk as ImageAssetPointerChunk
 from mint.types.model_input import ImageChunk as ImageChunk
 from mint.types.model_input import ModelInput as ModelInput
+from mint.types.provenance import PromptProvenanceSpan as PromptProvenanceSpan
+from mint.types.provenance import ProvenanceSpans as ProvenanceSpans
+from mint.types.provenance import SampledProvenanceSpan as SampledProvenanceSpan
 from mint.types.sampling import CreateSamplingSessionResponse as CreateSamplingSessionResponse
 from mint.types.sampling import PromptAltTokens as PromptAltTokens
 from mint.types.sampling import SampledSequence as SampledSequence

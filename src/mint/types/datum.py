@@ -6,10 +6,11 @@ Letters: N tokens of one datum · K alternatives per position.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from mint.errors import InvalidRequestError
 from mint.types.model_input import ModelInput
+from mint.types.provenance import ProvenanceSpan, ProvenanceSpans, check_cover
 from mint.types.tensors import DType, TensorData
 from mint.types.value_classes import ArrayValue, StrictValue
 
@@ -25,6 +26,8 @@ class DatumJson(StrictValue):
 
     model_input: ModelInput
     loss_fn_inputs: dict[str, TensorData]
+    model_input_spans: list[ProvenanceSpan] | None = None
+    loss_fn_input_spans: list[ProvenanceSpan] | None = None
 
 
 class Datum(ArrayValue):
@@ -36,14 +39,25 @@ class Datum(ArrayValue):
     weighted targets per position (top-K distillation), dense or sparse.
     """
 
-    __slots__ = ("loss_fn_inputs", "model_input")
+    __slots__ = ("loss_fn_input_spans", "loss_fn_inputs", "model_input", "model_input_spans")
     json_form = DatumJson
 
     model_input: ModelInput
     loss_fn_inputs: dict[str, TensorData]
+    model_input_spans: ProvenanceSpans | None
+    """Which sampled sequences the tokens of `model_input` come from; set by `with_provenance`."""
+    loss_fn_input_spans: ProvenanceSpans | None
+    """The same of `target_tokens`."""
 
-    def __init__(self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any]) -> None:
-        """Raises `InvalidRequestError` for an input that is not a tensor of numbers of its type."""
+    def __init__(
+        self,
+        model_input: ModelInput,
+        loss_fn_inputs: Mapping[str, Any],
+        model_input_spans: ProvenanceSpans | None = None,
+        loss_fn_input_spans: ProvenanceSpans | None = None,
+    ) -> None:
+        """Raises `InvalidRequestError` for an input that is not a tensor of numbers of its type, and for spans that do
+        not cover the tokens that they are about."""
         if not isinstance(model_input, ModelInput):
             raise InvalidRequestError(
                 "is not a ModelInput",
@@ -73,8 +87,33 @@ class Datum(ArrayValue):
                 remedy="Give one of them",
             )
 
+        self.model_input_spans = model_input_spans
+        self.loss_fn_input_spans = loss_fn_input_spans
+        self._check_spans()
+
+    def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Self:
+        """The same datum with the origin of its tokens: spans over `model_input`, and spans over `target_tokens`.
+
+        Raises:
+            InvalidRequestError: spans do not cover the tokens exactly.
+        """
+        return type(self)(self.model_input, self.loss_fn_inputs, list(model_input), list(loss_fn_inputs))
+
+    def _check_spans(self) -> None:
+        of_input, of_targets = self.model_input_spans, self.loss_fn_input_spans
+        if of_input is None and of_targets is None:
+            return
+        if of_input is None or of_targets is None:
+            missing = "model_input_spans" if of_input is None else "loss_fn_input_spans"
+            remedy = "Give the spans of the input and of the targets, or neither; with_provenance sets both"
+            raise InvalidRequestError("is missing", field=f"Datum.{missing}", value="(missing)", remedy=remedy)
+        check_cover(of_input, self.model_input.length, "Datum.model_input_spans")
+        targets = self.loss_fn_inputs.get("target_tokens")
+        if targets is not None:
+            check_cover(of_targets, len(targets), "Datum.loss_fn_input_spans")
+
     def _content(self) -> tuple[Any, ...]:
-        return self.model_input, self.loss_fn_inputs
+        return self.model_input, self.loss_fn_inputs, self.model_input_spans, self.loss_fn_input_spans
 
 
 def _as_tensor(key: str, value: Any, dtype: DType) -> TensorData:

@@ -102,12 +102,13 @@ class SampledSequenceJson(Result):
     logprobs: list[float]
     stop_reason: StopReason
     topk_logprobs: list[_Row] | None = None
+    sequence_id: str | None = None
 
 
 class SampledSequence(ArrayValue):
     """Token ids, and for each its logprob, as `SamplingParams.logprobs_mode` says. Same length, always present."""
 
-    __slots__ = ("_lists", "logprobs_np", "stop_reason", "tokens_np", "topk_logprobs_np")
+    __slots__ = ("_lists", "logprobs_np", "sequence_id", "stop_reason", "tokens_np", "topk_logprobs_np")
     json_form = SampledSequenceJson
 
     tokens_np: np.ndarray
@@ -117,6 +118,8 @@ class SampledSequence(ArrayValue):
     stop_reason: StopReason
     topk_logprobs_np: TopkLogprobs | None
     """`topk_logprobs` as matrices [T, K]."""
+    sequence_id: str | None
+    """Names the sequence in the provenance of a datum; the client of a sampler sets it."""
 
     def __init__(
         self,
@@ -124,11 +127,13 @@ class SampledSequence(ArrayValue):
         logprobs: Sequence[float] | np.ndarray,
         stop_reason: StopReason,
         topk_logprobs: TopkLogprobs | Sequence[Sequence[tuple[int, float]]] | None = None,
+        sequence_id: str | None = None,
     ) -> None:
         self.tokens_np = flat_array(tokens, _INT32, "SampledSequence.tokens")
         self.logprobs_np = flat_array(logprobs, _FLOAT32, "SampledSequence.logprobs")
         self.stop_reason = stop_reason
         self.topk_logprobs_np = None if topk_logprobs is None else _matrices(topk_logprobs)
+        self.sequence_id = sequence_id
         self._lists: tuple[list[int], list[float]] | None = None
 
     @property

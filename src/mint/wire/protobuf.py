@@ -9,7 +9,7 @@ Letters in the comments: D datums · K alternatives per position.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, NoReturn
@@ -25,6 +25,9 @@ from mint.types import (
     ForwardBackwardOutput,
     ModelInput,
     PromptAltTokens,
+    PromptProvenanceSpan,
+    ProvenanceSpans,
+    SampledProvenanceSpan,
     SampledSequence,
     SampleResponse,
     StopReason,
@@ -102,6 +105,8 @@ def write_request(request: ForwardBackwardRequest) -> bytes:
         inputs = written.loss_fn_inputs
         for key, tensor in datum.loss_fn_inputs.items():
             _write_tensor(inputs[key], tensor, f"data[{index}].loss_fn_inputs.{key}")
+        _write_spans(written.model_input_spans, datum.model_input_spans or ())
+        _write_spans(written.loss_fn_input_spans, datum.loss_fn_input_spans or ())
         parts.append(_serialise(part))
     return b"".join([*parts, _serialise(tail)])
 
@@ -118,7 +123,31 @@ def _read_datum(datum: pb.Datum, where: str) -> Datum:
     inputs = {}
     for key in tensors:
         inputs[key] = _read_tensor(tensors[key], f"{where}.loss_fn_inputs.{key}")
-    return Datum(ModelInput(chunks), inputs)
+    spans = datum.model_input_spans, datum.loss_fn_input_spans
+    if not any(spans):
+        return Datum(ModelInput(chunks), inputs)
+    try:
+        return Datum(ModelInput(chunks), inputs, *(_read_spans(part) for part in spans))
+    except InvalidRequestError as error:
+        error.field = f"{where}.{(error.field or '').removeprefix('Datum.')}"
+        raise
+
+
+def _read_spans(spans: Iterable[pb.ProvenanceSpan]) -> ProvenanceSpans:
+    read = []
+    for span in spans:
+        of_prompt = span.WhichOneof("span") == "prompt_tokens"
+        part = span.prompt_tokens if of_prompt else span.sampled_tokens
+        kind = PromptProvenanceSpan if of_prompt else SampledProvenanceSpan
+        read.append(kind(sequence_id=part.sequence_id, offset=part.offset, length=part.length))
+    return read
+
+
+def _write_spans(written: Any, spans: ProvenanceSpans) -> None:
+    for span in spans:
+        message = written.add()
+        part = message.prompt_tokens if isinstance(span, PromptProvenanceSpan) else message.sampled_tokens
+        part.sequence_id, part.offset, part.length = span.sequence_id, span.offset, span.length
 
 
 # --- forward_backward results ------------------------------------------------------------------------------------

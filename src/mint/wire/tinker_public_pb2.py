@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmint/wire/tinker_public.proto\x12\x0cmint.wire.v1\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\x85\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12-\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x17.mint.wire.v1.SparseCsrH\x00\x12\"\n\x05\x64type\x18\x03 \x01(\x0e\x32\x13.mint.wire.v1.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\x08\n\x06layout\"\"\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"0\n\x0fImageDimensions\x12\r\n\x05width\x18\x01 \x01(\x05\x12\x0e\n\x06height\x18\x02 \x01(\x05\"\xb5\x01\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x1c\n\x0f\x65xpected_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12?\n\x13override_dimensions\x18\x04 \x01(\x0b\x32\x1d.mint.wire.v1.ImageDimensionsH\x01\x88\x01\x01\x42\x12\n\x10_expected_tokensB\x16\n\x14_override_dimensions\"\x19\n\tDmelChunk\x12\x0c\n\x04\x64mel\x18\x01 \x01(\x0c\"\x9c\x01\n\x05\x43hunk\x12\x36\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1e.mint.wire.v1.EncodedTextChunkH\x00\x12)\n\x05image\x18\x02 \x01(\x0b\x32\x18.mint.wire.v1.ImageChunkH\x00\x12\'\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x17.mint.wire.v1.DmelChunkH\x00\x42\x07\n\x05\x63hunk\"\xbb\x01\n\x05\x44\x61tum\x12(\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x13.mint.wire.v1.Chunk\x12=\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32%.mint.wire.v1.Datum.LossFnInputsEntry\x1aI\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.mint.wire.v1.Tensor:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xb4\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12!\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x13.mint.wire.v1.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12N\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32\x36.mint.wire.v1.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12S\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32\x38.mint.wire.v1.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aT\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x05value\x18\x02 \x01(\x0b\x32\x1d.mint.wire.v1.LossConfigValue:\x02\x38\x01\"j\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\"\n\x05\x64type\x18\x03 \x01(\x0e\x32\x13.mint.wire.v1.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\xb6\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12\x35\n\x06\x66ields\x18\x02 \x03(\x0b\x32%.mint.wire.v1.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aJ\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.mint.wire.v1.BatchedTensor:\x02\x38\x01\"\xee\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x32\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x19.mint.wire.v1.ArrayRecord\x12\x41\n\x07metrics\x18\x03 \x03(\x0b\x32\x30.mint.wire.v1.ForwardBackwardOutput.MetricsEntry\x12\x11\n\x08warnings\x18\xe8\x07 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r\"\xce\x01\n\x0fSampledSequence\x12-\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x18.mint.wire.v1.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12>\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x1a.mint.wire.v1.TopkLogprobsH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs\"_\n\x0fPromptAltTokens\x12$\n\x06tokens\x18\x01 \x01(\x0b\x32\x14.mint.wire.v1.Tensor\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.mint.wire.v1.Tensor\"\x98\x03\n\x0eSampleResponse\x12\x30\n\tsequences\x18\x01 \x03(\x0b\x32\x1d.mint.wire.v1.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12=\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1a.mint.wire.v1.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12\x39\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x14.mint.wire.v1.TensorH\x02\x88\x01\x01\x12=\n\x11prompt_alt_tokens\x18\x06 \x01(\x0b\x32\x1d.mint.wire.v1.PromptAltTokensH\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobsB\x19\n\x17_target_prompt_logprobsB\x14\n\x12_prompt_alt_tokens*g\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmint/wire/tinker_public.proto\x12\x0cmint.wire.v1\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\x85\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12-\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x17.mint.wire.v1.SparseCsrH\x00\x12\"\n\x05\x64type\x18\x03 \x01(\x0e\x32\x13.mint.wire.v1.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\x08\n\x06layout\"\"\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"0\n\x0fImageDimensions\x12\r\n\x05width\x18\x01 \x01(\x05\x12\x0e\n\x06height\x18\x02 \x01(\x05\"\xb5\x01\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x1c\n\x0f\x65xpected_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12?\n\x13override_dimensions\x18\x04 \x01(\x0b\x32\x1d.mint.wire.v1.ImageDimensionsH\x01\x88\x01\x01\x42\x12\n\x10_expected_tokensB\x16\n\x14_override_dimensions\"\x19\n\tDmelChunk\x12\x0c\n\x04\x64mel\x18\x01 \x01(\x0c\"\x9c\x01\n\x05\x43hunk\x12\x36\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1e.mint.wire.v1.EncodedTextChunkH\x00\x12)\n\x05image\x18\x02 \x01(\x0b\x32\x18.mint.wire.v1.ImageChunkH\x00\x12\'\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x17.mint.wire.v1.DmelChunkH\x00\x42\x07\n\x05\x63hunk\"K\n\x14PromptProvenanceSpan\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0e\n\x06length\x18\x03 \x01(\x03\"L\n\x15SampledProvenanceSpan\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0e\n\x06length\x18\x03 \x01(\x03\"\x94\x01\n\x0eProvenanceSpan\x12;\n\rprompt_tokens\x18\x01 \x01(\x0b\x32\".mint.wire.v1.PromptProvenanceSpanH\x00\x12=\n\x0esampled_tokens\x18\x02 \x01(\x0b\x32#.mint.wire.v1.SampledProvenanceSpanH\x00\x42\x06\n\x04span\"\xaf\x02\n\x05\x44\x61tum\x12(\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x13.mint.wire.v1.Chunk\x12=\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32%.mint.wire.v1.Datum.LossFnInputsEntry\x12\x37\n\x11model_input_spans\x18\x03 \x03(\x0b\x32\x1c.mint.wire.v1.ProvenanceSpan\x12\x39\n\x13loss_fn_input_spans\x18\x04 \x03(\x0b\x32\x1c.mint.wire.v1.ProvenanceSpan\x1aI\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.mint.wire.v1.Tensor:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xb4\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12!\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x13.mint.wire.v1.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12N\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32\x36.mint.wire.v1.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12S\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32\x38.mint.wire.v1.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aT\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12,\n\x05value\x18\x02 \x01(\x0b\x32\x1d.mint.wire.v1.LossConfigValue:\x02\x38\x01\"j\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\"\n\x05\x64type\x18\x03 \x01(\x0e\x32\x13.mint.wire.v1.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\xb6\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12\x35\n\x06\x66ields\x18\x02 \x03(\x0b\x32%.mint.wire.v1.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aJ\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.mint.wire.v1.BatchedTensor:\x02\x38\x01\"\xee\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x32\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x19.mint.wire.v1.ArrayRecord\x12\x41\n\x07metrics\x18\x03 \x03(\x0b\x32\x30.mint.wire.v1.ForwardBackwardOutput.MetricsEntry\x12\x11\n\x08warnings\x18\xe8\x07 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r\"\xce\x01\n\x0fSampledSequence\x12-\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x18.mint.wire.v1.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12>\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x1a.mint.wire.v1.TopkLogprobsH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs\"_\n\x0fPromptAltTokens\x12$\n\x06tokens\x18\x01 \x01(\x0b\x32\x14.mint.wire.v1.Tensor\x12&\n\x08logprobs\x18\x02 \x01(\x0b\x32\x14.mint.wire.v1.Tensor\"\x98\x03\n\x0eSampleResponse\x12\x30\n\tsequences\x18\x01 \x03(\x0b\x32\x1d.mint.wire.v1.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12=\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1a.mint.wire.v1.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12\x39\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x14.mint.wire.v1.TensorH\x02\x88\x01\x01\x12=\n\x11prompt_alt_tokens\x18\x06 \x01(\x0b\x32\x1d.mint.wire.v1.PromptAltTokensH\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobsB\x19\n\x17_target_prompt_logprobsB\x14\n\x12_prompt_alt_tokens*g\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_options = b'8\001'
   _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._loaded_options = None
   _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=2733
-  _globals['_DTYPE']._serialized_end=2836
-  _globals['_STOPREASON']._serialized_start=2838
-  _globals['_STOPREASON']._serialized_end=2896
+  _globals['_DTYPE']._serialized_start=3155
+  _globals['_DTYPE']._serialized_end=3258
+  _globals['_STOPREASON']._serialized_start=3260
+  _globals['_STOPREASON']._serialized_end=3318
   _globals['_SPARSECSR']._serialized_start=47
   _globals['_SPARSECSR']._serialized_end=117
   _globals['_TENSOR']._serialized_start=120
@@ -59,34 +59,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DMELCHUNK']._serialized_end=550
   _globals['_CHUNK']._serialized_start=553
   _globals['_CHUNK']._serialized_end=709
-  _globals['_DATUM']._serialized_start=712
-  _globals['_DATUM']._serialized_end=899
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=826
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=899
-  _globals['_LOSSCONFIGVALUE']._serialized_start=901
-  _globals['_LOSSCONFIGVALUE']._serialized_end=961
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=964
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=1400
-  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_start=1263
-  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_end=1314
-  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_start=1316
-  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_end=1400
-  _globals['_BATCHEDTENSOR']._serialized_start=1402
-  _globals['_BATCHEDTENSOR']._serialized_end=1508
-  _globals['_ARRAYRECORD']._serialized_start=1511
-  _globals['_ARRAYRECORD']._serialized_end=1693
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1619
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1693
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1696
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1934
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1888
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1934
-  _globals['_TOPKLOGPROBS']._serialized_start=1936
-  _globals['_TOPKLOGPROBS']._serialized_end=2014
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=2017
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=2223
-  _globals['_PROMPTALTTOKENS']._serialized_start=2225
-  _globals['_PROMPTALTTOKENS']._serialized_end=2320
-  _globals['_SAMPLERESPONSE']._serialized_start=2323
-  _globals['_SAMPLERESPONSE']._serialized_end=2731
+  _globals['_PROMPTPROVENANCESPAN']._serialized_start=711
+  _globals['_PROMPTPROVENANCESPAN']._serialized_end=786
+  _globals['_SAMPLEDPROVENANCESPAN']._serialized_start=788
+  _globals['_SAMPLEDPROVENANCESPAN']._serialized_end=864
+  _globals['_PROVENANCESPAN']._serialized_start=867
+  _globals['_PROVENANCESPAN']._serialized_end=1015
+  _globals['_DATUM']._serialized_start=1018
+  _globals['_DATUM']._serialized_end=1321
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=1248
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=1321
+  _globals['_LOSSCONFIGVALUE']._serialized_start=1323
+  _globals['_LOSSCONFIGVALUE']._serialized_end=1383
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=1386
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=1822
+  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_start=1685
+  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_end=1736
+  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_start=1738
+  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_end=1822
+  _globals['_BATCHEDTENSOR']._serialized_start=1824
+  _globals['_BATCHEDTENSOR']._serialized_end=1930
+  _globals['_ARRAYRECORD']._serialized_start=1933
+  _globals['_ARRAYRECORD']._serialized_end=2115
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=2041
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=2115
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=2118
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=2356
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=2310
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=2356
+  _globals['_TOPKLOGPROBS']._serialized_start=2358
+  _globals['_TOPKLOGPROBS']._serialized_end=2436
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=2439
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=2645
+  _globals['_PROMPTALTTOKENS']._serialized_start=2647
+  _globals['_PROMPTALTTOKENS']._serialized_end=2742
+  _globals['_SAMPLERESPONSE']._serialized_start=2745
+  _globals['_SAMPLERESPONSE']._serialized_end=3153
 # @@protoc_insertion_point(module_scope)
