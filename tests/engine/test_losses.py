@@ -157,6 +157,58 @@ def test_gspo_defaults_are_those_of_its_paper() -> None:
     assert (config["clip_low_threshold"], config["clip_high_threshold"]) == (1 - 3e-4, 1 + 4e-4)
 
 
+def _stable_reinforce_by_autograd(
+    example: TrainDatum, logprobs: np.ndarray, kl_coeff: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """REINFORCE whose negative examples are weighed by the trajectory's ratio, cut at 1, by torch in plain loops."""
+    p = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    ratio = 1.0
+    for own, old, weight in zip(logprobs, example.inputs["logprobs"], example.weights, strict=True):
+        ratio *= float(np.exp(own - old)) if weight != 0 else 1.0
+    terms = []
+    for index, advantage in enumerate(example.inputs["advantages"]):
+        taper = 1.0 if advantage >= 0 else min(ratio, 1.0)
+        distance = p[index] - float(example.inputs["logprobs"][index])
+        term = -taper * float(advantage) * p[index] + kl_coeff * distance**2 / 2
+        terms.append(float(example.weights[index]) * term)
+    loss = torch.stack(terms)
+    loss.sum().backward()
+    return loss.detach().numpy(), p.grad.numpy()
+
+
+@pytest.mark.parametrize("kl_coeff", [0.0, 0.1])
+def test_stable_reinforce_equals_autograd_through_one_tapered_weight_per_datum(kl_coeff: float) -> None:
+    spec = resolve_loss("stable_reinforce", {"kl_coeff": kl_coeff})
+    rng = np.random.default_rng(9)
+    tapered = 0
+    for _ in range(100):
+        size = int(rng.integers(1, 30))
+        q, a = rng.normal(-2, 1, size), rng.normal(0, 1) * np.ones(size)
+        p, w = q + rng.normal(0, 0.1, size), rng.choice([0.0, 0.5, 1.0], size)
+        example = _example(p, q, a, w)
+        loss, slope = loss_and_slope(spec, example, p)
+        expected, gradient = _stable_reinforce_by_autograd(example, p, kl_coeff)
+        np.testing.assert_allclose(loss, expected, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(slope, gradient, rtol=1e-10, atol=1e-12)
+        tapered += bool(a[0] < 0 and (p - q)[w != 0].sum() < 0)
+    assert 10 < tapered < 90  # both sides of the cut were seen
+
+
+def test_stable_reinforce_is_reinforce_on_data_of_its_own_weights() -> None:
+    rng = np.random.default_rng(10)
+    p, a = rng.normal(-2, 0.5, 50), rng.normal(0, 2, 50)
+    _, slope = loss_and_slope(resolve_loss("stable_reinforce"), _example(p, p, a, np.ones(50)), p)
+    np.testing.assert_array_equal(slope, -a)
+
+
+def test_stable_reinforce_stops_pushing_down_what_the_policy_has_left_and_keeps_pushing_up() -> None:
+    q, ones = np.full(4, -1.0), np.ones(4)
+    p = q - 20
+    for advantage, force in ((-1.0, 0.0), (1.0, -1.0)):
+        _, slope = loss_and_slope(resolve_loss("stable_reinforce"), _example(p, q, advantage * ones, ones), p)
+        np.testing.assert_allclose(slope, force * ones, atol=1e-30)
+
+
 def test_truncated_importance_sampling_bounds_the_weight_but_keeps_the_gradient() -> None:
     p, q = np.log([4.0, 1.0, 0.25]), np.zeros(3)
     example = _example(p, q, np.array([1.0, -1.0, 2.0]), np.ones(3))
@@ -196,7 +248,8 @@ def test_every_list_of_losses_names_the_same_losses() -> None:
         "LossName in types/loss_settings.py": set(get_args(LossName)),
         "LOSS_SETTINGS in types/loss_settings.py": set(LOSS_SETTINGS),
         "the table of losses in docs/sdk.md": set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) - {"loss_fn"},
-        "REFERENCE in tests/engine/test_losses.py": REFERENCE.keys() | {"gspo"},  # gspo has a test of its own
+        "REFERENCE in tests/engine/test_losses.py": REFERENCE.keys()
+        | {"gspo", "stable_reinforce"},  # these have tests of their own
         "the row loss_fn in docs/rl.md": set(re.findall(r'`"?(\w+)"?`', setting)) - {"loss_fn"},
     }
     differences = {place: sorted(names ^ LOSSES.keys()) for place, names in lists.items() if names != LOSSES.keys()}
@@ -258,6 +311,7 @@ def test_defaults_are_filled_in() -> None:
         ("ppo", {"tis_cap": 2.0}, ["tis_cap", "ppo"]),
         ("gspo", {"clip_low_threshold": 1.2}, ["clip_low_threshold", "1.2", "0.9997"]),
         ("dro", {"beta": float("nan")}, ["beta", "nan"]),
+        ("stable_reinforce", {"beta": 0.1}, ["beta", "stable_reinforce", "kl_coeff"]),
         ("ppo", {"clip_high_threshold": -1.0}, ["clip_high_threshold", "-1"]),
         ("ppo", {"clip_low_threshold": 1.3}, ["clip_low_threshold", "1.3", "1.2"]),
     ],

@@ -149,7 +149,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt_logprobs_last_n": 1, "prompt_logprobs": True, "prompt": [5]},
         "from 1 to 0",
     ),
-    "record_stability_info": ({"record_stability_info": True}, "not offered"),
     "target_prompt_logprobs floats": (
         {"target_prompt_logprobs": TensorData(data=[1.0] * 4, dtype="float32", shape=[4, 1])},
         "int64",

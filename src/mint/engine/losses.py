@@ -3,7 +3,8 @@
 Per token: p = logprob under the trained policy, q = logprob under the sampler, r = exp(p - q), A = advantage, w =
 weight. `gspo` has one ratio per datum instead, s = exp(mean of p - q over its trained tokens). With a
 `sequence_ratio_mask`, the mean is over the trained tokens that it selects (s = 1 if none), and each token has the
-gradient of s·exp(p - stop_gradient(p)): that of its own p alone (gspo-token). Every loss is multiplied by w. Where w
+gradient of s·exp(p - stop_gradient(p)): that of its own p alone (gspo-token). `stable_reinforce` weighs a datum by
+exp(sum of p - q over its trained tokens). Every loss is multiplied by w. Where w
 is 0 nothing else is read: masked positions may hold anything. Losses are summed over tokens.
 Knows nothing of models or torch; names and defaults are in `protocol.LOSSES`.
 """
@@ -29,6 +30,7 @@ class TokenInputs:
     low: np.ndarray | float
     high: np.ndarray | float
     beta: float
+    kl_coeff: float
     of_sequence: bool
     in_ratio: np.ndarray
     """The tokens whose mean is the ratio of a sequence."""
@@ -86,6 +88,19 @@ def _dro(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
     return loss, -(t.advantages - t.beta * t.log_ratio)
 
 
+def _stable_reinforce(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
+    """-c·A·p + κ/2·(p - q)²: REINFORCE, with c = 1 where A >= 0 and c = stop_gradient(min(R, 1)) where A < 0.
+
+    R = exp(sum of p - q over the datum's trained tokens) is the ratio of the whole trajectory: tapered off-policy
+    REINFORCE (arXiv 2503.14286). Pushing a trajectory down loses its force as the policy leaves it, so data of older
+    weights cannot drive p to minus infinity. κ = `kl_coeff` weighs an estimate of KL(policy || sampler), as in `dro`.
+    """
+    trajectory_ratio = np.exp(min(float(t.log_ratio.sum()), 0.0))
+    taper = np.where(t.advantages < 0, trajectory_ratio, 1.0)
+    slope = -taper * t.advantages
+    return slope * t.logprobs + 0.5 * t.kl_coeff * t.log_ratio**2, slope + t.kl_coeff * t.log_ratio
+
+
 @dataclass(frozen=True)
 class Formula:
     """The mathematics of a loss.
@@ -106,6 +121,7 @@ FORMULAS: Mapping[str, Formula] = {
     "cispo": Formula(_cispo),
     "dro": Formula(_dro),
     "gspo": Formula(_ppo, of_sequence=True, one_sided=True),
+    "stable_reinforce": Formula(_stable_reinforce),
 }
 """Every loss of `protocol.LOSSES`."""
 
@@ -225,6 +241,7 @@ def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np
         low=spec.config.get("clip_low_threshold", 0.0) if low is None else _cut(low, trained),
         high=spec.config.get("clip_high_threshold", cap) if high is None else _cut(high, trained),
         beta=spec.config.get("beta", 0.0),
+        kl_coeff=spec.config.get("kl_coeff", 0.0),
         of_sequence=FORMULAS[spec.name].of_sequence,
         in_ratio=np.ones(own.shape, bool) if mask is None else mask[trained] != 0,
     )

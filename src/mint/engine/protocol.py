@@ -367,11 +367,13 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class LossRule:
-    """What a loss reads per token (required, optional), and whether a position may have several targets."""
+    """What a loss reads per token (required, optional), whether a position may have several targets, and whether it
+    trains sampled tokens alone, where a datum says which those are."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     many_targets: bool = False
+    sampled_only: bool = False
 
 
 _POLICY = ("logprobs", "advantages")
@@ -384,6 +386,7 @@ LOSSES: Mapping[str, LossRule] = {
     "cispo": LossRule(required=_POLICY, optional=_BOUNDS),
     "dro": LossRule(required=_POLICY),
     "gspo": LossRule(required=_POLICY, optional=("sequence_ratio_mask",)),
+    "stable_reinforce": LossRule(required=_POLICY, sampled_only=True),
 }
 """Every loss with its inputs. `types.loss_settings` has the settings of each, `losses` the mathematics."""
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from mint.errors import InvalidRequestError
 
-LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"]
 
 _TEMPERATURE = {"temperature": 1.0}
 _CLIP = {**_TEMPERATURE, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -25,6 +25,7 @@ LOSS_SETTINGS: Mapping[str, Mapping[str, float]] = {
     "cispo": _CLIP,
     "dro": {**_TEMPERATURE, "beta": 0.05},
     "gspo": {**_TEMPERATURE, "clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+    "stable_reinforce": {**_TEMPERATURE, "kl_coeff": 0.0},
 }
 """Every loss with its settings and their defaults."""
 

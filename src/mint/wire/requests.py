@@ -241,7 +241,11 @@ class CreateSamplingSessionRequest(WireRequest):
 
 
 class SampleRequest(WireRequest):
-    """`num_samples` continuations of one prompt."""
+    """`num_samples` continuations of one prompt.
+
+    `record_stability_info` asks a server to keep what the loss `stable_reinforce` needs of a sequence. Here that is in
+    its logprobs, which are always sent and come back in the datum, so nothing is kept.
+    """
 
     sampling_session_id: str
     seq_id: int

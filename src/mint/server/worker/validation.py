@@ -17,7 +17,15 @@ import numpy as np
 
 from mint.engine.protocol import LOSSES, AdamSpec, BaseInfo, LossRule, LossSpec, TrainDatum, resolve_loss
 from mint.errors import InvalidRequestError, PromptTooLongError
-from mint.types import AdamParams, Datum, LoraConfig, SamplingParams, TensorData
+from mint.types import (
+    AdamParams,
+    Datum,
+    LoraConfig,
+    ProvenanceSpans,
+    SampledProvenanceSpan,
+    SamplingParams,
+    TensorData,
+)
 from mint.types.tensors import flat_array
 from mint.types.training import MAX_RANK, MAX_SEED
 from mint.wire.requests import ForwardBackwardInput, SampleRequest
@@ -175,13 +183,6 @@ def _check_alternatives(request: SampleRequest, length: int, max_tokens: int, ba
         _require(0 <= count <= highest, name, count, f"a whole number from 0 to {highest}")
         wanted = f"at most {MAX_ALTERNATIVES // max(places, 1)} for these {places} places"
         _require(count * places <= MAX_ALTERNATIVES, name, count, wanted, was="asks for too large an answer")
-    if request.record_stability_info:
-        raise InvalidRequestError(
-            "is not offered here: no loss of this server reads stability information",
-            field="record_stability_info",
-            value=True,
-            remedy="Leave it out",
-        )
 
 
 def _check_sampling_params(params: SamplingParams, base: BaseInfo) -> None:
@@ -246,15 +247,37 @@ def _as_arrays(datum: Datum, loss: str, base: BaseInfo, where: str) -> TrainDatu
     for key, tensor in inputs.items():
         arrays[key] = _array(tensor, shape if key in ("target_tokens", "weights") else shape[:1], where, key)
     weights = arrays.get("weights")
+    spans = datum.loss_fn_input_spans
+    if spans is not None and rule.sampled_only:
+        sampled = _sampled_positions(spans)
+        _check_advantages_of_prompt(arrays["advantages"], sampled, where)
+        weights = sampled if weights is None else weights
     if weights is None:
         # A position without an advantage has no gradient in any policy loss.
         weights = arrays["advantages"] != 0 if rule.required else _usual_weights(inputs["target_tokens"], shape)
-        weights = weights.astype(np.float32)
+    weights = weights.astype(np.float32, copy=False)
     used: dict[str, np.ndarray] = {}
     for key in (*rule.required, *rule.optional):
         if key in arrays:
             used[key] = arrays[key]
     return TrainDatum(tokens, arrays["target_tokens"], weights, used)
+
+
+def _sampled_positions(spans: ProvenanceSpans) -> np.ndarray:
+    """Which targets were sampled, by the spans that cover them: bool [N]."""
+    of_spans = [isinstance(span, SampledProvenanceSpan) for span in spans]
+    return np.repeat(of_spans, [span.length for span in spans])
+
+
+def _check_advantages_of_prompt(advantages: np.ndarray, sampled: np.ndarray, where: str) -> None:
+    wrong = (advantages != 0) & ~sampled
+    if wrong.any():
+        raise InvalidRequestError(
+            "is not 0 at a token that was not sampled, by the datum's own provenance",
+            field=f"{where}.loss_fn_inputs.advantages{_place(wrong)}",
+            value=float(advantages[wrong][0]),
+            remedy="Give the tokens of a prompt the advantage 0, or correct loss_fn_input_spans",
+        )
 
 
 def _without_unread_logprobs(data: Sequence[TrainDatum]) -> list[TrainDatum]:
@@ -402,7 +425,8 @@ def _weight_warnings(data: Sequence[Datum], loss: str) -> list[str]:
     without = 0
     unread = set[str]()
     for datum in data:
-        without += "weights" not in datum.loss_fn_inputs
+        known = rule.sampled_only and datum.loss_fn_input_spans is not None
+        without += "weights" not in datum.loss_fn_inputs and not known
         unread |= datum.loss_fn_inputs.keys() - read
     warnings = []
     if without and rule.required:
