@@ -1,6 +1,6 @@
 """Writes random models as quantized ones are published, by arithmetic in numpy that shares nothing with mint's.
 
-Formats: FP8 (E4M3) as in OCP 8-bit Floating Point Specification 1.0.
+Formats: FP8 (E4M3) as in OCP 8-bit Floating Point Specification 1.0; MXFP4 as in OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -46,6 +46,24 @@ def to_fp8(weight: np.ndarray, block: tuple[int, int], suffix: str) -> Quantized
         suffix: torch.from_numpy(scales if max(grid) > 1 else scales.reshape(1)),
     }
     return stored, values[codes] * spread
+
+
+def to_mxfp4(weight: np.ndarray) -> Quantized:
+    """Matrices [experts, inputs, outputs] in blocks of 32 inputs."""
+    values = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+    experts, inputs, outputs = weight.shape
+    blocks = weight.transpose(0, 2, 1).reshape(experts, outputs, inputs // 32, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    exponents = np.floor(np.log2(np.where(largest == 0, 1, largest))) - 2  # 4 is the largest power of two of E2M1
+    scaled = blocks / 2.0**exponents
+    codes = np.abs(np.abs(scaled)[..., None] - values).argmin(-1).astype(np.uint8)
+    numbers = np.copysign(values[codes], scaled) * (2.0**exponents).astype(np.float32)
+    codes |= (scaled < 0).astype(np.uint8) << 3
+    stored = {
+        "_blocks": torch.from_numpy(codes[..., 0::2] | codes[..., 1::2] << 4),
+        "_scales": torch.from_numpy((exponents[..., 0] + 127).astype(np.uint8)),
+    }
+    return stored, numbers.reshape(experts, outputs, inputs).transpose(0, 2, 1).astype(np.float32)
 
 
 def quantize_folder(

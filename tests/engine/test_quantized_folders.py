@@ -1,4 +1,4 @@
-"""Base models that were published in FP8: both implementations compute with the numbers that the files stand for."""
+"""Base models that were published in FP8 or MXFP4: mint computes with the numbers that the files stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, take_gradient, train
-from quantized_folders import Quantized, e4m3_values, quantize_folder, to_fp8
+from quantized_folders import Quantized, e4m3_values, quantize_folder, to_fp8, to_mxfp4
 from small_models import write_model, write_other_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -76,6 +76,16 @@ def _own_logprobs(engine: TorchEngine, tokens: np.ndarray) -> np.ndarray:
     found = engine.sample([job(tokens, max_tokens=0, prompt_logprobs=True)])[0].prompt_logprobs
     assert found is not None
     return found[1:]
+
+
+def _write_mxfp4(folder: Path) -> PreTrainedModel:
+    """A GPT-OSS model whose experts are in MXFP4, as OpenAI publishes it."""
+
+    def convert(name: str, weight: np.ndarray) -> Quantized | None:
+        return to_mxfp4(weight) if name.endswith(("gate_up_proj", "down_proj")) else None
+
+    write_other_model(folder / "exact", "gpt_oss", hidden_size=64, intermediate_size=96)
+    return quantize_folder(folder / "exact", folder, {"quant_method": "mxfp4"}, convert)
 
 
 TOKENS = np.random.default_rng(5).integers(2, 97, 60)
@@ -198,4 +208,71 @@ def test_a_matrix_without_its_scales_is_refused_by_name(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InvalidRequestError, match=r"layers\.1\.mlp\.up_proj\.weight has no weight_scale_inv"):
+        ModelFolder(tmp_path).tensors()
+
+
+# --- MXFP4 -----------------------------------------------------------------------------------------------------------
+
+
+def test_mxfp4_experts_are_read_as_transformers_and_numpy_read_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    reference = _write_mxfp4(tmp_path)
+    stored, tensors = load_file(tmp_path / "model.safetensors"), ModelFolder(tmp_path).tensors()
+    assert tensors.keys() == reference.state_dict().keys()
+    for name in (key.removesuffix("_blocks") for key in stored if key.endswith("_blocks")):
+        found = tensors[name].read()
+        assert found.shape == tensors[name].shape and found.dtype == torch.float32
+        assert torch.equal(found, reference.state_dict()[name])
+        parts = (stored[f"{name}_blocks"], stored[f"{name}_scales"])
+        assert torch.equal(found, convert_moe_packed_tensors(*parts, dtype=torch.float32))
+        assert torch.equal(tensors[name].read(2), found[2]) and torch.equal(tensors[name].read(slice(1, 3)), found[1:3])
+
+
+def test_every_code_and_scale_of_mxfp4_has_its_value(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder = ModelFolder(_json_folder(tmp_path))
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(16, 1).view(1, 256, 1, 16)
+    save_file({"x_blocks": blocks, "x_scales": torch.arange(256, dtype=torch.uint8).view(1, 256, 1)},
+              tmp_path / "model.safetensors")  # fmt: skip
+    found = folder.tensors()["x"].read()[0].T.double().numpy()
+    magnitudes = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = np.concatenate([magnitudes, -magnitudes])
+    for scale in range(255):
+        both = blocks.view(256, 16)[scale].numpy()
+        expected = np.stack([values[both & 15], values[both >> 4]], -1).ravel() * 2.0 ** (scale - 127)
+        np.testing.assert_array_equal(
+            found[scale], np.where(np.abs(expected) < 2.0**128, expected, np.copysign(np.inf, expected))
+        )
+    assert np.isnan(found[255]).all()
+
+
+def _json_folder(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    return folder
+
+
+@pytest.mark.parametrize("implementation", ["transformers"])
+def test_an_mxfp4_base_computes_with_the_numbers_of_its_files(implementation: str, tmp_path: Path) -> None:
+    reference = _write_mxfp4(tmp_path)
+    engine = _engine(tmp_path, implementation=implementation)
+    assert engine.load_base("base", "").settings["implementation"] == implementation
+    assert np.abs(_own_logprobs(engine, TOKENS) - _logprobs(reference, TOKENS)).max() <= 2e-5
+
+
+@pytest.mark.parametrize("part", ["_scales", "_blocks"])
+def test_mxfp4_experts_without_scales_or_of_another_shape_are_refused_by_name(part: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    _write_mxfp4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.1.mlp.experts.down_proj{part}"
+    if part == "_scales":
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name][..., :8].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidRequestError, match=r"layers\.1\.mlp\.experts\.down_proj_blocks"):
         ModelFolder(tmp_path).tensors()

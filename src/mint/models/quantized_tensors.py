@@ -4,7 +4,8 @@ Their numbers are computed in float32 when they are read, in which each product 
 rounded at most once. Letters: O outputs · I inputs · N experts.
 
 Formats: FP8 (E4M3) with a scale for a block of a matrix, as DeepSeek-V3 (arXiv 2412.19437, section 3.3) and Qwen3-FP8
-have it, and as compressed-tensors writes it (`float-quantized`).
+have it, and as compressed-tensors writes it (`float-quantized`); MXFP4 (OCP Microscaling Formats 1.0: E2M1 numbers,
+32 of which have an E8M0 scale) as GPT-OSS has its experts.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from typing import Any
 from mint.errors import InvalidRequestError
 from mint.models.tensor_files import StoredTensor
 
-METHODS = "'fp8', or 'compressed-tensors' with format 'float-quantized'"
+METHODS = "'fp8', 'mxfp4', or 'compressed-tensors' with format 'float-quantized'"
 
 _ACTIVATION_SCALES = (".activation_scale", ".input_scale")
 """Scales that round activations in other engines. Here activations keep their precision."""
+
+_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the value of each code of 4 bits."""
+
+_MXFP4_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,23 @@ class Fp8Tensor(StoredTensor):
         return super().read(), self.scales.read().float().view(*grid)
 
 
+@dataclass(frozen=True)
+class Mxfp4Tensor(StoredTensor):
+    """Matrices of experts [N, I, O], stored as bytes [N, O, I / 32, 16] of two codes, the first one in the lower bits,
+    and `scales` [N, O, I / 32]. `read` gives float32."""
+
+    scales: StoredTensor
+
+    def read(self, part: int | slice | None = None) -> Any:
+        stored, exponents = super().read(part), self.scales.read(part)
+        codes = (stored.unsqueeze(-1) >> stored.new_tensor((0, 4))).bitwise_and_(15)
+        doubled = stored.char().new_tensor(_E2M1_DOUBLED).index_select(0, codes.flatten().int())
+        # 2^(exponent - 127), and the half of it; in float64, in which none of them is subnormal
+        scales = (exponents.double() - 128).exp2().float().masked_fill_(exponents == 255, float("nan"))
+        numbers = doubled.float().view(*exponents.shape, _MXFP4_BLOCK).mul_(scales.unsqueeze(-1))
+        return numbers.flatten(-2).transpose(-1, -2).contiguous()
+
+
 def dequantized(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """The tensors of a model whose config.json has this `quantization_config`; nothing is read yet.
 
@@ -56,6 +79,8 @@ def dequantized(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, 
         if quantization.get("format") != "float-quantized":
             raise _unsupported("format", quantization.get("format"))
         return _with_scales(tensors, "weight_scale", _block_structure(quantization))
+    if method == "mxfp4":
+        return _with_exponents(tensors)
     raise _unsupported("quant_method", method)
 
 
@@ -80,6 +105,27 @@ def _with_scales(tensors: Mapping[str, StoredTensor], scale: str, blocks: object
             raise _unfit(name, f"has no {scale}")
         block = _block(tensor, scales, blocks)
         found[name] = Fp8Tensor("F32", tensor.shape, tensor.name, tensor.file, tensor.path, scales, block)
+    return found
+
+
+def _with_exponents(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Joins each `X_blocks` with its `X_scales`, as X."""
+    found: dict[str, StoredTensor] = {}
+    used = {f"{name.removesuffix('_blocks')}_scales" for name in tensors if name.endswith("_blocks")}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix("_blocks")
+        if stem == name:
+            if name not in used:
+                found[name] = tensor
+            continue
+        scales = tensors.get(f"{stem}_scales")
+        if scales is None or len(scales.shape) != 3 or {tensor.dtype, scales.dtype} != {"U8"}:
+            raise _unfit(name, f"has no {stem}_scales of 3 dimensions, both of bytes")
+        experts, outputs, blocks = scales.shape
+        if tensor.shape != (experts, outputs, blocks, _MXFP4_BLOCK // 2):
+            raise _unfit(name, f"is {list(tensor.shape)} with scales {list(scales.shape)}")
+        shape = (experts, blocks * _MXFP4_BLOCK, outputs)
+        found[stem] = Mxfp4Tensor("F32", shape, tensor.name, tensor.file, tensor.path, scales)
     return found
 
 
