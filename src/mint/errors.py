@@ -13,6 +13,7 @@
     │   ├── AuthenticationError         no API key, or an invalid one                                       user   401
     │   │   ├── OperatorOnlyError       the key is valid, but not one of the server's operators             user   403
     │   │   └── ForeignPageError        a web page of another origin called a server without keys           user   403
+    │   ├── QuotaExceededError          a quota of the owner is used up, and waiting does not help          user   403
     │   ├── OverloadedError             a queue is full; try again later                                    server 429
     │   ├── RequestFailedError          an accepted request failed                                          server 500
     │   │   ├── StepRefusedError        optim_step changed nothing: the gradient is incomplete, or not finite user   400
@@ -164,6 +165,16 @@ class OperatorOnlyError(AuthenticationError):
 class ForeignPageError(AuthenticationError):
     """A web page of another origin, or a request with another host name, called a server without keys."""
 
+    status = 403
+
+
+class QuotaExceededError(APIStatusError):
+    """A quota of the owner is used up until the owner frees something or the operator raises it.
+
+    The status is not one that clients retry, because waiting does not help.
+    """
+
+    category = "user"
     status = 403
 
 

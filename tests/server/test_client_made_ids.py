@@ -110,7 +110,7 @@ def test_a_request_for_a_session_that_comes_again_gets_the_same_one_also_after_a
         assert opened(ann, other) != first
         assert opened(ann, wanted) == first  # a full quota does not stop a copy
         assert opened(eve, wanted) != first
-        assert ann.send("POST", f"{API}/create_session", {"request_key": "2" * 32}).status_code == 429
+        assert ann.send("POST", f"{API}/create_session", {"request_key": "2" * 32}).status_code == 403
         assert ann.send("POST", f"{API}/create_session", {"request_key": "short"}).status_code == 400
     with running(tmp_path, owner_sessions=2) as server:
         ann = Person(server, keys[0])

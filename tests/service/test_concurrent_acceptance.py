@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from service_harness import BASE, GOOD_PASS, STEP, Harness, make_sampler, open_service
 
-from mint.errors import ConflictError, MintError, OverloadedError
+from mint.errors import ConflictError, MintError, QuotaExceededError
 from mint.server.callers import LOCAL, Caller, Quotas
 
 THREADS = 8
@@ -68,7 +68,7 @@ def test_a_quota_holds_for_requests_that_come_at_once(tmp_path: Path, quotas: Qu
     if quotas.max_sessions is not None:
         service.sessions.finish(caller, session_id)
     found = at_once([lambda number=number: create(number) for number in range(THREADS)])
-    assert sum(isinstance(each, OverloadedError) for each in found) == THREADS - 1
+    assert sum(isinstance(each, QuotaExceededError) for each in found) == THREADS - 1
     service.stop()
 
 

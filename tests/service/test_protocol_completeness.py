@@ -20,6 +20,7 @@ from mint.errors import (
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
+    QuotaExceededError,
     RequestCancelledError,
     SessionEndedError,
 )
@@ -319,17 +320,17 @@ def test_a_quota_of_sessions_and_models_is_named_when_it_is_used_up(harness: Har
     caller = Caller("one", quotas=Quotas(max_sessions=1, max_models=1))
     session_id = harness.service.sessions.create(caller, b"{}").session_id
     error = failure(lambda: harness.service.sessions.create(caller, b"{}"))
-    assert isinstance(error, OverloadedError) and error.field == "max_sessions" and error.status == 429
+    assert isinstance(error, QuotaExceededError) and error.field == "max_sessions" and error.status == 403
     made_up = {"session_id": "made-up-by-a-script", "model_seq_id": 0, "base_model": BASE}
     error = failure(lambda: harness.service.training.submit(caller, "create_model", json.dumps(made_up).encode()))
-    assert isinstance(error, OverloadedError) and error.field == "max_sessions"
+    assert isinstance(error, QuotaExceededError) and error.field == "max_sessions"
     bodies = [
         json.dumps({"session_id": session_id, "model_seq_id": number, "base_model": BASE}).encode() for number in (0, 1)
     ]
     first = harness.service.training.submit(caller, "create_model", bodies[0])
     assert harness.service.training.submit(caller, "create_model", bodies[0]) == first
     error = failure(lambda: harness.service.training.submit(caller, "create_model", bodies[1]))
-    assert isinstance(error, OverloadedError) and error.field == "max_models"
+    assert isinstance(error, QuotaExceededError) and error.field == "max_models"
     harness.service.sessions.finish(caller, session_id)
     harness.service.sessions.create(caller, b"{}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from mint.errors import InvalidRequestError, OverloadedError
+from mint.errors import InvalidRequestError, QuotaExceededError
 from mint.server.limits import MAX_WAITING_REQUESTS
 
 MAX_COUNT = 1_000_000
@@ -56,10 +56,10 @@ class Quotas:
         """Checks that one more session may be opened, while `used` are open.
 
         Raises:
-            OverloadedError: the quota is used up.
+            QuotaExceededError: the quota is used up.
         """
         if self.max_sessions is not None and used >= self.max_sessions:
-            raise OverloadedError(
+            raise QuotaExceededError(
                 f"the limit of {self.max_sessions} open sessions is reached",
                 field="max_sessions",
                 value=used + 1,
@@ -70,10 +70,10 @@ class Quotas:
         """Checks that one more model may be created, while `used` exist.
 
         Raises:
-            OverloadedError: the quota is used up.
+            QuotaExceededError: the quota is used up.
         """
         if self.max_models is not None and used >= self.max_models:
-            raise OverloadedError(
+            raise QuotaExceededError(
                 f"the limit of {self.max_models} models is reached",
                 field="max_models",
                 value=used + 1,

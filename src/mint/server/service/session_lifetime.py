@@ -69,7 +69,8 @@ class SessionLifetime:
         A request with a key that comes again, because its answer was lost, gets the session of the first.
 
         Raises:
-            OverloadedError: as `Sessions.require_one_more`, or the disk is filled up to the reserve.
+            QuotaExceededError, OverloadedError: as `Sessions.require_one_more`.
+            OverloadedError: the disk is filled up to the reserve.
         """
         if len(body) > MAX_METADATA_BYTES:
             remedy = f"Send at most {MAX_METADATA_BYTES} bytes of tags and user_metadata"

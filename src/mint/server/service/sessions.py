@@ -79,7 +79,8 @@ class Sessions:
         """Checks that the caller may open one more session.
 
         Raises:
-            OverloadedError: the caller's quota is used up, or all owners together have as many as the server allows.
+            QuotaExceededError: the caller's quota is used up.
+            OverloadedError: all owners together have as many as the server allows.
         """
         caller.quotas.require_session(len(self.of(caller.owner)))
         self._limits.require_below("max_sessions", len(self.owners()))
@@ -183,7 +184,7 @@ class Sessions:
 
         Raises:
             NotFoundError, SessionEndedError: as `require`.
-            OverloadedError: as `require_one_more`.
+            QuotaExceededError, OverloadedError: as `require_one_more`.
         """
         if self.touch(session_id, caller.owner):
             return session_id

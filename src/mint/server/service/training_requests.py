@@ -79,8 +79,8 @@ class TrainingRequests:
             InvalidRequestError: not even its place in the order of its model can be read.
             ConflictError: its place is taken by another request.
             NotFoundError, SessionEndedError: there is no such model.
-            OverloadedError: a quota is used up, too much waits already, or a model is new and the disk is filled up to
-                the reserve.
+            QuotaExceededError: a model is new, and the caller has as many as the quota allows.
+            OverloadedError: too much waits already, or a model is new and the disk is filled up to the reserve.
             JournalError: the storage does not work now; it may be sent again.
         """
         self._journal.storage.require_working()
