@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, open_service
+from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, make_sampler, open_service
 from waiting import wait_until
 
-from mint.errors import OverloadedError
+from mint.errors import JournalError, OverloadedError
 from mint.server.callers import LOCAL
 from mint.server.disk_space import DiskSpace
 from mint.server.limits import ServerLimits, default_reserve
@@ -27,17 +27,26 @@ def short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return state
 
 
-def test_new_models_and_named_saves_fail_with_the_reserve_and_running_ones_go_on(
+def test_new_passes_models_and_named_saves_are_refused_below_the_reserve_and_accepted_work_goes_on(
     tmp_path: Path, short: list[bool]
 ) -> None:
     harness = Harness(open_service(tmp_path, limits=ServerLimits(disk_reserve_bytes=7 * MIB)))
     model_id = harness.create_model()
+    accepted = harness.send("forward_backward", model_id, 1, GOOD_PASS)
     short[0] = True
     error = failure(lambda: harness.create_model(1))
     assert isinstance(error, OverloadedError) and error.field == "disk_reserve" and str(7 * MIB) in str(error)
     assert "MINT_DISK_RESERVE_MIB" in str(error)
-    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    assert harness.send("forward_backward", model_id, 1, GOOD_PASS) == accepted
+    harness.wait(accepted)
     harness.run("optim_step", model_id, 2, STEP)
+    for kind, body in (
+        ("forward_backward", GOOD_PASS),
+        ("forward_backward", {**GOOD_PASS, "forward_only": True}),
+        ("forward", {"forward_input": GOOD_PASS["forward_backward_input"]}),
+    ):
+        error = failure(lambda kind=kind, body=body: harness.send(kind, model_id, 3, body))
+        assert isinstance(error, JournalError) and error.status == 503 and error.field == "disk_reserve"
     assert isinstance(failure(lambda: harness.run("save_weights", model_id, 3, {"path": "a"})), OverloadedError)
     sampler = harness.run("save_weights_for_sampler", model_id, 4, {"sampling_session_seq_id": 0})
     assert harness.sample(sampler["sampling_session_id"], 0)
@@ -52,6 +61,8 @@ def test_new_sessions_and_models_leave_nothing_in_the_journal_while_the_disk_is_
 ) -> None:
     harness = Harness(open_service(tmp_path))
     model_id = harness.create_model()
+    harness.run("forward_backward", model_id, 1, GOOD_PASS)
+    sampler = make_sampler(harness)
     service = harness.service
     kept = service.sessions.create(LOCAL, b'{"request_key": "%s"}' % (b"0" * 32)).session_id
     short[0] = True
@@ -61,6 +72,7 @@ def test_new_sessions_and_models_leave_nothing_in_the_journal_while_the_disk_is_
         lambda: service.sessions.create(LOCAL, b"{}"),
         lambda: harness.submit("create_model", {"session_id": harness.session_id, **model}),
         lambda: harness.submit("create_model", {"session_id": "chosen-by-a-client", **model}),
+        lambda: make_sampler(harness, 1),
     ):
         error = failure(refused)
         assert isinstance(error, OverloadedError) and error.field == "disk_reserve"
@@ -69,8 +81,9 @@ def test_new_sessions_and_models_leave_nothing_in_the_journal_while_the_disk_is_
     assert service.sessions.create(LOCAL, b'{"request_key": "%s"}' % (b"0" * 32)).session_id == kept
     assert harness.create_model() == model_id
     service.sessions.heartbeat(LOCAL, json.dumps({"session_id": kept}).encode())
-    harness.run("forward_backward", model_id, 1, GOOD_PASS)
     harness.run("optim_step", model_id, 2, STEP)
+    assert make_sampler(harness) == sampler
+    assert harness.sample(sampler, 0)
     service.sessions.unload_model(LOCAL, model_id)
     service.sessions.finish(LOCAL, kept)
     service.stop()
@@ -78,7 +91,7 @@ def test_new_sessions_and_models_leave_nothing_in_the_journal_while_the_disk_is_
 
 def counted(service: Service) -> list[int]:
     """How many rows each table has that a new session or model adds to."""
-    tables = ("sessions", "models", "runs", "jobs")
+    tables = ("sessions", "models", "runs", "jobs", "samplers")
     return [service.journal.database.values(f"SELECT count(*) FROM {table}")[0] for table in tables]
 
 

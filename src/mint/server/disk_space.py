@@ -1,7 +1,7 @@
 """The free space on the disk of a data directory, and the reserve that nothing new may use.
 
-What is accepted still needs space when the disk is nearly full: its journal, snapshots and results. So new
-sessions, models, named saves, uploads and copies are refused before. Any thread may call.
+What is accepted still needs space when the disk is nearly full: its snapshots and results. So new passes, sessions,
+models, samplers, named saves, uploads and copies are refused before. Any thread may call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from mint.errors import OverloadedError
+from mint.errors import JournalError, OverloadedError
 from mint.server.limits import default_reserve
 
 log = logging.getLogger("mint.storage")
@@ -63,8 +63,8 @@ class DiskSpace:
         if reserves < NEAR_RESERVES and not self._is_nearly_full:
             self._is_nearly_full = True
             log.warning(
-                "the disk of %s is nearly full: %s are free; below %s, new sessions, models, named saves and uploads "
-                "are refused. Delete checkpoints (mint checkpoints delete), or free disk space",
+                "the disk of %s is nearly full: %s are free; below %s, new passes, sessions, models, named saves and "
+                "uploads are refused. Delete checkpoints (mint checkpoints delete), or free disk space",
                 self._data_dir,
                 _in_mib(self.free_bytes),
                 _in_mib(self.reserve_bytes),
@@ -79,8 +79,8 @@ class DiskSpace:
         if not self.look():
             return None
         if self.is_short:
-            return "the disk is filled up to its reserve: new sessions, models, named saves and uploads are refused"
-        return "the disk is nearly full: new sessions, models, named saves and uploads will be refused soon"
+            return "the disk is filled up to its reserve: new passes, sessions, models, saves and uploads are refused"
+        return "the disk is nearly full: new passes, sessions, models, saves and uploads will be refused soon"
 
     def shortage(self) -> OverloadedError | None:
         """The error if nothing new may be stored, else None."""
@@ -94,6 +94,16 @@ class DiskSpace:
             remedy="Delete checkpoints (mint checkpoints delete); the operator can free disk space, or lower "
             "MINT_DISK_RESERVE_MIB",
         )
+
+    def require_space_for_passes(self) -> None:
+        """Checks that the data of a new pass may be stored.
+
+        Raises:
+            JournalError: the disk is filled up to the reserve; the pass may be sent again.
+        """
+        error = self.shortage()
+        if error is not None:
+            raise JournalError(error.message, field=error.field, value=error.value, remedy=error.remedy)
 
     def require_room(self, size_bytes: int) -> None:
         """Checks by the free space of this moment that so many bytes can be promised.

@@ -12,6 +12,7 @@ from pathlib import Path
 import mint.wire as wire
 from mint.errors import ConflictError, InvalidRequestError
 from mint.server.callers import Caller
+from mint.server.disk_space import DiskSpace
 from mint.server.ids import sampler_id, seed_root, session_of
 from mint.server.service.sessions import Sessions
 from mint.server.store.checkpoint_folders import read_manifest
@@ -38,6 +39,7 @@ class SamplingSessions:
         sessions: Sessions,
         samplers: Samplers,
         base_models: BaseModels,
+        disk: DiskSpace,
         accepting: threading.RLock,
     ) -> None:
         """New samplers are accepted under `accepting`."""
@@ -46,6 +48,7 @@ class SamplingSessions:
         self._sessions = sessions
         self._samplers = samplers
         self._base_models = base_models
+        self._disk = disk
         self._accepting = accepting
 
     def require(self, caller: Caller, name: str) -> SamplerRow:
@@ -58,7 +61,13 @@ class SamplingSessions:
         return self._samplers.row(name)
 
     def create(self, caller: Caller, body: bytes) -> CreateSamplingSessionResponse:
-        """A sampler over a base model or over a checkpoint."""
+        """A sampler over a base model or over a checkpoint.
+
+        Raises:
+            OverloadedError: the sampler is new, and the disk is filled up to the reserve.
+            NotFoundError, SessionEndedError, InvalidRequestError: it cannot be made.
+            ConflictError: its number is taken by another one.
+        """
         request = wire.decode(CreateSamplingSessionRequest, body)
         with self._accepting:
             session_id = self._sessions.require_or_open(request.session_id, caller)
@@ -66,6 +75,7 @@ class SamplingSessions:
             name = sampler_id(session_id, request.sampling_session_seq_id)
             existing = self._journal.sampler(name)
             if existing is None:
+                self._disk.require_free_space()
                 row = self._new_row(name, request, reader=caller.owner)
                 self._journal.add_sampler(row)
             elif existing.model_path != request.model_path or request.base_model not in (None, existing.base_model):

@@ -184,7 +184,7 @@ class Service:
             accepting,
         )
         self.sampling_sessions = SamplingSessions(
-            self.journal, data_dir, self._live_sessions, self._samplers, self.base_models, accepting
+            self.journal, data_dir, self._live_sessions, self._samplers, self.base_models, self.disk, accepting
         )
         self.sampling = SamplingRequests(
             self._reader, self._queue, self.futures, self._live_sessions, self.sampling_sessions, self._sample_deaths

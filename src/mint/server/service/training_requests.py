@@ -13,7 +13,7 @@ from dataclasses import replace
 from pydantic import BaseModel
 
 import mint.wire as wire
-from mint.errors import ConflictError, InvalidRequestError, MintError, NotFoundError, OverloadedError
+from mint.errors import ConflictError, InvalidRequestError, JournalError, MintError, NotFoundError, OverloadedError
 from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace
 from mint.server.ids import request_id, session_of
@@ -34,6 +34,7 @@ from mint.wire.responses import LiveModelsResponse, ModelSummary
 MAX_AHEAD = 100_000
 """How far beyond its model's next request another may be: no client has so many under way."""
 
+PASSES = frozenset({"forward", "forward_only", "forward_backward"})
 SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
 
 
@@ -81,7 +82,8 @@ class TrainingRequests:
             NotFoundError, SessionEndedError: there is no such model.
             QuotaExceededError: a model is new, and the caller has as many as the quota allows.
             OverloadedError: too much waits already, or a model is new and the disk is filled up to the reserve.
-            JournalError: the storage does not work now; it may be sent again.
+            JournalError: the storage does not work now, or the disk is filled up to the reserve and this is a pass; it
+                may be sent again.
         """
         self._journal.storage.require_working()
         row, request = self._reader.read_training(kind, body, encoding)
@@ -105,6 +107,8 @@ class TrainingRequests:
             run = TrainingRunRow(row.model_id, session_id, caller.owner, now, now, user_metadata=metadata)
         elif not self._sessions.touch_model(row.model_id, caller.owner):
             self._sessions.require_model(row.model_id, caller.owner)
+        if row.kind in PASSES:
+            self._require_space_for_pass(row)
         next_seq = self._require_capacity(caller, row)
         if row.kind in SAVES:
             self._quotas[caller.owner] = caller.quotas
@@ -145,6 +149,13 @@ class TrainingRequests:
                 caller.quotas.require_model(len(self._models_of(caller)))
             self._limits.require_below("max_models", self._journal.model_count(self._sessions.owners()))
             self._disk.require_free_space()  # before the journal: the row of a training run is kept for good
+
+    def _require_space_for_pass(self, row: JobRow) -> None:
+        try:
+            self._disk.require_space_for_passes()
+        except JournalError:
+            if self._journal.job(row.model_id, row.seq_id) is None:  # a repeated one stores nothing
+                raise
 
     def _require_capacity(self, caller: Caller, row: JobRow) -> int:
         """Checks that the request may wait, and that those before it can still come.
