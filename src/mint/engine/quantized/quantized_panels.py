@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.kernels import LANES, NativeKernels
+from mint.engine.cpu.kernels import LANES, Field, NativeKernels
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix
 from mint.engine.quantized.number_formats import NF4_VALUES, QuantizedWeight
 
 KINDS = {"nf4": 0, "int8": 1, "fp8": 2}
-"""As quantized.c numbers them."""
+"""The numbers of the kinds in quantized.c."""
 
 
 class QuantizedPanels:
@@ -32,20 +32,21 @@ class QuantizedPanels:
         self._widen = library.widen_panels
         self._products = products
         self._dtype = dtype
-        self._block = weight.block
-        self._kind = KINDS[weight.kind]
-        self._table = torch.tensor(NF4_VALUES)
         self.outputs, self.inputs = weight.outputs, weight.inputs
-        self._codes, self._scales = _in_panels(weight.codes), _in_panels(weight.scales)
+        self.size_bytes = weight.size_bytes
+        # In the order of the structs in C, which all have these fields next to one another.
+        self._fields: dict[str, Field] = {
+            "codes": _in_panels(weight.codes),
+            "scales": _in_panels(weight.scales),
+            "table": torch.tensor(NF4_VALUES),
+            "kind": KINDS[weight.kind],
+            "block": weight.block,
+        }
 
     @staticmethod
     def fit(products: NativeProducts, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
         """Whether there is a kernel for this processor and these widths."""
         return dtype in products.kernels and not (weight.outputs % LANES or weight.inputs % (2 * LANES))
-
-    @property
-    def size_bytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes
 
     def dense(self) -> Tensor:
         return self._widened().dense()
@@ -56,11 +57,7 @@ class QuantizedPanels:
             self.outputs // LANES,
             len(x) * self.outputs * self.inputs,
             x=x.float().contiguous(),
-            codes=self._codes,
-            scales=self._scales,
-            table=self._table,
-            kind=self._kind,
-            block=self._block,
+            **self._fields,
             rows=len(x),
             inputs=self.inputs,
             outputs=self.outputs,
@@ -77,11 +74,7 @@ class QuantizedPanels:
         self._widen(
             self.outputs // LANES,
             panels.numel(),
-            codes=self._codes,
-            scales=self._scales,
-            table=self._table,
-            kind=self._kind,
-            block=self._block,
+            **self._fields,
             inputs=self.inputs,
             halves=int(self._dtype == torch.bfloat16),
             target=panels,
