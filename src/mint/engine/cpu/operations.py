@@ -73,13 +73,11 @@ class CpuOperations(TorchOperations):
 
     @override
     def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
-        # Separate loras share one product of the base. Merged, each has its own products, which pays for small bases,
-        # unless they are quantized to save memory.
-        size = sum(4 * matrix.outputs * matrix.inputs for matrix in matrices.values())
-        is_quantized = any(isinstance(matrix, QuantizedMatrix | QuantizedPanels) for matrix in matrices.values())
-        if self.dtype == torch.float32 and size <= MERGED_BYTES and not is_quantized:
-            return MergedLoras(self, matrices)
-        return super().loras(matrices)
+        # Separate loras share one product of the base. Merged, each has its own products, which pays for small bases.
+        # A matrix that takes less than float32 is not merged: its copies would be rounded, or take more than it does.
+        sizes = [4 * matrix.outputs * matrix.inputs for matrix in matrices.values()]
+        is_float32 = all(matrix.size_bytes >= size for matrix, size in zip(matrices.values(), sizes, strict=True))
+        return MergedLoras(self, matrices) if is_float32 and sum(sizes) <= MERGED_BYTES else super().loras(matrices)
 
     @override
     def activate(self, gate: Tensor) -> Tensor:
