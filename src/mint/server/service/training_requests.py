@@ -112,7 +112,6 @@ class TrainingRequests:
         next_seq = self._require_capacity(caller, row)
         if row.kind in SAVES:
             self._quotas[caller.owner] = caller.quotas
-        if row.kind in SAVES:
             request = self._storage_error(caller, row, request) or request
         existing = self._journal.add_job(row, now=now, model=model, run=run)
         # For a repeated request, too: its first copy may have been committed and not yet be durable.

@@ -121,9 +121,8 @@ class Recovery:
                 self._replay(job)
         if any(job.replay == REPLAY_ACCEPTED for job in jobs):
             self._memory.save(row.model_id)  # the next restart needs no luck to give these bits again
-        if (
-            base_numbers(row.effective) is None
-        ):  # the operator has accepted those of now, or an older mint wrote the row
+        if base_numbers(row.effective) is None:
+            # The operator has accepted the numbers of now, or an older mint wrote the row.
             self._journal.set_effective(row.model_id, created["effective"])
         log.info("model %s restored from snapshot %d and %d requests", row.model_id, start, len(jobs))
 
