@@ -22,6 +22,7 @@ from small_models import (
 
 from mint.engine.bases.transformers_decoder import TransformersDecoder
 from mint.engine.bases.transformers_measurements import measure
+from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.protocol import LORA_ALPHA, LoraSpec, MicroBatching, PassResult, TrainDatum, resolve_loss
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, InvalidRequestError
@@ -113,7 +114,7 @@ def test_a_batch_of_sequences_trains_as_one_at_a_time_does_and_repeats_bit_for_b
 @pytest.mark.parametrize("mixes", [False, True])
 def test_a_model_whose_sequences_see_one_another_trains_one_at_a_time(mixes: bool, tmp_path: Path) -> None:
     write_other_model(tmp_path, "gpt2")
-    decoder = TransformersDecoder(ModelFolder(tmp_path), torch.float32, torch.device("cpu"))
+    decoder = TransformersDecoder(ModelFolder(tmp_path), TorchOperations(torch.float32, torch.device("cpu")))
     if mixes:
         layer = decoder._model.get_submodule("transformer.h.0.mlp")
         layer.register_forward_hook(lambda _module, _inputs, output: output + 0.1 * output.mean(0))

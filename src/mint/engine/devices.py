@@ -70,6 +70,10 @@ class Device:
             return CudaOperations(dtype, self.torch, activation)
         return TorchOperations(dtype, self.torch, activation)
 
+    def operations_beside_modules(self, dtype: torch.dtype) -> TorchOperations:
+        """The operations for a base model whose layers are modules of transformers: by torch's own libraries."""
+        return (CudaOperations if self.is_gpu else TorchOperations)(dtype, self.torch)
+
     def decode_steps(self, decoder: Decoder, cache: KVCache) -> DecodeSteps:
         """The decoding steps of a base model over its KV cache."""
         if isinstance(decoder.operations, NativeOperations):

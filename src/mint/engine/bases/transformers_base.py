@@ -36,7 +36,7 @@ class TransformersBase(BaseModel):
         Raises:
             InvalidRequestError: transformers cannot load the folder.
         """
-        self._decoder = decoder = TransformersDecoder(folder, dtype, device.torch)
+        self._decoder = decoder = TransformersDecoder(folder, device.operations_beside_modules(dtype))
         self._counters = dict.fromkeys(COUNTERS, 0)
         measured = measure(decoder, dtype)
         self._cache_use = measured.cache_use

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from mint.engine.cuda.operations import CudaOperations
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import min_rows
@@ -62,15 +61,15 @@ class ModelCache:
 class TransformersDecoder:
     """The weights of a model and its forward: `TrainedDecoder`, and what `TransformersSampler` runs."""
 
-    def __init__(self, folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> None:
-        """Loads the model in `folder`; never runs code from it.
+    def __init__(self, folder: ModelFolder, operations: TorchOperations) -> None:
+        """Loads the model in `folder` onto the device of `operations`, in their dtype; never runs code from it.
 
         Raises:
             InvalidRequestError: transformers does not know the architecture, or cannot load the folder.
         """
-        self.operations = (CudaOperations if device.type == "cuda" else TorchOperations)(dtype, device)
-        self.device = device
-        self._model = _load(folder, dtype).to(device)
+        self.operations = operations
+        self.device = operations.device
+        self._model = _load(folder, operations.dtype).to(operations.device)
         unembedding = self._model.get_output_embeddings()
         if not isinstance(unembedding, nn.Linear):
             raise _refused(folder.path, "its model has no linear output layer", "Choose a causal language model")
