@@ -99,7 +99,7 @@ class Disasters:
                 _set(database, f"{pragma} = {ALL_PAGES if pragma == 'max_page_count' else 0}")
 
     def _wrap(self) -> None:
-        """Puts the states of the disk, the clock and the memory between the service and the system."""
+        """Wraps the functions through which the service uses the disk, the clock and memory."""
         fsync = os.fsync
         replace = Path.replace
         mkstemp = tempfile.mkstemp

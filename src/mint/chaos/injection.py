@@ -55,7 +55,10 @@ class Injection:
             timer.start()
 
     def hit(self, point: FaultPoint, kind: str | None) -> None:
-        """This thread is at a point now, with a kind of work; None is a file of no interest."""
+        """Counts that this thread has reached a point with a kind of work, and strikes if a fault is due.
+
+        Kind None is a file that no fault concerns: nothing is counted.
+        """
         if kind is None or getattr(self._here, "is_striking", False):
             return  # a fault's own files and syncs are no places for a fault
         with self._lock:

@@ -96,7 +96,7 @@ OTHER_FAULTS: dict[str, tuple[str, ...]] = {
         "embedded-grpo torn:accepted_not_synced/forward_backward#2 power-loss:after_snapshot#1",
     ),
 }
-"""What else can break, by the names of `--faults`."""
+"""The cases of the other faults, by the names of `--faults`."""
 
 
 def other_cases(names: Sequence[str]) -> list[Case]:
@@ -112,8 +112,8 @@ def recordings() -> list[Case]:
 def enumerated(hits: Hits, recovery_hits: Hits, scenario: str) -> list[Case]:
     """A kill at every point with every kind of work that a scenario reaches.
 
-    A case ends several lives: it strikes pair after pair in the order in which a run meets each of them last, so that
-    every one is still to come when its turn is.
+    A case ends several lives, each at one pair of point and kind. The pairs are in the order in which a run reaches
+    them for the last time. So after a kill at one pair, the rest of the run still reaches the next one.
     """
     last = {pair: position for position, pair in enumerate(hits)}
     ordered = [Fault("kill", point=point, kind=kind) for point, kind in sorted(last, key=lambda pair: last[pair])]

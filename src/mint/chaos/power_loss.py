@@ -20,7 +20,7 @@ PATIENCE_S = 600.0
 
 
 class Disk:
-    """What of a data directory is durable.
+    """The part of a data directory that is durable.
 
     The journal is there as it was when the last fsync of its log began. A file is there if it was fsynced, and then its
     name by an fsync of its folder. What was there before this process is durable.
@@ -135,5 +135,5 @@ def path_of(handle: int) -> Path:
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
-    """What stays the same when a file is renamed, and not when it is written to."""
+    """A value that changes when the file is written to, and not when it is renamed."""
     return status.st_ino, status.st_mtime_ns

@@ -18,9 +18,8 @@ from mint.chaos.process import Target
 PRELOADED = ["mint.chaos.preloaded"]
 
 _ASKING = threading.Lock()
-"""Held while any process is started or asked for its exit code. A start asks all others, too, and of two threads that
-ask at once one gets 255: the code can be read once, and multiprocessing takes the end of the pipe for the end of its
-fork server."""
+"""Held while a process is started or its exit code is read. A start reads the codes of all others, too. A code can be
+read once: of two threads that read it at once, one finds the pipe at its end, and multiprocessing gives it 255."""
 
 END_POLL_S = 0.02
 

@@ -1,7 +1,7 @@
-"""Runs one case: two tenants train, something breaks, is started again, and must end as if nothing had happened.
+"""Runs one case: two tenants train, a fault strikes, and the results must be those of a run without faults.
 
-The victim is started again whenever it ends, as a process manager does, and when it says for long that it is not ready.
-Nobody else helps.
+The victim is started again whenever it ends, as a process manager does, and when it says for long that it is not
+ready. Nothing else is done to help it.
 """
 
 from __future__ import annotations

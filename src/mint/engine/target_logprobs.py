@@ -41,7 +41,7 @@ class Unembedding(Protocol):
 
     @property
     def operations(self) -> Operations:
-        """What computes between the products."""
+        """The operations of the decoder's device."""
         ...
 
     def logits(self, hidden: Tensor, loras: Sequence[LoraRows]) -> Tensor:

@@ -25,7 +25,7 @@ _MISSING = np.empty(0, np.float32)
 
 
 class TrainedDecoder(Unembedding, Protocol):
-    """What a pass needs of a decoder."""
+    """The methods of a decoder that a pass calls."""
 
     def pack(self, data: Sequence[TrainDatum], rows: int) -> list[MicroBatch]:
         """Cuts examples into micro-batches of about `rows` rows, as `forward_packed` takes them; a pure function."""

@@ -1,7 +1,7 @@
 """A GGUF file as a Hugging Face folder: read and dequantised once, with tokenizer and chat template, and cached.
 
 The numbers are those of transformers' own reading of the file, in float32, in which every quantised value is exact.
-Knows files and folders; what a folder means is known to those who read it.
+Knows nothing of what the files of the folder mean.
 """
 
 from __future__ import annotations

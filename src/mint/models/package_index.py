@@ -110,4 +110,4 @@ INDEX_MODELS = {
         ),
     )
 }
-"""By the name that the same model has on the hub."""
+"""The models, by the names that they have on the hub."""

@@ -36,11 +36,11 @@ _FROZEN_COPY = re.compile(r"(?P<module>model\.embed_tokens|lm_head)\.(?:base_lay
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-"""An expert with layers of its own, which PEFT takes by last names."""
+"""The name of an expert that has layers of its own, within a path."""
 
 _FILL_SEED = 0
 _MANY = 100_000
-"""Qwen3-235B-A22B has 94 layers of 128 experts, so a lora of it has 73,000 matrices."""
+"""So many matrices can a lora have: one of Qwen3-235B-A22B (94 layers of 128 experts) has 73,000."""
 
 _ROWS_AT_ONCE = 4096
 

@@ -49,7 +49,7 @@ class BaseSampler(Protocol):
 
 
 class BaseDecoder(TrainedDecoder, Protocol):
-    """What computes a base model."""
+    """The forward and backward of a base model, and the products that a lora can train."""
 
     def sites(self, lora: LoraSpec) -> list[Site]:
         """The products that `lora` trains, in the order of storage.
@@ -114,7 +114,7 @@ class BaseModel(ABC):
 
     @abstractmethod
     def kept_bytes(self, lora: LoraSpec, *, with_gradient: bool) -> int:
-        """The memory of what is kept for a lora beside its own weights, once it was used."""
+        """Bytes that the base keeps for a used lora, beside the weights of the lora: its merged matrices."""
 
     @abstractmethod
     def forget(self, lora: LoraWeights) -> None:
@@ -122,7 +122,7 @@ class BaseModel(ABC):
 
     @abstractmethod
     def add_weights(self, lora: LoraWeights) -> None:
-        """Says that jobs with these weights may come, until `drop_weights`."""
+        """Announces published weights: jobs may use them until `drop_weights`."""
 
     @abstractmethod
     def drop_weights(self, lora: LoraWeights) -> None:

@@ -32,7 +32,7 @@ class CacheSizes:
 
 
 class DecoderBase(BaseModel):
-    """The families that `engine/model` computes."""
+    """A base model of a family that `engine/model` computes."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ Resolve = Callable[[SampleJob], tuple[BaseModel, LoraWeights | None]]
 
 
 class MultiBaseBatch:
-    """`SampleBatch` on PyTorch."""
+    """`SampleBatch` over the base models of one engine."""
 
     def __init__(self, resolve: Resolve) -> None:
         self._resolve = resolve

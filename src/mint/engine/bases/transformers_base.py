@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class TransformersBase(BaseModel):
-    """All that mint's own decoder does not compute."""
+    """A base model whose layers are modules of transformers."""
 
     def __init__(
         self, name: str, folder: ModelFolder, device: Device, dtype: torch.dtype, *, recompute: bool | None

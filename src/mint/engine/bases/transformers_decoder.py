@@ -2,8 +2,9 @@
 their gradients, and loras on its linear layers.
 
 The model's own code computes; a hook on each linear layer adds the lora that is active. A forward runs one sequence,
-or several: a training pass pads the shorter ones on the right. Whatever the model does behind its last layer (scaling,
-soft caps) is kept: where logits are more than a product of hidden states, they stand for the hidden states.
+or several: a training pass pads the shorter ones on the right. Some
+models scale or cap the product of the last hidden states and the output layer. For them, the logits take the place of
+the hidden states in all methods here.
 
 Letters: S sequences · T tokens of each · E hidden size · V vocabulary · I inputs and O outputs of a layer · r rank.
 """
@@ -317,9 +318,9 @@ def _widths(layer: nn.Module) -> tuple[int, tuple[int, ...]]:
 
 
 def _pad_right(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that stand in a grid [S, T] of sequences, and which of them are no padding, bool [S, T].
+    """Row numbers in a padded grid [S, T] of sequences, and a mask of the real rows, bool [S, T].
 
-    A sequence is padded with its last row. Nothing masks the padding: no position sees those to its right.
+    A sequence is padded with its last row. Attention is causal, so the padding on the right needs no mask.
     """
     columns = np.arange(lengths.max())
     return starts[:, None] + np.minimum(columns, lengths[:, None] - 1), columns < lengths[:, None]

@@ -18,13 +18,13 @@ ALIGNED = 4
 
 
 Activation = Literal["silu", "gelu_tanh"]
-"""What gates an MLP."""
+"""The activation function of the gate in an MLP."""
 
 
 @dataclass(frozen=True)
 class NormNames:
-    """What a checkpoint calls the norms of a layer; None: there is none. They stand before attention and MLP, and
-    behind them, where what they give is normed before it is added."""
+    """The names of a layer's norms in a checkpoint; None: the family has no such norm. An input norm stands before
+    attention or MLP. An output norm stands behind it, before the result is added to the residual."""
 
     attention_input: str | None = "input_layernorm"
     attention_output: str | None = None
@@ -55,11 +55,11 @@ class Family:
     windows: bool = False
     """Layers see the last `sliding_window` positions, unless that is null."""
     full_every: int | None = None
-    """Each so manyth layer has no window."""
+    """A layer whose number, counted from 1, is a multiple of this has no window."""
     window_theta: float | None = None
     """The base of a rotation that layers with windows have of their own."""
     unrotated_full_layers: bool = False
-    """Beside layers with windows."""
+    """Where some layers have windows, the heads of the others are not rotated."""
     scaled_rotation: bool = True
     """The rotation may be scaled."""
     activation: Activation = "silu"
@@ -319,7 +319,7 @@ def _refuse_options(config: Mapping[str, Any]) -> None:
 
 
 def _windowed_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
-    """Those that have a window if there is one at all."""
+    """The layers that have a window, if config.json sets a window."""
     family = _family(config)
     if not family.windows:
         return frozenset()
@@ -366,7 +366,7 @@ def _experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
 
 
 def _unrotated_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
-    """The layers whose heads are not rotated: those with a 0 in `no_rope_layers`, else every so manyth."""
+    """The layers without a rotation: those with a 0 in `no_rope_layers`, else every `no_rope_layer_interval`-th."""
     marks = config.get("no_rope_layers")
     if marks is None:
         step = _size(config, "no_rope_layer_interval", default=4)
@@ -377,10 +377,10 @@ def _unrotated_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
 
 
 def _scales(config: Mapping[str, Any], hidden: int, head_dim: int) -> tuple[float, Scales]:
-    """The second are a family's constants. The first is what attention and MLP give is multiplied with.
+    """The factor by which some families multiply the results of attention and MLP, and their other constants.
 
-    Rows are divided by it here instead, from the embedding on. Norms give the same for them, with an `eps` that is
-    divided by its square.
+    mint divides the residual rows by that factor instead, from the embedding on. Norms of such rows are the same if
+    `eps` is divided by the square of the factor.
     """
     family = _family(config)
     if family.normal_embeddings:

@@ -1,8 +1,8 @@
 """A decoder over packed rows: one forward for training, prefill and decoding alike.
 
-Rows are tokens. The caller passes in the `attention`, which decides what each row attends to. Base weights are frozen,
-in float32 or bfloat16; hidden states are float32 throughout. What computes is `operations`. Knows nothing of sequences,
-losses or caches.
+Rows are tokens. The caller passes in the `attention`, which decides what each row attends to. Base weights are
+frozen, in float32 or bfloat16; hidden states are float32 throughout. The device's `operations` compute. Knows nothing
+of sequences, losses or caches.
 
 The bits of a row do not depend on the other rows: every product runs over at least the rows that its matrix needs for
 that, and nothing here reduces over rows.
@@ -38,7 +38,7 @@ from mint.models.tensor_files import StoredTensor
 
 @dataclass(frozen=True)
 class _ForwardBatch:
-    """What all layers share in one forward. The first `count` rows are tokens, the rest is padding."""
+    """The arguments of one forward that every layer reads. The first `count` rows are tokens, the rest is padding."""
 
     count: int
     attention: Attention

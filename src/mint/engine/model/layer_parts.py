@@ -24,8 +24,11 @@ from mint.engine.model.weights import LayerWeights
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers share in one forward; cos and sin [T, 1, pairs] rotate the first `rotated_heads` heads, of
-    which the first `joint_heads` are normed together, and the others."""
+    """The settings of one forward that every layer reads.
+
+    cos and sin [T, 1, pairs] rotate the first `rotated_heads` heads. If there are `joint_heads`, the first so many of
+    these are normed together, and the other rotated ones together.
+    """
 
     operations: Operations
     eps: float

@@ -91,7 +91,7 @@ class LoraLinears(Protocol):
     """Makes the linears of one base model."""
 
     def linear(self, site: str, matrix: Matrix, loras: Sequence[LoraRows]) -> Linear:
-        """What rows with `loras`, which cover all of them, are multiplied with at a site."""
+        """The `Linear` of a site for rows with these `loras`, which cover all of them."""
         ...
 
     def multiply(self, x: Tensor, matrix: Matrix, site: str, loras: Sequence[LoraRows]) -> Tensor:
@@ -99,7 +99,7 @@ class LoraLinears(Protocol):
         ...
 
     def versions(self, loras: Sequence[LoraRows]) -> list[int]:
-        """Changes when other matrices than before belong to the same `loras`."""
+        """Numbers that change when the matrices of the same `loras` have changed."""
         ...
 
     def kept_bytes(self, sites: Sequence[Site], *, with_gradient: bool) -> int:

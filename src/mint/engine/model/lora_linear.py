@@ -1,4 +1,4 @@
-"""What a batch's rows are multiplied with at one site: a frozen matrix plus the loras of the rows.
+"""The product of a batch's rows at one site: with a frozen matrix plus the loras of the rows.
 
 Two ways, chosen once for a base: a lora is computed beside the base (`SeparateLoras`), or merged into a copy of the
 base's matrix after every change, `W + scale · B · A`, so that one product is left of three (`MergedLoras`, for small

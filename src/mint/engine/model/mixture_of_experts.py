@@ -50,7 +50,7 @@ class MixtureOfExperts:
         self._loras = loras
 
     def __call__(self, x: Tensor, loras: Sequence[LoraRows]) -> Tensor:
-        """x + what the chosen experts make of norm(x), both [T, E]."""
+        """x + the weighted sum of the chosen experts of norm(x), both [T, E]."""
         normed = Norm.run(x, self._norm, self._eps, self._operations)
         scores = self._loras.multiply(normed, self._weights.router, f"{self._layer}.router", loras)
         routing_weights, chosen = _route(scores, self._mixture)

@@ -27,11 +27,11 @@ Attention = Callable[[int, Tensor], Tensor]
 """(layer, normed and rotated heads [T, H, D] in the base's dtype) → attended values [T, query heads · D]."""
 
 FeedForward = Callable[[Tensor, Sequence[LoraRows]], Tensor]
-"""(rows x [T, E], loras that cover them) → x + what a layer's experts make of norm(x)."""
+"""(rows x [T, E], loras that cover them) → x + the result of a layer's experts for norm(x)."""
 
 
 class Operations(Protocol):
-    """What one device computes for base weights of one dtype. Tensors are float32 where nothing else is said."""
+    """The operations of one device on base weights of one dtype. Tensors are float32 where nothing else is said."""
 
     dtype: torch.dtype
     """The dtype of the base's matrices and of heads."""
@@ -42,7 +42,7 @@ class Operations(Protocol):
     max_rows: int
     """Rows of a training micro-batch where memory sets no bound."""
     activation_bytes: int
-    """What a training forward may keep for its backward."""
+    """Bytes that a training forward may keep for its backward."""
     logits_at_once: int
     """Logits of a training pass that exist at once."""
 

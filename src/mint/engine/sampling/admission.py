@@ -1,8 +1,8 @@
-"""Whose turn it is: how the jobs of a sampler share its rows and its time for prompts.
+"""Admission: which waiting job of a sampler gets rows next, and which prompt is computed next.
 
 Each job belongs to a scope. Scopes get equal shares as far as they want them (max-min fairness): the scope with the
 fewest rows goes first, and the jobs of one scope in the order of their arrival. A scope with less than its share finds
-`SPARE_ROWS` in a full batch, so that nobody waits until the jobs of another end. Decides by numbers alone, and not by
+`SPARE_ROWS` in a full batch, so that nobody waits until the jobs of another end. Knows numbers of rows and tokens, not
 what a job computes.
 """
 
@@ -20,7 +20,7 @@ than theirs."""
 
 
 class WaitingJob(Protocol):
-    """What the order of admission depends on. Numbers of arrival grow, and no two jobs have the same."""
+    """The fields of a job that decide when it is admitted. `arrival` counts upwards: each job has its own number."""
 
     arrival: int
 
@@ -79,7 +79,7 @@ def may_begin(scope: str, count: int, rows: Counter[str], *, scopes: int, limit:
 
 
 def fair_shares(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
-    """How much of `budget` each scope gets: equal shares, where what one does not want is for the others."""
+    """How much of `budget` each scope gets: equal shares. What a scope does not want is divided among the others."""
     shares: dict[str, int] = {}
     for place, scope in enumerate(sorted(wanted, key=lambda scope: wanted[scope])):
         shares[scope] = min(wanted[scope], budget // (len(wanted) - place))

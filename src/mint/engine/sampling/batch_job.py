@@ -17,7 +17,7 @@ from mint.engine.sampling.prompt_scoring import PromptScores
 
 @dataclass(eq=False)
 class BatchJob:
-    """What every sampler knows of a job; numbers of `arrival` grow."""
+    """The fields of a job that both samplers need. `arrival` counts upwards."""
 
     key: str
     job: SampleJob

@@ -29,7 +29,7 @@ MAX_CHARACTERS = 16 << 20
 """A rendered conversation may have so many: several times what the longest contexts hold."""
 
 MAX_ANSWER_BYTES = 12 * MAX_CHARACTERS
-"""As JSON, a character takes at most so much."""
+"""An answer in bytes: as JSON, a character takes at most 12."""
 
 PROCESSES = 2
 """So that others are rendered while one template takes its time."""

@@ -43,7 +43,7 @@ class _OnThread(logging.handlers.QueueHandler):
         self._listener.start()
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """The record as it is, with what the other thread cannot see."""
+        """Adds the id of the request, which the other thread cannot read. The record is formatted there."""
         current = request_id.get()
         if current is not None and not hasattr(record, "request_id"):
             record.request_id = current
@@ -125,7 +125,7 @@ def _add_request_id(_logger: Any, _method: str, event: Event) -> Event:
 
 
 def _drop_copies(_logger: Any, _method: str, event: Event) -> Event:
-    """uvicorn adds a coloured copy of its messages."""
+    """Removes the coloured copy that uvicorn adds to each of its messages."""
     event.pop("color_message", None)
     return event
 

@@ -1,4 +1,4 @@
-"""How long the server's event loop does not come to run what is due, and what ran meanwhile.
+"""Measures the pauses of the server's event loop, and logs what ran during the long ones.
 
 A timer on the loop fires every `BEAT_S`; how late it comes is a pause. A pause has two causes: something on the loop
 takes time, or another thread holds the interpreter's lock in one long call. A second thread looks at the stacks while a

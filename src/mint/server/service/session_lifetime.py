@@ -51,7 +51,7 @@ class SessionLifetime:
         instance: Instance,
         accepting: threading.RLock,
     ) -> None:
-        """What is accepted or ended is so under `accepting`."""
+        """`accepting` is held while something is accepted or ended."""
         self._sessions = sessions
         self._training = training
         self._reader = reader

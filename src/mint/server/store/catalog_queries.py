@@ -27,7 +27,7 @@ METADATA_BYTES = "coalesce(length(user_metadata), 0)"
 
 
 def owned_by(owner: str | None) -> str:
-    """That a row belongs to the owner."""
+    """Condition: the row belongs to the owner."""
     return "TRUE" if owner is None else "owner = :owner"
 
 

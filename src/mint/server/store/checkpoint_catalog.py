@@ -37,10 +37,10 @@ EXPIRED_S = 24 * 3600.0
 _IS_DUE = "expires_at <= :now AND folder NOT IN (SELECT weights_id FROM samplers WHERE weights_id IS NOT NULL)"
 
 Hold = Callable[[int, int], None]
-"""Reserves bytes that will be stored, and of these those that are not on the disk yet; raises if they do not fit."""
+"""Reserves space for a copy: given are its bytes, and how many of these are new to the disk. Raises if it does not fit."""
 
 _THIS_ONE = "model_id = :model_id AND kind = :kind AND name = :name AND folder = :folder"
-"""The row as it was read: one that was overwritten meanwhile is another checkpoint, in another folder."""
+"""Condition: the checkpoint was not overwritten since its row was read. A new one of that name has another folder."""
 
 
 class CheckpointCatalog:

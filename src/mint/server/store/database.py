@@ -72,7 +72,7 @@ VACUUM_PAGES = 2000
 
 
 class OpenFor(Enum):
-    """What a database is opened for."""
+    """The purpose for which a database is opened."""
 
     SERVICE = "service"
     """To serve requests, or to store something new. On a full disk that waits or fails; only a deletion uses the spare
@@ -86,7 +86,7 @@ class OpenFor(Enum):
 
 
 class Transaction:
-    """What can be done in a transaction; valid inside its `with` block only."""
+    """Reads and writes within one transaction; valid inside its `with` block only."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection

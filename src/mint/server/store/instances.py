@@ -23,7 +23,7 @@ from pathlib import Path
 from mint.errors import InvalidRequestError
 
 SERVER = "server-"
-"""How the ids of instances begin that serve a socket."""
+"""The ids of instances that serve a socket begin with this."""
 
 SERVER_LOCK_FILE = "serve.lock"
 PATIENCE_S = 0.5

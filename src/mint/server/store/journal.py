@@ -286,7 +286,7 @@ class Journal:
         return LOCAL_OWNER if run is None else run.owner
 
     def mark_diverged(self, model_id: str, reason: str) -> None:
-        """Stops a model: its replay did not give what was acknowledged."""
+        """Stops a model: it could not be restored as it was acknowledged."""
         self.database.write("UPDATE models SET diverged = :reason WHERE model_id = :id", id=model_id, reason=reason)
 
     def set_effective(self, model_id: str, effective: Mapping[str, Any]) -> None:

@@ -248,7 +248,7 @@ class ApiKeys:
         return Quotas(max_sessions=sessions, max_models=models, max_checkpoint_bytes=stored)
 
     def stored_bytes(self) -> int:
-        """What the checkpoints of all owners take."""
+        """The bytes that the checkpoints of all owners take."""
         return self._database.value("SELECT coalesce(sum(size_bytes), 0) FROM checkpoints")
 
     def list(self) -> Sequence[KeyRow]:

@@ -73,7 +73,7 @@ class OrphanSweep:
 
 
 def _state_of(path: Path) -> str:
-    """Changes when the file does."""
+    """A value that changes when the file changes."""
     try:
         status = path.stat()
     except OSError:  # removed just now

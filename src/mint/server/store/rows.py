@@ -104,7 +104,10 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class TrainingRunRow:
-    """What stays known of a model after its session: a training run. `base_model` is None until the model is made."""
+    """A training run: the record of a model, which stays after its session has ended.
+
+    `base_model` is None until the model is made.
+    """
 
     run_id: str
     session_id: str

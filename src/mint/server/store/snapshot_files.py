@@ -44,7 +44,7 @@ def write_snapshot(path: Path, state: ModelState, *, digest: str) -> None:
 
 
 def read_snapshot(path: Path, *, digest: str) -> ModelState:
-    """Reads what `write_snapshot` wrote with this digest. It covers the arrays: the caller compares theirs with it.
+    """Reads what `write_snapshot` wrote with this digest. The caller must compare it with the arrays.
 
     Raises:
         CheckpointError: the file is missing or damaged.

@@ -22,7 +22,7 @@ from mint.types.records import FIRST_PAGE, PageQuery, TrainingRun, TrainingRunsR
 _SHOWN_BYTES = (
     f"{METADATA_BYTES} + 2 * coalesce((SELECT max(length(user_metadata)) FROM checkpoints WHERE model_id = run_id), 0)"
 )
-"""With the metadata of a run, that of two of its checkpoints is shown."""
+"""A run is shown with its own metadata and that of two checkpoints: this is at least their size."""
 
 
 class TrainingRunCatalog:
@@ -125,7 +125,7 @@ class TrainingRunCatalog:
         )
 
     def _base_model(self, row: CheckpointRow | None) -> str:
-        """What a checkpoint's manifest says: for runs whose own row does not name the base model (yet)."""
+        """The base model in a checkpoint's manifest, for runs whose own row does not name one (yet)."""
         try:
             return "unknown" if row is None else read_manifest(self._data_dir / row.folder).base_model
         except CheckpointError:
