@@ -92,13 +92,14 @@ def create_app(
 ) -> Starlette:
     """The application over a service that the caller starts and stops.
 
-    `authenticate` None asks for no key, and then everybody is an operator. `recall` spares it, and a change of threads
-    with it, for a sender who was known a moment ago. `public_url` begins links to files. `screen`
-    sees every request before its sender is known. `observers` get the record of every request; without any, there are
-    no records, and responses carry no request id. `pages` are further routes, which check themselves who may call them.
+    `authenticate` None asks for no key, and then everybody is an operator. `recall` names a sender who was verified a
+    moment ago, without a change of threads. `public_url` begins links to files. `screen` sees every request before its
+    sender is known. `observers` get the record of every request; without any, there are no records, and responses carry
+    no request id. `pages` are further routes, which check themselves who may call them.
+
     What takes time (decoding a body, the journal) runs on the threads of `executor`, so that the event loop goes on
     answering; None runs it on the event loop, which suits an application with one client in its own process. Rows that
-    wait for the disk run on the threads of `disk_executor`: so a slow disk keeps nobody waiting who does not need it.
+    wait for the disk run on the threads of `disk_executor`, so that a slow disk delays only those who need it.
     """
     bodies = bodies or Bodies()
     run_quick = _at_once if executor is None else _on_threads(executor)
