@@ -37,7 +37,7 @@ EXPIRED_S = 24 * 3600.0
 _IS_DUE = "expires_at <= :now AND folder NOT IN (SELECT weights_id FROM samplers WHERE weights_id IS NOT NULL)"
 
 Hold = Callable[[int, int], None]
-"""Reserves space for a copy: given are its bytes, and how many of these are new to the disk. Raises if it does not fit."""
+"""Reserves space for a copy, given its bytes and how many of them are new to the disk; raises if it does not fit."""
 
 _THIS_ONE = "model_id = :model_id AND kind = :kind AND name = :name AND folder = :folder"
 """Condition: the checkpoint was not overwritten since its row was read. A new one of that name has another folder."""
