@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
 import torch
 from engine_data import CROSS_ENTROPY, LORA, datum, job, random_data, take_gradient, train
+from safetensors.torch import load_file, save_file
 from small_models import write_model, write_other_model
-from transformers import AutoModelForCausalLM
 
 from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import NativeKernels
@@ -27,7 +27,10 @@ KINDS: tuple[Quantization, ...] = get_args(Quantization)
 BLOCKS = {"nf4": 64, "int8": None, "fp8": 128}
 SHAPES = [(48, 64), (112, 128), (64, 576), (320, 1536)]
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C compiler")
-WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
+_SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
+WIDE = {"qwen3": _SHAPE, "qwen3_moe": {**_SHAPE, "moe_intermediate_size": 64}}
+"""A dense model and a mixture of experts, with widths that every format quantizes."""
+BASES: list[tuple[str, Quantization]] = [*(("qwen3", kind) for kind in KINDS), ("qwen3_moe", "nf4")]
 
 
 def _values(kind: Quantization) -> np.ndarray:
@@ -125,24 +128,23 @@ def _engine(
 
 
 def _write_widened(source: Path, target: Path, kind: Quantization) -> None:
-    """The model with the numbers that the codes of its layers' matrices stand for."""
-    model = AutoModelForCausalLM.from_pretrained(source)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            found = quantize(parameter, kind) if "_proj.weight" in name else None
-            if found is not None:
-                parameter.copy_(found.widen())
-    model.save_pretrained(target)
-    (target / "tokenizer.json").write_text("{}")
+    """The model with the numbers that the codes of its layers' matrices stand for; routers are as they were."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        found = quantize(tensor, kind) if name.endswith("_proj.weight") else None
+        if found is not None:
+            tensors[name] = found.widen()
+    save_file(tensors, target / "model.safetensors")
 
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_COMPILER), False], ids=["native", "torch"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("family", "kind"), BASES)
 def test_a_quantized_base_trains_and_samples_as_the_model_of_its_numbers(
-    kind: Quantization, native: bool, native_folder: Path, tmp_path: Path
+    family: str, kind: Quantization, native: bool, native_folder: Path, tmp_path: Path
 ) -> None:
     folder, widened = tmp_path / "model", tmp_path / "widened"
-    write_model(folder, "untied", **WIDE)
+    write_model(folder, "untied", family=family, **WIDE[family])
     _write_widened(folder, widened, kind)
     kernels = native_folder if native else None
     engine, reference = _engine(folder, kind, kernels), _engine(widened, None, kernels)
@@ -164,11 +166,16 @@ def test_a_quantized_base_trains_and_samples_as_the_model_of_its_numbers(
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_COMPILER), False], ids=["native", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("family", "kind"), BASES)
 def test_sampler_and_trainer_of_a_quantized_base_have_the_same_bits(
-    kind: Quantization, dtype: Literal["float32", "bfloat16"], native: bool, native_folder: Path, tmp_path: Path
+    family: str,
+    kind: Quantization,
+    dtype: Literal["float32", "bfloat16"],
+    native: bool,
+    native_folder: Path,
+    tmp_path: Path,
 ) -> None:
-    write_model(tmp_path, "tied", **WIDE)
+    write_model(tmp_path, "tied", family=family, **WIDE[family])
     engine = _engine(tmp_path, kind, native_folder if native else None, dtype)
     engine.create_model("m", "base", LORA)
     train(engine, "m", steps=1)
@@ -181,7 +188,7 @@ def test_sampler_and_trainer_of_a_quantized_base_have_the_same_bits(
 
 
 def test_the_settings_say_so_and_a_family_of_transformers_is_refused(tmp_path: Path) -> None:
-    write_model(tmp_path / "own", "tied", **WIDE)
+    write_model(tmp_path / "own", "tied", **WIDE["qwen3"])
     info = TorchEngine(device="cpu", quantize="nf4").load_base("base", str(tmp_path / "own"))
     assert info.settings["quantization"] == "nf4"
     write_other_model(tmp_path / "other", "glm4")
