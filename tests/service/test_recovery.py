@@ -208,6 +208,31 @@ def test_results_of_passes_are_kept_until_many_later_requests_have_run(
     harness.service.stop()
 
 
+def test_the_results_of_passes_take_a_bounded_space_and_the_newest_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mint.server.worker.snapshots.RETAINED_BYTES", 20_000)
+    harness = Harness(open_service(tmp_path))
+    trained, scored = harness.create_model(0), harness.create_model(1)
+    large = pass_body(datum(*[3] * 100))
+    digest = ""
+    for step in range(50):
+        harness.run("forward_backward", trained, 2 * step + 1, large)
+        digest = harness.run("optim_step", trained, 2 * step + 2, STEP)["state_digest"]
+        harness.run("forward", scored, step + 1, {"forward_input": large["forward_backward_input"]})
+    for name in (trained, scored):
+        passes = [job for job in harness.service.journal.jobs(name, after=0) if "forward" in job.kind]
+        kept = [job for job in passes if job.result is not None]
+        assert kept == passes[-len(kept) :] and 3 < len(kept) < 40
+        assert sum(len(job.result or b"") for job in kept) <= 20_000
+    harness = reopen(harness)
+    assert harness.wait(f"{scored}:50")["loss_fn_outputs"]
+    assert "no longer kept" in str(failure(lambda: harness.wait(f"{scored}:1")))
+    harness.restore(trained)
+    assert harness.digest(trained) == digest
+    harness.service.stop()
+
+
 def test_two_processes_share_a_folder_and_only_the_dead_are_taken_over(tmp_path: Path) -> None:
     one, two = Harness(open_service(tmp_path)), Harness(open_service(tmp_path))
     mine, theirs = one.create_model(), two.create_model()

@@ -17,7 +17,7 @@ from mint.server.queue.queue_position import QueueIndex, QueuePosition
 from mint.server.service.request_reader import RequestReader
 from mint.server.service.sessions import Sessions
 from mint.server.store.journal import Journal
-from mint.server.worker.snapshots import RETAINED_RESULTS
+from mint.server.worker.snapshots import RETAINED_BYTES, RETAINED_RESULTS
 from mint.types import ForwardBackwardOutput, SampleResponse
 from mint.wire.requests import RetrieveFuturesRequest
 from mint.wire.responses import FutureCompletion, RetrieveFuturesResponse
@@ -82,7 +82,8 @@ class Results:
         if row is not None and row.result is None and row.status != "pending":
             raise NotFoundError(
                 "has run, but its result is no longer kept: "
-                f"{RETAINED_RESULTS} later requests of its model have run since",
+                f"{RETAINED_RESULTS} later requests of its model have run since, or their results take "
+                f"{RETAINED_BYTES >> 20} MiB",
                 field="request_id",
                 value=name,
                 remedy="Read the results of passes before you send so many more requests",

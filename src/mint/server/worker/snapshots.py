@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ RETAINED_RESULTS = 4096
 """The result of a pass is kept until so many later requests of its model have run: the queue takes no more of an owner.
 The results of steps and saves are small, and kept until the session ends."""
 
+RETAINED_BYTES = 256 << 20
+"""The results of a model's passes are larger together for a moment only: then the older half goes, not the newest."""
+
 PRUNED_AT_ONCE = 64
 STORAGE_CHECK_S = 0.1
 
@@ -51,7 +55,8 @@ class SnapshotHistory:
 
     `written` is done once the newest one survives a power failure; it took `snapshot_s`. The passes and steps since
     then took `replay_s`, the last step with its passes `step_s`. Requests with `seq_id < pruned_below` have no payload
-    in the journal any more; the next two say this of the results of passes with and without a gradient.
+    in the journal any more; the next two say this of the results of passes with and without a gradient. Those below
+    `too_large_below` shall have none, because all results together were too large.
     """
 
     rows: list[SnapshotRow] = field(default_factory=list)  # newest first
@@ -63,6 +68,9 @@ class SnapshotHistory:
     pruned_below: int = 0
     results_pruned_below: int = 0
     forwards_pruned_below: int = 0
+    results: deque[tuple[int, int]] = field(default_factory=deque)  # seq_id and bytes of those in the journal
+    result_bytes: int = 0
+    too_large_below: int = 0
     written: Future[None] = field(default_factory=_written)
 
     @property
@@ -87,23 +95,40 @@ class SnapshotHistory:
         self.replay_s += seconds
 
 
-def prune_results(history: SnapshotHistory, seq_id: int) -> dict[str, tuple[int, int]]:
-    """The fields of `Finish` that remove old results of passes, together with request `seq_id`.
+def prune_results(history: SnapshotHistory, seq_id: int, size_bytes: int) -> dict[str, tuple[int, int]]:
+    """The fields of `Finish` that remove old results of passes, together with request `seq_id`, which has a result of
+    this size.
 
     A replay compares the results behind the oldest snapshot, so those stay in any case.
     """
     changes: dict[str, tuple[int, int]] = {}
-    first = history.results_pruned_below
-    last = min(seq_id - RETAINED_RESULTS, history.pruned_below)
-    if last - first >= PRUNED_AT_ONCE:
+    before = history.too_large_below
+    _count_result(history, seq_id, size_bytes)
+    least = 1 if history.too_large_below > before else PRUNED_AT_ONCE
+    needless_below = max(seq_id - RETAINED_RESULTS, history.too_large_below)
+    first, last = history.results_pruned_below, min(needless_below, history.pruned_below)
+    if last - first >= least:
         changes["pruned_results"] = (first, last)
         history.results_pruned_below = last
     first = history.forwards_pruned_below
-    last = seq_id - RETAINED_RESULTS
-    if last - first >= PRUNED_AT_ONCE:
-        changes["pruned_forwards"] = (first, last)
-        history.forwards_pruned_below = last
+    if needless_below - first >= least:
+        changes["pruned_forwards"] = (first, needless_below)
+        history.forwards_pruned_below = needless_below
     return changes
+
+
+def _count_result(history: SnapshotHistory, seq_id: int, size_bytes: int) -> None:
+    history.results.append((seq_id, size_bytes))
+    history.result_bytes += size_bytes
+    is_too_large = history.result_bytes > RETAINED_BYTES
+    while len(history.results) > 1:
+        oldest, size = history.results[0]
+        if not (is_too_large and history.result_bytes > RETAINED_BYTES // 2) and oldest >= seq_id - RETAINED_RESULTS:
+            break
+        history.results.popleft()
+        history.result_bytes -= size
+        if is_too_large:
+            history.too_large_below = oldest + 1
 
 
 class Snapshots:

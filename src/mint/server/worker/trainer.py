@@ -160,7 +160,7 @@ class Trainer:
             return outcome
         self._short_since.pop((job.model_id, job.seq_id), None)
         body = wire.encode_result(effect.result)
-        pruned = prune_results(self.models[job.model_id].snapshots, job.seq_id)
+        pruned = prune_results(self.models[job.model_id].snapshots, job.seq_id, len(body))
         finish = Finish(job.model_id, job.seq_id, "done", body, effect.digest, **effect.changes, **pruned)
         return JobOutcome(finish, effect.obsolete_files)
 
