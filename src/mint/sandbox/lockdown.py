@@ -62,17 +62,22 @@ class Lockdown:
             resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
         self._prctl(_SET_PDEATHSIG, signal.SIGKILL)
         self._prctl(_SET_DUMPABLE, 0)
-        self._prctl(_SET_NO_NEW_PRIVS, 1)
-        self._landlock()
-        self._prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(self._filter))
+        self.apply_landlock()
+        self.apply_seccomp()
 
-    def _landlock(self) -> None:
+    def apply_landlock(self) -> None:
         """Restricts all rights and grants none: no file, no TCP port, no signal or abstract socket to the outside."""
+        self._prctl(_SET_NO_NEW_PRIVS, 1)
         rules = _Ruleset((1 << _FS_RIGHTS.get(self.abi, 16)) - 1, _NET_RIGHTS, _SCOPES)
         size = 8 if self.abi < 4 else 16 if self.abi < 6 else 24
         ruleset = self._checked("Landlock", self._libc.syscall(_CREATE_RULESET, ctypes.byref(rules), size, 0))
         self._checked("Landlock", self._libc.syscall(_RESTRICT_SELF, ruleset, 0))
         os.close(ruleset)
+
+    def apply_seccomp(self) -> None:
+        """Allows the system calls of `seccomp_filter` alone."""
+        self._prctl(_SET_NO_NEW_PRIVS, 1)
+        self._prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(self._filter))
 
     def _prctl(self, option: int, first: int, second: int = 0) -> None:
         arguments = [ctypes.c_ulong(value) for value in (first, second, 0, 0)]
