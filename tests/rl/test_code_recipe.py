@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mint.errors import InvalidRequestError
-from mint.recipes.code import CodeAdapter, CodeProblem, extract_code, run_tests
+from mint.recipes.code import CodeAdapter, CodeProblem, extract_code, right_cases, run_tests
 from mint.recipes.datasets.python_functions import (
     ARGUMENT_NAMES,
     CONSTANTS,
@@ -71,7 +71,7 @@ def test_every_planted_bug_fails_a_case_and_every_right_body_passes_all(adapter:
     for kind in KINDS:
         for constant in CONSTANTS:
             function = PythonFunction(kind, kind.names[0], ARGUMENT_NAMES[kind.argument][0], constant)
-            cases = adapter._cases(function)
+            cases = right_cases(adapter.sandbox, function)
             assert run_tests(adapter.sandbox, function.source(kind.bug), function.name, cases).value < 1.0, function
             assert run_tests(adapter.sandbox, function.source(kind.body), function.name, cases).value == 1.0, function
 

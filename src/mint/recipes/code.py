@@ -138,19 +138,23 @@ class CodeAdapter(RLAdapter):
         for place, function in enumerate(functions):
             key = (function.kind.body, function.constant)
             if key not in answers:
-                answers[key] = self._cases(function)
+                answers[key] = right_cases(self.sandbox, function)
             prompt = with_examples(function, rng, SHOTS * (place % 2))
             problems.append(CodeProblem(prompt, function.name, answers[key]))
         return problems
 
-    def _cases(self, function: PythonFunction) -> tuple[Case, ...]:
-        """The values of the right body, computed in a separate run of the sandbox."""
-        inputs = [(value,) for value in edge_inputs(function)]
-        source = function.source(function.kind.body)
-        outcome = self.sandbox.run(source, function.name, inputs)
-        if outcome.status == "unsupported":
-            raise UnsupportedError(f"no sandbox on this machine: {outcome.detail}")
-        return tuple((given, result.value) for given, result in zip(inputs, outcome.results, strict=True))
+
+def right_cases(sandbox: Sandbox, function: PythonFunction) -> tuple[Case, ...]:
+    """Edge inputs of a function, and the values of its right body, computed in the sandbox.
+
+    Raises:
+        UnsupportedError: nothing on this machine can run the code.
+    """
+    inputs = [(value,) for value in edge_inputs(function)]
+    outcome = sandbox.run(function.source(function.kind.body), function.name, inputs)
+    if outcome.status == "unsupported":
+        raise UnsupportedError(f"no sandbox on this machine: {outcome.detail}")
+    return tuple((given, result.value) for given, result in zip(inputs, outcome.results, strict=True))
 
 
 def run_tests(sandbox: Sandbox, code: str, function: str, cases: Sequence[Case]) -> Reward:
