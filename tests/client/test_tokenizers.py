@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from http_server import http_server
 
 import mint
-import mint.client.tokenizers as tokenizers_module
 from mint.client.tokenizers import store_files
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import InvalidRequestError
@@ -19,13 +17,6 @@ from mint.models.registry import BUNDLED
 from mint.tokenizer import TOKENIZER_FILES, tokenizer_files
 
 TINY = BUNDLED["mint/tiny"]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known() -> Iterator[None]:
-    tokenizers_module._folders.clear()
-    yield
-    tokenizers_module._folders.clear()
 
 
 def test_a_client_gets_the_tokenizer_of_a_model_that_only_the_server_has(
