@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from service_harness import GOOD_PASS, STEP, Harness, failure, make_sampler, open_service
 
+from mint.engine.state_digest import digest_of_state
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import CheckpointError, DamagedDataError, RecoveryDivergedError
 from mint.server.ids import file_stem
 from mint.server.store.checkpoint_folders import MANIFEST_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, read_checkpoint
 from mint.server.store.journal import JOURNAL_FILE, Journal
-from mint.server.store.snapshot_files import read_weights
+from mint.server.store.snapshot_files import read_snapshot, read_weights
 
 FLIPS = 200
 """Of each of six kinds of bytes: 1,200 together."""
@@ -30,11 +31,9 @@ def edit(data_dir: Path, statement: str, *values: Any) -> None:
 
 
 def stop_with_a_pending_step(harness: Harness, model_id: str) -> None:
-    """Stops a service that has accepted a step after one that is done, and has not run it."""
+    """Stops a service that has accepted a step, number 4, and waits for the pass before it."""
     harness.run("forward_backward", model_id, 1, GOOD_PASS)
     harness.run("optim_step", model_id, 2, STEP)
-    harness.run("forward_backward", model_id, 3, GOOD_PASS)
-    harness.service._worker.stop()
     harness.send("optim_step", model_id, 4, STEP)
     harness.service.stop()
 
@@ -47,6 +46,7 @@ def test_a_pending_payload_that_was_changed_is_not_run_and_its_model_stops(tmp_p
     edit(tmp_path, "UPDATE jobs SET payload = replace(payload, '0.001', '0.901') WHERE seq_id = 4")
     service = open_service(tmp_path)
     harness = Harness(service, harness.session_id)
+    harness.send("forward_backward", model_id, 3, GOOD_PASS)
     error = failure(lambda: harness.wait(f"{model_id}:4"))
     assert isinstance(error, DamagedDataError) and "payload of request 4 (optim_step)" in str(error) and error.remedy
     after = failure(lambda: harness.run("optim_step", model_id, 5, STEP))
@@ -181,9 +181,12 @@ def test_no_flipped_bit_of_a_snapshot_is_accepted(trained: tuple[Harness, str]) 
     harness, model_id = trained
     service = harness.service
     row = service.journal.snapshots(model_id)[0]
-    recovery = service._worker._trainer._recovery
-    read = lambda: recovery._load_snapshot(row)  # noqa: E731
-    assert flip_bits(service.data_dir / row.file, read, seed=1) == 0
+    path = service.data_dir / row.file
+
+    def read() -> bool:
+        return digest_of_state(read_snapshot(path, digest=row.digest)) == row.digest
+
+    assert flip_bits(path, read, seed=1) == 0
 
 
 @pytest.mark.parametrize("name", [WEIGHTS_FILE, OPTIMIZER_FILE, MANIFEST_FILE])
