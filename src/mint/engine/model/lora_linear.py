@@ -173,7 +173,7 @@ class MergedLoras(SeparateLoras):
 
     @override
     def versions(self, loras: Sequence[LoraRows]) -> list[int]:
-        return [own.weights.flat._version for own in loras if own.weights is not None]
+        return [_version(own.weights) for own in loras if own.weights is not None]
 
     @override
     def kept_bytes(self, sites: Sequence[Site], *, with_gradient: bool) -> int:
@@ -188,7 +188,7 @@ class MergedLoras(SeparateLoras):
         """The merged matrices of those sites that `lora` trains."""
         if lora is None:
             return {}
-        version = lora.flat._version  # torch counts every in-place change, also through a view
+        version = _version(lora)
         found = self._sets.get(lora)
         if found is None or found[0] != version:
             # Tensors made in inference mode could not be used in a training pass.
@@ -206,6 +206,15 @@ class MergedLoras(SeparateLoras):
         for columns, own, b in site.parts():
             merged[own].addmm_(b, site.a[columns], alpha=lora.scale)
         return MergedLinear(self.operations, self.operations.matrix(merged), site, lora.scale)
+
+
+def _version(lora: LoraWeights) -> int:
+    """A number that grows with every change of the weights.
+
+    torch counts each in-place change of a tensor, also through a view, for autograd's check of saved tensors. It has no
+    public name for that count. A count of our own would miss a change that does not announce itself.
+    """
+    return lora.flat._version
 
 
 class LoraProduct(AutogradFunction):
