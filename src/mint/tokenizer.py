@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError, NotFoundError
@@ -26,7 +27,7 @@ _LOADING = threading.Lock()
 def load_tokenizer(tokenizer_id: str, base_model: str) -> Any:
     """The Hugging Face tokenizer in the folder `tokenizer_id`, or that of `base_model` if there is no such folder here.
 
-    Loaded once per process.
+    Loaded once per process. Its `apply_chat_template` gives `PromptIds` where it was not told what to give.
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -35,7 +36,9 @@ def load_tokenizer(tokenizer_id: str, base_model: str) -> Any:
     source = tokenizer_id if tokenizer_id and Path(tokenizer_id).is_dir() else base_model
     with _LOADING:  # two threads that import transformers at the same time can see it half imported
         if source not in _TOKENIZERS:
-            _TOKENIZERS[source] = _load(source)
+            tokenizer = _load(source)
+            tokenizer.apply_chat_template = ChatTemplate(tokenizer)
+            _TOKENIZERS[source] = tokenizer
         return _TOKENIZERS[source]
 
 
@@ -56,6 +59,49 @@ def _load(source: str) -> Any:
             value=source,
             remedy="Name a folder with tokenizer.json, or a Hugging Face model in the local cache",
         ) from error
+
+
+class PromptIds(list[int]):
+    """The token ids of a rendered conversation: a list, as transformers 4 gives it. Its keys and attributes `input_ids`
+    and `attention_mask` are those of transformers 5, whose result is a dictionary."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, key) if key in ("input_ids", "attention_mask") else super().__getitem__(key)
+
+    @property
+    def input_ids(self) -> list[int]:
+        """The ids as a plain list."""
+        return list(self)
+
+    @property
+    def attention_mask(self) -> list[int]:
+        """1 for each id."""
+        return [1] * len(self)
+
+
+class ChatTemplate:
+    """`apply_chat_template` of a tokenizer, for code that was written for transformers 4 and for transformers 5.
+
+    The versions differ in what they give for one conversation: ids, or a dictionary that holds them, whose length is
+    the number of its keys.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The tokenizer's own method; its parameters are those of this one."""
+        return MethodType(type(self._tokenizer).apply_chat_template, self._tokenizer)
+
+    def __call__(self, conversation: Any, *args: Any, **options: Any) -> Any:
+        """As transformers' own; `PromptIds` for one conversation if no option says what to give."""
+        rendered = self.__wrapped__(conversation, *args, **options)
+        chosen = options.keys() & {"return_dict", "return_tensors"}
+        if chosen or not isinstance(rendered, Mapping):
+            return rendered
+        ids = rendered["input_ids"]
+        return PromptIds(ids) if all(isinstance(token, int) for token in ids) else rendered
 
 
 def tokenizer_files(folder: Path) -> dict[str, str]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
+import operator
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from http_server import http_server
@@ -14,7 +20,7 @@ from mint.client.tokenizers import store_files
 from mint.engine.fake_engine import FakeEngine
 from mint.errors import InvalidRequestError
 from mint.models.registry import BUNDLED
-from mint.tokenizer import TOKENIZER_FILES, tokenizer_files
+from mint.tokenizer import TOKENIZER_FILES, load_tokenizer, tokenizer_files
 
 TINY = BUNDLED["mint/tiny"]
 
@@ -69,3 +75,40 @@ def test_only_known_files_are_kept_and_no_code_is_named_in_them(tmp_path: Path) 
 def test_an_answer_without_a_tokenizer_is_refused(files: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
         store_files(files, tmp_path)
+
+
+CONVERSATION = [{"role": "user", "content": "3 + 5 ="}]
+
+
+def test_a_rendered_conversation_is_a_list_of_ids_and_has_the_keys_of_a_dictionary() -> None:
+    """Scripts of MinT add the answer's tokens to it and take its length; newer code reads its `input_ids`."""
+    tokenizer = load_tokenizer(str(TINY), "mint/tiny")
+    ids = tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
+    plain = tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True, return_dict=False)
+    assert isinstance(ids, list) and ids == plain and len(ids) > 5
+    assert operator.add(ids, [7]) == [*plain, 7] and ids[:-1] == plain[:-1]
+    assert ids["input_ids"] == ids.input_ids == plain and ids["attention_mask"] == [1] * len(plain)
+    assert mint.ModelInput.from_ints(ids).to_ints() == plain
+
+
+def test_what_a_caller_asks_of_a_chat_template_is_what_transformers_gives() -> None:
+    tokenizer = load_tokenizer(str(TINY), "mint/tiny")
+    given = tokenizer.apply_chat_template(CONVERSATION, return_dict=True)
+    assert set(given) == {"input_ids", "attention_mask"} and not isinstance(given, list)
+    assert isinstance(tokenizer.apply_chat_template(CONVERSATION, tokenize=False), str)
+    assert len(tokenizer.apply_chat_template([CONVERSATION, CONVERSATION])["input_ids"]) == 2
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    assert {"conversation", "tools", "add_generation_prompt"} <= parameters.keys()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])  # noqa: S301
+def test_a_copy_of_a_tokenizer_renders_conversations_alike(copied: Callable[[Any], Any]) -> None:
+    tokenizer = load_tokenizer(str(TINY), "mint/tiny")
+    assert copied(tokenizer).apply_chat_template(CONVERSATION) == tokenizer.apply_chat_template(CONVERSATION)
+
+
+def test_a_model_input_is_made_of_a_tokenizers_dictionary() -> None:
+    given = load_tokenizer(str(TINY), "mint/tiny").apply_chat_template(CONVERSATION, return_dict=True)
+    assert mint.ModelInput.from_ints(given).to_ints() == given["input_ids"]
+    with pytest.raises(InvalidRequestError, match=r"ModelInput\.tokens = \['ids'\]: is a dictionary without input_ids"):
+        mint.ModelInput.from_ints({"ids": [1, 2]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -126,7 +126,21 @@ class ModelInput(ArrayValue):
 
     @classmethod
     def from_ints(cls, tokens: Any) -> Self:
-        """From any sequence of integers (list, numpy array, torch tensor)."""
+        """From any sequence of integers (list, numpy array, torch tensor), or from a tokenizer's dictionary with
+        `input_ids`.
+
+        Raises:
+            InvalidRequestError: it holds no integers, or is a dictionary without `input_ids`.
+        """
+        if isinstance(tokens, Mapping):
+            if "input_ids" not in tokens:
+                raise InvalidRequestError(
+                    "is a dictionary without input_ids",
+                    field="ModelInput.tokens",
+                    value=list(tokens),
+                    remedy="Pass token ids, or what a tokenizer gives for one text",
+                )
+            tokens = tokens["input_ids"]
         if hasattr(tokens, "detach"):
             tokens = TensorData.from_torch(tokens).values
         return cls([EncodedTextChunk(tokens)])
