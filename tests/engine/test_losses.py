@@ -197,7 +197,7 @@ def test_stable_reinforce_equals_autograd_through_one_tapered_weight_per_datum(k
 def test_stable_reinforce_is_reinforce_on_data_of_its_own_weights() -> None:
     rng = np.random.default_rng(10)
     p, a = rng.normal(-2, 0.5, 50), rng.normal(0, 2, 50)
-    _, slope = loss_and_slope(resolve_loss("stable_reinforce"), _example(p, p, a, np.ones(50)), p)
+    _, slope = loss_and_slope(resolve_loss("stable_reinforce"), _example(p, p, a, np.ones(50)), p)  # at any kl_coeff
     np.testing.assert_array_equal(slope, -a)
 
 
@@ -205,8 +205,13 @@ def test_stable_reinforce_stops_pushing_down_what_the_policy_has_left_and_keeps_
     q, ones = np.full(4, -1.0), np.ones(4)
     p = q - 20
     for advantage, force in ((-1.0, 0.0), (1.0, -1.0)):
-        _, slope = loss_and_slope(resolve_loss("stable_reinforce"), _example(p, q, advantage * ones, ones), p)
+        spec = resolve_loss("stable_reinforce", {"kl_coeff": 0.0})
+        _, slope = loss_and_slope(spec, _example(p, q, advantage * ones, ones), p)
         np.testing.assert_allclose(slope, force * ones, atol=1e-30)
+
+
+def test_stable_reinforce_has_the_default_that_the_cookbook_names() -> None:
+    assert resolve_loss("stable_reinforce").config == {"temperature": 1.0, "kl_coeff": 0.01}
 
 
 def test_truncated_importance_sampling_bounds_the_weight_but_keeps_the_gradient() -> None:

@@ -25,7 +25,7 @@ LOSS_SETTINGS: Mapping[str, Mapping[str, float]] = {
     "cispo": _CLIP,
     "dro": {**_TEMPERATURE, "beta": 0.05},
     "gspo": {**_TEMPERATURE, "clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
-    "stable_reinforce": {**_TEMPERATURE, "kl_coeff": 0.0},
+    "stable_reinforce": {**_TEMPERATURE, "kl_coeff": 0.01},
 }
 """Every loss with its settings and their defaults."""
 
