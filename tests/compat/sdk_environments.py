@@ -32,15 +32,19 @@ COOKBOOK_REQUIREMENTS = (
     "chz>=0.4",
     "cloudpickle>=3",
     "datasets>=2.14",
+    "math-verify",
     "pillow>=10",
+    "pylatexenc",
     "pyrage>=1.4",
     "rich>=13",
     "safetensors>=0.4",
+    "sympy",
     "termcolor>=2",
     "tiktoken>=0.12",
     "transformers>=5.17,<6",
 )
-"""All that it declares but tml-renderers, which only its renderers for Thinking Machines' own models import."""
+"""All that it and its recipe `math_rl` declare but tml-renderers, which only its renderers for Thinking Machines' own
+models import."""
 
 
 def peers_home() -> Path:

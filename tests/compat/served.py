@@ -64,8 +64,8 @@ class Served:
 
 
 @contextmanager
-def mint_serve(data_dir: Path) -> Iterator[Served]:
-    """Starts `mint serve` on a free port, with keys asked for; stops it at the end."""
+def mint_serve(data_dir: Path, *options: str) -> Iterator[Served]:
+    """Starts `mint serve` on a free port, with keys asked for and further options; stops it at the end."""
     data_dir.mkdir(parents=True, exist_ok=True)
     log = data_dir / "serve.log"
     subprocess.run(
@@ -73,7 +73,7 @@ def mint_serve(data_dir: Path) -> Iterator[Served]:
     )
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*MINT, "serve", "--port", "0", "--data-dir", str(data_dir), "--log-level", "warning"],
+            [*MINT, "serve", "--port", "0", "--data-dir", str(data_dir), "--log-level", "warning", *options],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "MINT_HOME": str(data_dir), "MINT_THREADS": "1"},
