@@ -78,7 +78,7 @@ class Side:
 
 def without_durability(side: Side) -> None:
     """Takes journal, fsyncs, digests and snapshots away."""
-    journal = side.service.journal
+    journal = side.service._journal
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (journal, "add_job", lambda *_, **__: None),
         (journal, "finish_job", lambda *_, **__: True),
@@ -97,9 +97,10 @@ class SnapshotTimes:
     def __init__(self, side: Side) -> None:
         self.worker_s = self.disk_s = 0.0
         self.count = 0
-        self._save, self._submit = side.service._worker._trainer._snapshots.save, side.service.journal.durability.submit
+        self._save = side.service._worker._trainer._snapshots.save
+        self._submit = side.service._journal.durability.submit
         side.service._worker._trainer._snapshots.save = self.save
-        side.service.journal.durability.submit = self.submit
+        side.service._journal.durability.submit = self.submit
 
     def save(self, *arguments: Any, **named: Any) -> Any:
         began = time.perf_counter()
@@ -163,7 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             for kind, side in (("durable", durable), ("bare", bare))
             for clock, values in (("wall", side.wall_s), ("cpu", side.cpu_s))
         }
-        journal = durable.service.journal.database
+        journal = durable.service._journal.database
         job_bytes = journal.value("SELECT avg(length(result)) FROM jobs WHERE kind = 'forward_backward'")
         step_bytes = journal.value("SELECT avg(length(result)) FROM jobs WHERE kind = 'optim_step'")
         payload = journal.value("SELECT max(length(payload)) FROM jobs")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from mint.errors import (
     RequestFailedError,
     SessionEndedError,
 )
+from mint.server.store.database import OpenFor
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.types import AdamParams, Datum, ModelInput, SamplingParams
 
 DATA = [Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3]})]
@@ -311,7 +314,9 @@ def test_the_environment_is_read_when_the_client_is_made(
     for name, value in {"BASE_URL": url, "API_KEY": "sk-mine", "PROJECT_ID": "p1", "TAGS": "a, b"}.items():
         monkeypatch.setenv(f"MINT_{name}", value)
     with mint.ServiceClient(display_name="shown") as client:
-        row = door.running.service.journal.session(client.session_id)
+        file = door.running.data_dir / JOURNAL_FILE
+        with closing(Journal(file, OpenFor.READING)) as journal:
+            row = journal.session(client.session_id)
         assert door.headers("create_session")[0]["x-api-key"] == "sk-mine"
         assert row is not None and row.details is not None
         assert [row.details[name] for name in ("project_id", "tags", "display_name")] == ["p1", ["a", "b"], "shown"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from mint.client.rest_client import RestClient
 from mint.errors import MintError
 from mint.server.callers import LOCAL, Caller
 from mint.server.service.service import Service
+from mint.server.store.database import OpenFor
+from mint.server.store.journal import JOURNAL_FILE, Journal
 
 BASE = "mint/tiny"
 
@@ -40,6 +42,10 @@ class Place:
 
     def trainer(self, owner: str, **options: object) -> mint.TrainingClient:
         return self.client(owner).create_lora_training_client(BASE, rank=4, seed=1, **options)
+
+    def journal(self) -> Journal:
+        """The journal, opened beside the server as a command opens it, until the end of the test."""
+        return self.open.enter_context(closing(Journal(self.data_dir / JOURNAL_FILE, OpenFor.COMMAND)))
 
     def folders(self) -> set[str]:
         """Of checkpoints, on the disk."""

@@ -26,10 +26,10 @@ class Clocks:
         self.now, self.seconds, self._housekeeping_at = 1_800_000_000.0, 50.0, 50.0
 
     def catalog(self, place: Place) -> CheckpointCatalog:
-        return CheckpointCatalog(place.service.journal, place.data_dir, clock=lambda: self.now)
+        return CheckpointCatalog(place.journal(), place.data_dir, clock=lambda: self.now)
 
     def training_run_catalog(self, place: Place) -> TrainingRunCatalog:
-        return TrainingRunCatalog(place.service.journal, place.data_dir, clock=lambda: self.now)
+        return TrainingRunCatalog(place.journal(), place.data_dir, clock=lambda: self.now)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -349,6 +349,6 @@ def test_an_overwritten_checkpoint_goes_on_being_sampled_as_it_was(place: Place)
 def test_the_name_of_an_expired_checkpoint_is_free_again(place: Place) -> None:
     trainer = place.trainer("alice")
     path = trainer.save_state("one").result().path
-    CheckpointCatalog(place.service.journal, place.data_dir, clock=lambda: 0.0).set_ttl("alice", path, 60)
+    CheckpointCatalog(place.journal(), place.data_dir, clock=lambda: 0.0).set_ttl("alice", path, 60)
     assert trainer.save_state("one").result().path == path
     assert place.rest("alice").get_checkpoint(path).result().expires_at is None

@@ -17,7 +17,6 @@ from mint.server.all_routes import ROUTES
 from mint.server.http.app import create_app
 from mint.server.http.auth import by_key
 from mint.server.http.key_guesses import GuardedKeys
-from mint.server.store.keys import ApiKeys
 
 MODEL = "mint/tiny"
 
@@ -43,7 +42,7 @@ class Server:
 @contextmanager
 def serving(folder: Path, **options: Any) -> Iterator[Server]:
     running = open_embedded(data_dir=folder, **options)
-    book = ApiKeys(running.service.journal.database)
+    book = running.service.api_keys()
     keys = {owner: book.create(owner)[0] for owner in ("ada", "bob")}
     app = create_app(running.service, ROUTES, authenticate=by_key(GuardedKeys(book)))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import openai
@@ -10,6 +11,8 @@ import pytest
 from openai_server import MODEL, Server
 
 import mint
+from mint.server.store.database import OpenFor
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.types import AdamParams, Datum, ModelInput, SamplingParams
 
 PROMPT = "What is 3 + 4?\n"
@@ -132,9 +135,9 @@ def test_what_others_own_is_not_there_until_it_is_published(
 def test_requests_leave_no_session_and_no_sampler_behind(server: Server, client: openai.OpenAI) -> None:
     service = server.running.service
 
-    def rows() -> tuple[int, int]:
-        database = service.journal.database
-        return database.value("SELECT count(*) FROM sessions"), database.value("SELECT count(*) FROM samplers")
+    def rows() -> list[int]:
+        with closing(Journal(service.data_dir / JOURNAL_FILE, OpenFor.READING)) as journal:
+            return [journal.database.value(f"SELECT count(*) FROM {table}") for table in ("sessions", "samplers")]
 
     futures = service.futures
     before, open_before, results = rows(), len(service.session_owners), futures.finished_count

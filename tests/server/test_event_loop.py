@@ -18,6 +18,8 @@ from mint import wire
 from mint.compose.event_loop import SOCKETS_IN_A_TURN, new_event_loop
 from mint.compose.serving import MAX_THREADS, Server
 from mint.server.store import keys
+from mint.server.store.durability import Durability
+from mint.server.store.journal import Journal
 
 
 class Held:
@@ -39,15 +41,15 @@ def hold_decoding(_server: Server, patch: pytest.MonkeyPatch) -> Held:
     return held
 
 
-def hold_database(server: Server, patch: pytest.MonkeyPatch) -> Held:
-    held = Held(server.service.journal.add_job)
-    patch.setattr(server.service.journal, "add_job", held)
+def hold_database(_server: Server, patch: pytest.MonkeyPatch) -> Held:
+    held = Held(Journal.add_job)
+    patch.setattr(Journal, "add_job", lambda *arguments, **named: held(*arguments, **named))
     return held
 
 
-def hold_disk(server: Server, patch: pytest.MonkeyPatch) -> Held:
-    held = Held(server.service.journal.durability.wait_durable)
-    patch.setattr(server.service.journal.durability, "wait_durable", held)
+def hold_disk(_server: Server, patch: pytest.MonkeyPatch) -> Held:
+    held = Held(Durability.wait_durable)
+    patch.setattr(Durability, "wait_durable", lambda *arguments: held(*arguments))
     return held
 
 

@@ -21,6 +21,7 @@ from mint.errors import JournalError
 from mint.server.disk_space import DiskSpace
 from mint.server.http.access_log import request_id
 from mint.server.ops.logs import configure_logs
+from mint.server.store.database import Database
 from tests.server.server_harness import API, Person, make_key, pass_input, running, sample_body
 
 
@@ -99,12 +100,12 @@ def test_readiness_ends_where_one_request_takes_for_ever_and_comes_back(tmp_path
 
 
 def test_readiness_ends_where_the_journal_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full() -> None:
+    def full(_database: Database) -> None:
         raise JournalError("database or disk is full: /secret/path")
 
     with running(tmp_path) as server:
         person = Person(server)
-        monkeypatch.setattr(server.service.journal.database, "probe", full)
+        monkeypatch.setattr(Database, "probe", full)
         found = wait_for_status(person, "/readyz", 503)
         assert found["problems"] == ["the journal cannot be written"]
         monkeypatch.undo()

@@ -7,8 +7,9 @@ import json
 import random
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from mint import wire
@@ -17,9 +18,12 @@ from mint.engine.protocol import Engine
 from mint.errors import MintError, from_wire
 from mint.server.callers import LOCAL
 from mint.server.service.service import Service
+from mint.server.store.database import OpenFor
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.types import ForwardBackwardOutput, SampleResponse
 
 BASE = "mint/tiny"
+Read = TypeVar("Read")
 Op = tuple[str, dict[str, Any]]
 """Kind of request, and its body without model_id and seq_id."""
 
@@ -33,6 +37,12 @@ def open_service(data_dir: Path, *, engine: Engine | None = None, **options: Any
     _engines[service] = engine
     service.start()
     return service
+
+
+def stored(data_dir: Path, read: Callable[[Journal], Read]) -> Read:
+    """What the journal of a data directory has, read beside a running service, as `mint recover` reads it."""
+    with closing(Journal(data_dir / JOURNAL_FILE, OpenFor.READING)) as journal:
+        return read(journal)
 
 
 def datum(*tokens: int, **inputs: Sequence[float]) -> dict[str, Any]:
@@ -94,6 +104,10 @@ class Harness:
             raise from_wire(error)
         return json.loads(body)
 
+    def stored(self, read: Callable[[Journal], Read]) -> Read:
+        """See `stored`."""
+        return stored(self.service.data_dir, read)
+
     @property
     def engine(self) -> Engine:
         return _engines[self.service]
@@ -104,7 +118,7 @@ class Harness:
 
     def restore(self, model_id: str) -> None:
         """Sends a request that changes nothing, so that the model is in the engine."""
-        row = self.service.journal.model(model_id)
+        row = self.stored(lambda journal: journal.model(model_id))
         assert row is not None
         self.run("forward", model_id, row.applied_seq + 1, {"forward_input": GOOD_PASS["forward_backward_input"]})
 

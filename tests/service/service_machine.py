@@ -23,7 +23,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from reference_model import CONTEXT_LENGTH, Expected, Operation, Reference, mismatch
-from service_harness import BASE
+from service_harness import BASE, stored
 
 from mint import wire
 from mint.chaos.power_loss import Disk
@@ -325,7 +325,7 @@ class ServiceMachine(RuleBasedStateMachine):
             self.seeds[expected.sampler_id] = int(training.model_id.rpartition(":")[2])
 
     def journal_kind(self, training: Training, seq_id: int) -> str:
-        row = self.service.journal.job(training.model_id, seq_id)
+        row = stored(self.service.data_dir, lambda journal: journal.job(training.model_id, seq_id))
         assert row is not None
         return row.kind
 
@@ -487,7 +487,10 @@ class ServiceMachine(RuleBasedStateMachine):
         for seq_id in numbers:
             name = f"{training.model_id}:{seq_id}"
             if name in known:
-                assert self.service.journal.job(training.model_id, seq_id) is not None, f"{name} is lost"
+                found = stored(
+                    self.service.data_dir, lambda journal, seq_id=seq_id: journal.job(training.model_id, seq_id)
+                )
+                assert found is not None, f"{name} is lost"
             else:
                 self.send(training, seq_id)
 
@@ -545,7 +548,8 @@ class ServiceMachine(RuleBasedStateMachine):
             for training in [] if self.is_broken else self.trainings:
                 self.fill(training)
                 self.collect(training)
-                jobs = self.service.journal.jobs(training.model_id, after=-1)
+                model_id = training.model_id
+                jobs = stored(self.service.data_dir, lambda journal, name=model_id: journal.jobs(name, after=-1))
                 assert [job.seq_id for job in jobs] == list(range(len(training.operations)))
                 assert {job.status for job in jobs} <= {"done", "failed"}
                 self.send(training, training.add(Operation("forward", tokens=(1, 2))))  # restores it

@@ -43,7 +43,8 @@ def test_copies_of_a_request_are_one_job(harness: Harness) -> None:
         names = at_once([lambda b=body, k=kind, s=seq_id: harness.send(k, model_id, s, b)] * THREADS)
         assert set(names) == {f"{model_id}:{seq_id}"}
     assert harness.wait(f"{model_id}:10")["metrics"]["step"] == 5.0
-    assert [job.seq_id for job in harness.service.journal.jobs(model_id, after=0)] == list(range(1, 11))
+    jobs = harness.stored(lambda journal: journal.jobs(model_id, after=0))
+    assert [job.seq_id for job in jobs] == list(range(1, 11))
 
 
 def test_of_different_requests_for_one_place_one_is_accepted(harness: Harness) -> None:
@@ -116,7 +117,7 @@ def test_a_model_that_is_unloaded_meanwhile_takes_no_request_that_nobody_would_r
         calls = [lambda m=model_id: harness.service.sessions.unload_model(Caller("local"), m)]
         calls += [lambda m=model_id, s=seq: harness.send("forward_backward", m, s, GOOD_PASS) for seq in range(1, 8)]
         accepted = [each for each in at_once(calls)[1:] if isinstance(each, str)]
-        assert harness.service.journal.jobs(model_id, after=-1) == []
+        assert harness.stored(lambda journal, name=model_id: journal.jobs(name, after=-1)) == []
         for name in accepted:
             harness.answer(name)  # the error that it was unloaded, or its result
     assert harness.service.pending.training == []

@@ -180,7 +180,7 @@ def flip_bits(path: Path, read: Callable[[], object], seed: int) -> int:
 def test_no_flipped_bit_of_a_snapshot_is_accepted(trained: tuple[Harness, str]) -> None:
     harness, model_id = trained
     service = harness.service
-    row = service.journal.snapshots(model_id)[0]
+    row = harness.stored(lambda journal: journal.snapshots(model_id)[0])
     path = service.data_dir / row.file
 
     def read() -> bool:
@@ -192,7 +192,7 @@ def test_no_flipped_bit_of_a_snapshot_is_accepted(trained: tuple[Harness, str]) 
 @pytest.mark.parametrize("name", [WEIGHTS_FILE, OPTIMIZER_FILE, MANIFEST_FILE])
 def test_no_flipped_bit_of_a_checkpoint_is_accepted(trained: tuple[Harness, str], name: str) -> None:
     harness, model_id = trained
-    row = harness.service.journal.checkpoint(model_id, "weights", "kept")
+    row = harness.stored(lambda journal: journal.checkpoint(model_id, "weights", "kept"))
     assert row is not None
     folder = harness.service.data_dir / row.folder
     assert flip_bits(folder / name, lambda: read_checkpoint(folder, optimizer=True), seed=2) == 0

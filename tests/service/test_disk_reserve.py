@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, make_sampler, open_service
+from service_harness import BASE, GOOD_PASS, STEP, Harness, failure, make_sampler, open_service, stored
 from waiting import wait_until
 
 from mint.errors import JournalError, OverloadedError
@@ -92,7 +92,10 @@ def test_new_sessions_and_models_leave_nothing_in_the_journal_while_the_disk_is_
 def counted(service: Service) -> list[int]:
     """How many rows each table has that a new session or model adds to."""
     tables = ("sessions", "models", "runs", "jobs", "samplers")
-    return [service.journal.database.values(f"SELECT count(*) FROM {table}")[0] for table in tables]
+    return [
+        stored(service.data_dir, lambda journal, name=name: journal.database.value(f"SELECT count(*) FROM {name}"))
+        for name in tables
+    ]
 
 
 def test_a_save_that_waited_while_the_disk_filled_up_fails_in_its_turn(tmp_path: Path, short: list[bool]) -> None:

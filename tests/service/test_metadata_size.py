@@ -38,8 +38,8 @@ def test_a_model_has_at_most_256_kib_of_metadata(tmp_path: Path) -> None:
     run = harness.service.training_runs.run(LOCAL.owner, name)
     assert run.user_metadata == metadata(256 * KIB)
     assert_names_the_limit(failure(lambda: create(1, 256 * KIB + 1)))
-    stored = harness.service.journal.database.values("SELECT coalesce(sum(length(user_metadata)), 0) FROM runs")[0]
-    assert stored < 257 * KIB
+    total = "SELECT coalesce(sum(length(user_metadata)), 0) FROM runs"
+    assert harness.stored(lambda journal: journal.database.value(total)) < 257 * KIB
     harness.service.stop()
 
 

@@ -113,7 +113,7 @@ def test_a_request_runs_while_it_is_synced_and_nobody_is_told_before(
     sender.start()
 
     def is_done() -> bool:
-        row = service.journal.job(model_id, 1)
+        row = harness.stored(lambda journal: journal.job(model_id, 1))
         return row is not None and row.status == "done"
 
     wait_until(is_done)
@@ -215,7 +215,7 @@ def test_a_log_that_is_no_longer_whole_after_a_failed_sync_is_written_to_no_more
             file.seek(whole)
             file.write(bytes(4096))
         with pytest.raises(JournalError, match="lost"):
-            service.journal.database.probe()
+            service.probe_storage()
         with pytest.raises(JournalError):
             harness.send("forward_backward", model_id, 1, GOOD_PASS)
         assert service.storage_problem is not None
@@ -304,7 +304,7 @@ def test_a_sampler_whose_weights_were_not_synced_is_published_again_after_a_powe
     written = harness.service.data_dir / "published"
     wait_until(lambda: any(written.iterdir()))
     for _ in range(50):  # until the publication is committed, should it be so before the weights are durable
-        row = harness.service.journal.job(model_id, 1)
+        row = harness.stored(lambda journal: journal.job(model_id, 1))
         if row is not None and row.status == "done":
             break
         time.sleep(0.01)

@@ -167,7 +167,7 @@ def test_a_data_directory_of_the_first_schema_goes_on_and_is_kept_beside(tmp_pat
     again = reopen(harness, folder)
     metrics = again.run("optim_step", model_id, 5, STEP)["metrics"]
     assert metrics["step"] == 2.0
-    run = again.service.journal.run(model_id)
+    run = again.stored(lambda journal: journal.run(model_id))
     assert run is not None and (run.owner, run.base_model) == ("local", "mint/tiny")
     body = {"session_id": again.session_id, "model_seq_id": 1, "path": path, "optimizer": True}
     again.wait(again.submit("load_weights", body))

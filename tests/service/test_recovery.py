@@ -159,11 +159,11 @@ def test_three_snapshots_are_kept_and_older_payloads_given_up(harness: Harness) 
     train(harness, model_id, 6)
     snapshots = harness.service.data_dir / "snapshots"
     wait_until(lambda: len(list(snapshots.iterdir())) == 3)  # files go after the answer is out
-    rows = harness.service.journal.snapshots(model_id)
+    rows = harness.stored(lambda journal: journal.snapshots(model_id))
     assert [row.seq_id for row in rows] == [12, 10, 8]
     names = {str(path.relative_to(harness.service.data_dir)) for path in snapshots.iterdir()}
     assert names == {row.file for row in rows}
-    jobs = harness.service.journal.jobs(model_id, after=-1)
+    jobs = harness.stored(lambda journal: journal.jobs(model_id, after=-1))
     assert [job.seq_id for job in jobs if job.payload is not None] == [9, 10, 11, 12]
     assert all(job.result is not None for job in jobs)
 
@@ -176,7 +176,7 @@ def test_what_has_failed_leaves_no_payload_and_is_replayed_and_repeated_without_
     for seq_id in range(3, 20):  # they make no snapshot
         failure(lambda seq_id=seq_id: harness.run("forward_backward", model_id, seq_id, poisoned))
     error = failure(lambda: harness.run("forward_backward", model_id, 3, poisoned))
-    failed = harness.service.journal.jobs(model_id, after=2)
+    failed = harness.stored(lambda journal: journal.jobs(model_id, after=2))
     assert len(failed) == 17 and {job.payload for job in failed} == {None}
     harness = reopen(harness)
     assert str(failure(lambda: harness.run("forward_backward", model_id, 3, poisoned))) == str(error)
@@ -197,7 +197,8 @@ def test_results_of_passes_are_kept_until_many_later_requests_have_run(
     harness.service.stop()
     harness = Harness(open_service(tmp_path), harness.session_id)
     for name, kind in ((model_id, "forward_backward"), (scored, "forward")):
-        passes = [job for job in harness.service.journal.jobs(name, after=0) if job.kind == kind]
+        jobs = harness.stored(lambda journal, name=name: journal.jobs(name, after=0))
+        passes = [job for job in jobs if job.kind == kind]
         kept = [job.seq_id for job in passes if job.result is not None]
         assert kept == list(range(kept[0], 301, 2 if name == model_id else 1)) and 137 <= kept[0] <= 201
         assert harness.wait(f"{name}:{kept[0]}")["loss_fn_outputs"]
@@ -221,7 +222,8 @@ def test_the_results_of_passes_take_a_bounded_space_and_the_newest_stay(
         digest = harness.run("optim_step", trained, 2 * step + 2, STEP)["state_digest"]
         harness.run("forward", scored, step + 1, {"forward_input": large["forward_backward_input"]})
     for name in (trained, scored):
-        passes = [job for job in harness.service.journal.jobs(name, after=0) if "forward" in job.kind]
+        jobs = harness.stored(lambda journal, name=name: journal.jobs(name, after=0))
+        passes = [job for job in jobs if "forward" in job.kind]
         kept = [job for job in passes if job.result is not None]
         assert kept == passes[-len(kept) :] and 3 < len(kept) < 40
         assert sum(len(job.result or b"") for job in kept) <= 20_000
@@ -375,7 +377,7 @@ def test_passes_whose_gradient_a_failed_one_has_cleared_leave_no_payload_and_are
     harness.run("forward_backward", model_id, 6, GOOD_PASS)
     failure(lambda: harness.run("forward_backward", model_id, 7, pass_body(datum(1, 2, -3))))
     harness.run("forward_backward", model_id, 8, GOOD_PASS)
-    jobs = harness.service.journal.jobs(model_id, after=2)
+    jobs = harness.stored(lambda journal: journal.jobs(model_id, after=2))
     assert [job.seq_id for job in jobs if job.payload is not None] == [8]
     harness = reopen(harness)
     assert "refused" in str(failure(lambda: harness.run("optim_step", model_id, 9, STEP)))
@@ -393,7 +395,8 @@ def test_a_pass_without_a_gradient_leaves_no_payload(harness: Harness) -> None:
     body = {"forward_input": GOOD_PASS["forward_backward_input"]}
     first = harness.answer(harness.send("forward", model_id, 1, body))
     harness.run("forward_backward", model_id, 2, {**GOOD_PASS, "forward_only": True})
-    assert [job.payload for job in harness.service.journal.jobs(model_id, after=0)] == [None, None]
+    jobs = harness.stored(lambda journal: journal.jobs(model_id, after=0))
+    assert [job.payload for job in jobs] == [None, None]
     assert harness.answer(harness.send("forward", model_id, 1, body)) == first
 
 

@@ -20,6 +20,8 @@ from mint.errors import InvalidRequestError, RequestFailedError, from_wire
 from mint.server.callers import LOCAL
 from mint.server.queue.futures import FutureResult
 from mint.server.queue.jobs import QueuedSample
+from mint.server.store.database import OpenFor
+from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.worker import validation
 from mint.server.worker.samplers import Samplers
 from mint.server.worker.sampling_batch import SamplingBatch
@@ -53,7 +55,8 @@ def _request(harness: Harness, *, max_tokens: int = 3, seed: int = 1, **fields: 
 
 def _batch(harness: Harness) -> SamplingBatch:
     service = harness.service
-    samplers = Samplers(harness.engine, service.journal, service.base_models, service.data_dir)
+    journal = Journal(service.data_dir / JOURNAL_FILE, OpenFor.COMMAND)
+    samplers = Samplers(harness.engine, journal, service.base_models, service.data_dir)
     return SamplingBatch(harness.engine, samplers)
 
 

@@ -47,7 +47,7 @@ def test_a_sampler_keeps_weights_only_and_pins_no_snapshot(tmp_path: Path) -> No
     harness = Harness(open_service(tmp_path, engine=FakeEngine(state_bytes=STATE_BYTES)))
     model_id = harness.create_model()
     samplers = [rl_step(harness, model_id, number) for number in range(12)]
-    rows = [harness.service.journal.sampler(name) for name in samplers]
+    rows = harness.stored(lambda journal: [journal.sampler(name) for name in samplers])
     harness.service.stop()
     assert len(list((tmp_path / "snapshots").glob("*"))) == 3
     for row in rows:

@@ -115,7 +115,8 @@ def test_many_versions_leave_the_engine_and_come_back(tmp_path: Path, monkeypatc
     publish(harness, model_id, 13, 4)  # pushes out the one that was not used for longest
     assert isinstance(failure(lambda: harness.sample(samplers[1], 3)), NotFoundError)
     assert harness.sample(samplers[0], 4, params={"seed": 1}) == seen[0]
-    rows = [harness.service.journal.sampler(name) for name in [*samplers, f"{harness.session_id}:sample:4"]]
+    names = [*samplers, f"{harness.session_id}:sample:4"]
+    rows = harness.stored(lambda journal: [journal.sampler(name) for name in names])
     files = [tmp_path / (row.file or "") for row in rows if row is not None]
     assert len(set(files)) == 4 and all(path.is_file() for path in files)
     harness.service.stop()

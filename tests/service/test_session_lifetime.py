@@ -207,7 +207,7 @@ def test_a_suspended_session_ends_after_the_stated_running_time_and_says_so(tmp_
     train(harness, model_id, 1)
     clock.wait(harness.service, SILENCE_S + 60)
     clock.wait(harness.service, SUSPENDED_S - HOUR_S)
-    assert harness.service.journal.snapshots(model_id) and list((tmp_path / "snapshots").iterdir())
+    assert harness.stored(lambda journal: journal.snapshots(model_id)) and list((tmp_path / "snapshots").iterdir())
     clock.wait(harness.service, 2 * HOUR_S)
     error = failure(lambda: harness.run("forward_backward", model_id, 3, GOOD_PASS))
     assert isinstance(error, SessionEndedError)
@@ -351,8 +351,8 @@ def test_the_space_of_unloaded_models_goes_back_to_the_file_system(tmp_path: Pat
         model_id = harness.create_model(number)
         harness.run("forward_backward", model_id, 1, large)
         harness.service.sessions.unload_model(LOCAL, model_id)
-    database = harness.service.journal.database
     clock.wait(harness.service, 120)
-    assert database.value("PRAGMA freelist_count") == 0
-    assert database.value("PRAGMA page_count") * database.value("PRAGMA page_size") < 2_000_000
+    assert harness.stored(lambda journal: journal.database.value("PRAGMA freelist_count")) == 0
+    size = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
+    assert harness.stored(lambda journal: journal.database.value(size)) < 2_000_000
     harness.service.stop()

@@ -69,7 +69,7 @@ def steps_and_snapshots(harness: Harness, steps: int) -> int:
     for step in range(steps):
         harness.run("forward_backward", model_id, 2 * step + 1, GOOD_PASS)
         harness.run("optim_step", model_id, 2 * step + 2, STEP)
-        named |= {row.seq_id for row in harness.service.journal.snapshots(model_id)}
+        named |= {row.seq_id for row in harness.stored(lambda journal: journal.snapshots(model_id))}
     return len(named)
 
 

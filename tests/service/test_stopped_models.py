@@ -93,7 +93,7 @@ def test_accepting_goes_on_from_what_the_replay_gives_and_is_kept(tmp_path: Path
     harness = reopened(tmp_path / "one", session_id)
     harness.restore(model_id)
     accepted = harness.digest(model_id)
-    assert [row.seq_id for row in harness.service.journal.snapshots(model_id)] == [6, 2]
+    assert [row.seq_id for row in harness.stored(lambda journal: journal.snapshots(model_id))] == [6, 2]
     last = step(harness, model_id, 10)
     harness.service.stop()
     assert done("--data-dir", str(tmp_path / "one"))["stopped_models"] == []

@@ -20,6 +20,7 @@ from service_harness import (
     Harness,
     Op,
     clean_results,
+    failure,
     make_sampler,
     open_service,
     script,
@@ -164,7 +165,8 @@ def test_a_full_disk_delays_a_step_and_sampling_goes_on(tmp_path: Path, monkeypa
         harness.send("forward_backward", model_id, 3, GOOD_PASS)
     wait_until(lambda: "storage has not been working" in service.results.queue_position(LOCAL, step).reason)
     assert service.results.queue_position(LOCAL, step).status == "held"
-    assert service.journal.job(model_id, 2).status == "pending"  # ty: ignore[possibly-missing-attribute]
+    row = harness.stored(lambda journal: journal.job(model_id, 2))
+    assert row is not None and row.status == "pending"
     disk.repair()
     assert harness.wait(step)["state_digest"]
     assert service.storage_problem is None
@@ -208,7 +210,7 @@ def test_requests_behind_one_that_was_refused_for_a_full_disk_are_not_given_up(
     model_id = harness.create_model()
     second = harness.send("forward_backward", model_id, 2, GOOD_PASS)
     disk.break_down()
-    service.journal.storage.note_failure("the journal", OSError(errno.ENOSPC, ""))
+    failure(lambda: harness.send("forward_backward", model_id, 1, GOOD_PASS))
     time.sleep(1.5)  # longer than a missing request is waited for
     disk.repair()
     wait_until(lambda: service.storage_problem is None)
@@ -249,15 +251,15 @@ def test_a_model_is_not_given_up_because_the_disk_fails_while_it_comes_back(
     service.stop()
     service = open_service(tmp_path)
     reads: list[str] = []
-    read = service.journal.snapshots
+    read = Journal.snapshots
 
-    def fail_once(name: str) -> Any:
+    def fail_once(journal: Journal, name: str) -> Any:
         reads.append(name)
         if len(reads) == 1:
             raise JournalError("the journal cannot be used: disk I/O error")
-        return read(name)
+        return read(journal, name)
 
-    monkeypatch.setattr(service.journal, "snapshots", fail_once)
+    monkeypatch.setattr(Journal, "snapshots", fail_once)
     monkeypatch.setattr("mint.server.worker.worker.JOURNAL_RETRY_S", 0.01)
     harness2 = Harness(service, harness.session_id)
     harness2.run("forward_backward", model_id, 5, GOOD_PASS)

@@ -44,7 +44,7 @@ from mint.server.ops.readiness import Readiness
 from mint.server.private_files import open_data_dir
 from mint.server.service.service import Service
 from mint.server.store.instances import ServerLock
-from mint.server.store.keys import ApiKeys, count_keys
+from mint.server.store.keys import count_keys
 
 log = logging.getLogger("mint.serving")
 
@@ -139,7 +139,7 @@ class Server:
                 free_bytes=self.service.disk.free_bytes,
                 stored_bytes=self.service.checkpoints.used_bytes(),
             )
-            self.keys = ApiKeys(self.service.journal.database, defaults=defaults)
+            self.keys = self.service.api_keys(defaults=defaults)
             self.service.start(self.keys.quotas_of if access.asks_keys else None)
             opened.pop_all()  # all is open: `run` closes it
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="mint-http")

@@ -45,6 +45,7 @@ from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
 from mint.server.store.journal import JOURNAL_FILE, Journal
+from mint.server.store.keys import ApiKeys
 from mint.server.store.obsolete_files import OrphanSweep
 from mint.server.store.rows import CheckpointRow, SamplerRow
 from mint.server.store.session_catalog import SessionCatalog
@@ -109,30 +110,30 @@ class Service:
             raise JournalError(f"{data_dir} cannot be used: {error}", remedy=START_REMEDY) from error
         self.data_dir = data_dir
         self.limits = limits or ServerLimits()
-        self.journal = Journal(data_dir / JOURNAL_FILE)
-        self.training_runs = TrainingRunCatalog(self.journal, data_dir)
-        self.checkpoints = CheckpointCatalog(self.journal, data_dir)
-        self.stored_sessions = SessionCatalog(self.journal)
-        self._orphans = OrphanSweep(self.journal, data_dir)
+        self._journal = Journal(data_dir / JOURNAL_FILE)
+        self.training_runs = TrainingRunCatalog(self._journal, data_dir)
+        self.checkpoints = CheckpointCatalog(self._journal, data_dir)
+        self.stored_sessions = SessionCatalog(self._journal)
+        self._orphans = OrphanSweep(self._journal, data_dir)
         self.base_models = BaseModels(engine, aliases, offered)
         self.futures = Futures()
         self._reader = LargeRequestReader() if is_server else RequestReader()
         self._sample_deaths = SampleDeaths(data_dir / "instances" / SAMPLE_DEATHS_FILE)
         self.disk = DiskSpace(data_dir, self.limits.disk_reserve_bytes)
-        self.reservations = StorageReservations(self.disk, self.journal.checkpoint_bytes)
+        self.reservations = StorageReservations(self.disk, self._journal.checkpoint_bytes)
         waiting = self.limits.waiting_bytes
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
         self._clock = clock
         self._housekeeping_at = clock()
         self._live_sessions = Sessions(
-            self.journal, self.instance.instance_id, self.disk, limits=self.limits, clock=clock
+            self._journal, self.instance.instance_id, self.disk, limits=self.limits, clock=clock
         )
         # What is checked must still hold when it is written: one thread at a time accepts or ends something. Decoding
         # comes before, waiting for the disk after.
         accepting = threading.RLock()
         self.training = TrainingRequests(
             self._reader,
-            self.journal,
+            self._journal,
             self._queue,
             self.futures,
             self._live_sessions,
@@ -144,7 +145,7 @@ class Service:
         )
         self._samplers = Samplers(
             engine,
-            self.journal,
+            self._journal,
             self.base_models,
             data_dir,
             max_unnamed=self.limits.max_unnamed_samplers,
@@ -154,7 +155,7 @@ class Service:
         )
         self._trainer = Trainer(
             LiveModels(engine, self.base_models),
-            self.journal,
+            self._journal,
             data_dir,
             decode=self._reader.decode,
             model_memory_bytes=self.limits.model_memory_bytes,
@@ -165,7 +166,7 @@ class Service:
             self.futures,
             self._trainer,
             self._samplers,
-            self.journal,
+            self._journal,
             data_dir,
             housekeeping=self._housekeeping,
             note_running=self.instance.mark,
@@ -176,7 +177,7 @@ class Service:
             self._live_sessions,
             self.training,
             self._reader,
-            self.journal,
+            self._journal,
             self._queue,
             self.futures,
             self._worker,
@@ -184,14 +185,14 @@ class Service:
             accepting,
         )
         self.sampling_sessions = SamplingSessions(
-            self.journal, data_dir, self._live_sessions, self._samplers, self.base_models, self.disk, accepting
+            self._journal, data_dir, self._live_sessions, self._samplers, self.base_models, self.disk, accepting
         )
         self.sampling = SamplingRequests(
             self._reader, self._queue, self.futures, self._live_sessions, self.sampling_sessions, self._sample_deaths
         )
         self.results = Results(
             self._reader,
-            self.journal,
+            self._journal,
             self._queue,
             self.futures,
             self._live_sessions,
@@ -225,10 +226,10 @@ class Service:
         self._worker.stop(save_within_s=save_within_s)
         self._reader.close()
         try:
-            self.journal.touch_sessions(self._live_sessions.last_seen())
+            self._journal.touch_sessions(self._live_sessions.last_seen())
         except JournalError as error:
             log.error("when sessions were last heard of is not stored: %s", error)
-        self.journal.close()
+        self._journal.close()
         self.instance.close()
 
     def release_waiters(self) -> None:
@@ -252,7 +253,7 @@ class Service:
     @property
     def storage_problem(self) -> StorageProblem | None:
         """Why training waits and is refused; None while the data directory can be written."""
-        return self.journal.storage.problem
+        return self._journal.storage.problem
 
     @property
     def pending(self) -> Pending:
@@ -269,24 +270,28 @@ class Service:
         """The memory of the models."""
         return self._trainer.memory
 
+    def api_keys(self, *, defaults: Quotas | None = None) -> ApiKeys:
+        """The API keys of the data directory; `defaults` are the quotas of a key that has none of its own."""
+        return ApiKeys(self._journal.database, defaults=defaults)
+
     def probe_storage(self) -> None:
         """Writes something that changes nothing.
 
         Raises:
             JournalError: the journal cannot be written.
         """
-        self.journal.database.probe()
+        self._journal.database.probe()
 
     @property
     def models_by_owner(self) -> Counter[str]:
         """How many models each owner has in the sessions that live here."""
         owners = self._live_sessions.owners()
-        return Counter(owner for session_id, owner in owners.items() for _ in self.journal.models_of(session_id))
+        return Counter(owner for session_id, owner in owners.items() for _ in self._journal.models_of(session_id))
 
     @property
     def model_count(self) -> int:
         """How many models the sessions have that live here."""
-        return self.journal.model_count(self._live_sessions.owners())
+        return self._journal.model_count(self._live_sessions.owners())
 
     @property
     def session_owners(self) -> dict[str, str]:
@@ -306,7 +311,7 @@ class Service:
     def weights_info(self, caller: Caller, body: bytes) -> WeightsInfoResponse:
         """What a checkpoint was saved from."""
         path = wire.decode(WeightsInfoRequest, body).tinker_path
-        row = checkpoints.find_checkpoint(self.journal, path, reader=caller.owner)
+        row = checkpoints.find_checkpoint(self._journal, path, reader=caller.owner)
         manifest = checkpoint_folders.read_manifest(self.data_dir / row.folder)
         trained = {key: manifest.lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
         return WeightsInfoResponse(base_model=manifest.base_model, lora_rank=manifest.lora["rank"], **trained)
@@ -318,7 +323,7 @@ class Service:
             InvalidRequestError: `path` is no checkpoint's path or alias.
             NotFoundError: there is no such checkpoint that `reader` may read.
         """
-        return checkpoints.find_checkpoint(self.journal, path, reader=reader)
+        return checkpoints.find_checkpoint(self._journal, path, reader=reader)
 
     def import_checkpoint(
         self,
@@ -337,7 +342,7 @@ class Service:
         """
         self.disk.require_free_space()
         return import_checkpoint(
-            self.journal,
+            self._journal,
             self.data_dir,
             source,
             owner=caller.owner,
@@ -349,22 +354,22 @@ class Service:
 
     def is_training_run(self, name: str) -> bool:
         """Whether a training run has this id, whoever owns it."""
-        return self.journal.run(name) is not None
+        return self._journal.run(name) is not None
 
     def has_saved_weights(self, run_id: str) -> bool:
         """Whether a live model has saved or published weights."""
-        return bool(self.journal.saves(run_id, limit=1))
+        return bool(self._journal.saves(run_id, limit=1))
 
     def newest_published(self, caller: Caller, run_id: str) -> SamplerRow | None:
         """The newest weights that a live model of the caller has published and that still exist; None if it has saved
         a checkpoint since, or has none."""
-        run = self.journal.run(run_id)
+        run = self._journal.run(run_id)
         if run is None or run.owner != caller.owner:
             return None
-        for result in self.journal.saves(run_id):
+        for result in self._journal.saves(run_id):
             content = pydantic_core.from_json(result)
             sampler = content.get("sampling_session_id")
-            found = self.journal.sampler(sampler) if sampler else None
+            found = self._journal.sampler(sampler) if sampler else None
             if found is not None or content.get("path"):
                 return found
         return None
@@ -377,12 +382,12 @@ class Service:
         running_s = min(now - self._housekeeping_at, MAX_COUNTED_S)
         self._housekeeping_at = now
         self.disk.look()
-        self.journal.database.spare.take()
+        self._journal.database.spare.take()
         self.sessions.expire(running_s)
         for _ in range(VACUUM_ROUNDS):
-            if not self.journal.database.give_back_pages():
+            if not self._journal.database.give_back_pages():
                 break
         if self.instance.is_housekeeper():
-            with self.journal.storage.writing("the list of orphans"):
+            with self._journal.storage.writing("the list of orphans"):
                 self._orphans.advance(running_s)
             self.checkpoints.remove_expired(running_s)
