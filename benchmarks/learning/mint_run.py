@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import mint
 from mint.recipes.math import MathAdapter
 from mint.rl import RLConfig, run_grpo
-from mint.rl.call_pool import CallPool
+from mint.rl.calls.call_pool import CallPool
 from mint.rl.heldout_evaluation import evaluate
 from mint.rl.rollouts.rollout_worker import RolloutWorker
 from mint.runs.log import RunLog

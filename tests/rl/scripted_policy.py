@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 import mint
 from mint.errors import MintError
-from mint.rl.call_pool import CallPool
+from mint.rl.calls.call_pool import CallPool
+from mint.rl.calls.own_thread import run_in_own_thread
 from mint.rl.rollout import Group, GroupRequest
 from mint.rl.rollouts.episodes import EpisodeLimits, roll_out_episodes
 from mint.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
@@ -57,7 +59,8 @@ class ScriptedPolicy:
 class _Done:
     outcome: SampleResponse | MintError
 
-    def result(self) -> SampleResponse:
+    def __await__(self) -> Generator[Any, None, SampleResponse]:
+        yield from asyncio.sleep(0).__await__()
         if isinstance(self.outcome, MintError):
             raise self.outcome
         return self.outcome
@@ -90,18 +93,20 @@ def roll_out(
     """`roll_out_episodes` with the bundled tokenizer, its own call pool and seeds 0, 1, …"""
     calls = CallPool(timeout_s=timeout_s, clock=call_clock)
     try:
-        return roll_out_episodes(
-            policy,
-            adapter,
-            [
-                GroupRequest(item, index, params or SamplingParams(max_tokens=256, seed=index))
-                for index, item in enumerate(items)
-            ],
-            tokenizer=tokenizer or tiny_tokenizer(),
-            calls=calls,
-            group_size=group_size,
-            limits=limits,
-            **others,
+        return run_in_own_thread(
+            roll_out_episodes(
+                policy,
+                adapter,
+                [
+                    GroupRequest(item, index, params or SamplingParams(max_tokens=256, seed=index))
+                    for index, item in enumerate(items)
+                ],
+                tokenizer=tokenizer or tiny_tokenizer(),
+                calls=calls,
+                group_size=group_size,
+                limits=limits,
+                **others,
+            )
         )
     finally:
         calls.close()

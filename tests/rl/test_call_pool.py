@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from mint.rl.call_pool import CallPool
+from mint.rl.calls.call_pool import CallPool
 
 
 def test_answers_come_back_in_order_from_sync_and_async_functions() -> None:

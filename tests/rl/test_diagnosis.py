@@ -347,14 +347,15 @@ def test_the_words_of_the_server_are_passed_on() -> None:
 
 def test_a_judge_that_prefers_a_place_or_fails_is_named_with_its_own_words() -> None:
     def judged(**info: Any) -> list[dict[str, Any]]:
-        facts = {"judge_pairs": 3, "judge_failed_pairs": 0, **info}
-        return [{"step": 4, "reward": 0.5, "text": "x", "item": 0, "group": 0, "tokens": [1], "info": facts}]
+        facts = {"judge_pairs": 3, "judge_failed_pairs": 0, "judge_flipped_pairs": 0, **info}
+        row = {"step": 4, "reward": 0.5, "text": "x", "item": 0, "group": 0, "tokens": [1], "info": facts}
+        return [row] * 20
 
     assert "judge_unreliable" not in {one.code for one in diagnose(run(steps=4, rollouts=judged()))}
-    biased = find(run(steps=4, rollouts=judged(judge_alarm="61 % of the pairs flipped")), "judge_unreliable")
-    assert (biased.severity, "61 %" in biased.evidence) == ("warning", True)
+    biased = find(run(steps=4, rollouts=judged(judge_flipped_pairs=2)), "judge_unreliable")
+    assert (biased.severity, "67% of 30 pairs" in biased.evidence) == ("warning", True)
     failing = find(run(steps=4, rollouts=judged(judge_failed_pairs=2, judge_last_error="503")), "judge_unreliable")
-    assert "2 of 3 comparisons failed, the last with: 503" in failing.evidence
+    assert "40 of 60 comparisons failed, the last with: 503" in failing.evidence
 
 
 def test_live_diagnosis_step_by_step_finds_what_the_whole_log_shows() -> None:

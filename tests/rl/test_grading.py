@@ -10,8 +10,9 @@ import pytest
 
 from mint.errors import InvalidRequestError
 from mint.rl import Reward, RLAdapter, UnsupportedError
-from mint.rl.call_pool import CallPool
-from mint.rl.rollouts.grading import RewardError, checked_reward, grade_group
+from mint.rl.calls.call_pool import CallPool
+from mint.rl.calls.own_thread import run_in_own_thread
+from mint.rl.rollouts.grading import Grader, RewardError, checked_reward
 
 
 class Graded(RLAdapter):
@@ -34,7 +35,7 @@ class Graded(RLAdapter):
 
 def grades(answers: dict[str, Any], adapter: RLAdapter | None = None):
     calls = CallPool(timeout_s=60)
-    found = grade_group(calls, adapter or Graded(), list(answers), answers)
+    found = run_in_own_thread(Grader(adapter or Graded(), calls).group(list(answers), answers))
     calls.close()
     return found
 

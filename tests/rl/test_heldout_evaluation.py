@@ -13,7 +13,7 @@ from scripted_policy import ScriptedPolicy, tiny_tokenizer
 
 from mint.errors import RequestFailedError
 from mint.rl import Group, RLAdapter, RLConfig, Rollout, Turn
-from mint.rl.call_pool import CallPool
+from mint.rl.calls.call_pool import CallPool
 from mint.rl.estimate import estimate, interval, pass_at_k, wilson
 from mint.rl.heldout_evaluation import evaluate, without_heldout
 from mint.rl.rollouts.rollout_worker import RolloutWorker

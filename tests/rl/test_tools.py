@@ -18,7 +18,7 @@ from scripted_policy import roll_out, says
 
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import MessageEnvAdapter
-from mint.rl.call_pool import CallPool
+from mint.rl.calls.call_pool import CallPool
 from mint.rl.message_env import Message, MessageStepResult
 from mint.rl.reward import Reward
 from mint.rl.rollout import Rollout

@@ -91,7 +91,8 @@ class RLAdapter(Task):
         """The reward of one completion: a finite number, or a `Reward` with named parts. Best kept in [0, 1].
 
         May be `async`. An exception or a time-out costs this completion alone: it is left out of its group, counted
-        and shown; `UnsupportedError` says that it cannot be judged here. Called from several threads at once.
+        and shown; `UnsupportedError` says that it cannot be judged here. A plain function is called from several
+        threads at once, an `async` one many times at once in one event loop, which it must not block.
         """
 
     def compute_group_rewards(
@@ -104,13 +105,24 @@ class RLAdapter(Task):
         """
         return None
 
+    def compute_batch_rewards(
+        self, responses: Sequence[Sequence[str]], items: Sequence[Any], /
+    ) -> Sequence[Sequence[Graded | None]] | Awaitable[Sequence[Sequence[Graded | None]]] | None:
+        """The rewards of all groups of a batch at once, in order, for graders that compare prompts or batch their work.
+
+        `responses[b]` are the completions of `items[b]`. Called when the last of them is sampled, in place of
+        `compute_group_rewards`; None, as here, leaves the grading to that. May be `async`; one exception costs all.
+        """
+        return None
+
 
 class MessageEnvAdapter(Task):
     """A task of many turns: each rollout is an episode of an environment that speaks messages."""
 
     @abstractmethod
     def make_env(self, item: Any, /) -> MessageEnv:
-        """A fresh environment for one episode; called once per rollout, from several threads at once."""
+        """A fresh environment for one episode; called once per rollout, from several threads at once. May be
+        `async`."""
 
 
 def as_task(adapter: Any) -> RLAdapter | MessageEnvAdapter:

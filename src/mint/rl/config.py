@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
@@ -30,6 +30,10 @@ class RLConfig(RunConfig):
         InvalidRequestError: a field is unknown, of the wrong type or out of range, the loss has no such setting, or two
             fields contradict each other.
     """
+
+    not_in_the_result: ClassVar[frozenset[str]] = RunConfig.not_in_the_result | {
+        "grader_concurrency", "grader_threads", "grader_retries", "grader_backoff_s"
+    }  # fmt: skip
 
     # The algorithm. Names and defaults are those of the parameter table in MinT's overview of RL.
     loss_fn: LossName = "importance_sampling"
@@ -95,6 +99,15 @@ class RLConfig(RunConfig):
 
     # Grading and evaluation.
     grader_timeout_s: float = Field(30.0, gt=0)
+    """The longest time of one call of a reward function, an environment or a judge, without its wait for its turn."""
+    grader_concurrency: int = Field(1024, ge=1, le=100_000)
+    """Calls of `async` functions in flight at once, of all groups together."""
+    grader_threads: int | None = Field(None, ge=1, le=4096)
+    """Threads that call plain functions; None: one for each core, at least 4."""
+    grader_retries: int = Field(0, ge=0, le=100)
+    """How often a reward function that raised or timed out is called again; `UnsupportedError` is final."""
+    grader_backoff_s: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """The pause before the first retry; it doubles with each further one, up to a minute."""
     heldout_size: int = Field(512, ge=0)
     """The most held-out items to evaluate on; 0 evaluates nothing."""
     heldout_samples: int = Field(1, ge=1)

@@ -14,12 +14,11 @@ from mint.client.sampling_client import SamplingClient
 from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError, RequestFailedError
 from mint.rl.adapter import Task, as_task, task_name
-from mint.rl.call_pool import CallPool
 from mint.rl.checkpoint_sampler import checkpoint_sampler
 from mint.rl.config import RLConfig
 from mint.rl.estimate import Estimate, estimate
 from mint.rl.rollout import GroupRequest, Rollout
-from mint.rl.rollouts.rollout_worker import RolloutWorker
+from mint.rl.rollouts.rollout_worker import RolloutWorker, open_calls
 from mint.rl.run_frame import RunFrame
 from mint.rl.seeds import mix_seed
 from mint.rl.tracking.step_log import rollout_row
@@ -89,7 +88,7 @@ def evaluate_checkpoint(
             "has no held-out set", field="task", value=task_name(task), remedy="Give it a build_heldout()"
         )
     sampling_client = checkpoint_sampler(service, checkpoint)
-    with closing(CallPool(timeout_s=config.grader_timeout_s)) as calls:
+    with closing(open_calls(config)) as calls:
         worker = RolloutWorker(task, config=config, tokenizer=sampling_client.get_tokenizer(), calls=calls)
         return {
             temperature: evaluate(

@@ -21,18 +21,18 @@ from mint.errors import InvalidRequestError
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, as_task, task_name
 from mint.rl.analysis.diagnosis import diagnose
 from mint.rl.analysis.run_record import RunRecord
-from mint.rl.call_pool import CallPool
+from mint.rl.calls.call_pool import CallPool
 from mint.rl.config import RLConfig
 from mint.rl.finding import Finding
 from mint.rl.heldout_evaluation import HeldoutEvaluation, without_heldout
 from mint.rl.rollout import RolloutBatch
 from mint.rl.rollouts.batch_collector import BatchCollector
 from mint.rl.rollouts.item_order import ItemOrder
-from mint.rl.rollouts.rollout_worker import RolloutWorker
+from mint.rl.rollouts.rollout_worker import RolloutWorker, open_calls
 from mint.rl.run_frame import ProgressHook, RunFrame, open_run
 from mint.rl.run_result import RunResult
 from mint.rl.tasks.chat_format import check_template
-from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate
+from mint.rl.tracking.step_log import rollout_rows, step_metrics, success_rate, timeline_rows
 from mint.rl.training.kl_reference import KLReference
 from mint.rl.training.policy_update import PolicyTrainer, PolicyUpdate
 from mint.runs.log import ResumePoint
@@ -103,7 +103,7 @@ def _run_task(
     }
     folder_name = name.removesuffix("Adapter").lower()
     with (
-        closing(CallPool(timeout_s=config.grader_timeout_s)) as calls,
+        closing(open_calls(config)) as calls,
         open_run(
             config, service_client, name=folder_name, described=described, resume=resume, on_progress=on_progress
         ) as frame,
@@ -286,6 +286,7 @@ class _RLRun:
         log.append_all("warnings.jsonl", [{"step": step, "warning": warning} for warning in update.warnings])
         log.append_all("tokens.jsonl", self.pieces.new_rows(step, (row.get("tokens", ()) for row in rows)))
         log.append_rollouts(step, rows)
+        log.append_all("timeline.jsonl", timeline_rows(batch))
         self.frame.record_step(metrics)
         self.frame.tell("samples", {"step": step, "rows": rows, "count": self.config.print_samples})
         self._diagnose(step, update.findings)

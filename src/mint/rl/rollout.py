@@ -34,7 +34,8 @@ class Rollout:
     `text` is the policy's text without special tokens. `reward` is None if it was not graded; then `error` says why,
     and `unsupported` that the grader cannot judge it on this machine. `parts` add up to the reward. `trace` holds one
     dict per message, tool call and result of a multi-turn episode; `info` facts from the grader. `policy_step` counts
-    the optimizer steps behind the weights that sampled it.
+    the optimizer steps behind the weights that sampled it. `grader_s` is the time of the call that graded it (in an
+    episode, of all calls of its environment), after `grader_retries` failures.
     """
 
     turns: list[Turn] = field(repr=False)
@@ -50,6 +51,8 @@ class Rollout:
     tool_calls: int = 0
     retokenized_turns: int = 0
     policy_step: int = 0
+    grader_s: float = 0.0
+    grader_retries: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -76,6 +79,20 @@ class GroupRequest:
     params: SamplingParams
 
 
+Span = tuple[float, float]
+"""Begin and end in seconds of a monotonic clock."""
+
+
+@dataclass(frozen=True)
+class GroupTimes:
+    """When a group was sampled and graded. In a group of episodes both alternate: then `sampling` is the time from the
+    first request to the last reply, and `episodes` are those of its episodes."""
+
+    sampling: Span
+    grading: Span | None = None
+    episodes: Sequence[Span] = ()
+
+
 @dataclass(frozen=True)
 class Group:
     """The rollouts of one dataset item; if sampling failed, `error` says why and there are none.
@@ -88,6 +105,7 @@ class Group:
     prompt: list[int] = field(repr=False)
     rollouts: list[Rollout]
     error: str | None = None
+    times: GroupTimes | None = None
 
     @property
     def graded(self) -> list[Rollout]:

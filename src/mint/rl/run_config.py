@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     AliasChoices,
@@ -41,6 +41,9 @@ class RunConfig(BaseModel):
     Raises:
         InvalidRequestError: a field is unknown, of the wrong type or out of range.
     """
+
+    not_in_the_result: ClassVar[frozenset[str]] = frozenset({"run_dir", "trackers"})
+    """The settings that change no bit of a run: they are not in `config.json`, and may differ when it is resumed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, strict=True)
 

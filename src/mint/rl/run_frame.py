@@ -74,7 +74,7 @@ def open_run(
             require_installed(config.trackers)
             trainer = make_trainer(service, config, None)
         log = RunLog(config.run_dir or default_run_dir(name))
-        content = {**config.model_dump(exclude={"run_dir", "trackers"}), **described}
+        content = {**config.model_dump(exclude=set(config.not_in_the_result)), **described}
         point = log.start(content, resume=resume)
         with recorded_process(log.folder) as end:
             run = RunFrame(config, service, log, content, point, on_progress)

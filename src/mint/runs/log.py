@@ -40,6 +40,7 @@ STEP_LOGS = (
     "findings.jsonl",
     "warnings.jsonl",
     "checkpoints.jsonl",
+    "timeline.jsonl",
 )
 """The logs whose lines have a `step`; a resume drops the lines after its checkpoint."""
 
@@ -127,7 +128,8 @@ class RunLog:
         return ResumePoint(**json.loads(path.read_text())) if path.exists() else None
 
     def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        # A setting that the folder does not have is newer than its run, which was made with the default.
+        changed = sorted(key for key, value in before.items() if value != now.get(key))
         if changed:
             raise InvalidRequestError(
                 "belongs to a run with another " + ", ".join(changed),

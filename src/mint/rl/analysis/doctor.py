@@ -20,13 +20,14 @@ from mint.errors import InvalidRequestError, RequestFailedError
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task, as_task
 from mint.rl.analysis.planner import GROUP_SIZES, plan
 from mint.rl.analysis.task_verdict import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, TaskEvidence, TaskVerdict, decide
-from mint.rl.call_pool import CallPool
+from mint.rl.calls.call_pool import CallPool
+from mint.rl.calls.own_thread import run_in_own_thread
 from mint.rl.checkpoint_sampler import checkpoint_sampler
 from mint.rl.config import RLConfig
 from mint.rl.estimate import interval, reward_interval
 from mint.rl.rollout import Group, GroupRequest, Rollout
-from mint.rl.rollouts.grading import grade_one_by_one
-from mint.rl.rollouts.rollout_worker import RolloutWorker
+from mint.rl.rollouts.grading import Grade, Grader
+from mint.rl.rollouts.rollout_worker import RolloutWorker, open_calls
 from mint.rl.seeds import mix_seed
 from mint.sandbox import sandbox_level
 
@@ -104,7 +105,7 @@ def examine(
         raise InvalidRequestError("is empty", field="build_dataset()", value=[], remedy="Return at least one item")
     items = np.random.default_rng([seed, DOCTOR_STREAM]).permutation(len(dataset))[:prompts].tolist()
     sampler = checkpoint_sampler(service_client, config.init_from or config.base_model)
-    calls = CallPool(timeout_s=config.grader_timeout_s)
+    calls = open_calls(config)
     try:
         prober = _Prober(sampler, task, dataset, config, calls, seed)
         groups = prober.groups(items, samples)
@@ -142,6 +143,10 @@ class _Prober:
         if max_tokens is None and all(group.error for group in groups):
             raise RequestFailedError(f"no prompt could be sampled; the first said: {groups[0].error}")
         return groups
+
+    def grades(self, task: RLAdapter, pairs: Sequence[tuple[str, Any]]) -> list[Grade]:
+        """The grades of (reply, item), in order, each by `compute_reward`."""
+        return run_in_own_thread(Grader(task, self.calls).one_by_one(pairs))
 
     def is_success(self, reward: float | None) -> bool:
         """Whether the reward counts as a success."""
@@ -221,10 +226,9 @@ def _grade_again(prober: _Prober, groups: Sequence[Group]) -> tuple[list[float],
     if not isinstance(task, RLAdapter) or _is_relative(task):
         return [], 0.0
     firsts: list[tuple[Group, Rollout]] = [(group, group.graded[0]) for group in groups]
-    answers = prober.calls.run([_call(task, rollout.text, group.item) for group, rollout in firsts])
-    again = grade_one_by_one(prober.calls, task, [(rollout.text, group.item) for group, rollout in firsts])
+    again = prober.grades(task, [(rollout.text, group.item) for group, rollout in firsts])
     changed = _share(grade.reward != rollout.reward for grade, (_, rollout) in zip(again, firsts, strict=True))
-    return [answer.seconds for answer in answers], changed
+    return [grade.seconds for grade in again], changed
 
 
 def _junk_accepted(prober: _Prober, groups: Sequence[Group]) -> float:
@@ -232,7 +236,7 @@ def _junk_accepted(prober: _Prober, groups: Sequence[Group]) -> float:
     if not isinstance(task, RLAdapter) or _is_relative(task):
         return 0.0
     pairs = [(probe, group.item) for group in groups[:PROBED_ITEMS] for probe in PROBES]
-    grades = grade_one_by_one(prober.calls, task, pairs)
+    grades = prober.grades(task, pairs)
     return _share(prober.is_success(grade.reward) for grade in grades)
 
 
@@ -246,13 +250,9 @@ def _best_fixed_reply(prober: _Prober, groups: Sequence[Group]) -> tuple[str, fl
     items = [group.item for group in groups[:FIXED_ITEMS]]
     earned = {}
     for reply in replies:
-        grades = grade_one_by_one(prober.calls, task, [(reply, item) for item in items])
+        grades = prober.grades(task, [(reply, item) for item in items])
         earned[reply] = float(np.mean([grade.reward or 0.0 for grade in grades]))
     return max(earned.items(), key=lambda one: one[1], default=("", 0.0))
-
-
-def _call(task: RLAdapter, text: str, item: Any) -> Any:
-    return lambda: task.compute_reward(text, item)
 
 
 def _is_relative(task: Task) -> bool:

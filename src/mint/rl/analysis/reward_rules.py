@@ -18,6 +18,7 @@ from mint.rl.analysis.signal_rules import CHANGE_WINDOW, heldout_falls
 from mint.rl.analysis.step_statistics import mean, metric, reward_window, total
 from mint.rl.estimate import wilson
 from mint.rl.finding import Finding, Severity
+from mint.rl.tasks.judges import position_bias
 
 FAILED_STEPS = 3
 """Steps over which grader failures are counted."""
@@ -239,7 +240,8 @@ def judge_unreliable(view: StepView) -> Finding | None:
     judged = [row["info"] for row in view.rows(FAILED_STEPS) if "judge_pairs" in row.get("info", {})]
     pairs = sum(info["judge_pairs"] for info in judged)
     failed = sum(info["judge_failed_pairs"] for info in judged)
-    alarm = next((info["judge_alarm"] for info in reversed(judged) if "judge_alarm" in info), None)
+    flips = sum(info["judge_flipped_pairs"] for info in judged)
+    alarm = position_bias((pairs - failed) // 2, flips // 2)  # both responses of a pair have counted it
     if alarm is None and not failed:
         return None
     last_error = next((info["judge_last_error"] for info in reversed(judged) if "judge_last_error" in info), None)
@@ -248,7 +250,7 @@ def judge_unreliable(view: StepView) -> Finding | None:
         "judge_unreliable",
         "warning",
         view.step,
-        "; ".join([*said, *([] if alarm is None else [str(alarm)])]),
+        "; ".join([*said, *([] if alarm is None else [alarm])]),
         "Both orders are judged, so a biased judge weakens the signal but is not unfair: ask a more precise question, "
         "or use a better judge. Failed comparisons are left out: check the judge's endpoint",
         {"pairs": float(pairs), "failed": float(failed)},

@@ -1,64 +1,110 @@
 """Rollouts of one turn: a prompt, a completion, a reward. Tokens in, tokens out.
 
-Letters: G completions of one prompt.
+Letters: B groups of a batch · G completions of one prompt.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mint.client.sampling_client import SamplingClient
 from mint.errors import MintError
 from mint.rl.adapter import RLAdapter, task_name
-from mint.rl.call_pool import CallPool
-from mint.rl.rollout import Group, GroupRequest, Rollout, Turn
-from mint.rl.rollouts.grading import Grade, grade_group, grade_one_by_one
+from mint.rl.rollout import Group, GroupRequest, GroupTimes, Rollout, Span, Turn
+from mint.rl.rollouts.grading import Grade, Grader
 from mint.types import ModelInput, SampledSequence
 
 
-def roll_out_completions(
+async def roll_out_completions(
     sampling_client: SamplingClient,
-    adapter: RLAdapter,
+    grader: Grader,
     requests: Sequence[GroupRequest],
+    prompts: Sequence[list[int] | str],
     *,
     tokenizer: Any,
-    calls: CallPool,
     group_size: int,
     policy_step: int,
     grade_alone: bool,
 ) -> list[Group]:
-    """See `RolloutWorker.roll_out`."""
-    prompts = [_prompt(adapter, request.item, tokenizer) for request in requests]
+    """See `RolloutWorker.roll_out`. `prompts` are those of `make_prompts`.
+
+    All prompts are in flight at once. A group is graded as soon as it is sampled, while others are still sampled,
+    unless the task grades the whole batch at once.
+    """
+    began = time.monotonic()
     futures = [
         sampling_client.sample(ModelInput.from_ints(prompt), group_size, request.params)
         if isinstance(prompt, list)
         else None
         for prompt, request in zip(prompts, requests, strict=True)
     ]
-    groups = []
-    for request, prompt, future in zip(requests, prompts, futures, strict=True):
-        item = request.item
-        index = request.index
+
+    async def sample(place: int) -> _SampledGroup:
+        prompt = prompts[place]
+        future = futures[place]
         if future is None or not isinstance(prompt, list):
-            groups.append(Group(item, index, [], [], error=str(prompt)))
-            continue
+            return _SampledGroup(requests[place], [], error=str(prompt))
         try:
-            sequences_G = future.result().sequences
+            sequences_G = (await future).sequences
         except MintError as error:
-            groups.append(Group(item, index, prompt, [], error=str(error)))
-            continue
+            return _SampledGroup(requests[place], prompt, error=str(error))
         texts_G = [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in sequences_G]
-        if grade_alone:
-            grades_G = grade_one_by_one(calls, adapter, [(text, item) for text in texts_G])
+        return _SampledGroup(requests[place], prompt, sequences_G, texts_G, (began, time.monotonic()))
+
+    async def grade(group: _SampledGroup, given: list[Grade] | None = None, since: float | None = None) -> Group:
+        if group.error is not None:
+            return Group(group.request.item, group.request.index, group.prompt, [], error=group.error)
+        item = group.request.item
+        grading_since = time.monotonic() if since is None else since
+        if given is not None:
+            grades_G = given
+        elif grade_alone:
+            grades_G = await grader.one_by_one([(text, item) for text in group.texts])
         else:
-            grades_G = grade_group(calls, adapter, texts_G, item)
+            grades_G = await grader.group(group.texts, item)
+        return group.graded(grades_G, policy_step, (grading_since, time.monotonic()))
+
+    async def sample_and_grade(place: int) -> Group:
+        return await grade(await sample(place))
+
+    places = range(len(requests))
+    if grade_alone or not grader.grades_batches:
+        return list(await asyncio.gather(*map(sample_and_grade, places)))
+    sampled_B = await asyncio.gather(*map(sample, places))
+    since = time.monotonic()
+    known_B = [group for group in sampled_B if group.error is None]
+    grades_B = await grader.batch([group.texts for group in known_B], [group.request.item for group in known_B])
+    given = {} if grades_B is None else {id(group): one for group, one in zip(known_B, grades_B, strict=True)}
+    return list(await asyncio.gather(*(grade(group, given.get(id(group)), since) for group in sampled_B)))
+
+
+@dataclass(frozen=True)
+class _SampledGroup:
+    """The completions of one prompt, or the error in words. `sampling`: from when to when they were sampled."""
+
+    request: GroupRequest
+    prompt: list[int]
+    sequences: Sequence[SampledSequence] = ()
+    texts: Sequence[str] = ()
+    sampling: Span = (0.0, 0.0)
+    error: str | None = None
+
+    def graded(self, grades_G: Sequence[Grade], policy_step: int, grading: Span) -> Group:
         rollouts_G = [
-            _rollout(prompt, sequence, text, grade, policy_step)
-            for sequence, text, grade in zip(sequences_G, texts_G, grades_G, strict=True)
+            _rollout(self.prompt, sequence, text, grade, policy_step)
+            for sequence, text, grade in zip(self.sequences, self.texts, grades_G, strict=True)
         ]
-        groups.append(Group(item, index, prompt, rollouts_G))
-    return groups
+        times = GroupTimes(self.sampling, grading)
+        return Group(self.request.item, self.request.index, self.prompt, rollouts_G, times=times)
+
+
+def make_prompts(adapter: RLAdapter, requests: Sequence[GroupRequest], tokenizer: Any) -> list[list[int] | str]:
+    """For each request the token ids of its prompt, or the error in words."""
+    return [_prompt(adapter, request.item, tokenizer) for request in requests]
 
 
 def _prompt(adapter: RLAdapter, item: Any, tokenizer: Any) -> list[int] | str:
@@ -83,4 +129,6 @@ def _rollout(prompt: list[int], sequence: SampledSequence, text: str, grade: Gra
         unsupported=grade.unsupported,
         timed_out=grade.timed_out,
         policy_step=policy_step,
+        grader_s=grade.seconds,
+        grader_retries=grade.retries,
     )

@@ -1,12 +1,13 @@
-"""Rolls out episodes of many turns. All episodes of a batch advance together, turn by turn.
+"""Rolls out episodes of many turns. Each episode advances on its own; a slow environment holds up no other.
 
-The first turn of a group is one request, so that its prompt is computed once. Later turns are one request per episode
-that is not finished, all in flight at once. An environment that raises or hangs ends its own episode and no other.
-Sampled ids are never tokenized again (`chat_format`).
+The first turn of a group is one request, so that its prompt is computed once. Later turns are one request per episode.
+An environment that raises or hangs ends its own episode and no other. Sampled ids are never tokenized again
+(`chat_format`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,11 @@ from typing import Any
 from mint.client.sampling_client import SamplingClient
 from mint.errors import InvalidRequestError, MintError, PromptTooLongError
 from mint.rl.adapter import MessageEnvAdapter
-from mint.rl.call_pool import CallPool, CallResult, UserCall
+from mint.rl.calls.call_pool import CallPool
+from mint.rl.calls.user_call import CallResult
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, UnsupportedError
-from mint.rl.rollout import Group, GroupRequest, Rollout, RolloutStopReason, Turn
+from mint.rl.rollout import Group, GroupRequest, GroupTimes, Rollout, RolloutStopReason, Turn
 from mint.rl.rollouts.grading import checked_reward
 from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
@@ -40,7 +42,7 @@ class EpisodeLimits:
     wall_time_s: float = 60.0
 
 
-def roll_out_episodes(
+async def roll_out_episodes(
     sampling_client: SamplingClient,
     adapter: MessageEnvAdapter,
     requests: Sequence[GroupRequest],
@@ -51,7 +53,7 @@ def roll_out_episodes(
     limits: EpisodeLimits,
     policy_step: int = 0,
 ) -> list[Group]:
-    """`group_size` graded episodes for each request.
+    """`group_size` graded episodes for each request, in order; all of them are played at once.
 
     The first turn of a group draws from the request's own seed, turn t of its episode g from `mix_seed(seed, g, t)`. A
     group whose first turn cannot be sampled has an `error` and no rollouts.
@@ -59,29 +61,15 @@ def roll_out_episodes(
     Raises:
         InvalidRequestError: the tokenizer has no chat template.
     """
-    batch = _Batch(sampling_client, calls, limits, _Formats(tokenizer))
-    groups = [
-        [_Episode(place, index, request.params) for index in range(group_size)]
-        for place, request in enumerate(requests)
-    ]
-    batch.start([episode for group in groups for episode in group], adapter, requests)
-    while unfinished := [episode for group in groups for episode in group if episode.stop_reason is None]:
-        batch.sample(unfinished)
-        batch.step([episode for episode in unfinished if episode.stop_reason is None])
-    finished = []
-    for place, (request, group) in enumerate(zip(requests, groups, strict=True)):
-        error = batch.sampling_errors.get(place)
-        rollouts = [] if error is not None else [episode.to_rollout(adapter, policy_step) for episode in group]
-        prompt = next((episode.turns[0].prompt for episode in group if episode.turns), [])
-        finished.append(Group(request.item, request.index, prompt, rollouts, error=error))
-    return finished
+    player = _Player(sampling_client, adapter, calls, limits, _Formats(tokenizer))
+    return list(await asyncio.gather(*(player.play_group(request, group_size, policy_step) for request in requests)))
 
 
 @dataclass(eq=False)
 class _Episode:
-    """An episode in progress. `group` and `index` are its place; `conversation` holds the messages rendered so far."""
+    """An episode in progress. `index` is its place in its group; `conversation` holds the messages rendered so far.
+    `seconds` is the time of its environment."""
 
-    group: int
     index: int
     params: SamplingParams
     env: MessageEnv = field(init=False)
@@ -102,6 +90,9 @@ class _Episode:
     error: str | None = None
     unsupported: bool = False
     timed_out: bool = False
+    began: float = 0.0
+    ended: float = 0.0
+    replied: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -181,6 +172,7 @@ class _Episode:
             tool_calls=self.tool_calls,
             retokenized_turns=self.retokenized_turns,
             policy_step=policy_step,
+            grader_s=self.seconds,
         )
 
 
@@ -206,67 +198,95 @@ class _Formats:
         return self._prompts[key]
 
 
-class _Batch:
-    """Advances all episodes of a batch together."""
+class _Player:
+    """Plays episodes of one task with one policy."""
 
     def __init__(
         self,
         sampling_client: SamplingClient,
+        adapter: MessageEnvAdapter,
         calls: CallPool,
         limits: EpisodeLimits,
         formats: _Formats,
     ) -> None:
         self._sampling_client = sampling_client
+        self._adapter = adapter
         self._calls = calls
         self._limits = limits
         self._formats = formats
-        self.sampling_errors: dict[int, str] = {}
 
-    def start(self, episodes: Sequence[_Episode], adapter: MessageEnvAdapter, requests: Sequence[GroupRequest]) -> None:
-        """Makes the environments and their first prompts."""
-        opened = []
-        for episode, made in self._call_each(episodes, lambda one: lambda: adapter.make_env(requests[one.group].item)):
-            episode.env = made.value
-            opened.append(episode)
-        for episode, observed in self._call_each(opened, lambda one: one.env.initial_observation):
-            with _FailsEpisode(episode):
-                episode.conversation = _messages(observed.value)
-                episode.note(episode.conversation, observed.seconds)
-                episode.chat = self._formats.format(episode.env.tools)
-                episode.prompt = self._formats.prompt(episode.chat, episode.conversation)
-
-    def sample(self, episodes: Sequence[_Episode]) -> None:
-        """Samples the next message of each episode; a full context cuts an episode off, a failed request ends it."""
+    async def play_group(self, request: GroupRequest, group_size: int, policy_step: int) -> Group:
+        """The episodes of one item. They begin together and then go on by themselves."""
+        episodes = [_Episode(index, request.params) for index in range(group_size)]
+        await asyncio.gather(*(self._open(episode, request.item) for episode in episodes))
         began = time.monotonic()
-        requests: dict[tuple[Any, ...], list[_Episode]] = {}
-        for episode in episodes:
-            first = not episode.turns  # environments of one group may begin with different prompts
-            requests.setdefault((episode.group, tuple(episode.prompt) if first else episode.index), []).append(episode)
-        sent = [
-            (
-                group,
-                self._sampling_client.sample(ModelInput.from_ints(group[0].prompt), len(group), self._params(group[0])),
-            )
-            for group in requests.values()
-        ]
-        for group, future in sent:
-            try:
-                sequences = future.result().sequences
-            except MintError as error:
-                self._fail_sampling(group, error)
-                continue
-            for episode, sequence in zip(group, sequences, strict=True):
-                with _FailsEpisode(episode):
-                    episode.add_reply(sequence, time.monotonic() - began, self._limits)
+        error = await self._sample_first_turns([one for one in episodes if one.stop_reason is None])
+        if error is not None:
+            return Group(request.item, request.index, _first_prompt(episodes), [], error=error)
+        await asyncio.gather(*(self._play(episode) for episode in episodes))
+        rollouts = [episode.to_rollout(self._adapter, policy_step) for episode in episodes]
+        times = GroupTimes(
+            (began, max(episode.replied for episode in episodes) or began),
+            episodes=[(episode.began, episode.ended) for episode in episodes],
+        )
+        return Group(request.item, request.index, _first_prompt(episodes), rollouts, times=times)
 
-    def _fail_sampling(self, episodes: Sequence[_Episode], error: MintError) -> None:
+    async def _open(self, episode: _Episode, item: Any) -> None:
+        """Makes the environment and the first prompt."""
+        episode.began = episode.ended = time.monotonic()
+        made = await self._call(episode, self._adapter.make_env, item)
+        if made is None:
+            return
+        episode.env = made.value
+        observed = await self._call(episode, episode.env.initial_observation)
+        if observed is None:
+            return
+        with _FailsEpisode(episode):
+            episode.conversation = _messages(observed.value)
+            episode.note(episode.conversation, observed.seconds)
+            episode.chat = self._formats.format(episode.env.tools)
+            episode.prompt = self._formats.prompt(episode.chat, episode.conversation)
+
+    async def _sample_first_turns(self, episodes: Sequence[_Episode]) -> str | None:
+        """Samples the first message of each episode; returns the error of a request that failed, in words.
+
+        Environments of one group may begin with different prompts: then there is a request for each.
+        """
+        by_prompt: dict[tuple[int, ...], list[_Episode]] = {}
         for episode in episodes:
-            if not episode.turns:
-                self.sampling_errors[episode.group] = str(error)
-            if episode.turns and isinstance(error, PromptTooLongError):
-                episode.cut = "max_episode_tokens"
-            else:
-                episode.fail(CallResult(error=error))
+            by_prompt.setdefault(tuple(episode.prompt), []).append(episode)
+        errors = await asyncio.gather(*map(self._sample, by_prompt.values()))
+        return next((str(error) for error in errors if error is not None), None)
+
+    async def _play(self, episode: _Episode) -> None:
+        """Alternates between environment and policy until the episode ends, from the policy's first message on."""
+        while episode.stop_reason is None:
+            if episode.cut is not None:
+                await self._cut_off(episode)
+            elif await self._step(episode):
+                await self._sample([episode])
+        episode.ended = time.monotonic()
+
+    async def _sample(self, episodes: Sequence[_Episode]) -> MintError | None:
+        """Samples the next message of episodes with one prompt. A full context cuts them off, a failed request ends
+        them; then its error is returned."""
+        began = time.monotonic()
+        prompt = ModelInput.from_ints(episodes[0].prompt)
+        try:
+            sent = self._sampling_client.sample(prompt, len(episodes), self._params(episodes[0]))
+            sequences = (await sent).sequences
+        except MintError as error:
+            for episode in episodes:
+                if episode.turns and isinstance(error, PromptTooLongError):
+                    episode.cut = "max_episode_tokens"
+                else:
+                    episode.fail(CallResult(error=error))
+            return error
+        for episode, sequence in zip(episodes, sequences, strict=True):
+            episode.replied = time.monotonic()
+            with _FailsEpisode(episode):
+                episode.add_reply(sequence, episode.replied - began, self._limits)
+        return None
 
     def _params(self, episode: _Episode) -> SamplingParams:
         params = episode.params
@@ -278,23 +298,30 @@ class _Batch:
             changes["max_tokens"] = left if params.max_tokens is None else min(left, params.max_tokens)
         return params.model_copy(update=changes) if changes else params
 
-    def step(self, episodes: Sequence[_Episode]) -> None:
-        """Asks the environments; an episode that they do not end continues, unless a limit cuts it off."""
-        for episode, answer in self._call_each([one for one in episodes if one.cut is None], _step):
-            with _FailsEpisode(episode):
-                result = self._add_result(episode, answer)
-                if result.episode_done:
-                    episode.stop_reason = "env"
-                    continue
-                episode.cut = self._limit_reached(episode)
-                if episode.cut is None:
-                    episode.continue_with(_messages(result.next_messages))
-        for episode, answer in self._call_each(
-            [one for one in episodes if one.cut and one.stop_reason is None], _cut_off
-        ):
-            with _FailsEpisode(episode):
-                self._add_result(episode, answer)
-                episode.stop_reason = episode.cut
+    async def _step(self, episode: _Episode) -> bool:
+        """Asks the environment; returns whether the policy goes on: neither the environment nor a limit ends it."""
+        answer = await self._call(episode, episode.env.step, episode.last_message)
+        if answer is None:
+            return False
+        with _FailsEpisode(episode):
+            result = self._add_result(episode, answer)
+            if result.episode_done:
+                episode.stop_reason = "env"
+                return False
+            episode.cut = self._limit_reached(episode)
+            if episode.cut is None:
+                episode.continue_with(_messages(result.next_messages))
+                return True
+        return False
+
+    async def _cut_off(self, episode: _Episode) -> None:
+        """Asks the environment for the reward of an episode that a limit has ended."""
+        answer = await self._call(episode, episode.env.cut_off, str(episode.cut))
+        if answer is None:
+            return
+        with _FailsEpisode(episode):
+            self._add_result(episode, answer)
+            episode.stop_reason = episode.cut
 
     def _add_result(self, episode: _Episode, answer: CallResult) -> MessageStepResult:
         result = answer.value
@@ -317,18 +344,14 @@ class _Batch:
             return "max_episode_tokens"
         return "wall_time" if episode.seconds >= limits.wall_time_s else None
 
-    def _call_each(
-        self, episodes: Sequence[_Episode], call_of: Callable[[_Episode], UserCall]
-    ) -> list[tuple[_Episode, CallResult]]:
-        """One call per episode, all together. Episodes whose call failed or hung end, and are left out."""
-        answered = []
-        for episode, answer in zip(episodes, self._calls.run([call_of(one) for one in episodes]), strict=True):
-            episode.seconds += answer.seconds
-            if answer.error is not None:
-                episode.fail(answer)
-            else:
-                answered.append((episode, answer))
-        return answered
+    async def _call(self, episode: _Episode, function: Callable[..., Any], *arguments: Any) -> CallResult | None:
+        """The result of a call of the episode's environment; None if it failed or hung, which ends the episode."""
+        answer = await self._calls.call(function, *arguments)
+        episode.seconds += answer.seconds
+        if answer.error is not None:
+            episode.fail(answer)
+            return None
+        return answer
 
 
 class _FailsEpisode:
@@ -357,13 +380,5 @@ def _messages(answered: Any) -> list[Message]:
     return messages
 
 
-def _step(episode: _Episode) -> UserCall:
-    env = episode.env
-    message = episode.last_message
-    return lambda: env.step(message)
-
-
-def _cut_off(episode: _Episode) -> UserCall:
-    env = episode.env
-    reason = str(episode.cut)
-    return lambda: env.cut_off(reason)
+def _first_prompt(episodes: Sequence[_Episode]) -> list[int]:
+    return next((episode.turns[0].prompt for episode in episodes if episode.turns), [])

@@ -2,18 +2,23 @@
 
 A grader that fails, hangs, leaves its range or cannot judge costs its own completions and no others; the reason is kept
 with them.
+
+Letters: B groups of a batch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mint.errors import MintError
-from mint.rl.adapter import Graded, RLAdapter, Task, task_name
-from mint.rl.call_pool import CallPool, CallResult, UserCall
+from mint.rl.adapter import RLAdapter, Task, task_name
+from mint.rl.calls.call_pool import CallPool
+from mint.rl.calls.retries import Retries
+from mint.rl.calls.user_call import CallResult
 from mint.rl.reward import Reward, UnsupportedError
 
 
@@ -23,7 +28,8 @@ class RewardError(MintError):
 
 @dataclass(frozen=True)
 class Grade:
-    """A reward with its parts, or None and the reason."""
+    """A reward with its parts, or None and the reason. `seconds` is the time of the call that gave it, which may have
+    graded others, too; `retries` counts the failures before it."""
 
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -31,6 +37,8 @@ class Grade:
     error: str | None = None
     unsupported: bool = False
     timed_out: bool = False
+    seconds: float = 0.0
+    retries: int = 0
 
 
 def checked_reward(task: Task, returned: Any) -> Reward:
@@ -61,29 +69,78 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def grade_group(calls: CallPool, adapter: RLAdapter, responses: Sequence[str], item: Any) -> list[Grade]:
-    """One grade per response to one item, in order: by `compute_group_rewards` if the task has it, else one by one."""
-    (result,) = calls.run([lambda: adapter.compute_group_rewards(responses, item)])
-    if result.error is not None:
-        return [_failed(result) for _ in responses]
-    if result.value is not None:
-        return [_grade_one_of_group(adapter, value) for value in result.value]
-    return grade_one_by_one(calls, adapter, [(response, item) for response in responses])
+class Grader:
+    """Grades the completions of one task: all that it is given at once, in the order that it is given them."""
+
+    def __init__(self, adapter: RLAdapter, calls: CallPool, retries: Retries | None = None) -> None:
+        """Without `retries`, a grader that fails is not asked again."""
+        self.adapter = adapter
+        self._calls = calls
+        self._retries = retries or Retries()
+
+    @property
+    def grades_batches(self) -> bool:
+        """Whether the task grades all completions of a batch at once."""
+        return type(self.adapter).compute_batch_rewards is not RLAdapter.compute_batch_rewards
+
+    @property
+    def grades_groups(self) -> bool:
+        """Whether the task grades the completions of a group at once."""
+        return type(self.adapter).compute_group_rewards is not RLAdapter.compute_group_rewards
+
+    async def group(self, responses: Sequence[str], item: Any) -> list[Grade]:
+        """One grade per response to one item, in order: by `compute_group_rewards` if the task has it, else one by
+        one."""
+        if not self.grades_groups:
+            return await self.one_by_one([(response, item) for response in responses])
+        result = await self._call(self.adapter.compute_group_rewards, responses, item)
+        if result.error is None and result.value is None:
+            return await self.one_by_one([(response, item) for response in responses])
+        return self._grades_of(result, len(responses))
+
+    async def batch(self, responses_B: Sequence[Sequence[str]], items_B: Sequence[Any]) -> list[list[Grade]] | None:
+        """The grades of all groups of a batch by `compute_batch_rewards`; None if that passes them on."""
+        result = await self._call(self.adapter.compute_batch_rewards, responses_B, items_B)
+        if result.error is not None:
+            return [[_failed(result) for _ in responses] for responses in responses_B]
+        if result.value is None:
+            return None
+        groups = list(result.value)
+        if len(groups) != len(responses_B):
+            result = replace(result, error=_wrong_count(self.adapter, "groups", len(groups), len(responses_B)))
+            return [[_failed(result) for _ in responses] for responses in responses_B]
+        return [
+            self._grades_of(replace(result, value=rewards), len(responses))
+            for rewards, responses in zip(groups, responses_B, strict=True)
+        ]
+
+    async def one_by_one(self, pairs: Sequence[tuple[str, Any]]) -> list[Grade]:
+        """One grade per (response, item), in order, each by `compute_reward`."""
+        results = await asyncio.gather(*(self._call(self.adapter.compute_reward, *pair) for pair in pairs))
+        return [_grade(self.adapter, result) for result in results]
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> CallResult:
+        return await self._retries.call(self._calls, function, *arguments)
+
+    def _grades_of(self, result: CallResult, count: int) -> list[Grade]:
+        """The grades of a group that was judged by one call."""
+        values = [] if result.error is not None else list(result.value)
+        if result.error is None and len(values) != count:
+            result = replace(result, error=_wrong_count(self.adapter, "rewards", len(values), count))
+        if result.error is not None:
+            return [_failed(result) for _ in range(count)]
+        return [
+            Grade(None, error="the judge gave no verdict on it", seconds=result.seconds, retries=result.attempts - 1)
+            if value is None
+            else _grade(self.adapter, replace(result, value=value))
+            for value in values
+        ]
 
 
-def grade_one_by_one(calls: CallPool, adapter: RLAdapter, pairs: Sequence[tuple[str, Any]]) -> list[Grade]:
-    """One grade per (response, item), in order, each by `compute_reward`."""
-    return [_grade(adapter, result) for result in calls.run([_reward_call(adapter, *pair) for pair in pairs])]
-
-
-def _reward_call(adapter: RLAdapter, response: str, item: Any) -> UserCall:
-    return lambda: adapter.compute_reward(response, item)
-
-
-def _grade_one_of_group(adapter: RLAdapter, value: Graded | None) -> Grade:
-    if value is None:
-        return Grade(None, error="the judge gave no verdict on it")
-    return _grade(adapter, CallResult(value))
+def _wrong_count(adapter: RLAdapter, what: str, given: int, wanted: int) -> RewardError:
+    return RewardError(
+        f"{task_name(adapter)} returned {given} {what} for {wanted}", remedy="Return one for each, None for no verdict"
+    )
 
 
 def _grade(adapter: RLAdapter, result: CallResult) -> Grade:
@@ -92,10 +149,16 @@ def _grade(adapter: RLAdapter, result: CallResult) -> Grade:
     try:
         reward = checked_reward(adapter, result.value)
     except MintError as error:
-        return Grade(None, error=str(error))
-    return Grade(reward.value, reward.parts, reward.info)
+        return Grade(None, error=str(error), seconds=result.seconds, retries=result.attempts - 1)
+    return Grade(reward.value, reward.parts, reward.info, seconds=result.seconds, retries=result.attempts - 1)
 
 
 def _failed(result: CallResult) -> Grade:
-    unsupported = isinstance(result.error, UnsupportedError)
-    return Grade(None, error=result.failure, unsupported=unsupported, timed_out=result.timed_out)
+    return Grade(
+        None,
+        error=result.failure,
+        unsupported=isinstance(result.error, UnsupportedError),
+        timed_out=result.timed_out,
+        seconds=result.seconds,
+        retries=result.attempts - 1,
+    )

@@ -7,11 +7,21 @@ from typing import Any
 
 from mint.client.sampling_client import SamplingClient
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter
-from mint.rl.call_pool import CallPool
+from mint.rl.calls.call_pool import CallPool
+from mint.rl.calls.own_thread import run_in_own_thread
+from mint.rl.calls.retries import Retries
 from mint.rl.config import RLConfig
 from mint.rl.rollout import Group, GroupRequest
-from mint.rl.rollouts.completions import roll_out_completions
+from mint.rl.rollouts.completions import make_prompts, roll_out_completions
 from mint.rl.rollouts.episodes import EpisodeLimits, roll_out_episodes
+from mint.rl.rollouts.grading import Grader
+
+
+def open_calls(config: RLConfig) -> CallPool:
+    """The calls of a run, with the limits that its settings name."""
+    return CallPool(
+        timeout_s=config.grader_timeout_s, threads=config.grader_threads, in_flight=config.grader_concurrency
+    )
 
 
 class RolloutWorker:
@@ -36,12 +46,12 @@ class RolloutWorker:
     ) -> list[Group]:
         """`group_size` graded rollouts for each request, in order; all prompts are in flight at once.
 
-        With `grade_alone`, `compute_group_rewards` is not asked. A prompt that cannot be made or sampled becomes a
-        group with an `error`; the others go on.
+        With `grade_alone`, graders of groups and batches are not asked. A prompt that cannot be made or sampled becomes
+        a group with an `error`; the others go on.
         """
+        config = self.config
         if isinstance(self.task, MessageEnvAdapter):
-            config = self.config
-            return roll_out_episodes(
+            episodes = roll_out_episodes(
                 sampling_client,
                 self.task,
                 requests,
@@ -51,13 +61,16 @@ class RolloutWorker:
                 limits=EpisodeLimits(config.max_turns, config.max_episode_tokens, config.max_episode_s),
                 policy_step=policy_step,
             )
-        return roll_out_completions(
+            return run_in_own_thread(episodes)
+        retries = Retries(config.grader_retries, config.grader_backoff_s)
+        completions = roll_out_completions(
             sampling_client,
-            self.task,
+            Grader(self.task, self.calls, retries),
             requests,
+            make_prompts(self.task, requests, self.tokenizer),
             tokenizer=self.tokenizer,
-            calls=self.calls,
             group_size=group_size,
             policy_step=policy_step,
             grade_alone=grade_alone,
         )
+        return run_in_own_thread(completions)

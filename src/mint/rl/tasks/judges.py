@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from mint.client.sampling_client import SamplingClient
 from mint.errors import InvalidRequestError, MintError
@@ -25,7 +26,19 @@ from mint.rl.reward import Reward
 from mint.types import ModelInput
 
 ComparisonVerdict = Literal["a", "b", "tie"]
-Compare = Callable[[str, str, str], "ComparisonVerdict | Awaitable[ComparisonVerdict]"]
+
+
+@dataclass(frozen=True)
+class CostedVerdict:
+    """A verdict and what it cost, in a currency of your own."""
+
+    verdict: ComparisonVerdict
+    cost: float
+
+
+Compare = Callable[
+    [str, str, str], "ComparisonVerdict | CostedVerdict | Awaitable[ComparisonVerdict] | Awaitable[CostedVerdict]"
+]
 """`(prompt, a, b)` → which is better; sync or async."""
 
 FLIP_ALARM = 0.2
@@ -52,6 +65,7 @@ class JudgeStatistics:
     from_cache: int = 0
     errors: int = 0
     last_error: str | None = None
+    cost: float = 0.0
     length_outcome: float = 0.0
     length_squares: float = 0.0
     outcome_squares: float = 0.0
@@ -70,19 +84,42 @@ class JudgeStatistics:
     @property
     def alarm(self) -> str | None:
         """Why the judge should not be trusted, if so."""
-        if self.pairs >= FLIP_ALARM_PAIRS and self.flip_rate > FLIP_ALARM:
-            return f"{self.flip_rate:.0%} of {self.pairs} pairs change their verdict with the order (position bias)"
-        return None
+        return position_bias(self.pairs, self.flips)
+
+
+def position_bias(pairs: int, flips: int) -> str | None:
+    """Why a judge should not be trusted that flipped on `flips` of `pairs`, if so."""
+    if pairs >= FLIP_ALARM_PAIRS and flips / pairs > FLIP_ALARM:
+        return f"{flips / pairs:.0%} of {pairs} pairs change their verdict with the order (position bias)"
+    return None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The verdict on one order of a pair, or the error in words."""
+
+    verdict: ComparisonVerdict | None = None
+    cost: float = 0.0
+    error: str | None = None
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two distinct responses, the verdicts of both orders, and the outcome for `a`: 1, 0.5, 0, or None on failure."""
+    """Two distinct responses, the answers for both orders, and the outcome for `a`: 1, 0.5, 0, or None on failure."""
 
     a: str
     b: str
-    forward: ComparisonVerdict | None
-    backward: ComparisonVerdict | None
+    answer: _Answer
+    swapped_answer: _Answer
+
+    @property
+    def forward(self) -> ComparisonVerdict | None:
+        return self.answer.verdict
+
+    @property
+    def backward(self) -> ComparisonVerdict | None:
+        verdict = self.swapped_answer.verdict
+        return None if verdict is None else _SWAPPED[verdict]
 
     @property
     def outcome(self) -> float | None:
@@ -93,6 +130,31 @@ class _Pair:
     @property
     def flipped(self) -> bool:
         return self.outcome is not None and self.forward != self.backward
+
+    @property
+    def cost(self) -> float:
+        return self.answer.cost + self.swapped_answer.cost
+
+    @property
+    def error(self) -> str | None:
+        return self.answer.error or self.swapped_answer.error
+
+    def counted(self, before: JudgeStatistics) -> JudgeStatistics:
+        """The statistics with this pair."""
+        statistics = replace(before, cost=before.cost + self.cost)
+        if self.outcome is None:
+            return statistics
+        longer = len(self.a) - len(self.b)
+        better = self.outcome - 0.5
+        return replace(
+            statistics,
+            pairs=before.pairs + 1,
+            flips=before.flips + self.flipped,
+            ties=before.ties + (self.forward == self.backward == "tie"),
+            length_outcome=before.length_outcome + longer * better,
+            length_squares=before.length_squares + longer**2,
+            outcome_squares=before.outcome_squares + better**2,
+        )
 
 
 _POINTS: dict[ComparisonVerdict, float] = {"a": 1.0, "tie": 0.5, "b": 0.0}
@@ -106,15 +168,16 @@ class PairwiseJudge:
     None. Equal responses are a tie and are not judged.
     """
 
-    def __init__(self, compare: Compare | SamplingClient, *, concurrency: int = 8, cache_size: int = 10_000) -> None:
+    def __init__(self, compare: Compare | SamplingClient, *, concurrency: int = 64, cache_size: int = 10_000) -> None:
         """`compare` is a function, a callable object, or a `SamplingClient`, whose weights then judge.
 
-        `concurrency` bounds the comparisons in flight (per group, if `compare` is async); `cache_size` bounds the
-        cached verdicts.
+        `concurrency` bounds the comparisons in flight, of all groups together; `cache_size` bounds the cached verdicts.
         """
         self._compare: Compare = SamplingComparison(compare) if isinstance(compare, SamplingClient) else compare
         self._concurrency = concurrency
         self._threads: ThreadPoolExecutor | None = None
+        # A semaphore belongs to an event loop, and a judge may serve several.
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._is_async = inspect.iscoroutinefunction(self._compare) or inspect.iscoroutinefunction(
             type(self._compare).__call__
         )
@@ -132,18 +195,22 @@ class PairwiseJudge:
     async def judge(self, prompt: str, responses: Sequence[str]) -> list[Reward | None]:
         """One reward per response, in order: its mean score against the others (0.5 against its equals).
 
-        `Reward.info` counts the comparisons of this response that failed or flipped, and holds the judge's running
-        `judge_flip_rate`, `judge_length_correlation` and, if any, `judge_alarm`. A lone response scores 0.5.
+        `Reward.info` counts the comparisons of this response that failed or flipped, and holds the `judge_flip_rate`
+        and `judge_length_correlation` of this group, and the response's share of its `cost`, if the judge says what it
+        costs. A lone response scores 0.5.
         """
         distinct = list(dict.fromkeys(responses))
-        # Not one for the whole judge: a semaphore belongs to an event loop, and groups are judged in different ones.
-        slots = asyncio.Semaphore(self._concurrency)
+        with self._lock:
+            slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency))
         pairs = await asyncio.gather(
             *(self._ask_both_ways(slots, prompt, a, b) for a, b in itertools.combinations(distinct, 2))
         )
+        group = JudgeStatistics()
         for pair in pairs:
-            self._count(pair)
-        return [_reward(response, responses, pairs, self.statistics) for response in responses]
+            group = pair.counted(group)
+            with self._lock:
+                self._statistics = pair.counted(self._statistics)
+        return [_reward(response, responses, pairs, group) for response in responses]
 
     def close(self) -> None:
         """Ends the judge's threads and closes `compare`; the next question opens them again."""
@@ -157,9 +224,9 @@ class PairwiseJudge:
 
     async def _ask_both_ways(self, slots: asyncio.Semaphore, prompt: str, a: str, b: str) -> _Pair:
         forward, backward = await asyncio.gather(self._ask(slots, prompt, a, b), self._ask(slots, prompt, b, a))
-        return _Pair(a, b, forward, None if backward is None else _SWAPPED[backward])
+        return _Pair(a, b, forward, backward)
 
-    async def _ask(self, slots: asyncio.Semaphore, prompt: str, a: str, b: str) -> ComparisonVerdict | None:
+    async def _ask(self, slots: asyncio.Semaphore, prompt: str, a: str, b: str) -> _Answer:
         key = (prompt, a, b)
         with self._lock:
             known = self._cache.get(key)
@@ -169,10 +236,11 @@ class PairwiseJudge:
                 from_cache=self._statistics.from_cache + (known is not None),
             )
         if known is not None:
-            return known
+            return _Answer(known)
         try:
             async with slots:
-                verdict = await self._call(prompt, a, b)
+                said = await self._call(prompt, a, b)
+            verdict = said.verdict if isinstance(said, CostedVerdict) else said
             if verdict not in _POINTS:
                 raise JudgeError(f"answered {verdict!r}", remedy='Answer "a", "b" or "tie"')
         except Exception as error:  # noqa: BLE001 - the boundary to the user's judge: its failure costs this comparison
@@ -180,12 +248,12 @@ class PairwiseJudge:
                 errors = self._statistics.errors + 1
                 message = f"{type(error).__name__}: {error}"
                 self._statistics = replace(self._statistics, errors=errors, last_error=message)
-            return None
+            return _Answer(error=message)
         with self._lock:
             self._cache[key] = verdict
             if len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
-        return verdict
+        return _Answer(verdict, said.cost if isinstance(said, CostedVerdict) else 0.0)
 
     async def _call(self, prompt: str, a: str, b: str) -> Any:
         if self._is_async:
@@ -200,23 +268,6 @@ class PairwiseJudge:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix="mint-judge")
             return self._threads
-
-    def _count(self, pair: _Pair) -> None:
-        if pair.outcome is None:
-            return
-        longer = len(pair.a) - len(pair.b)
-        better = pair.outcome - 0.5
-        with self._lock:
-            now = self._statistics
-            self._statistics = replace(
-                now,
-                pairs=now.pairs + 1,
-                flips=now.flips + pair.flipped,
-                ties=now.ties + (pair.forward == pair.backward == "tie"),
-                length_outcome=now.length_outcome + longer * better,
-                length_squares=now.length_squares + longer**2,
-                outcome_squares=now.outcome_squares + better**2,
-            )
 
 
 def _reward(
@@ -243,9 +294,9 @@ def _reward(
         "judge_length_correlation": statistics.length_correlation,
     }
     if failed:
-        info["judge_last_error"] = statistics.last_error
-    if statistics.alarm is not None:
-        info["judge_alarm"] = statistics.alarm
+        info["judge_last_error"] = next(pair.error for pair in mine.values() if pair.outcome is None)
+    if statistics.cost:
+        info["cost"] = statistics.cost / len(responses)
     return Reward(score, {"judge": score}, info)
 
 

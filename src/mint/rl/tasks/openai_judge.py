@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from mint.config import read_settings
-from mint.rl.tasks.judges import QUESTION, ComparisonVerdict, JudgeError, check_template
+from mint.rl.tasks.judges import QUESTION, ComparisonVerdict, CostedVerdict, JudgeError, check_template
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 LONGEST_PAUSE_S = 20.0
@@ -35,17 +35,19 @@ class OpenAIComparison:
         *,
         api_key: str | None = None,
         template: str = QUESTION,
-        concurrency: int = 8,
+        concurrency: int = 64,
         timeout_s: float = 20.0,
         retries: int = 3,
         first_pause_s: float = 0.5,
         max_tokens: int = 16,
+        price_per_million: tuple[float, float] | None = None,
     ) -> None:
         """`base_url` ends before `/chat/completions`, often in `/v1`; without `api_key`, the key comes from
         `MINT_JUDGE_API_KEY` or `OPENAI_API_KEY`, if one is set.
 
         `timeout_s` is for one attempt; the pause doubles from `first_pause_s`, unless `Retry-After` is given.
-        `max_tokens` must leave room for the reasoning of models that reason before they answer.
+        `max_tokens` must leave room for the reasoning of models that reason before they answer. With
+        `price_per_million`, of prompt tokens and completion tokens, a verdict comes with its cost.
 
         Raises:
             InvalidRequestError: the template lacks one of its fields.
@@ -60,12 +62,14 @@ class OpenAIComparison:
         self._max_tokens = max_tokens
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._timeout_s = timeout_s
+        self._price = price_per_million
+        self._concurrency = concurrency
         self._http: httpx.Client | None = None
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(concurrency)
 
-    def __call__(self, prompt: str, a: str, b: str) -> ComparisonVerdict:
-        """The endpoint's verdict at temperature 0.
+    def __call__(self, prompt: str, a: str, b: str) -> ComparisonVerdict | CostedVerdict:
+        """The endpoint's verdict at temperature 0; with its cost, if the price of tokens is known.
 
         Raises:
             JudgeError: the endpoint refused, cannot be reached, or its reply has no verdict.
@@ -78,7 +82,9 @@ class OpenAIComparison:
             "max_tokens": self._max_tokens,
         }
         with self._slots:
-            return read_verdict(self._post(body))
+            response = self._post(body)
+        verdict = read_verdict(response)
+        return verdict if self._price is None else CostedVerdict(verdict, _cost(response, self._price))
 
     def close(self) -> None:
         """Closes the connections; the next question opens them again."""
@@ -90,7 +96,8 @@ class OpenAIComparison:
     def _open(self) -> httpx.Client:
         with self._lock:
             if self._http is None:
-                self._http = httpx.Client(timeout=self._timeout_s, headers=self._headers)
+                limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
+                self._http = httpx.Client(timeout=self._timeout_s, headers=self._headers, limits=limits)
             return self._http
 
     def _post(self, body: dict[str, Any]) -> httpx.Response:
@@ -128,6 +135,13 @@ def read_verdict(response: httpx.Response) -> ComparisonVerdict:
     if not found:
         raise JudgeError(f"the judge's reply has no verdict: {content[:SHOWN_CHARACTERS]!r}")
     return _VERDICTS[found[-1].lower()]
+
+
+def _cost(response: httpx.Response, price_per_million: tuple[float, float]) -> float:
+    """The cost of a reply by its `usage`; 0 where the endpoint reports none."""
+    usage = response.json().get("usage") or {}
+    tokens = (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+    return sum(price * count for price, count in zip(price_per_million, tokens, strict=True)) / 1e6
 
 
 def _asked_pause(response: httpx.Response, otherwise_s: float) -> float:

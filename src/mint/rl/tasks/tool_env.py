@@ -12,7 +12,7 @@ from typing import Any
 
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import Graded
-from mint.rl.call_pool import CallPool
+from mint.rl.calls.call_pool import CallPool
 from mint.rl.message_env import Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, RewardRange
 from mint.rl.tasks.chat_format import NOT_RENDERED

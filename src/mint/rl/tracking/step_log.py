@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mint.rl.adapter import Task
-from mint.rl.rollout import Group, Rollout, RolloutBatch
+from mint.rl.rollout import Group, Rollout, RolloutBatch, Span
 from mint.rl.tracking.token_counts import token_metrics
 from mint.rl.training.policy_update import PolicyUpdate, TrainedRollout
 
@@ -30,6 +30,7 @@ def step_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> dict[
         **_group_metrics(task, batch),
         **_rollout_metrics(rollouts),
         **_info_metrics(rollouts),
+        **_grader_metrics(batch, rollouts),
         **token_metrics(batch, update),
         "datums": float(update.datums),
         **update.metrics,
@@ -100,6 +101,51 @@ def _info_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
             if isinstance(value, int | float):
                 found.setdefault(f"info/{name}", []).append(float(value))
     return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+
+
+def _grader_metrics(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The time and cost of grading. A grader reports its cost as `cost` in the `info` of a reward."""
+    seconds = [rollout.grader_s for rollout in rollouts] or [0.0]
+    found = {
+        "grader/retries": float(sum(rollout.grader_retries for rollout in rollouts)),
+        "time/grader_mean_s": float(np.mean(seconds)),
+        "time/grader_max_s": float(max(seconds)),
+    }
+    costs = [float(rollout.info["cost"]) for rollout in rollouts if isinstance(rollout.info.get("cost"), int | float)]
+    if costs:
+        found["grader/cost"] = sum(costs)
+    times = [group.times for group in batch.all_groups if group.times is not None]
+    if times:
+        sampled = max(one.sampling[1] for one in times)
+        graded = [one.grading[1] for one in times if one.grading is not None]
+        graded += [ended for one in times for _, ended in one.episodes]
+        found["time/sampling_s"] = sampled - min(one.sampling[0] for one in times)
+        found["time/grading_after_sampling_s"] = max(0.0, max(graded, default=sampled) - sampled)
+    return found
+
+
+def timeline_rows(batch: RolloutBatch) -> list[dict[str, Any]]:
+    """One row per group: from when to when it was sampled and graded, in seconds since the first request of the batch.
+
+    A group of episodes has the times of its `episodes` instead of a time of grading.
+    """
+    timed = [(place, group, group.times) for place, group in enumerate(batch.all_groups) if group.times is not None]
+    first = min((times.sampling[0] for _, _, times in timed), default=0.0)
+
+    def since_first(span: Span) -> list[float]:
+        return [round(moment - first, 4) for moment in span]
+
+    return [
+        {
+            "step": batch.step,
+            "group": place,
+            "item": group.index,
+            "sampling": since_first(times.sampling),
+            "grading": None if times.grading is None else since_first(times.grading),
+            "episodes": [since_first(span) for span in times.episodes],
+        }
+        for place, group, times in timed
+    ]
 
 
 def rollout_rows(batch: RolloutBatch, update: PolicyUpdate, tokenizer: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""Calls of the user's functions: many at once, each with a time-out."""
