@@ -104,8 +104,8 @@ class RLConfig:
         return {_NAMES[name]: value for name, value in asdict(self).items()}
 
     def to_config(self) -> config_module.RLConfig:
-        """The same settings for `mint.rl.run_grpo`; nothing is held out, as in the demos."""
-        return config_module.RLConfig(**self._fields(), heldout_size=0)
+        """The same settings for `mint.rl.run_grpo`. Nothing is held out, and the adapter prints, as in the demos."""
+        return config_module.RLConfig(**self._fields(), heldout_size=0, print_progress=False)
 
 
 _NAMES = {

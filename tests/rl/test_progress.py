@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from mint.rl import LiveProgress
+from mint.recipes.math import DEMO, MathAdapter
+from mint.recipes.sft import SFTConfig, run_sft
+from mint.recipes.supervised import Demonstration
+from mint.rl import LiveProgress, run_grpo
+from mint.rl.run_config import RunConfig
 from mint.rl.tracking.terminal_text import head, one_line, paragraph, sparkline, tail
+from tests.rl.scripted_policy import tiny_tokenizer
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202eabc\u200b\r\x00\n\tend"
 
@@ -93,3 +99,31 @@ def test_a_sparkline_runs_from_the_least_to_the_greatest_value_in_at_most_its_wi
     assert sparkline([0.5, 0.5], 8) == "▁▁"
     assert sparkline([float(value) for value in range(8)], 8) == "▁▂▃▄▅▆▇█"
     assert len(sparkline([float(value % 7) for value in range(1000)], 40)) == 40
+
+
+def demonstrations(texts: Sequence[str]) -> list[Demonstration]:
+    tokenizer = tiny_tokenizer()
+    return [Demonstration(tokenizer.encode(f"Q: {text}\nA:"), f" {text}") for text in texts]
+
+
+def test_a_run_in_a_script_prints_a_line_per_step_and_evaluation_unless_it_is_told_not_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def lines_of(run: Callable[..., Any], config: RunConfig, *arguments: Any, **others: Any) -> list[str]:
+        run(*arguments, config, **others)
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return printed.err.splitlines()
+
+    rl = DEMO.changed(steps=2, batch_size=2, group_size=2, heldout_size=2)
+    lines = lines_of(run_grpo, rl, MathAdapter(seed=0))
+    assert lines[0].startswith("math: ")
+    assert [line.split()[1] for line in lines if line.startswith("  step ")] == ["1/2", "2/2"]
+    assert sum("held-out before" in line for line in lines) == 2
+    assert lines_of(run_grpo, rl.changed(print_progress=False), MathAdapter(seed=0)) == []
+    assert lines_of(run_grpo, rl, MathAdapter(seed=0), on_progress=lambda event, fields: None) == []
+    sft = SFTConfig(batch_size=2, epochs=1)
+    lines = lines_of(run_sft, sft, demonstrations(["a", "b", "c"]), demonstrations(["d"]))
+    assert [line.split()[1] for line in lines if line.startswith("  step ")] == ["1/2", "2/2"]
+    assert "loss " in lines[-3]
+    assert lines_of(run_sft, sft.changed(print_progress=False), demonstrations(["a"]), []) == []

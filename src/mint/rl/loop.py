@@ -62,7 +62,8 @@ def run_grpo(
         service_client: None opens one as the environment says (embedded by default) and closes it with the run.
         resume: Continue the run in `config.run_dir` from its last checkpoint. The result is bit for bit that of a run
             without interruption. A folder without a run starts a new one.
-        on_progress: Called in this thread after each evaluation and step.
+        on_progress: Called in this thread after each evaluation and step. None prints a line for each on standard
+            error, unless `config.print_progress` is False.
 
     Raises:
         InvalidRequestError: the dataset is empty, or `run_dir` holds another run.

@@ -42,7 +42,7 @@ class RunConfig(BaseModel):
         InvalidRequestError: a field is unknown, of the wrong type or out of range.
     """
 
-    not_in_the_result: ClassVar[frozenset[str]] = frozenset({"run_dir", "trackers"})
+    not_in_the_result: ClassVar[frozenset[str]] = frozenset({"run_dir", "trackers", "print_progress"})
     """The settings that change no bit of a run: they are not in `config.json`, and may differ when it is resumed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, strict=True)
@@ -78,6 +78,9 @@ class RunConfig(BaseModel):
     """Steps between resumable checkpoints; the last step is always saved."""
     trackers: tuple[TrackerName, ...] = ()
     """Mirrors of the run besides its folder: `tensorboard`, `wandb`, `trackio`; one name, or several with commas."""
+
+    print_progress: bool = True
+    """Prints a line per step, evaluation and finding on standard error, unless the run has an `on_progress`."""
 
     def __init__(self, **fields: Any) -> None:
         try:

@@ -25,6 +25,7 @@ from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.rl.finding import SEVERITIES, Finding
 from mint.rl.run_config import RunConfig
+from mint.rl.tracking.progress import LiveProgress
 from mint.rl.tracking.trackers import Trackers, require_installed
 from mint.runs.log import ResumePoint, RunLog, is_run
 from mint.runs.process import recorded_process
@@ -51,6 +52,8 @@ def open_run(
         service_client: None opens one as the environment says (embedded by default) and closes it with the run.
         name: Begins the folder's name where `config.run_dir` is None.
         described: What `config.json` says besides the settings. A run is only resumed with the same content.
+        on_progress: Called after each evaluation and step. None prints a line for each on standard error, unless
+            `config.print_progress` is False.
         resume: Go on from the last checkpoint in `config.run_dir`. A folder without a run is started.
 
     Raises:
@@ -76,8 +79,10 @@ def open_run(
         log = RunLog(config.run_dir or default_run_dir(name))
         content = {**config.model_dump(exclude=set(config.not_in_the_result)), **described}
         point = log.start(content, resume=resume)
-        with recorded_process(log.folder) as end:
-            run = RunFrame(config, service, log, content, point, on_progress)
+        lines = LiveProgress(int(content["steps"]), title=f"{name}: {log.folder}", plain=True)
+        printed = nullcontext(on_progress) if on_progress is not None or not config.print_progress else lines
+        with recorded_process(log.folder) as end, printed as progress:
+            run = RunFrame(config, service, log, content, point, progress)
             with Trackers(config.trackers, log.folder, content, run.note) as trackers:
                 run.hooks.insert(0, trackers)  # before the user's hook, which may raise
                 run.trainer = trainer or make_trainer(service, config, point)

@@ -30,9 +30,15 @@ class LiveProgress:
     """Pass the instance as `on_progress` of a recipe's run; use it as a context manager around the call."""
 
     def __init__(
-        self, steps: int, *, console: Console | None = None, title: str = "RL", curve: str = "reward/mean"
+        self,
+        steps: int,
+        *,
+        console: Console | None = None,
+        title: str = "RL",
+        curve: str = "reward/mean",
+        plain: bool = False,
     ) -> None:
-        """`steps` is the length of the bar, `curve` the metric that is drawn."""
+        """`steps` is the length of the bar, `curve` the metric that is drawn. `plain`: lines on a terminal, too."""
         self.console = console or Console(stderr=True)
         self._steps = steps
         self._title = title
@@ -46,7 +52,9 @@ class LiveProgress:
         self._findings: dict[str, Mapping[str, Any]] = {}
         self._sample = ""
         self._live = (
-            Live(self, console=self.console, refresh_per_second=DRAWN_PER_S) if _is_drawn_on(self.console) else None
+            Live(self, console=self.console, refresh_per_second=DRAWN_PER_S)
+            if not plain and _is_drawn_on(self.console)
+            else None
         )
 
     def __enter__(self) -> Self:
@@ -80,9 +88,10 @@ class LiveProgress:
             self._first_step = int(metrics["step"]) - 1
         self._latest = metrics
         self._doing = "sampling"
-        self._curve_values.append(float(metrics[self._curve_name]))
         if self._live is None:
             self._print(f"  step {int(metrics['step'])}/{self._steps}  {step_line(metrics)}")
+        else:
+            self._curve_values.append(float(metrics[self._curve_name]))
 
     def _samples(self, fields: Mapping[str, Any]) -> None:
         """On the screen, one completion of every step; on lines, `count` of them."""
