@@ -32,6 +32,7 @@
 | `MINT_SERVE_MAX_BODY_MB`, `MINT_SERVE_BODY_TIMEOUT_S` | limits of one request's body | `64`, `30` |
 | `MINT_SERVE_STOP_WITHIN_S` | the longest time of a shutdown | `20` |
 | `MINT_SERVE_STUCK_AFTER_S` | `/readyz` fails while a request runs longer than this | `600` |
+| `MINT_SERVE_LOGPROBS_MODE` | `raw` or `processed`: of samples whose request names none | `raw` |
 | `MINT_SERVE_LOG_FORMAT` | `console` or `json` | `console` |
 | `MINT_SERVE_LOG_LEVEL` | `debug`, `info`, `warning` or `error` | `info` |
 
@@ -188,6 +189,7 @@ class ServeSettings(BaseSettings):
     body_timeout_s: float = Field(30.0, ge=1, le=3600)
     stop_within_s: float = Field(20.0, ge=1, le=3600)
     stuck_after_s: float = Field(600.0, ge=1)
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -121,10 +121,33 @@ def test_a_key_without_quotas_has_the_servers_and_its_own_come_first(database: D
     key, row = keys.create("ann", Quotas(max_models=7))
     caller = keys.verify(key)
     assert caller is not None and caller.quotas == Quotas(max_sessions=9, max_models=7)
-    keys.set_quotas(row.key_id, Quotas(max_sessions=2))
+    keys.update(row.key_id, Quotas(max_sessions=2), None)
     caller = keys.verify(key)
     assert caller is not None and caller.quotas == Quotas(max_sessions=2, max_models=5)
     assert keys.row(row.key_id).quotas == Quotas(max_sessions=2)
+
+
+def test_a_key_keeps_its_logprobs_mode_until_it_is_changed(database: Database) -> None:
+    keys = ApiKeys(database)
+    key, row = keys.create("ann", Quotas(max_models=7), logprobs_mode="processed")
+    caller = keys.verify(key)
+    assert caller is not None and (caller.logprobs_mode, caller.quotas.max_models) == ("processed", 7)
+    keys.update(row.key_id, row.quotas, None)
+    caller = keys.verify(key)
+    assert caller is not None and (caller.logprobs_mode, caller.quotas.max_models) == (None, 7)
+
+
+def test_the_command_line_sets_shows_and_resets_the_logprobs_mode_of_a_key(tmp_path: Path) -> None:
+    place = ("--data-dir", str(tmp_path), "--json")
+    made = json.loads(mint("keys", "create", "--owner", "ann", "--logprobs-mode", "processed", *place))
+    assert made["logprobs_mode"] == "processed"
+    mint("keys", "update", made["key_id"], "--max-models", "3", *place)
+    shown = json.loads(mint("keys", "show", made["key_id"], *place))
+    assert (shown["logprobs_mode"], shown["defaults"]["logprobs_mode"]) == ("processed", "raw")
+    assert "processed" in mint("keys", "show", made["key_id"], "--data-dir", str(tmp_path))
+    assert json.loads(mint("keys", "update", made["key_id"], "--reset", *place))["logprobs_mode"] is None
+    error = refused("keys", "update", made["key_id"], "--data-dir", str(tmp_path), "--logprobs-mode", "cooked")
+    assert "--logprobs-mode" in error["error"] and "cooked" in error["error"]
 
 
 def test_the_command_line_shows_and_changes_quotas_beside_a_running_server(tmp_path: Path) -> None:

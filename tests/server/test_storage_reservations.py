@@ -151,7 +151,7 @@ def test_copies_side_by_side_have_one_quota_together(tmp_path: Path, monkeypatch
         path = ann.done("save_weights", {"model_id": ann.model(ann.session()), "seq_id": 1, "path": "a"})["path"]
         size = server.service.checkpoints.used_bytes("ann")
         [row] = server.keys.list()
-        server.keys.set_quotas(row.key_id, Quotas(max_checkpoint_bytes=int(2.5 * size)))
+        server.keys.update(row.key_id, Quotas(max_checkpoint_bytes=int(2.5 * size)), None)
         monkeypatch.setattr(checkpoint_catalog, "write_manifest", late)
 
         def copy(_number: int) -> int:

@@ -23,11 +23,15 @@ from mint.errors import InvalidRequestError, MintError
 if TYPE_CHECKING:
     from mint.server.callers import Quotas
     from mint.server.store.keys import ApiKeys
+    from mint.types.sampling import LogprobsMode
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys of a data directory, also while a server runs there.")
 
 DataDir = Annotated[Path | None, typer.Option(help="where the server's data lies; MINT_HOME if not given")]
 Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
+LogprobsModeOption = typer.Option(
+    help="of samples whose request names none: raw (temperature 1) or processed (as they were drawn)"
+)
 Quota = typer.Option(help="a limit of this key's owner; the server's default if not given")
 
 
@@ -48,6 +52,7 @@ def serve(
     log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
     max_body_mb: Annotated[int | None, typer.Option(help="the largest request, in MiB; 64 if not given")] = None,
+    logprobs_mode: Annotated[str | None, LogprobsModeOption] = None,
     check: Annotated[bool, typer.Option("--check", help="only say whether it would start; exit code 0 or 1")] = False,
 ) -> None:
     """Serves the API over HTTP: set MINT_BASE_URL to its address, and loops run there unchanged."""
@@ -66,6 +71,7 @@ def serve(
         "log_format": log_format,
         "log_level": log_level,
         "max_body_mb": max_body_mb,
+        "logprobs_mode": logprobs_mode,
     }
     try:
         settings = read_serve_settings({name: value for name, value in given.items() if value is not None}, config)
@@ -94,6 +100,7 @@ def create(
     max_models: Annotated[int | None, Quota] = None,
     max_waiting_requests: Annotated[int | None, Quota] = None,
     max_checkpoint_bytes: Annotated[int | None, Quota] = None,
+    logprobs_mode: Annotated[str | None, LogprobsModeOption] = None,
     key_stdin: Annotated[bool, typer.Option("--key-stdin", help="register the key on standard input")] = False,
     key_file: Annotated[Path | None, typer.Option(help="register the key in this file")] = None,
     as_json: Json = False,
@@ -104,10 +111,11 @@ def create(
     quotas = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
     with _opened_keys(data_dir, as_json, make=True) as keys:
         own = _own_key(from_stdin=key_stdin, file=key_file)
-        key, row = keys.create(owner, quotas, key=own)
+        key, row = keys.create(owner, quotas, key=own, logprobs_mode=_logprobs_mode(logprobs_mode))
     if as_json:
         shown = None if own is not None else key
-        typer.echo(json.dumps({"key": shown, "owner": row.owner, "key_id": row.key_id, "quotas": asdict(row.quotas)}))
+        settings = {"quotas": asdict(row.quotas), "logprobs_mode": row.logprobs_mode}
+        typer.echo(json.dumps({"key": shown, "owner": row.owner, "key_id": row.key_id, **settings}))
         return
     people = Console(stderr=True)
     if own is None:
@@ -147,20 +155,22 @@ def show(
     with _opened_keys(data_dir, as_json, only_read=True) as keys:
         row = keys.row(key_id)
         used = keys.use_of(row.owner)
-        defaults = _defaults(keys, data_dir, config)
+        defaults, mode = _defaults(keys, data_dir, config)
     if as_json:
-        typer.echo(json.dumps({**asdict(row), "defaults": asdict(defaults), "used": asdict(used)}))
+        own_defaults = {**asdict(defaults), "logprobs_mode": mode}
+        typer.echo(json.dumps({**asdict(row), "defaults": own_defaults, "used": asdict(used)}))
         return
     table = Table("quota", "limit", "used", title=f"{row.key_id} of {row.owner}", box=None)
     for name, limit in asdict(row.quotas).items():
         use = getattr(used, name)
         shown = f"{getattr(defaults, name):,} (default)" if limit is None else f"{limit:,}"
         table.add_row(name, shown, "" if use is None else f"{use:,}")
+    table.add_row("logprobs_mode", row.logprobs_mode or f"{mode} (default)", "")
     Console().print(table)
 
 
-def _defaults(keys: ApiKeys, data_dir: Path | None, config: Path | None) -> Quotas:
-    """The quotas that hold where a key has none of its own."""
+def _defaults(keys: ApiKeys, data_dir: Path | None, config: Path | None) -> tuple[Quotas, LogprobsMode]:
+    """The quotas and the `logprobs_mode` that hold where a key has none of its own."""
     from mint.compose.owner_quotas import default_quotas  # deferred: loads the database
     from mint.config import read_serve_settings
     from mint.server.limits import MAX_WAITING_REQUESTS
@@ -168,7 +178,7 @@ def _defaults(keys: ApiKeys, data_dir: Path | None, config: Path | None) -> Quot
     settings = read_serve_settings({} if data_dir is None else {"data_dir": data_dir}, config)
     free_bytes = shutil.disk_usage(settings.folder).free
     quotas = default_quotas(settings, free_bytes=free_bytes, stored_bytes=keys.stored_bytes())
-    return replace(quotas, max_waiting_requests=MAX_WAITING_REQUESTS)
+    return replace(quotas, max_waiting_requests=MAX_WAITING_REQUESTS), settings.logprobs_mode
 
 
 @keys_app.command()
@@ -179,22 +189,26 @@ def update(
     max_models: Annotated[int | None, Quota] = None,
     max_waiting_requests: Annotated[int | None, Quota] = None,
     max_checkpoint_bytes: Annotated[int | None, Quota] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="first take all quotas back to the server's defaults")] = False,
+    logprobs_mode: Annotated[str | None, LogprobsModeOption] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="first take all back to the server's defaults")] = False,
     as_json: Json = False,
 ) -> None:
-    """Changes quotas of a key, also on a server that runs, within a second. What is not given stays as it is."""
+    """Changes settings of a key, also on a server that runs, within a second. What is not given stays as it is."""
     from mint.server.callers import Quotas  # deferred: loads the database
 
     given = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
     with _opened_keys(data_dir, as_json) as keys:
-        if given == Quotas() and not reset:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in asdict(given))
+        mode = _logprobs_mode(logprobs_mode)
+        if given == Quotas() and mode is None and not reset:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in [*asdict(given), "logprobs_mode"])
             raise InvalidRequestError(
                 "are not given", field="quotas", value="(none)", remedy=f"Give {names}, or --reset"
             )
         row = keys.row(key_id)
-        row = keys.set_quotas(key_id, given if reset else given.with_defaults(row.quotas))
-    shown = ", ".join(f"{name} {value}" for name, value in asdict(row.quotas).items() if value is not None)
+        kept = mode if reset else mode or row.logprobs_mode
+        row = keys.update(key_id, given if reset else given.with_defaults(row.quotas), kept)
+    own = {**asdict(row.quotas), "logprobs_mode": row.logprobs_mode}
+    shown = ", ".join(f"{name} {value}" for name, value in own.items() if value is not None)
     typer.echo(json.dumps(asdict(row)) if as_json else f"Key {row.key_id} of {row.owner}: {shown or 'no own quotas'}.")
 
 
@@ -208,6 +222,12 @@ def revoke(
     with _opened_keys(data_dir, as_json) as keys:
         row = keys.revoke(key_id)
     typer.echo(json.dumps(asdict(row)) if as_json else f"Key {row.key_id} of {row.owner} is revoked.")
+
+
+def _logprobs_mode(given: str | None) -> LogprobsMode | None:
+    if given not in (None, "raw", "processed"):
+        raise InvalidRequestError("is no mode", field="--logprobs-mode", value=given, remedy="Give raw or processed")
+    return given
 
 
 def _own_key(*, from_stdin: bool, file: Path | None) -> str | None:

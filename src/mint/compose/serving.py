@@ -230,6 +230,7 @@ def _open_service(settings: ServeSettings, metrics: Metrics, engine: Engine | No
         offered=offered or available(base.model_aliases),
         is_server=True,
         limits=replace(limits_of(base), max_sessions=settings.max_sessions, max_models=settings.max_models),
+        logprobs_mode=settings.logprobs_mode,
     )
     for name in service.base_models.names:
         service.base_models.folder(name)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 from mint.errors import InvalidRequestError, QuotaExceededError
 from mint.server.limits import MAX_WAITING_REQUESTS
+from mint.types.sampling import LogprobsMode
 
 MAX_COUNT = 1_000_000
 MAX_STORED_BYTES = 1 << 60
@@ -98,11 +99,15 @@ class Quotas:
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request. Other owners' objects give 404."""
+    """The sender of a request. Other owners' objects give 404.
+
+    `logprobs_mode` is that of samples whose request names none; None is the server's.
+    """
 
     owner: str
     key_id: str | None = None
     quotas: Quotas = field(default_factory=Quotas)
+    logprobs_mode: LogprobsMode | None = None
 
 
 LOCAL = Caller(LOCAL_OWNER)

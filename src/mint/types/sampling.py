@@ -17,6 +17,7 @@ from mint.types.tensors import TensorData, flat_array
 from mint.types.value_classes import ArrayValue, Params, Result
 
 StopReason = Literal["stop", "length"]
+LogprobsMode = Literal["raw", "processed"]
 
 _INT32 = np.dtype(np.int32)
 _INT32_MAX = 2**31 - 1
@@ -42,7 +43,7 @@ class SamplingParams(Params):
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
     stop_token_ids: list[int] | None = None
-    logprobs_mode: Literal["raw", "processed"] = "raw"
+    logprobs_mode: LogprobsMode = "raw"
 
 
 class CreateSamplingSessionResponse(Result):

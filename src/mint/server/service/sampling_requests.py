@@ -33,6 +33,7 @@ from mint.server.service.sampling_sessions import SamplingSessions
 from mint.server.service.sessions import Sessions
 from mint.server.store.rows import SamplerRow
 from mint.types import SampleResponse, UntypedPromise
+from mint.types.sampling import LogprobsMode
 from mint.wire.requests import CancelFutureRequest, SampleRequest
 
 MAX_SAMPLE_SEQ_ID = 2**63 - 1
@@ -50,14 +51,18 @@ class SamplingRequests:
         sessions: Sessions,
         sampling_sessions: SamplingSessions,
         deaths: SampleDeaths,
+        *,
+        logprobs_mode: LogprobsMode = "raw",
     ) -> None:
-        """A request during which the process died before, by `deaths`, runs alone or fails."""
+        """A request during which the process died before, by `deaths`, runs alone or fails. `logprobs_mode` is that of
+        requests that name none, by callers whose key names none."""
         self._reader = reader
         self._queue = queue
         self._futures = futures
         self._sessions = sessions
         self._sampling_sessions = sampling_sessions
         self._deaths = deaths
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._cancels: WeakValueDictionary[str, threading.Event] = WeakValueDictionary()  # alive while the sample is
         self._accepting = threading.Lock()  # of its own, so that samples never wait for the database
 
@@ -76,6 +81,8 @@ class SamplingRequests:
             raise InvalidRequestError("is not a request's number", field="seq_id", value=number, remedy=remedy)
         name = request_id(sampler, number)
         fingerprint = hashlib.sha256(body).hexdigest()
+        if isinstance(request, SampleRequest):
+            request = self._with_logprobs_mode(request, caller)
         request = self._deaths.failure(name) or request
         with self._accepting:
             known = self._futures.fingerprint(name)
@@ -156,6 +163,16 @@ class SamplingRequests:
             event.set()
         error = RequestCancelledError("the request was cancelled by its client", request_id=name)
         self._futures.finish({name: FutureResult.of_error(error)})
+
+    def _with_logprobs_mode(self, request: SampleRequest, caller: Caller) -> SampleRequest:
+        """The request with the mode that its caller's key or this server gives to requests that name none."""
+        params = request.sampling_params
+        if "logprobs_mode" in params.model_fields_set:
+            return request
+        mode = caller.logprobs_mode or self._logprobs_mode
+        if mode == params.logprobs_mode:
+            return request
+        return request.model_copy(update={"sampling_params": params.model_copy(update={"logprobs_mode": mode})})
 
     def _enqueue(self, caller: Caller, sample: QueuedSample, fingerprint: str = "") -> None:
         # Opened before it is queued: the worker may finish it at once, and drops results that nobody expects.

@@ -61,6 +61,7 @@ from mint.types import (
     SupportedModel,
     WeightsInfoResponse,
 )
+from mint.types.sampling import LogprobsMode
 from mint.wire.requests import (
     WeightsInfoRequest,
 )
@@ -95,11 +96,13 @@ class Service:
         long_poll_s: float = LONG_POLL_S,
         queue: RequestQueue | None = None,
         limits: ServerLimits | None = None,
+        logprobs_mode: LogprobsMode = "raw",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the data directory; `start` begins to work.
 
-        `offered` are the names of the base models, None for any. `is_server`: clients reach it over a socket, and come
+        `offered` are the names of the base models, None for any. `logprobs_mode` is that of samples for which neither
+        the request nor the caller's key has one. `is_server`: clients reach it over a socket, and come
         back after its death. `clock` counts seconds and does not jump: by it the engine's time is shared, and sessions
         are suspended.
         """
@@ -188,7 +191,13 @@ class Service:
             self._journal, data_dir, self._live_sessions, self._samplers, self.base_models, self.disk, accepting
         )
         self.sampling = SamplingRequests(
-            self._reader, self._queue, self.futures, self._live_sessions, self.sampling_sessions, self._sample_deaths
+            self._reader,
+            self._queue,
+            self.futures,
+            self._live_sessions,
+            self.sampling_sessions,
+            self._sample_deaths,
+            logprobs_mode=logprobs_mode,
         )
         self.results = Results(
             self._reader,

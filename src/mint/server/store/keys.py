@@ -22,6 +22,7 @@ from mint.errors import ConflictError, InvalidRequestError, JournalError, NotFou
 from mint.server.callers import LOCAL_OWNER, Caller, Quotas
 from mint.server.store.database import Database, insert, read_only
 from mint.server.store.journal import JOURNAL_FILE
+from mint.types.sampling import LogprobsMode
 
 log = logging.getLogger("mint.keys")
 
@@ -36,6 +37,9 @@ MIN_DISTINCT_CHARS = 12
 
 FRESH_S = 0.5
 """How long the result of a verification is cached, and so how long a revoked key may still work."""
+
+LOGPROBS_MODE = "logprobs_mode"
+"""A field of `KeyRow`, and the name under which a key's row has it beside its quotas."""
 
 CACHED_KEYS = 4096
 USE_NOTED_S = 60.0
@@ -52,10 +56,13 @@ class KeyRow:
     last_used_at: float | None
     revoked_at: float | None
     quotas: Quotas
+    logprobs_mode: LogprobsMode | None = None
 
 
 @dataclass(frozen=True)
 class _StoredKey:
+    """A row of the database. Its column `quotas` holds the quotas and `logprobs_mode`."""
+
     key_id: str
     sha256: str
     owner: str
@@ -67,8 +74,10 @@ class _StoredKey:
 
     @property
     def row(self) -> KeyRow:
-        quotas = Quotas(**(self.quotas or {}))
-        return KeyRow(self.key_id, self.owner, self.hint, self.created_at, self.last_used_at, self.revoked_at, quotas)
+        stored = dict(self.quotas or {})
+        mode = stored.pop(LOGPROBS_MODE, None)
+        times = (self.created_at, self.last_used_at, self.revoked_at)
+        return KeyRow(self.key_id, self.owner, self.hint, *times, Quotas(**stored), mode)
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,14 @@ class ApiKeys:
         self._verified: OrderedDict[str, _Verification] = OrderedDict()
         self._noted_at: dict[str, float] = {}
 
-    def create(self, owner: str, quotas: Quotas | None = None, *, key: str | None = None) -> tuple[str, KeyRow]:
+    def create(
+        self,
+        owner: str,
+        quotas: Quotas | None = None,
+        *,
+        key: str | None = None,
+        logprobs_mode: LogprobsMode | None = None,
+    ) -> tuple[str, KeyRow]:
         """Creates a key, or registers `key`. Returns it, for it cannot be shown again, and its row.
 
         Raises:
@@ -137,8 +153,10 @@ class ApiKeys:
             _require_strength(key)
         # the beginning of a short key that the operator chose would reveal too much
         hint = key[:HINT_CHARS] if key.startswith(PREFIX) else key[:4]
-        row = KeyRow(uuid.uuid4().hex[:12], owner, f"{hint}…", time.time(), None, None, quotas)
-        stored = _StoredKey(**asdict(row), sha256=_digest(key))
+        row = KeyRow(uuid.uuid4().hex[:12], owner, f"{hint}…", time.time(), None, None, quotas, logprobs_mode)
+        columns = asdict(row)
+        columns["quotas"][LOGPROBS_MODE] = columns.pop(LOGPROBS_MODE)
+        stored = _StoredKey(**columns, sha256=_digest(key))
         with self._database.transaction() as transaction:
             if transaction.value("SELECT key_id FROM keys WHERE sha256 = :sha256", sha256=stored.sha256) is not None:
                 raise ConflictError("this key is registered already", remedy="Choose another one")
@@ -202,8 +220,8 @@ class ApiKeys:
             self._verified.clear()
         return self.row(key_id)
 
-    def set_quotas(self, key_id: str, quotas: Quotas) -> KeyRow:
-        """Replaces the quotas of a key; None is the server's default. Nothing that is above a new one is removed.
+    def update(self, key_id: str, quotas: Quotas, logprobs_mode: LogprobsMode | None) -> KeyRow:
+        """Replaces the settings of a key; None is the server's default. Nothing that is above a new quota is removed.
 
         Raises:
             NotFoundError: there is no such key.
@@ -214,9 +232,10 @@ class ApiKeys:
         if row.revoked_at is not None:
             remedy = f"Make another one: mint keys create --owner {row.owner}"
             raise InvalidRequestError("was revoked, and is used by nobody", field="key_id", value=key_id, remedy=remedy)
-        row = replace(row, quotas=quotas)
+        row = replace(row, quotas=quotas, logprobs_mode=logprobs_mode)
+        settings = {**asdict(quotas), LOGPROBS_MODE: logprobs_mode}
         self._database.write(
-            "UPDATE keys SET quotas = :quotas WHERE key_id = :key_id", key_id=key_id, quotas=asdict(quotas)
+            "UPDATE keys SET quotas = :settings WHERE key_id = :key_id", key_id=key_id, settings=settings
         )
         with self._lock:
             self._verified.clear()
@@ -279,7 +298,8 @@ class ApiKeys:
         # the index has compared the hashes already; its time tells of a hash, which nobody can choose byte by byte
         if sha256 is not None and not hmac.compare_digest(stored.sha256, sha256):
             return None
-        return Caller(stored.owner, stored.key_id, stored.row.quotas.with_defaults(self._defaults))
+        row = stored.row
+        return Caller(row.owner, row.key_id, row.quotas.with_defaults(self._defaults), row.logprobs_mode)
 
     def _note_use(self, key_id: str, now: float) -> None:
         with self._lock:
