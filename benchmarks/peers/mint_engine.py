@@ -124,7 +124,7 @@ class TrainSide(_Side):
             for place, prompt in enumerate(self.prompts(index))
             for sample in range(size)
         ]
-        passed = self.engine.forward_backward(MODEL, data, resolve_loss("importance_sampling"))
+        passed = self.engine.forward_backward(MODEL, data, resolve_loss("importance_sampling", {"trained_only": 1}))
         stepped = self.engine.optim_step(MODEL, AdamSpec(self.spec["learning_rate"], 0.9, 0.999, 1e-8, 0.0, 0.0))
         if self.spec["device"] == "cuda":
             torch.cuda.synchronize()

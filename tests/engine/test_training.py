@@ -67,6 +67,34 @@ def test_small_micro_batches_give_the_same_gradient(model: TorchEngine) -> None:
     assert np.abs(whole - parts).max() <= 1e-6 * np.abs(whole).max()
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shared", [0, 10])
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_without_logprobs_of_masked_tokens_loss_and_gradient_are_the_same(
+    model: TorchEngine, loss: str, shared: int, recompute: bool
+) -> None:
+    data = random_data(3, count=12, shared=shared, policy=True)
+    data = [dataclasses.replace(d, weights=np.where(np.arange(len(d.tokens)) < 9, 0, d.weights)) for d in data]
+    micro_batching = MicroBatching(150, recompute)
+    whole = _gradient(model, [data], loss, micro_batching=micro_batching)
+    parts = _gradient(model, [data], loss, {"trained_only": 1}, micro_batching)
+    assert np.abs(whole - parts).max() <= 1e-6 * np.abs(whole).max()
+    full, trained = (model.forward("m", data, resolve_loss(loss, config)) for config in ({}, {"trained_only": 1}))
+    assert trained.metrics == full.metrics
+    for d, *pairs in zip(data, full.logprobs, trained.logprobs, full.entropies, trained.entropies, strict=True):
+        for expected, found in (pairs[:2], pairs[2:]):
+            assert found.dtype == np.float32
+            assert np.array_equal(found, np.where(d.trained, expected, 0))
+
+
+def test_nothing_to_train_needs_no_forward(model: TorchEngine) -> None:
+    data = [dataclasses.replace(d, weights=np.zeros_like(d.weights)) for d in random_data(3)]
+    assert not _gradient(model, [data], "cross_entropy", {"trained_only": 1}).any()
+    result = model.forward("m", data, resolve_loss("cross_entropy", {"trained_only": 1}))
+    assert not any(own.any() for own in result.logprobs)
+    assert result.metrics == {"loss:sum": 0.0, "tokens:sum": 0.0}
+
+
 @pytest.mark.parametrize("loss", list(LOSSES))
 @pytest.mark.parametrize("garbage", [np.nan, -np.inf, 1e30])
 def test_garbage_at_weight_zero_changes_no_bit(model: TorchEngine, loss: str, garbage: float) -> None:

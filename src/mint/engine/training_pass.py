@@ -31,8 +31,10 @@ class TrainedDecoder(Unembedding, Protocol):
         """Cuts examples into micro-batches of about `rows` rows, as `forward_packed` takes them; a pure function."""
         ...
 
-    def forward_packed(self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool) -> Tensor:
-        """Final hidden states [T, E] of the rows of `batch`, all with `lora`.
+    def forward_packed(
+        self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool, rows: np.ndarray | None = None
+    ) -> Tensor:
+        """Final hidden states [T, E] of the rows of `batch`, all with `lora`; if given, of `rows` alone, ascending.
 
         With `recompute`, the backward runs the forward of a layer again instead of keeping its activations.
         """
@@ -145,37 +147,47 @@ def _run(
     recompute: bool,
 ) -> None:
     """Runs one micro-batch, and adds the results of its examples."""
-    with torch.set_grad_enabled(gradient):
-        hidden = decoder.forward_packed(batch, lora, recompute=recompute)
-    pairs = TargetLogprobs(
-        decoder,
-        hidden.detach(),
-        batch.pair_rows,
-        batch.pair_targets,
-        [LoraRows(0, len(hidden), lora)],
-        temperature=loss.config.get("temperature", 1.0),
-        trained=_trained_pairs(data, batch) if gradient else None,
-    )
-    # The host waits for a GPU here, once in a micro-batch.
-    found = torch.cat([pairs.logprobs, pairs.entropies]).cpu().numpy()
-    logprobs = found[: len(batch.pair_rows)][batch.pair_of_cell]
-    entropies = found[len(batch.pair_rows) :][batch.row_of_position]
-    slopes = np.empty(len(logprobs))
+    trained = _trained_pairs(data, batch)
+    trained_only = bool(loss.config.get("trained_only"))
+    computed = trained if trained_only else np.ones_like(trained)
+    rows, pair_rows = np.unique(batch.pair_rows[computed], return_inverse=True)
+    logprobs, entropies = np.zeros(len(trained), np.float32), np.zeros(len(batch.tokens), np.float32)
+    hidden = pairs = None
+    if len(rows):
+        with torch.set_grad_enabled(gradient):
+            wanted = None if len(rows) == len(batch.tokens) else rows
+            hidden = decoder.forward_packed(batch, lora, recompute=recompute, rows=wanted)
+        pairs = TargetLogprobs(
+            decoder,
+            hidden.detach(),
+            pair_rows,
+            batch.pair_targets[computed],
+            [LoraRows(0, len(hidden), lora)],
+            temperature=loss.config.get("temperature", 1.0),
+            trained=trained[computed] if gradient else None,
+        )
+        # The host waits for a GPU here, once in a micro-batch.
+        found = torch.cat([pairs.logprobs, pairs.entropies]).cpu().numpy()
+        logprobs[computed], entropies[rows] = np.split(found, [len(pair_rows)])
+    slopes = np.empty(len(batch.pair_of_cell))
     cell = position = 0
     for index in batch.datum_ids:
         datum = data[index]
         cells = slice(cell, cell + datum.targets.size)
-        own = logprobs[cells].reshape(datum.targets.shape)
+        positions = slice(position, position + len(datum.tokens))
+        own = logprobs[batch.pair_of_cell[cells]].reshape(datum.targets.shape)
+        results.entropies[index] = entropies[batch.row_of_position[positions]]
+        if trained_only:  # another example may have trained a row of a common prefix
+            own[datum.weights == 0] = 0
+            results.entropies[index][~datum.trained] = 0
         results.logprobs[index] = own
-        results.entropies[index] = entropies[position : position + len(datum.tokens)]
         results.losses[index], slope = loss_and_slope(loss, datum, own)
         slopes[cells] = slope.reshape(-1)
-        cell = cells.stop
-        position = position + len(datum.tokens)
-    if gradient:
+        cell, position = cells.stop, positions.stop
+    if gradient and hidden is not None and pairs is not None:
         # Cells that share a pair (a common prefix) add up.
-        pair_slopes = np.bincount(batch.pair_of_cell, weights=slopes, minlength=len(batch.pair_rows))
-        _backward(hidden, pairs, pair_slopes.astype(np.float32))
+        pair_slopes = np.bincount(batch.pair_of_cell, weights=slopes, minlength=len(trained))
+        _backward(hidden, pairs, pair_slopes[computed].astype(np.float32))
 
 
 def _trained_pairs(data: Sequence[TrainDatum], batch: MicroBatch) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 `temperature` divides the policy's logits before anything else, so that logprobs, entropy, ratio and gradient are those
 of the tempered policy; sampler logprobs must be of the same temperature (`logprobs_mode="processed"`). `tis_cap` bounds
-the weight of a token from above without stopping its gradient.
+the weight of a token from above without stopping its gradient. With `trained_only` 1, logprobs and entropies are
+computed where a weight is not 0, and are 0 elsewhere: less work for the same loss.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from mint.errors import InvalidRequestError
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"]
 
-_TEMPERATURE = {"temperature": 1.0}
+_TRAINED_ONLY = {"trained_only": 0.0}
+_TEMPERATURE = {**_TRAINED_ONLY, "temperature": 1.0}
 _CLIP = {**_TEMPERATURE, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSS_SETTINGS: Mapping[str, Mapping[str, float]] = {
-    "cross_entropy": {},
+    "cross_entropy": _TRAINED_ONLY,
     "importance_sampling": {**_TEMPERATURE, "tis_cap": math.inf},
     "ppo": _CLIP,
     "cispo": _CLIP,

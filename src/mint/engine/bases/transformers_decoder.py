@@ -126,16 +126,20 @@ class TransformersDecoder:
         """Micro-batches of about `rows` rows with padding; of one sequence each, if `rows` is 1."""
         return pack(data, 1) if rows == 1 else pack_padded(data, rows)
 
-    def forward_packed(self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool) -> Tensor:
-        """Hidden states [T, E] (or logits, see above) in float32 of the rows of `batch`: whole sequences.
+    def forward_packed(
+        self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool, rows: np.ndarray | None = None
+    ) -> Tensor:
+        """Hidden states [T, E] (or logits, see above) in float32 of the rows of `batch`: whole sequences. If given, of
+        `rows` alone.
 
         With `recompute`, the model's layers run again in the backward instead of keeping their activations.
         """
         starts = np.flatnonzero(batch.positions == 0)
         places, is_real = _pad_right(starts, np.diff(starts, append=len(batch.tokens)))
-        tokens, rows = upload(self.device, batch.tokens[places], np.flatnonzero(is_real))
+        wanted = np.flatnonzero(is_real) if rows is None else np.flatnonzero(is_real)[rows]
+        tokens, taken = upload(self.device, batch.tokens[places], wanted)
         hidden = self._run_layers(tokens, lora, recompute=recompute).flatten(0, 1)
-        return hidden if is_real.all() else hidden[rows]
+        return hidden if len(wanted) == len(hidden) else hidden[taken]
 
     @contextmanager
     def kept_tensors(self) -> Generator[dict[int, int]]:

@@ -13,9 +13,10 @@ Letters: T rows · E hidden size · H all heads (query, key, value) · D head di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,11 +86,16 @@ class Decoder:
         """Micro-batches of about `rows` rows, in which examples share the rows of common prefixes."""
         return pack(data, rows)
 
-    def forward_packed(self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool) -> Tensor:
-        """Final hidden states (normed) [T, E] of the rows of `batch`, all with `lora`; `recompute` as in `forward`."""
+    def forward_packed(
+        self, batch: MicroBatch, lora: LoraWeights, *, recompute: bool, rows: np.ndarray | None = None
+    ) -> Tensor:
+        """Final hidden states (normed) [T, E] of the rows of `batch`, all with `lora`; `recompute` and `rows` as in
+        `forward`."""
         tokens, positions = upload(self.device, batch.tokens, batch.positions)
-        rows = [LoraRows(0, len(tokens), lora)]
-        return self.forward(tokens, positions, self.packed_attention(batch.blocks), rows, recompute=recompute)
+        loras = [LoraRows(0, len(tokens), lora)]
+        kept = None if rows is None else upload(self.device, rows)[0]
+        attention = self.packed_attention(batch.blocks)
+        return self.forward(tokens, positions, attention, loras, recompute=recompute, rows=kept)
 
     def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
         """Causal attention of packed rows."""
@@ -105,8 +111,10 @@ class Decoder:
         loras: Sequence[LoraRows],
         *,
         recompute: bool = False,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states (normed) [T, E] of `tokens` [T] at `positions` [T]; `loras` cover all rows.
+        """Final hidden states (normed) [T, E] of `tokens` [T] at `positions` [T]; `loras` cover all rows. If given, of
+        `rows` [R] alone, with one lora: the last layer computes no more of the others than their keys and values.
 
         With `recompute`, a layer keeps nothing but its input for the backward, which then runs its forward again: the
         same bits in less memory and more time.
@@ -117,10 +125,12 @@ class Decoder:
         contexts = {rope: self._context(rope, positions) for rope in self.rope_tables}
         batch = _ForwardBatch(count, attention, cover(loras, count, len(tokens)), contexts)
         x = self.operations.take_rows(self.weights.embedding, tokens, self.config.scales.embedding)
+        last = len(self.weights.layers) - 1
         for index in range(len(self.weights.layers)):
-            layer = partial(self._layer, index, batch=batch)
+            layer = partial(self._layer, index, batch=batch, rows=rows if index == last else None)
             x = recomputed(layer, x) if recompute else layer(x)
-        return Norm.run(x, self.weights.final_norm, self.config.rms_norm_eps, self.operations)[:count]
+        hidden = Norm.run(x, self.weights.final_norm, self.config.rms_norm_eps, self.operations)
+        return hidden[: count if rows is None else len(rows)]
 
     def _context(self, rope: Rope | None, positions: Tensor) -> ForwardContext:
         cos, sin = self.rope_tables[rope]
@@ -134,13 +144,18 @@ class Decoder:
             sin=self.operations.take_rows(sin, positions).unsqueeze(1),
         )
 
-    def _layer(self, index: int, x: Tensor, *, batch: _ForwardBatch) -> Tensor:
-        """x [T, E] → [T, E]: x + attention(norm(x)), and of that x + mlp(norm(x)); some families norm what is added."""
+    def _layer(self, index: int, x: Tensor, *, batch: _ForwardBatch, rows: Tensor | None) -> Tensor:
+        """x [T, E] → [T, E]: x + attention(norm(x)), and of that x + mlp(norm(x)); some families norm what is added.
+        With `rows` [R], the result is of those rows alone."""
         layer = self.weights.layers[index]
         context = batch.contexts[self.config.ropes[index]]
         qkv = self.loras.linear(f"{index}.qkv", layer.qkv, batch.loras)
         heads = AttentionInputs.run(x, layer, qkv, context, *qkv.parameters)
-        attended = pad_rows(batch.attention(index, heads[: batch.count]), len(x))
+        attended = batch.attention(index, heads[: batch.count])
+        if rows is not None:
+            batch = self._taken(batch, len(rows))
+            attended, x = attended.index_select(0, rows), pad_rows(x.index_select(0, rows), batch.loras[-1].stop)
+        attended = pad_rows(attended, len(x))
         o = self.loras.linear(f"{index}.o", layer.o, batch.loras)
         added = x if layer.attention_output_norm is None else None
         x = self._add_normed(LoraProduct.run(attended, added, o, *o.parameters), layer.attention_output_norm, x)
@@ -151,6 +166,11 @@ class Decoder:
         down = self.loras.linear(f"{index}.down", layer.mlp.down, batch.loras)
         out = Mlp.run(x, layer, gate_up, down, context, *gate_up.parameters, *down.parameters)
         return self._add_normed(out, layer.mlp_output_norm, x)
+
+    def _taken(self, batch: _ForwardBatch, count: int) -> _ForwardBatch:
+        """The same for `count` of the rows, which have one lora."""
+        loras = [LoraRows(0, count, batch.loras[0].weights)]
+        return replace(batch, count=count, loras=cover(loras, count, max(count, rows_needed(self._matrices))))
 
     def _add_normed(self, out: Tensor, norm: Tensor | None, residual: Tensor) -> Tensor:
         """residual + norm(out), all [T, E]; without a norm `out`, in which the residual is already."""
