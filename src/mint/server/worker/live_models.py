@@ -1,7 +1,7 @@
 """The models that are in the engine, and what training requests do to them.
 
-Keeps the promise that there is never half a step: after a failed pass the next step is refused, and the gradient is
-cleared. Used on the worker's thread only.
+Keeps the promise that there is never half a step: after a failed pass the gradient is cleared, and the next step is
+refused unless the data were sent again (`failed_passes`). Used on the worker's thread only.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from mint.errors import InvalidRequestError, StepRefusedError
 from mint.server.store.checkpoint_folders import Manifest
 from mint.server.worker import validation
 from mint.server.worker.base_models import BaseModels
+from mint.server.worker.failed_passes import FailedPasses, data_digest
 from mint.server.worker.lint import lint
 from mint.server.worker.snapshots import SnapshotHistory
 from mint.types import ForwardBackwardOutput, TensorData
@@ -49,10 +50,10 @@ MAX_SKIPPED_STEPS = 3
 class LiveModel:
     """A model in the engine.
 
-    `gradient_is_incomplete`: a pass has failed since the last step, so the next step is refused. `first_not_finite` is
-    the datum since the last step that first gave a loss that is not finite; `skipped_steps` counts the last steps that
-    were skipped in a row. The `seq` fields name the requests that last changed the weights, and last published them for
-    sampling.
+    `failed_passes` says whether the next step is refused, because a pass has failed since the last one.
+    `first_not_finite` is the datum since the last step that first gave a loss that is not finite; `skipped_steps`
+    counts the last steps that were skipped in a row. The `seq` fields name the requests that last changed the weights,
+    and last published them for sampling.
     """
 
     base_model: str
@@ -60,7 +61,7 @@ class LiveModel:
     lora: LoraSpec
     seed_given: bool
     size_bytes: int = 0
-    gradient_is_incomplete: bool = False
+    failed_passes: FailedPasses = field(default_factory=FailedPasses)
     first_not_finite: str | None = None
     skipped_steps: int = 0
     skip_reason: str = ""
@@ -157,10 +158,11 @@ class LiveModels:
         content: ForwardBackwardInput,
         *,
         micro_batching: MicroBatching | None = None,
-    ) -> tuple[ForwardBackwardOutput, MicroBatching | None]:
-        """A forward and a backward pass, which adds to the model's gradient; also returns its micro-batching.
+    ) -> tuple[ForwardBackwardOutput, MicroBatching | None, str | None]:
+        """A forward and a backward pass, which adds to the model's gradient; also returns its micro-batching, and after
+        a failed pass the digest of its data.
 
-        With that of an earlier pass it computes the same bits again.
+        With the micro-batching of an earlier pass it computes the same bits again.
 
         Raises:
             InvalidRequestError: the data do not fit the model; nothing has changed.
@@ -174,7 +176,10 @@ class LiveModels:
         if live.first_not_finite is None and not _fits_float32(result.metrics.get("loss:sum", 0.0)):
             index = _first_not_finite(checked.data, result)
             live.first_not_finite = f"request {seq_id}" if index is None else f"data[{index}] of request {seq_id}"
-        return _output(live, checked, result), result.micro_batching
+        digest = data_digest(content) if live.failed_passes.wants_data else None
+        if not live.failed_passes.note_success(digest):
+            self.engine.clear_gradient(model_id)
+        return _output(live, checked, result), result.micro_batching, digest
 
     def optim_step(
         self, model_id: str, seq_id: int, request: OptimStepRequest, *, like: str | None = None
@@ -183,6 +188,7 @@ class LiveModels:
         live = self._models[model_id]
         began = time.perf_counter()
         metrics = self.engine.optim_step(model_id, validation.check_adam(request.adam_params))
+        live.failed_passes.reset()
         live.weights_seq = seq_id
         digest = self.engine.state_digest(model_id, like=like)
         live.snapshots.note_step(time.perf_counter() - began)
@@ -226,7 +232,7 @@ class LiveModels:
                 remedy="Use create_training_client_from_state, which makes a model of the checkpoint's own shape",
             )
         self.engine.write_state(model_id, state)
-        live.gradient_is_incomplete = False
+        live.failed_passes.reset()
         live.weights_seq = seq_id
         return self.engine.state_digest(model_id, like=like)
 
@@ -234,28 +240,35 @@ class LiveModels:
         """Refuses a step after a failed pass.
 
         Raises:
-            StepRefusedError: once after each failed pass; the gradient is cleared, and the next step may run.
+            StepRefusedError: the data of a failed pass were not sent again; the gradient is cleared, and the next step
+                may run.
         """
-        if not self._models[model_id].gradient_is_incomplete:
+        if not self._models[model_id].failed_passes.wants_data:
             return
         self.note_failed(model_id, "optim_step")
         raise StepRefusedError(
             "the step was refused: a forward_backward since the last step failed, so the gradient is incomplete; "
             "all of it was cleared, and the weights are unchanged",
-            remedy="Correct the pass that failed, then call forward_backward and optim_step again",
+            remedy="Call forward_backward and optim_step again. If the same data are sent again before optim_step, "
+            "it is not refused",
         )
 
-    def note_failed(self, model_id: str, kind: str) -> None:
-        """Notes a failed request: a pass leaves the gradient incomplete; the step that is refused for it clears it."""
+    def note_failed(self, model_id: str, kind: str, digest: str | None = None) -> None:
+        """Notes a failed request: a pass, with the digest of its data, leaves the gradient incomplete; the step that is
+        refused for it clears it."""
         live = self._models.get(model_id)
         if live is None:
             return
         if kind in ("forward_backward", "missing"):
             self.engine.clear_gradient(model_id)
-            live.gradient_is_incomplete = True
-        elif kind == "optim_step" and live.gradient_is_incomplete:
+            live.failed_passes.note_failure(digest)
+        elif kind == "optim_step" and live.failed_passes.wants_data:
             self.engine.clear_gradient(model_id)
-            live.gradient_is_incomplete = False
+            live.failed_passes.reset()
+
+    def note_unused(self, model_id: str, digest: str | None) -> None:
+        """Notes a pass of the journal whose gradient a later failure has cleared; it is not run again."""
+        self._models[model_id].failed_passes.note_success(digest)
 
     def passes_since_step(self, model_id: str, seq_id: int) -> tuple[int, int]:
         """The requests of a model from its last step or load up to `seq_id`, which is excluded; none if it is not here.
@@ -269,6 +282,7 @@ class LiveModels:
         """Notes a step that failed because it was skipped, as those before it."""
         live = self._models[model_id]
         self.engine.clear_gradient(model_id)
+        live.failed_passes.reset()
         live.first_not_finite = None
         live.skipped_steps += 1
 

@@ -117,7 +117,9 @@ class Recovery:
         _require_all(row, start, jobs)
         cleared = passes_without_effect(jobs)
         for job in jobs:
-            if job.seq_id not in cleared and (job.seq_id > 0 or job.kind == "load_weights"):
+            if job.seq_id in cleared:
+                self._models.note_unused(job.model_id, job.digest)
+            elif job.seq_id > 0 or job.kind == "load_weights":
                 self._replay(job)
         if any(job.replay == REPLAY_ACCEPTED for job in jobs):
             self._memory.save(row.model_id)  # the next restart needs no luck to give these bits again
@@ -157,7 +159,8 @@ class Recovery:
             if job.kind == "optim_step" and _was_skipped(job):
                 self._models.note_skipped(job.model_id)
             else:
-                self._models.note_failed(job.model_id, job.kind)
+                digest = None if job.replay == REPLAY_LOST else job.digest
+                self._models.note_failed(job.model_id, job.kind, digest)
             return
         if job.kind not in ("forward_backward", "optim_step", "load_weights"):
             return
@@ -186,7 +189,7 @@ class Recovery:
                 # another split into micro-batches would give other bits
                 decided = None if job.micro_batching is None else MicroBatching(**job.micro_batching)
                 content = request.forward_backward_input
-                result, _ = self._models.forward_backward(job.model_id, job.seq_id, content, micro_batching=decided)
+                result, *_ = self._models.forward_backward(job.model_id, job.seq_id, content, micro_batching=decided)
                 known = wire.decode_result(ForwardBackwardOutput, job.result or b"")
                 return _digest_of(known), _digest_of(result)
             case OptimStepRequest() as request:

@@ -36,6 +36,7 @@ from mint.server.store.journal import Finish, Journal
 from mint.server.store.rows import CheckpointRow, SamplerRow
 from mint.server.store.snapshot_files import size_bytes
 from mint.server.worker import validation
+from mint.server.worker.failed_passes import data_digest
 from mint.server.worker.live_models import LiveModels
 from mint.server.worker.model_memory import ModelMemory
 from mint.server.worker.recovery import Recovery
@@ -180,11 +181,14 @@ class Trainer:
     def _failed(self, job: TrainingJob, error: Exception) -> JobOutcome:
         self._short_since.pop((job.model_id, job.seq_id), None)
         pruned = (0, 0)
+        digest = None
         if job.kind == "forward_backward":
-            self.models.note_failed(job.model_id, job.kind)
+            if isinstance(job.request, ForwardBackwardRequest):
+                digest = data_digest(job.request.forward_backward_input)
+            self.models.note_failed(job.model_id, job.kind, digest)
             pruned = self.models.passes_since_step(job.model_id, job.seq_id)
         body = FutureResult.of_error(error).body
-        return JobOutcome(Finish(job.model_id, job.seq_id, "failed", body, pruned_payloads=pruned))
+        return JobOutcome(Finish(job.model_id, job.seq_id, "failed", body, digest, pruned_payloads=pruned))
 
     # --- passes and steps ----------------------------------------------------------------------------------------
 
@@ -192,8 +196,8 @@ class Trainer:
         return _Success(self.models.forward(job.model_id, request.forward_input))
 
     def _forward_backward(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Success:
-        output, used = self.models.forward_backward(job.model_id, job.seq_id, request.forward_backward_input)
-        return _Success(output, changes={} if used is None else {"micro_batching": asdict(used)})
+        output, used, digest = self.models.forward_backward(job.model_id, job.seq_id, request.forward_backward_input)
+        return _Success(output, digest, {} if used is None else {"micro_batching": asdict(used)})
 
     def _forward_only(self, job: TrainingJob, request: ForwardBackwardRequest) -> _Success:
         return _Success(self.models.forward(job.model_id, request.forward_backward_input))
