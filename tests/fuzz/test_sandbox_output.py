@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from mint.rl.tasks.tool_calls import as_text, parse_tool_calls
+from mint.rl.tasks.tool_call_formats import parse_tool_calls
+from mint.rl.tasks.tool_calls import as_text
 from mint.runs.json_lines import encode_line
 from mint.sandbox import Limits, same_value, value_text
 from mint.sandbox.value_encoding import encode

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_policy import roll_out, says, tiny_tokenizer
 
 from mint.recipes.math import DEMO
 from mint.rl import (
@@ -32,7 +33,6 @@ from mint.rl.rollout import Group, GroupRequest
 from mint.rl.rollouts.completions import roll_out_completions
 from mint.rl.rollouts.grading import Grader
 from mint.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
-from tests.rl.scripted_policy import roll_out, says, tiny_tokenizer
 
 PATIENCE_S = 20.0
 """Far more than any of these tests takes; what waits for something that never comes fails after it."""

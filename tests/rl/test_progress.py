@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from scripted_policy import tiny_tokenizer
 
 from mint.recipes.math import DEMO, MathAdapter
 from mint.recipes.sft import SFTConfig, run_sft
@@ -15,7 +16,6 @@ from mint.recipes.supervised import Demonstration
 from mint.rl import LiveProgress, run_grpo
 from mint.rl.run_config import RunConfig
 from mint.rl.tracking.terminal_text import head, one_line, paragraph, sparkline, tail
-from tests.rl.scripted_policy import tiny_tokenizer
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202eabc\u200b\r\x00\n\tend"
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_policy import roll_out, says
+from scripted_policy import roll_out, says, tiny_tokenizer
 
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import MessageEnvAdapter
@@ -24,7 +24,8 @@ from mint.rl.reward import Reward
 from mint.rl.rollout import Rollout
 from mint.rl.tasks.calculator import calculator
 from mint.rl.tasks.search import Search
-from mint.rl.tasks.tool_calls import ToolError, as_text, parse_tool_calls, tool
+from mint.rl.tasks.tool_call_formats import ToolCallFormat, parse_tool_calls, tool_call_format
+from mint.rl.tasks.tool_calls import ToolError, as_text, tool
 from mint.rl.tasks.tool_env import Costs, ToolEnv
 
 
@@ -152,6 +153,127 @@ def test_a_call_inside_think_tags_is_not_made() -> None:
     assert parse_tool_calls(thought + "No.") == []
     assert [each.name for each in parse_tool_calls(thought + '<tool_call>{"name": "b"}</tool_call>')] == ["b"]
     assert play("<think>hm</think>\n\ndone").parts["outcome"] == 1.0
+
+
+QWEN_CODER = """I look it up.
+<tool_call>
+<function=lookup>
+<parameter=city>
+Paris
+</parameter>
+<parameter=days>
+3
+</parameter>
+<parameter=note>
+12
+line two
+</parameter>
+</function>
+</tool_call>"""
+
+
+@pytest.mark.parametrize(
+    ("written_as", "text", "expected"),
+    [
+        ("hermes", QWEN_CODER, [("lookup", {"city": "Paris", "days": "3", "note": "12\nline two"})]),
+        ("hermes", "<tool_call><function=now></function></tool_call>", [("now", {})]),
+        ("llama", '<|python_tag|>{"name": "a", "parameters": {"x": 1}}<|eom_id|>', [("a", {"x": 1})]),
+        ("llama", '{"name": "a", "parameters": {"x": 1}}', [("a", {"x": 1})]),
+        (
+            "llama",
+            '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"y": "; {"}}',
+            [("a", {}), ("b", {"y": "; {"})],
+        ),
+        ("llama", '<function=a>{"x": [1]}</function>', [("a", {"x": [1]})]),
+        ("llama", '{"answer": 4}', []),
+        ("llama", "The answer is {4}.", []),
+        ("mistral", '[TOOL_CALLS][{"name": "a", "arguments": {"x": 1}, "id": "VvvODy9mT"}]', [("a", {"x": 1})]),
+        ("mistral", 'Well.[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b"}]</s>', [("a", {}), ("b", {})]),
+        (
+            "mistral",
+            '[TOOL_CALLS]a[ARGS]{"x": "[ARGS]"}[TOOL_CALLS]b[CALL_ID]123456789[ARGS]{"y": 2}',
+            [("a", {"x": "[ARGS]"}), ("b", {"y": 2})],
+        ),
+        ("mistral", "No call.", []),
+    ],
+)
+def test_each_family_writes_calls_in_its_own_format(
+    written_as: ToolCallFormat, text: str, expected: list[tuple[str, dict[str, Any]]]
+) -> None:
+    calls = parse_tool_calls(f"<think>hm</think>\n\n{text}", written_as)
+    assert [call.error for call in calls] == [None] * len(expected)
+    assert [(call.name, call.arguments) for call in calls] == expected
+
+
+@pytest.mark.parametrize(
+    ("written_as", "text"),
+    [
+        ("llama", "<|python_tag|>"),
+        ("llama", '<|python_tag|>brave_search.call(query="x")'),
+        ("llama", '<|python_tag|>{"name": "a", "parameters": [1]}'),
+        ("llama", '<|python_tag|>{"name": "a", "parameters": {"x": NaN}}'),
+        ("llama", "<|python_tag|>" + '{"x":' * 10_000),
+        ("llama", "<function=a>{1}</function>"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS][1]"),
+        ("mistral", "[TOOL_CALLS]a[ARGS]{"),
+        ("mistral", "[TOOL_CALLS]" + "[" * 100_000),
+    ],
+)
+def test_a_malformed_call_of_each_family_is_an_error_and_no_exception(written_as: ToolCallFormat, text: str) -> None:
+    (call,) = parse_tool_calls(text, written_as)
+    assert call.error
+
+
+@pytest.mark.parametrize(
+    ("template", "written_as"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("", "hermes"),
+        ("{{- '<|python_tag|>' + tool_call.name }}", "llama"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+    ],
+)
+def test_the_format_is_that_of_the_models_chat_template(template: str, written_as: ToolCallFormat) -> None:
+    assert tool_call_format(template) == written_as
+
+
+def test_arguments_that_are_written_as_texts_get_the_types_of_the_tool() -> None:
+    seen: list[tuple[str, int, str, list[int]]] = []
+
+    @tool
+    def lookup(city: str, days: int, note: str, places: list[int] = []) -> str:  # noqa: B006
+        """Look it up."""
+        seen.append((city, days, note, places))
+        return "sunny"
+
+    env = ToolEnv([{"role": "user", "content": "?"}], [lookup], lambda text, results: 1.0)
+    result = env.step({"role": "assistant", "content": QWEN_CODER})
+    assert isinstance(result, MessageStepResult)
+    assert seen == [("Paris", 3, "12\nline two", [])]
+    assert result.next_messages[0]["content"] == "sunny"
+
+
+LLAMA_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}{# <|python_tag|> #}"""
+
+
+def test_an_episode_reads_the_calls_in_the_format_of_its_model() -> None:
+    env = ToolEnv([{"role": "user", "content": "3 + 4?"}], [calculator], lambda text, results: float(text == "7"))
+    policy = says('<|python_tag|>{"name": "calculator", "parameters": {"expression": "3 + 4"}}', "7")
+
+    class Task(MessageEnvAdapter):
+        def build_dataset(self) -> Sequence[Any]:
+            return [""]
+
+        def make_env(self, item: Any) -> ToolEnv:
+            return env
+
+    (group,) = roll_out(policy, Task(), tokenizer=tiny_tokenizer(LLAMA_TEMPLATE))
+    (rollout,) = group.rollouts
+    assert (rollout.reward, rollout.tool_calls, rollout.error) == (1.0, 1, None)
 
 
 def test_an_open_call_does_not_swallow_the_next() -> None:

@@ -81,6 +81,8 @@ class RLConfig(RunConfig):
     """For a rollout that a limit cut off. `keep`: its reward counts. `mask`: it is left out of its group.
     `penalize`: its reward loses `truncation_penalty`."""
     truncation_penalty: float = Field(0.5, ge=0, allow_inf_nan=False)
+    chat_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Options of the model's chat template, for example `{"enable_thinking": False}`; for every prompt of the run."""
     max_turns: int = Field(8, ge=1)
     """The most turns of an episode."""
     max_episode_tokens: int | None = Field(None, ge=1)

@@ -147,9 +147,9 @@ class _RLRun:
         self.recent: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=DIAGNOSED_STEPS)
         self.warnings: list[tuple[int, str]] = []
         self.state_digest: str | None = None
-        self.tokenizer = frame.trainer.get_tokenizer()
         self.order = ItemOrder(len(dataset), config)
-        worker = RolloutWorker(task, config=config, tokenizer=self.tokenizer, calls=calls)
+        worker = RolloutWorker(task, config=config, tokenizer=frame.trainer.get_tokenizer(), calls=calls)
+        self.tokenizer = worker.tokenizer
         self.collector = BatchCollector(worker, dataset, self.order, config)
         reference = KLReference(frame.service, config) if config.kl_penalty_coef else None
         self.policy_trainer = PolicyTrainer(frame.trainer, reference, config)

@@ -14,6 +14,10 @@ Message = dict[str, Any]
 """`{"role": "user", "content": "…"}`, as chat templates take it; an assistant's message may hold `tool_calls`."""
 
 
+WRITTEN_AS = "tool_call_format"
+"""The key of an assistant's message that names the format of its tool calls, where it is not `hermes`."""
+
+
 @dataclass(frozen=True)
 class MessageStepResult:
     """The environment's answer to a message of the policy.

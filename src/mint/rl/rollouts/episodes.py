@@ -19,13 +19,13 @@ from mint.errors import InvalidRequestError, MintError, PromptTooLongError
 from mint.rl.adapter import MessageEnvAdapter
 from mint.rl.calls.call_pool import CallPool
 from mint.rl.calls.user_call import CallResult
-from mint.rl.message_env import Message, MessageEnv, MessageStepResult
+from mint.rl.message_env import WRITTEN_AS, Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, UnsupportedError
 from mint.rl.rollout import Group, GroupRequest, GroupTimes, Rollout, RolloutStopReason, Turn
 from mint.rl.rollouts.grading import checked_reward
 from mint.rl.seeds import mix_seed
 from mint.rl.tasks.chat_format import NOT_RENDERED, ChatFormat
-from mint.rl.tasks.tool_calls import parse_tool_calls
+from mint.rl.tasks.tool_call_formats import parse_tool_calls
 from mint.types import ModelInput, SampledSequence, SamplingParams
 
 
@@ -127,7 +127,10 @@ class _Episode:
     def last_message(self) -> Message:
         """The policy's last message."""
         message: Message = {"role": "assistant", "content": self.texts[-1]}
-        calls = [call.to_message() for call in parse_tool_calls(self.texts[-1]) if call.error is None]
+        written_as = self.chat.tool_call_format
+        if written_as != "hermes":
+            message[WRITTEN_AS] = written_as
+        calls = [call.to_message() for call in parse_tool_calls(self.texts[-1], written_as) if call.error is None]
         return {**message, "tool_calls": calls} if calls else message
 
     def add_result(self, result: MessageStepResult) -> None:

@@ -15,6 +15,7 @@ from mint.rl.rollout import Group, GroupRequest
 from mint.rl.rollouts.completions import make_prompts, roll_out_completions
 from mint.rl.rollouts.episodes import EpisodeLimits, roll_out_episodes
 from mint.rl.rollouts.grading import Grader
+from mint.rl.tasks.chat_options import with_chat_options
 
 
 def open_calls(config: RLConfig) -> CallPool:
@@ -25,14 +26,17 @@ def open_calls(config: RLConfig) -> CallPool:
 
 
 class RolloutWorker:
-    """Rolls out one task. Everything that a task raises costs one rollout or one group, never the batch."""
+    """Rolls out one task. Everything that a task raises costs one rollout or one group, never the batch.
+
+    `tokenizer` renders chats with the options that the settings name.
+    """
 
     def __init__(
         self, task: RLAdapter | MessageEnvAdapter, *, config: RLConfig, tokenizer: Any, calls: CallPool
     ) -> None:
         self.task = task
         self.config = config
-        self.tokenizer = tokenizer
+        self.tokenizer = with_chat_options(tokenizer, config.chat_options)
         self.calls = calls
 
     def roll_out(

@@ -14,6 +14,8 @@ from typing import Any
 from mint.errors import InvalidRequestError
 from mint.rl.finding import Finding
 from mint.rl.message_env import Message
+from mint.rl.tasks.chat_options import template_text
+from mint.rl.tasks.tool_call_formats import tool_call_format
 
 MARKER = "MARKER7c1f0a93"
 """Rendered in place of a reply to find the text around it; no template trims or escapes letters and digits."""
@@ -23,7 +25,7 @@ NOT_RENDERED = "trace"
 
 
 class ChatFormat:
-    """One tokenizer's chat template with one set of tools."""
+    """One tokenizer's chat template with one set of tools. `tool_call_format` is how its model writes tool calls."""
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """`tools` are the JSON schemas that the template describes to the policy.
@@ -33,6 +35,7 @@ class ChatFormat:
         """
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] or None
+        self.tool_call_format = tool_call_format(template_text(tokenizer))
         _, marked, closing = self._render([_user("Hi"), _assistant(MARKER)], ask=False).partition(MARKER)
         if not marked:
             raise InvalidRequestError(

@@ -1,11 +1,11 @@
-"""Tools: Python functions that the policy may call, and the text of a call."""
+"""Tools: Python functions that the policy may call. `tool_call_formats` reads the text of a call."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_type_hints
@@ -14,10 +14,6 @@ from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, 
 
 from mint.errors import InvalidRequestError, MintError
 
-CALL_OPEN = "<tool_call>"
-CALL_CLOSE = "</tool_call>"
-_CALL = re.compile(rf"{CALL_OPEN}(.*?)(?:{CALL_CLOSE}|(?={CALL_OPEN})|\Z)", re.DOTALL)
-MAX_CALL_DEPTH = 64
 MAX_COMPLAINT_CHARACTERS = 1000
 """The most that the policy reads about bad arguments, whose names it has written itself."""
 
@@ -26,71 +22,6 @@ class ToolError(MintError):
     """A tool call that cannot be answered; the policy reads the message as its result."""
 
     category = "user"
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A tool call of the policy. `error` says what is wrong with its text; then the other fields may be empty."""
-
-    name: str = ""
-    arguments: Mapping[str, Any] | None = None
-    error: str | None = None
-
-    def to_message(self) -> dict[str, Any]:
-        """The call as an entry of `tool_calls` in an assistant's message."""
-        return {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments or {})}}
-
-
-def parse_tool_calls(content: str) -> list[ToolCall]:
-    """The calls in a reply, written `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Qwen, Hermes), in order.
-
-    Calls inside a reasoning block do not count.
-    """
-    text = without_reasoning(content)
-    return [_parse_call(match[1], closed=match[0].endswith(CALL_CLOSE)) for match in _CALL.finditer(text)]
-
-
-def without_reasoning(content: str) -> str:
-    """The text of a reply after its reasoning block, if it has one."""
-    return content.rpartition("</think>")[2].lstrip() if "</think>" in content else content
-
-
-def _parse_call(text: str, *, closed: bool) -> ToolCall:
-    if not closed:
-        return ToolCall(error=f"the call is not closed by {CALL_CLOSE}")
-    try:
-        call = _strict_json(text)
-        name = call["name"]
-        arguments = call.get("arguments", {})
-        arguments = _strict_json(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError) as error:
-        return ToolCall(error=f"the call is not JSON: {error}")
-    except (KeyError, TypeError, AttributeError):
-        return ToolCall(error='the call is not {"name": …, "arguments": {…}}')
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCall(error="`name` is not a string or `arguments` is not an object")
-    return ToolCall(name, arguments)
-
-
-def _strict_json(text: str) -> Any:
-    """Raises ValueError or RecursionError for what cannot be written again: NaN and infinities, lone surrogates
-    ("\\ud800"), and values nested so deeply that a chat template or a log would fail on them."""
-    value = json.loads(text)
-    level = [value]
-    for _ in range(MAX_CALL_DEPTH):
-        level = [part for parent in level for part in _parts(parent)]
-        if not level:
-            break
-    else:
-        raise ValueError(f"nested deeper than {MAX_CALL_DEPTH} levels")
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    return value
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +45,18 @@ class Tool:
             complaints = [f"{'.'.join(map(str, each['loc'])) or self.name}: {each['msg']}" for each in error.errors()]
             raise ToolError("; ".join(complaints)[:MAX_COMPLAINT_CHARACTERS]) from error
         return self.function(**{name: getattr(checked, name) for name in type(checked).model_fields})
+
+    def typed(self, texts: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments that were all written as texts, with the types of the schema: the text of a number, a list, … is
+        read as JSON. What is not JSON stays a text, and `call` refuses it."""
+        properties = self.schema["function"]["parameters"]["properties"]
+        arguments: dict[str, Any] = {}
+        for name, text in texts.items():
+            arguments[name] = text
+            if properties.get(name, {}).get("type") != "string":
+                with suppress(ValueError, RecursionError):
+                    arguments[name] = json.loads(text)
+        return arguments
 
 
 def tool(function: Callable[..., Any]) -> Tool:

@@ -13,10 +13,11 @@ from typing import Any
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import Graded
 from mint.rl.calls.call_pool import CallPool
-from mint.rl.message_env import Message, MessageEnv, MessageStepResult
+from mint.rl.message_env import WRITTEN_AS, Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, RewardRange
 from mint.rl.tasks.chat_format import NOT_RENDERED
-from mint.rl.tasks.tool_calls import Tool, ToolCall, ToolError, as_text, parse_tool_calls, without_reasoning
+from mint.rl.tasks.tool_call_formats import ToolCall, parse_tool_calls, without_reasoning
+from mint.rl.tasks.tool_calls import Tool, ToolError, as_text
 
 Grader = Callable[[str, Sequence[Message]], Graded | Awaitable[Graded]]
 """(final text, tool results so far) → the outcome. A result's `trace` holds tool, arguments, ok and ms."""
@@ -81,7 +82,7 @@ class ToolEnv(MessageEnv):
         """Answers the tool calls in the message, or grades it as the final text."""
         content = message["content"]
         violations = Counter(forbidden=sum(1 for pattern in self._forbidden if pattern.search(content)))
-        calls = parse_tool_calls(content)
+        calls = parse_tool_calls(content, message.get(WRITTEN_AS, "hermes"))
         if calls:
             results = self._answer(calls, violations)
             self._results += results
@@ -111,7 +112,9 @@ class ToolEnv(MessageEnv):
             violations["unknown_tool"] += 1
             problem = f"there is no tool {call.name!r}; there is {', '.join(self._tools)}"
         else:
-            (answer,) = pool.run([lambda: self._tools[call.name].call(call.arguments or {})])
+            tool = self._tools[call.name]
+            arguments = tool.typed(call.arguments or {}) if call.as_texts else call.arguments or {}
+            (answer,) = pool.run([lambda: tool.call(arguments)])
             value = answer.value
             problem = answer.failure
             if isinstance(answer.error, ToolError):
