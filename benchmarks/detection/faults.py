@@ -88,6 +88,12 @@ def right(task: Sums, response: str, sample: Problem) -> float:
     return float(exact_match(response, sample.answer))
 
 
+def digits_right(task: Sums, response: str, sample: Problem) -> float:
+    """Healthy: partial credit, the share of the answer's digits that are in their places."""
+    text = response.strip().ljust(len(sample.answer))
+    return sum(map(str.__eq__, text, sample.answer)) / max(len(text), len(sample.answer))
+
+
 # --- faulty graders and tasks -------------------------------------------------------------------------------------
 
 
@@ -351,6 +357,7 @@ FAULTS: tuple[Fault, ...] = (
     fault("every answer earns 0.5", "constant_reward", graded(lambda *_: 0.5), steps=4),
     fault("every answer is wrong", "no_learning_signal_all_wrong", graded(lambda *_: 0.0), steps=4),
     fault("task solved before", "no_learning_signal_all_right", Solved, steps=4, temperature=0.8),
+    fault("temperature 0.01", "no_learning_signal", graded(digits_right), steps=4, temperature=0.01),
     fault("task solved, more steps", "saturation", Solved, steps=6),
     fault("grader raises", "grader_failures", graded(raises), steps=3),
     fault("grader raises on 1 of 4", "grader_failures", graded(raises_sometimes), steps=4),

@@ -186,7 +186,29 @@ def test_a_judge_that_shares_out_a_fixed_sum_is_not_called_all_wrong_when_all_re
 
     record = run(lambda step: 0.5, change=change)
     assert errors(record) == []
-    assert find(record, "no_learning_signal_all_wrong").severity == "warning"
+    assert find(record, "no_learning_signal").severity == "warning"
+
+
+def test_equal_rewards_of_partial_credit_are_not_called_wrong() -> None:
+    """A run of mean reward 0.8, in which no reward is a full success."""
+
+    def change(step: int, numbers: dict[str, float]) -> dict[str, float]:
+        rewards = {"reward/mean": 0.8, "reward/min": 0.6, "reward/max": 0.9, "reward/std": 0.1, "success/rate": 0.0}
+        return {**rewards, "groups/used": 0.0, "groups/all_good": 0.0, "groups/all_bad": 16.0}
+
+    found = {finding.code: finding for finding in diagnose(run(steps=4, change=change))}
+    assert "no_learning_signal_all_wrong" not in found
+    assert "0.800" in found["no_learning_signal"].evidence
+
+
+def test_right_and_wrong_groups_without_a_signal_are_not_called_solved() -> None:
+    def change(step: int, numbers: dict[str, float]) -> dict[str, float]:
+        split = {"groups/used": 0.0, "groups/all_good": 9.0, "groups/all_bad": 7.0}
+        return split if step > 10 else {}
+
+    found = diagnose(run(lambda step: 0.55, change=change, steps=14))
+    assert [finding.code for finding in found] == ["no_learning_signal"]
+    assert "27 all right, 21 all wrong" in found[0].evidence
 
 
 # --- the policy ---------------------------------------------------------------------------------------------------

@@ -56,6 +56,11 @@ CHECKED: Mapping[str, Mapping[str, FindingEvidence]] = {
             _SIGNAL,
             _flags("no_signal", sort="-reward"),
         ),
+        "no_learning_signal": FindingEvidence(
+            "no group has unequal rewards; some are right and others wrong, or all have partial credit",
+            _SIGNAL,
+            _flags("no_signal"),
+        ),
         "constant_reward": FindingEvidence(
             "the grader gives every completion the same reward", ("reward/std", "reward/mean"), _ALL
         ),

@@ -61,6 +61,7 @@ RULES: tuple[Rule, ...] = (
 CODES: Mapping[str, Severity] = {
     "no_learning_signal_all_wrong": "error",
     "no_learning_signal_all_right": "warning",
+    "no_learning_signal": "error",
     "constant_reward": "error",
     "saturation": "info",
     "reward_collapse": "error",
@@ -85,8 +86,10 @@ CODES: Mapping[str, Severity] = {
 }
 """Every code with its worst severity."""
 
-_COLLAPSE_SYMPTOMS = frozenset({"reward_collapse", "entropy_collapse", "no_learning_signal_all_wrong", "truncation"})
-_NO_SIGNAL_SYMPTOMS = frozenset({"no_learning_signal_all_wrong", "constant_reward"})
+_COLLAPSE_SYMPTOMS = frozenset(
+    {"reward_collapse", "entropy_collapse", "no_learning_signal_all_wrong", "no_learning_signal", "truncation"}
+)
+_NO_SIGNAL_SYMPTOMS = frozenset({"no_learning_signal_all_wrong", "no_learning_signal", "constant_reward"})
 
 EXPLAINS: Mapping[str, frozenset[str]] = {
     "masked_loss": _COLLAPSE_SYMPTOMS,
@@ -96,7 +99,7 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     "grader_failures": _NO_SIGNAL_SYMPTOMS | {"reward_collapse"},
     "grader_timeouts": _NO_SIGNAL_SYMPTOMS | {"reward_collapse"},
     "unsupported_rewards": _NO_SIGNAL_SYMPTOMS,
-    "truncation": frozenset({"no_learning_signal_all_wrong", "entropy_collapse"}),
+    "truncation": frozenset({"no_learning_signal_all_wrong", "no_learning_signal", "entropy_collapse"}),
     "learning_rate_too_high": _COLLAPSE_SYMPTOMS,
     "reward_collapse": frozenset({"no_learning_signal_all_wrong", "entropy_collapse", "truncation"}),
     "entropy_collapse": frozenset({"no_learning_signal_all_wrong"}),

@@ -33,7 +33,11 @@ SILENT_SHARE = 0.02
 """Up to this share of informative groups, there is no signal."""
 
 ONE_SIDED = 0.9
-"""Share of the groups without a signal that must be all wrong for an error."""
+"""Share of the groups without a signal that must be all right, or all wrong, to say so."""
+
+LOW_REWARD = 0.25
+"""Share of the range from the lowest reward to that of a success. Rewards of partial credit that lie higher are not
+called wrong, though none of them is a success."""
 
 CONVERGED_Z = 3.0
 """A run has converged if its equal rewards lie so many standard errors above those of the start."""
@@ -92,7 +96,7 @@ def silent_window(view: StepView) -> list[StepMetrics] | None:
 
 
 def no_signal(view: StepView) -> Finding | None:
-    """No group has unequal rewards: all wrong, all right, or a grader that gives everything the same reward."""
+    """No group has unequal rewards: all wrong, all right, some of both, or a grader that gives one reward to all."""
     steps = silent_window(view)
     if steps is None or informative_share(steps) > SILENT_SHARE:
         return None
@@ -108,7 +112,7 @@ def no_signal(view: StepView) -> Finding | None:
     if constant is not None:
         return constant
     had_signal = any(informative_share([step]) >= LEARNED_SHARE for step in view.metrics)
-    if good > bad:
+    if good >= ONE_SIDED * (good + bad):
         return Finding(
             "no_learning_signal_all_right",
             "info" if had_signal else "warning",
@@ -121,11 +125,24 @@ def no_signal(view: StepView) -> Finding | None:
     reward = reward_window(steps)
     start = reward_window(view.metrics[:CHANGE_WINDOW])
     converged = had_signal and reward.above(start) >= CONVERGED_Z
+    evidence += f"; they earn {reward.mean:.3f}"
     if converged:
-        evidence += f"; they earn {reward.mean:.3f}, at the start {start.mean:.3f}: the policy may have converged"
+        evidence += f", at the start {start.mean:.3f}: the policy may have converged"
+    full = float(view.config.get("success_reward", 1.0))
+    low = reward.mean - view.reward_floor <= LOW_REWARD * (full - view.reward_floor)
+    if bad < ONE_SIDED * (good + bad) or not low:
+        return Finding(
+            "no_learning_signal",
+            "warning" if had_signal else "error",
+            view.step,
+            evidence + ", and the completions of one prompt earn the same",
+            "Raise temperature or group_size, set dynamic_sampling=True, or give finer partial credit. If all "
+            "completions of a prompt are alike, the policy is deterministic: go back to an earlier checkpoint",
+            {**numbers, "reward": reward.mean},
+        )
     return Finding(
         "no_learning_signal_all_wrong",
-        "error" if bad >= ONE_SIDED * (good + bad) and not (converged or view.only_compares) else "warning",
+        "warning" if converged or view.only_compares else "error",
         view.step,
         evidence,
         "Use easier items, partial credit, a larger group_size, a higher temperature or dynamic_sampling=True; if "
