@@ -44,7 +44,33 @@ def test_only_a_proportion_gets_wilson_s_interval() -> None:
 
     groups = [Group(item, place, [1], [rollout(0.0)]) for place, item in enumerate("abcd")]
     assert estimate(Sums(), groups, completions=1, temperature=0.0).high == wilson(0, 4)[1]
-    assert estimate(Costs(), groups, completions=1, temperature=0.0).high == 0.0
+    assert estimate(Costs(), groups, completions=1, temperature=0.0).high == wilson(0, 4)[1]
+
+
+@pytest.mark.parametrize(
+    ("declared", "low", "high"), [(None, 0.0, 1.0), ((0.0, 1.0), 0.0, 1.0), ((-1.0, 2.0), -1.0, 2.0)]
+)
+def test_equal_rewards_that_are_not_0_or_1_get_an_interval_with_a_width(
+    declared: tuple[float, float] | None, low: float, high: float
+) -> None:
+    class Ranged(Sums):
+        reward_range = declared
+
+    groups = [Group(item, item, [1], [rollout(0.95)]) for item in range(48)]
+    found = estimate(Ranged(), groups, completions=1, temperature=0.0)
+    others = wilson(0, 48)[1]  # the largest share of the items that could have another reward
+    assert found.mean == pytest.approx(0.95)
+    assert found.low == pytest.approx(0.95 - others * (0.95 - low))
+    assert found.high == pytest.approx(0.95 + others * (high - 0.95))
+
+
+def test_the_interval_of_equal_rewards_covers_the_mean_of_rewards_that_seldom_differ() -> None:
+    """Of 48 items, 1 in 50 fails: 38 % of the samples have equal rewards only."""
+    random = np.random.default_rng(0)
+    samples = np.where(random.uniform(size=(2000, 48)) < 0.02, 0.0, 0.95)
+    equal = [sample for sample in samples if (sample == 0.95).all()]
+    assert len(equal) > 500
+    assert all(low <= 0.98 * 0.95 <= high for _, low, high in (interval(row.tolist(), bounds=(0, 1)) for row in equal))
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])

@@ -57,14 +57,20 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def interval(means_N: Sequence[float], *, proportion: bool = False) -> tuple[float, float, float]:
+def interval(
+    means_N: Sequence[float], *, proportion: bool = False, bounds: tuple[float, float] | None = None
+) -> tuple[float, float, float]:
     """Mean, low and high of one value per item, by the normal approximation.
+
+    If all values are equal, their spread says nothing. With known `bounds`, up to the share `wilson(0, n)[1]` of the
+    items may then differ, and each may be anywhere within the bounds.
 
     Args:
         means_N: With several completions per item, give their mean: completions of one item are not independent, and
             the error is that between items (clustered errors, arXiv 2411.00640).
         proportion: Each value counts successes, so that it lies in [0, 1]. If all are 0 or 1, the interval is Wilson's,
             which is right also when all are equal.
+        bounds: The lowest and the highest possible value; (0, 1) for a proportion.
     """
     values = np.asarray(means_N, dtype=np.float64)
     n = len(values)
@@ -72,14 +78,23 @@ def interval(means_N: Sequence[float], *, proportion: bool = False) -> tuple[flo
     if proportion and bool(np.isin(values, (0.0, 1.0)).all()):
         low, high = wilson(float(values.sum()), n)
         return mean, min(low, mean), max(high, mean)  # all right is 1 up to rounding
+    bounds = (0.0, 1.0) if proportion else bounds
+    if bounds is not None and n and bool((values == values[0]).all()):
+        _, others = wilson(0, n)
+        return mean, mean - others * max(0.0, mean - bounds[0]), mean + others * max(0.0, bounds[1] - mean)
     half = Z95 * float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
     return mean, mean - half, mean + half
 
 
 def reward_interval(task: Task, means_N: Sequence[float]) -> tuple[float, float, float]:
-    """`interval` of one mean reward per item. Rewards of 0 and 1 are a proportion, unless the task declares another
-    range."""
-    return interval(means_N, proportion=task.reward_range in (None, (0.0, 1.0)))
+    """`interval` of one mean reward per item, within the task's range; undeclared, it is from 0 to that of a success.
+
+    Rewards of 0 and 1 are a proportion, unless the task declares another range.
+    """
+    declared = task.reward_range
+    if declared in (None, (0.0, 1.0)) and all(0.0 <= value <= 1.0 for value in means_N):
+        return interval(means_N, proportion=True)
+    return interval(means_N, bounds=declared or (min(0.0, *means_N), max(task.success_reward, *means_N)))
 
 
 def pass_at_k(successes: int, n: int, k: int) -> float:
