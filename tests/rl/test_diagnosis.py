@@ -364,6 +364,13 @@ def test_the_words_of_the_server_are_passed_on() -> None:
     assert find(run(warnings=[(3, "datum 3: raw rewards?")]), "server_warnings").evidence == "datum 3: raw rewards?"
 
 
+def test_a_mismatch_with_weights_that_are_known_to_be_older_is_no_finding() -> None:
+    warnings = [(3, "mismatch: the logprobs differ by 0.031 on average")]
+    lagging = run(change=lambda step, numbers: {"staleness/max": 2.0}, warnings=warnings)
+    assert diagnose(lagging) == []
+    assert [finding.code for finding in diagnose(run(warnings=warnings))] == ["server_warnings"]
+
+
 # --- the whole ----------------------------------------------------------------------------------------------------
 
 

@@ -106,6 +106,13 @@ def test_a_small_difference_is_a_mismatch_only_while_the_weights_are_those_that_
     assert lint(batch(logprobs=[-1.01] * 6), "ppo", fresh=True) == []
 
 
+def test_a_mismatch_in_both_directions_is_not_blamed_on_top_p() -> None:
+    (older,) = lint(batch(logprobs=[0, 0, 0, -1.05, -0.9, -1.1]), "ppo", fresh=True)
+    (nucleus,) = lint(batch(logprobs=[0, 0, 0, -0.95, -0.9, -1.0]), "ppo", fresh=True)
+    assert "older weights" in older and "top_p" not in older
+    assert "top_p" in nucleus and "older weights" not in nucleus
+
+
 def test_tokens_after_the_end_are_told_from_prompts_between_two_samples() -> None:
     padded, turns = batch(logprobs=[0, 0, 0, -1, 0, 0]), batch(logprobs=[0, 0, 0, -1, 0, -1])
     for each in (*padded, *turns):

@@ -291,15 +291,18 @@ def _grading(view: StepView, code: str, failed: float, what: str, remedy: str) -
 
 def server_warnings(view: StepView) -> Finding | None:
     """The server's lint has remarks on the batch."""
-    if not view.warnings:
+    # Samples of older weights must differ from the policy's. `off_policy_drift` says when they differ too much.
+    stale = metric(view.now, "staleness/max") > 0
+    warnings = [message for message in view.warnings if not (stale and message.startswith("mismatch:"))]
+    if not warnings:
         return None
     return Finding(
         "server_warnings",
         "warning",
         view.step,
-        _joined(view.warnings),
+        _joined(warnings),
         "The batch was trained unchanged; the warning says what is wrong with it",
-        {"warnings": float(len(view.warnings))},
+        {"warnings": float(len(warnings))},
     )
 
 

@@ -72,6 +72,12 @@ STALE_ESS = 0.3
 FRESH_DIFFERENCE = 0.02
 """Mean |p - q| on unchanged weights that rounding in bfloat16 does not explain."""
 
+MISMATCH_NOISE = 0.005
+"""|p - q| below which the sign of the difference may be rounding."""
+
+ONE_SIDED = 0.95
+"""Share of the tokens whose logprobs the sampler must have raised, to say that it left out the others' probability."""
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -355,10 +361,18 @@ def _stale(tokens: Tokens) -> str | None:
 
 
 def _mismatch(tokens: Tokens) -> str | None:
-    difference = float(np.abs(tokens.own - tokens.sampler)[tokens.trained].mean())
-    if difference <= FRESH_DIFFERENCE:
+    """top_p and top_k give each sampled token a higher logprob. Other weights raise some and lower others."""
+    difference = (tokens.sampler - tokens.own)[tokens.trained]
+    size = float(np.abs(difference).mean())
+    if size <= FRESH_DIFFERENCE:
         return None
+    known = difference[np.abs(difference) > MISMATCH_NOISE]
+    cause = (
+        "the sampler's are higher on nearly all tokens, as after top_p or top_k: sample with logprobs_mode='raw'"
+        if (known > 0).mean() >= ONE_SIDED
+        else "they differ in both directions: probably the samples are of older weights, or not sampled at all"
+    )
     return (
-        f"mismatch: the logprobs differ by {difference:.3f} on average from those of the weights that were last "
-        "published: check the sampling temperature and top_p first, then whether the samples are of older weights"
+        f"mismatch: the logprobs differ by {size:.3f} on average from those of the weights that were last published; "
+        f"{cause}"
     )
