@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from mint.errors import InvalidRequestError, MissingExtraError, NotFoundError
@@ -37,7 +36,7 @@ def load_tokenizer(tokenizer_id: str, base_model: str) -> Any:
     with _LOADING:  # two threads that import transformers at the same time can see it half imported
         if source not in _TOKENIZERS:
             tokenizer = _load(source)
-            tokenizer.apply_chat_template = ChatTemplate(tokenizer)
+            tokenizer.__class__ = _with_prompt_ids(type(tokenizer))
             _TOKENIZERS[source] = tokenizer
         return _TOKENIZERS[source]
 
@@ -79,29 +78,37 @@ class PromptIds(list[int]):
         return [1] * len(self)
 
 
-class ChatTemplate:
-    """`apply_chat_template` of a tokenizer, for code that was written for transformers 4 and for transformers 5.
+@cache
+def _with_prompt_ids(kind: type) -> type:
+    """A subclass of a tokenizer's class, under the same name, whose `apply_chat_template` serves code that was written
+    for transformers 4 and for transformers 5.
 
     The versions differ in what they give for one conversation: ids, or a dictionary that holds them, whose length is
     the number of its keys.
     """
+    original: Any = kind
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    @property
-    def __wrapped__(self) -> Any:
-        """The tokenizer's own method; its parameters are those of this one."""
-        return MethodType(type(self._tokenizer).apply_chat_template, self._tokenizer)
-
-    def __call__(self, conversation: Any, *args: Any, **options: Any) -> Any:
-        """As transformers' own; `PromptIds` for one conversation if no option says what to give."""
-        rendered = self.__wrapped__(conversation, *args, **options)
+    @wraps(original.apply_chat_template)
+    def apply_chat_template(self: Any, conversation: Any, *args: Any, **options: Any) -> Any:
+        rendered = original.apply_chat_template(self, conversation, *args, **options)
         chosen = options.keys() & {"return_dict", "return_tensors"}
         if chosen or not isinstance(rendered, Mapping):
             return rendered
         ids = rendered["input_ids"]
         return PromptIds(ids) if all(isinstance(token, int) for token in ids) else rendered
+
+    def reduce_ex(self: Any, protocol: int) -> tuple[Any, ...]:  # pickle and copy find no class of this name
+        _, (_, *arguments), *rest = original.__reduce_ex__(self, max(2, protocol))
+        return _remade, (kind, *arguments), *rest
+
+    members = {"apply_chat_template": apply_chat_template, "__reduce_ex__": reduce_ex, "__module__": kind.__module__}
+    return type(kind.__name__, (original,), members)
+
+
+def _remade(kind: type, *arguments: Any) -> Any:
+    """A tokenizer of a class of transformers, of which a copy or a pickle fills in the state."""
+    made = _with_prompt_ids(kind)
+    return made.__new__(made, *arguments)
 
 
 def tokenizer_files(folder: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from http_server import http_server
+from transformers import PreTrainedTokenizerFast
 
 import mint
 from mint.client.tokenizers import store_files
@@ -101,7 +102,23 @@ def test_what_a_caller_asks_of_a_chat_template_is_what_transformers_gives() -> N
     assert {"conversation", "tools", "add_generation_prompt"} <= parameters.keys()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])  # noqa: S301
+def test_a_copy_of_a_tokenizer_renders_with_its_own_template() -> None:
+    tokenizer = load_tokenizer(str(TINY), "mint/tiny")
+    changed = copy.copy(tokenizer)
+    changed.chat_template = "{{ messages[0].content }}"
+    assert changed.apply_chat_template(CONVERSATION, tokenize=False) == "3 + 5 ="
+    assert tokenizer.apply_chat_template(CONVERSATION, tokenize=False) != "3 + 5 ="
+
+
+def test_a_tokenizer_is_saved_as_the_class_that_transformers_has(tmp_path: Path) -> None:
+    classes = set()
+    for tokenizer in (load_tokenizer(str(TINY), "mint/tiny"), PreTrainedTokenizerFast.from_pretrained(TINY)):
+        tokenizer.save_pretrained(tmp_path)
+        classes.add(json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"])
+    assert len(classes) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])  # noqa: S301
 def test_a_copy_of_a_tokenizer_renders_conversations_alike(copied: Callable[[Any], Any]) -> None:
     tokenizer = load_tokenizer(str(TINY), "mint/tiny")
     assert copied(tokenizer).apply_chat_template(CONVERSATION) == tokenizer.apply_chat_template(CONVERSATION)
