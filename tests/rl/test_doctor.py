@@ -175,7 +175,62 @@ def test_a_judge_that_sees_no_difference_is_not_called_a_hard_task(service: mint
 def test_a_cut_off_that_more_tokens_do_not_cure_is_not_blamed_on_the_limit(service: mint.ServiceClient) -> None:
     seen = examined(Clipped(), service, max_tokens=2).evidence
     assert decide(seen)[0] == "truncated"
-    assert decide(replace(seen, cured=False))[0] == "sft_first"
+    verdict, reason, _ = decide(replace(seen, enough_tokens=None, longest_tried=1024))
+    assert verdict == "sft_first"
+    assert "nearly as many at 1024: the model does not end its replies" in reason
+
+
+class Wordy(Arithmetic):
+    """The model's replies to a chat take some thirty tokens, and only a whole one can be right."""
+
+    def make_prompt(self, item: Problem, tokenizer: Any) -> list[int]:
+        message = {"role": "user", "content": "Tell me about the fox."}
+        return list(
+            tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=True, return_dict=False)
+        )
+
+    def compute_reward(self, response: str, item: Problem) -> float:
+        return float(response.endswith(".") and item.value % 2 == len(response) % 2)
+
+
+def test_replies_that_need_sixteen_times_the_limit_are_called_truncated_with_that_limit(
+    service: mint.ServiceClient,
+) -> None:
+    found = examined(Wordy(), service, max_tokens=2)
+    assert found.verdict == "truncated", found.lines()
+    assert found.evidence.enough_tokens in (32, 128)
+    assert f"max_tokens to {found.evidence.enough_tokens}" in found.remedy
+
+
+class YesOrNo(Arithmetic):
+    """A balanced choice between a low and a high digit: `1` to every prompt is right in half of the cases."""
+
+    def compute_reward(self, response: str, item: Problem) -> float:
+        text = response.strip()
+        return float(len(text) == 1 and text.isdecimal() and (int(text) < 5) == (item.a % 2 == 0))
+
+
+def test_a_constant_answer_that_earns_more_than_the_model_is_refused_on_a_balanced_task(
+    service: mint.ServiceClient,
+) -> None:
+    found = examine(YesOrNo(), CONFIG, service_client=service, prompts=64, samples=8)
+    assert 0.3 < found.evidence.fixed_reward[0] < 0.7
+    assert found.verdict == "reward_constant", found.lines()
+
+
+def test_a_guess_that_was_right_once_is_not_called_a_constant_answer(service: mint.ServiceClient) -> None:
+    seen = examined(Arithmetic(), service).evidence
+    assert seen.fixed_reward[0] < 0.2
+    lucky = replace(seen, mean=(0.05, 0.0, 0.1), fixed_reward=(0.2, 0.06, 0.4))
+    assert not lucky.fixed_reply_pays
+
+
+def test_a_larger_group_is_advised_only_where_it_gives_more(service: mint.ServiceClient) -> None:
+    hopeless, hard = examined(TooHard(), service), examined(Arithmetic(), service, group_size=4)
+    note = next(note for note in hopeless.notes if "expected to give a signal" in note)
+    assert hopeless.evidence.better_size is None
+    assert note.endswith("of the groups")
+    assert hard.evidence.better_size == 16
 
 
 def test_an_empty_dataset_is_refused(service: mint.ServiceClient) -> None:

@@ -5,9 +5,10 @@ Samples, grades and probes the grader; `task_verdict` decides what follows from 
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +20,15 @@ from mint.client.service_client import ServiceClient
 from mint.errors import InvalidRequestError, RequestFailedError
 from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task, as_task
 from mint.rl.analysis.planner import GROUP_SIZES, plan
-from mint.rl.analysis.task_verdict import LONGER, SATURATED_FROM, TRUNCATED_LIMIT, TaskEvidence, TaskVerdict, decide
+from mint.rl.analysis.task_verdict import (
+    LONGER,
+    LONGEST_TOKENS,
+    SATURATED_FROM,
+    TRUNCATED_LIMIT,
+    TaskEvidence,
+    TaskVerdict,
+    decide,
+)
 from mint.rl.calls.call_pool import CallPool
 from mint.rl.calls.own_thread import run_in_own_thread
 from mint.rl.checkpoint_sampler import checkpoint_sampler
@@ -36,7 +45,7 @@ PROBES = ("", "?!")
 PROBED_ITEMS = 8
 FIXED_REPLIES = 16
 FIXED_ITEMS = 16
-"""The best replies are graded on this many prompts each, to see whether one of them is rewarded everywhere."""
+"""The replies that earned most are graded on this many prompts each; the best of them is then graded on the others."""
 
 HISTOGRAM_BINS = 11
 
@@ -162,6 +171,7 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
     cut = _share(rollout.truncated for rollout in rollouts)
     seconds, noisy = _grade_again(prober, graded)
     fixed_reply, fixed_reward = _best_fixed_reply(prober, graded)
+    enough_tokens, longest_tried = _enough_tokens(prober, groups, cut)
     return TaskEvidence(
         prompts=len(groups),
         samples=samples,
@@ -175,7 +185,8 @@ def _evidence(prober: _Prober, groups: Sequence[Group], samples: int) -> TaskEvi
         informative=_informative(graded, counts, prober.config),
         group_size=prober.config.group_size,
         truncated=cut,
-        cured=cut > TRUNCATED_LIMIT and _share_cut_off_with_more(prober, groups) <= cut / 2,
+        enough_tokens=enough_tokens,
+        longest_tried=longest_tried,
         ungraded=_share(rollout.reward is None for rollout in rollouts),
         unsupported=_share(rollout.unsupported for rollout in rollouts),
         timeouts=sum(rollout.timed_out for rollout in rollouts),
@@ -212,12 +223,21 @@ def _unequal(rewards: Sequence[float], size: int) -> float:
     return 1.0 - sum(math.comb(many, size) for many in Counter(rewards).values()) / math.comb(len(rewards), size)
 
 
-def _share_cut_off_with_more(prober: _Prober, groups: Sequence[Group]) -> float:
-    """The share of completions that a larger limit truncates, too; 1 if the model's context has no room for more."""
+def _enough_tokens(prober: _Prober, groups: Sequence[Group], cut: float) -> tuple[int | None, int]:
+    """The smallest limit tried that halves the share `cut` of truncated completions (None: none), and the largest."""
+    limit = prober.config.max_tokens
+    if cut <= TRUNCATED_LIMIT:
+        return None, limit
     indices = [group.index for group in groups if any(rollout.truncated for rollout in group.rollouts)][:PROBED_ITEMS]
-    longer = prober.groups(indices, 2, max_tokens=LONGER * prober.config.max_tokens)
-    rollouts = [rollout for group in longer for rollout in group.rollouts]
-    return _share(rollout.truncated for rollout in rollouts) if rollouts else 1.0
+    while limit < LONGEST_TOKENS:
+        longer = prober.groups(indices, 2, max_tokens=LONGER * limit)
+        rollouts = [rollout for group in longer for rollout in group.rollouts]
+        if not rollouts:  # the model's context has no room for more
+            break
+        limit *= LONGER
+        if _share(rollout.truncated for rollout in rollouts) <= cut / 2:
+            return limit, limit
+    return None, limit
 
 
 def _grade_again(prober: _Prober, groups: Sequence[Group]) -> tuple[list[float], float]:
@@ -240,19 +260,32 @@ def _junk_accepted(prober: _Prober, groups: Sequence[Group]) -> float:
     return _share(prober.is_success(grade.reward) for grade in grades)
 
 
-def _best_fixed_reply(prober: _Prober, groups: Sequence[Group]) -> tuple[str, float]:
-    """The reply that has the highest mean reward when it answers every prompt, and that reward."""
+def _best_fixed_reply(prober: _Prober, groups: Sequence[Group]) -> tuple[str, tuple[float, float, float]]:
+    """The reply that pays best when it answers every prompt, and its mean reward with the 95 % interval.
+
+    It is chosen on some prompts, among the replies to them, and graded on the others: the best of several estimates is
+    biased upwards.
+    """
     task = prober.task
-    if not isinstance(task, RLAdapter) or _is_relative(task):
-        return "", 0.0
-    paid = sorted(((each.reward or 0.0, each.text) for group in groups for each in group.graded), reverse=True)
-    replies = list(dict.fromkeys(text for _, text in paid))[:FIXED_REPLIES]
-    items = [group.item for group in groups[:FIXED_ITEMS]]
-    earned = {}
-    for reply in replies:
-        grades = prober.grades(task, [(reply, item) for item in items])
-        earned[reply] = float(np.mean([grade.reward or 0.0 for grade in grades]))
-    return max(earned.items(), key=lambda one: one[1], default=("", 0.0))
+    count = min(FIXED_ITEMS, len(groups) // 2)
+    chosen, others = groups[:count], groups[count:]
+    if not isinstance(task, RLAdapter) or _is_relative(task) or not chosen:
+        return "", (0.0, 0.0, 0.0)
+    lowest = min(reward for group in groups for reward in group.rewards)
+    paid: defaultdict[str, float] = defaultdict(float)
+    for group in chosen:
+        for each in group.graded:
+            paid[each.text] += (each.reward or 0.0) - lowest
+    replies = heapq.nlargest(FIXED_REPLIES, paid, key=paid.__getitem__)
+    earned = {reply: _earned(prober, task, reply, chosen)[0] for reply in replies}
+    best = max(earned, key=earned.__getitem__)
+    return best, _earned(prober, task, best, others)
+
+
+def _earned(prober: _Prober, task: RLAdapter, reply: str, groups: Sequence[Group]) -> tuple[float, float, float]:
+    """The mean reward of one reply to all these prompts, with its interval."""
+    grades = prober.grades(task, [(reply, group.item) for group in groups])
+    return reward_interval(task, [grade.reward or 0.0 for grade in grades])
 
 
 def _is_relative(task: Task) -> bool:
@@ -267,16 +300,19 @@ def _sandbox() -> str:
 
 def _notes(task: Task, dataset: Sequence[Any], seen: TaskEvidence) -> tuple[str, ...]:
     chosen = seen.informative.get(seen.group_size)
+    better = seen.better_size
     notes = {
         "there is no held-out set, so nothing can be measured": not task.build_heldout(),
         f"only {len(dataset)} training items": len(dataset) < seen.group_size * 4,
-        f"group_size {seen.group_size} is expected to give a signal in only {chosen or 0:.0%} of the groups; "
-        "a larger one or dynamic_sampling gives more": chosen is not None and chosen < 0.5,
+        f"group_size {seen.group_size} is expected to give a signal in only {chosen or 0:.0%} of the groups"
+        + ("" if better is None else f"; {better} gives {seen.informative[better]:.0%}"): (
+            chosen is not None and chosen < 0.5
+        ),
         f"{seen.truncated:.0%} of the completions are cut off": seen.truncated > 0.05,
         f"{seen.ungraded:.0%} of the completions were not graded ({seen.first_error})": seen.ungraded > 0,
         f"{seen.noisy:.0%} of the rewards changed when graded again": seen.noisy > 0,
         f"{seen.junk_accepted:.0%} of empty and senseless replies got the full reward": seen.junk_accepted > 0,
-        f"{seen.fixed_reply!r} as the reply to every prompt earns {seen.fixed_reward:.2f}": (
+        f"{seen.fixed_reply!r} as the reply to every prompt earns {seen.fixed_reward[0]:.2f}": (
             seen.fixed_share > 0.1 and seen.success[0] < SATURATED_FROM
         ),
         f"grading takes {seen.reward_seconds:.1f} s per completion and will limit the speed": seen.reward_seconds > 1,

@@ -12,7 +12,9 @@ UNGRADED_LIMIT = 0.5
 TRUNCATED_LIMIT = 0.25
 NOISE_LIMIT = 0.5
 JUNK_LIMIT = 0.5
-FIXED_LIMIT = 0.6
+
+FIXED_LIMIT = 0.1
+"""A reply to every prompt matters from this share of the range on; less is a lucky guess or a scrap of credit."""
 
 SATURATED_FROM = 0.9
 """Mean success from which items teach little (ScaleRL, arXiv 2510.13786, retires items there)."""
@@ -25,7 +27,12 @@ LEAST_INFORMATIVE = 0.25
 """With a smaller share of informative groups at the largest group size, most sampling is wasted."""
 
 LONGER = 4
-"""Truncated completions are sampled again with this many times `max_tokens`."""
+"""Truncated completions are sampled again with this many times `max_tokens`, and again, up to `LONGEST_TOKENS`."""
+
+LONGEST_TOKENS = 1024
+
+MORE_INFORMATIVE = 0.05
+"""A larger group size is worth naming if it gives this share of informative groups more."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +41,11 @@ class TaskEvidence:
 
     `pass_histogram[i]` counts the prompts solved in about i · 10 % of their samples. `informative` is the expected
     share of groups with unequal rewards by group size. `floor` is the lowest possible reward, `full` that of a success.
-    `cured`: a larger `max_tokens` halves the truncated share. `junk_accepted` is the share of empty and senseless
-    replies with full reward, `noisy` the share of rewards that changed when graded again. `fixed_reward` is the mean
-    reward of `fixed_reply` as the reply to every prompt. `relative`: rewards only compare within a group.
+    `enough_tokens` is the smallest `max_tokens` tried that halves the truncated share, None if none does, and
+    `longest_tried` the largest one. `junk_accepted` is the share of empty and senseless replies with full reward,
+    `noisy` the share of rewards that changed when graded again. `fixed_reward` is the mean reward of `fixed_reply` as
+    the reply to other prompts than those on which it was chosen, with its interval. `relative`: rewards only compare
+    within a group.
     """
 
     prompts: int
@@ -51,7 +60,8 @@ class TaskEvidence:
     informative: Mapping[int, float]
     group_size: int
     truncated: float
-    cured: bool
+    enough_tokens: int | None
+    longest_tried: int
     ungraded: float
     unsupported: float
     timeouts: int
@@ -59,7 +69,7 @@ class TaskEvidence:
     junk_accepted: float
     noisy: float
     fixed_reply: str
-    fixed_reward: float
+    fixed_reward: tuple[float, float, float]
     relative: bool
     reward_seconds: float
     reward_seconds_max: float
@@ -74,7 +84,19 @@ class TaskEvidence:
     @property
     def fixed_share(self) -> float:
         """The reward of the best fixed reply, as a share of the range."""
-        return self._share(self.fixed_reward)
+        return self._share(self.fixed_reward[0])
+
+    @property
+    def fixed_reply_pays(self) -> bool:
+        """Whether one reply to every prompt surely earns more than the model does."""
+        return self.fixed_share > FIXED_LIMIT and self.fixed_reward[1] > self.mean[2]
+
+    @property
+    def better_size(self) -> int | None:
+        """The group size with the most informative groups, if that is noticeably more than at `group_size`."""
+        size, share = max(self.informative.items(), key=lambda option: option[1])
+        now = self.informative.get(self.group_size)
+        return size if now is not None and share >= now + MORE_INFORMATIVE else None
 
     def _share(self, reward: float) -> float:
         return (reward - self.floor) / (self.full - self.floor) if self.full > self.floor else 1.0
@@ -102,16 +124,17 @@ def decide(seen: TaskEvidence) -> tuple[TaskVerdict, str, str]:
             f"{seen.junk_accepted:.0%} of empty and senseless replies got the full reward",
             "Correct the grader: it accepts anything",
         )
-    if seen.truncated > TRUNCATED_LIMIT and seen.cured:
+    if seen.truncated > TRUNCATED_LIMIT and seen.enough_tokens is not None:
         return (
             "truncated",
-            f"{seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, far fewer at more",
-            f"Set max_tokens to {LONGER * seen.max_tokens} and examine again: rewards of truncated completions mislead",
+            f"{seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, far fewer at "
+            f"{seen.enough_tokens}",
+            f"Set max_tokens to {seen.enough_tokens} and examine again: rewards of truncated completions mislead",
         )
-    if seen.fixed_share > FIXED_LIMIT and seen.fixed_reward > seen.mean[2] and seen.success[0] < SATURATED_FROM:
+    if seen.fixed_reply_pays and seen.success[0] < SATURATED_FROM:
         return (
             "reward_constant",
-            f"{seen.fixed_reply!r} as the reply to every prompt earns {seen.fixed_reward:.2f}, the model earns "
+            f"{seen.fixed_reply!r} as the reply to every prompt earns {seen.fixed_reward[0]:.2f}, the model earns "
             f"{seen.mean[0]:.2f}",
             "Correct the grader, or balance the prompts: RL would learn that reply instead of the task",
         )
@@ -145,6 +168,11 @@ def _no_signal(seen: TaskEvidence, size: int, share: float) -> tuple[TaskVerdict
     rest = f"of groups of {size} only {share:.0%} would carry a signal"
     if seen.only_scraps:
         rest = f"the only signal is a little partial credit (mean reward {seen.mean[0]:.3f})"
+    if seen.truncated > TRUNCATED_LIMIT:
+        rest += (
+            f"; {seen.truncated:.0%} of the completions were cut off at {seen.max_tokens} tokens, and nearly as many "
+            f"at {seen.longest_tried}: the model does not end its replies"
+        )
     return (
         "sft_first",
         f"the model succeeds in {seen.success[0]:.1%} of the cases: {rest}",
