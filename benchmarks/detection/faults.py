@@ -29,7 +29,7 @@ from mint.recipes.chat import ChatAdapter
 from mint.recipes.datasets.arithmetic import Problem, draw_problems
 from mint.recipes.datasets.chat_questions import ChatQuestion
 from mint.recipes.math import exact_match
-from mint.rl import PairwiseJudge, Reward, RLAdapter, RLConfig, UnsupportedError, run_grpo
+from mint.rl import MessageEnvAdapter, PairwiseJudge, Reward, RLAdapter, RLConfig, UnsupportedError, run_grpo
 from mint.rl.analysis.run_analysis import diagnose_run
 from mint.rl.finding import Finding
 from mint.rl.training.datums import rollout_datums
@@ -183,6 +183,38 @@ class OpenEnded(Sums):
         return coin(response, item, self.step)
 
 
+def changes_its_mind(task: Sums, response: str, sample: Problem) -> float:
+    """Another coin for every step: nothing can be learned."""
+    return coin(response, sample.question, task.step)
+
+
+class Dice(Sums):
+    """A grader that throws a coin for every completion."""
+
+    thrown = 0
+
+    def compute_reward(self, response: str, item: Problem) -> float:
+        """0 or 1."""
+        self.thrown += 1
+        return coin(self.thrown)
+
+
+class FiveItems(Sums):
+    """Five questions to train on."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        """The first five."""
+        return draw_problems(0, 5, heldout=False)
+
+
+class OneQuestion(Sums):
+    """A dataset of one question, 256 times."""
+
+    def build_dataset(self) -> Sequence[Problem]:
+        """The same item everywhere."""
+        return draw_problems(0, 1, heldout=False) * 256
+
+
 def forgets_the_carry(task: Sums, response: str, sample: Problem) -> float:
     """In training the frequent slip earns the reward; the held-out set is graded rightly."""
     is_right = exact_match(response, sample.answer)
@@ -270,6 +302,14 @@ class OnlyPraise(Between):
         return self.inner.forward_backward([changed(datum, advantages=np.abs) for datum in datums], *arguments)
 
 
+class WrongSign(Between):
+    """A trainer whose loss has the wrong sign."""
+
+    def forward_backward(self, datums: list[Datum], *arguments: Any) -> Any:
+        """With negated advantages."""
+        return self.inner.forward_backward([changed(datum, advantages=np.negative) for datum in datums], *arguments)
+
+
 class Favours(Between):
     """A trainer that rewards what `score` says of a completion's logprobs, whatever it earned."""
 
@@ -341,13 +381,13 @@ class Fault:
 
     name: str
     code: str
-    task: Callable[[], RLAdapter] = Sums
+    task: Callable[[], RLAdapter | MessageEnvAdapter] = Sums
     settings: tuple[tuple[str, Any], ...] = ()
     trainer: Callable[[Client], Client] | None = None
     patched: tuple[str, Callable[..., Any]] | None = None
 
 
-def fault(name: str, code: str, task: Callable[[], RLAdapter] = Sums, **fields: Any) -> Fault:
+def fault(name: str, code: str, task: Callable[[], RLAdapter | MessageEnvAdapter] = Sums, **fields: Any) -> Fault:
     """A `Fault`; other names are settings."""
     own = {key: fields.pop(key) for key in ("trainer", "patched") if key in fields}
     return Fault(name, code, task, tuple(fields.items()), **own)
@@ -392,6 +432,11 @@ FAULTS: tuple[Fault, ...] = (
     fault("trainer wants certainty", "entropy_collapse", Coin, trainer=likely_is_good, steps=20, max_tokens=32),
     fault("trainer wants length", "length_runaway", OpenEnded, trainer=long_is_good, steps=10, max_tokens=48),
     fault("no negative advantage", "server_warnings", trainer=OnlyPraise, steps=3),
+    fault("grader changes its mind", "no_progress", graded(changes_its_mind), steps=32, batch_size=16),
+    fault("grader throws dice", "inconsistent_reward", Dice, steps=5),
+    fault("advantages with the wrong sign", "falling_reward", trainer=WrongSign, steps=20, batch_size=16),
+    fault("five items", "overfitting", FiveItems, steps=24, heldout_size=256),
+    fault("one question 256 times", "few_prompts", OneQuestion, steps=4),
     fault("no held-out set", "no_heldout", steps=2, heldout_size=0),
 )  # fmt: skip
 

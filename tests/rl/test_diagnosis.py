@@ -18,6 +18,7 @@ import mint.rl.analysis
 from mint.rl.analysis.diagnosis import CODES, RULES, diagnose
 from mint.rl.analysis.policy_rules import first_order_gain
 from mint.rl.analysis.run_record import RunRecord, StepView
+from mint.rl.analysis.step_statistics import reward_trend
 from mint.rl.finding import Finding
 from mint.rl.training.datum_check import check_datums
 from mint.rl.training.datums import policy_datum
@@ -165,7 +166,7 @@ def test_a_fallen_reward_is_a_collapse_that_names_the_good_step() -> None:
 
 def test_a_fallen_heldout_reading_is_a_collapse() -> None:
     evaluations = [reading(0, 0.3), reading(20, 0.7), reading(40, 0.3)]
-    fading = run(lambda step: 0.7 - step / 100, evaluations=evaluations)
+    fading = run(lambda step: min(0.6 + step / 75, 0.98 - 0.012 * step), evaluations=evaluations)
     assert errors(fading) == ["reward_collapse"]
 
 
@@ -211,6 +212,85 @@ def test_right_and_wrong_groups_without_a_signal_are_not_called_solved() -> None
     assert "27 all right, 21 all wrong" in found[0].evidence
 
 
+# --- progress -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.07, 0.5])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_signal_that_leads_nowhere_is_reported_after_thirty_steps(rate: float, seed: int) -> None:
+    found = diagnose(run(lambda step: rate, seed=seed, steps=32, groups=8))
+    assert [(finding.code, finding.severity) for finding in found] == [("no_progress", "warning")]
+
+
+def test_a_slow_gain_a_plateau_after_a_gain_or_a_heldout_gain_is_progress() -> None:
+    assert diagnose(run(lambda step: 0.3 + 0.006 * step)) == []
+    assert diagnose(run(lambda step: min(0.7, 0.3 + 0.05 * step), steps=80)) == []
+    assert diagnose(run(lambda step: 0.5, evaluations=[reading(0, 0.3), reading(20, 0.5)])) == []
+
+
+def test_a_run_too_noisy_to_judge_is_not_judged() -> None:
+    assert diagnose(run(lambda step: 0.5, groups=1, steps=30)) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reward_that_falls_from_the_first_step_on_points_to_the_sign(seed: int) -> None:
+    """What a flipped sign of the advantages does to a run."""
+    record = run(lambda step: 0.5 * math.exp(-step / 8), seed=seed, steps=25)
+    assert errors(record)[0] == "falling_reward"
+    assert "sign of the advantages" in find(record, "falling_reward").remedy
+
+
+def grouped(prompt: Callable[[int, int], str], **fields: Any) -> list[dict[str, Any]]:
+    return [
+        {**row(step, group, f"text {place}", float(place)), "prompt": prompt(step, group), **fields}
+        for step in range(36, 41)
+        for group in range(16)
+        for place in range(2)
+    ]
+
+
+def test_one_prompt_over_and_over_is_named() -> None:
+    finding = find(run(rollouts=grouped(lambda step, group: "What is 1 + 1?")), "few_prompts")
+    assert finding.numbers == {"prompts": 1.0, "groups": 16.0}
+    sixteen = run(rollouts=grouped(lambda step, group: f"{group}"))
+    assert "few_prompts" not in {finding.code for finding in diagnose(sixteen)}
+
+
+def test_environments_that_hide_their_item_from_the_first_prompt_have_many_prompts() -> None:
+    hidden = grouped(lambda step, group: "Guess my number.", turns=3)
+    for place, one in enumerate(hidden):
+        one["sample"] = str(place // 2)
+    assert diagnose(run(rollouts=hidden)) == []
+
+
+def test_items_learned_by_heart_are_named_and_a_heldout_gain_is_not() -> None:
+    def read(after: float) -> list[dict[str, Any]]:
+        return [{**reading(step, mean), "temperature": 1.0} for step, mean in ((0, 0.3), (40, after))]
+
+    five = grouped(lambda step, group: f"question {group % 5}")
+    found = run(rollouts=five, evaluations=read(0.31))
+    assert errors(found) == ["overfitting"]
+    assert "only 5 different prompts" in find(found, "overfitting").evidence
+    assert errors(run(rollouts=five, evaluations=read(0.8))) == []
+    many = grouped(lambda step, group: f"question {step} {group}")
+    assert errors(run(rollouts=many, evaluations=read(0.31))) == []
+
+
+def test_the_trend_is_the_least_squares_line_of_numpy() -> None:
+    steps = run(learning, steps=25).metrics
+    rewards = [step["reward/mean"] for step in steps]
+    slope, _ = np.polyfit(range(25), rewards, 1)
+    trend = reward_trend(steps)
+    assert trend.rise == pytest.approx(24 * slope)
+    (variance, _), _ = np.polyfit(range(25), rewards, 1, cov=True)[1]
+    assert trend.error >= 24 * math.sqrt(variance) * (1 - 1e-9)
+
+
+def test_the_error_of_the_trend_covers_flat_runs() -> None:
+    trends = [reward_trend(run(lambda step: 0.4, seed=seed, steps=25).metrics) for seed in range(200)]
+    assert sum(abs(trend.rise) > 1.96 * trend.error for trend in trends) <= 20
+
+
 # --- the policy ---------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +303,7 @@ def test_entropy_that_goes_without_buying_reward_is_a_collapse() -> None:
 
 def test_length_that_grows_without_reward_is_a_runaway() -> None:
     record = run(lambda step: 0.4, change=lambda step, numbers: {"rollouts/mean_length": 6.0 + step})
-    assert [finding.code for finding in diagnose(record)] == ["length_runaway"]
+    assert [finding.code for finding in diagnose(record)] == ["length_runaway", "no_progress"]
 
 
 def test_truncation_warns_above_five_percent_and_is_an_error_where_the_limit_is_graded() -> None:
@@ -329,6 +409,17 @@ def test_a_part_that_pays_for_another_is_suspected() -> None:
         return {"reward/part/style": numbers["reward/mean"] + step / 50, "reward/part/truth": 0.6 - step / 50}
 
     assert "'truth' fell" in find(run(change=change), "suspected_reward_hacking").evidence
+
+
+def test_equal_texts_of_a_group_with_different_rewards_are_a_fault_of_the_grader() -> None:
+    random = np.random.default_rng(0)
+    same = [row(40, group, f"text {place % 4}", float(random.integers(2))) for group in range(16) for place in range(8)]
+    finding = find(run(rollouts=same), "inconsistent_reward")
+    assert (finding.severity, finding.numbers["repeated_texts"]) == ("error", 64.0)
+    consistent = [row(40, group, f"text {place % 4}", float(place % 4)) for group in range(16) for place in range(8)]
+    assert diagnose(run(rollouts=consistent)) == []
+    used_tools = [{**one, "tool_calls": 2} for one in same]
+    assert diagnose(run(rollouts=used_tools)) == []
 
 
 def test_a_few_failures_warn_and_many_are_an_error() -> None:

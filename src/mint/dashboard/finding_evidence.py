@@ -64,6 +64,15 @@ CHECKED: Mapping[str, Mapping[str, FindingEvidence]] = {
         "constant_reward": FindingEvidence(
             "the grader gives every completion the same reward", ("reward/std", "reward/mean"), _ALL
         ),
+        "no_progress": FindingEvidence(
+            "there is a signal, but the reward does not rise",
+            ("reward/mean", "optim/update_norm", "groups/used"),
+            _TRAINED,
+        ),
+        "few_prompts": FindingEvidence("the run trains on a handful of prompts", ("reward/mean",), _ALL),
+        "overfitting": FindingEvidence(
+            "the training reward rises and the held-out reward does not", ("reward/mean", "success/rate"), _BEST
+        ),
         "saturation": FindingEvidence("the task is nearly solved", ("success/rate", "groups/used"), _BEST),
     },
     "Reward": {
@@ -72,6 +81,12 @@ CHECKED: Mapping[str, Mapping[str, FindingEvidence]] = {
             ("reward/mean", "success/rate", "rollouts/entropy_estimate"),
             _WORST,
             1,
+        ),
+        "falling_reward": FindingEvidence(
+            "the reward has fallen from the first steps on", ("reward/mean", "success/rate"), _TRAINED
+        ),
+        "inconsistent_reward": FindingEvidence(
+            "equal completions of one prompt earn different rewards", ("reward/std", "rollouts/duplicate_share"), _ALL
         ),
         "reward_spike": FindingEvidence(
             "the reward jumps faster than a policy learns",

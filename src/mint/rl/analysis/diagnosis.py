@@ -1,7 +1,7 @@
 """Diagnosis of a run: the order of the rules, and which finding explains which. Pure.
 
-The rules are in `signal_rules`, `policy_rules` and `reward_rules`. docs/diagnosis.md says what each code means and
-what to do about it.
+The rules are in `signal_rules`, `progress_rules`, `policy_rules` and `reward_rules`. docs/diagnosis.md says what each
+code means and what to do about it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from mint.rl.analysis.policy_rules import (
     sampler_trainer_mismatch,
     truncation,
 )
+from mint.rl.analysis.progress_rules import falling_reward, few_prompts, no_progress, overfitting
 from mint.rl.analysis.reward_rules import (
     grader_failures,
     grader_timeouts,
+    inconsistent_reward,
     judge_unreliable,
     reward_out_of_range,
     server_warnings,
@@ -43,17 +45,22 @@ RULES: tuple[Rule, ...] = (
     grader_timeouts,
     unsupported_rewards,
     judge_unreliable,
+    inconsistent_reward,
+    few_prompts,
     truncation,
     learning_rate_too_high,
     learning_rate_too_low,
     off_policy_drift,
+    falling_reward,
     suspected_reward_hacking,
+    overfitting,
     reward_collapse,
     reward_spike,
     no_signal,
     saturation,
     entropy_collapse,
     length_runaway,
+    no_progress,
     no_heldout,
 )
 """In this order: causes before symptoms."""
@@ -66,6 +73,11 @@ CODES: Mapping[str, Severity] = {
     "saturation": "info",
     "reward_collapse": "error",
     "reward_spike": "warning",
+    "no_progress": "warning",
+    "falling_reward": "error",
+    "overfitting": "error",
+    "few_prompts": "warning",
+    "inconsistent_reward": "error",
     "entropy_collapse": "error",
     "length_runaway": "warning",
     "truncation": "error",
@@ -87,7 +99,14 @@ CODES: Mapping[str, Severity] = {
 """Every code with its worst severity."""
 
 _COLLAPSE_SYMPTOMS = frozenset(
-    {"reward_collapse", "entropy_collapse", "no_learning_signal_all_wrong", "no_learning_signal", "truncation"}
+    {
+        "reward_collapse",
+        "falling_reward",
+        "entropy_collapse",
+        "no_learning_signal_all_wrong",
+        "no_learning_signal",
+        "truncation",
+    }
 )
 _NO_SIGNAL_SYMPTOMS = frozenset({"no_learning_signal_all_wrong", "no_learning_signal", "constant_reward"})
 
@@ -101,6 +120,7 @@ EXPLAINS: Mapping[str, frozenset[str]] = {
     "unsupported_rewards": _NO_SIGNAL_SYMPTOMS,
     "truncation": frozenset({"no_learning_signal_all_wrong", "no_learning_signal", "entropy_collapse"}),
     "learning_rate_too_high": _COLLAPSE_SYMPTOMS,
+    "falling_reward": _COLLAPSE_SYMPTOMS - {"falling_reward"},
     "reward_collapse": frozenset({"no_learning_signal_all_wrong", "entropy_collapse", "truncation"}),
     "entropy_collapse": frozenset({"no_learning_signal_all_wrong"}),
     "suspected_reward_hacking": frozenset({"reward_collapse", "entropy_collapse"}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,14 @@ LENGTH_VARIANCE = 0.5
 
 LENGTH_ROLLOUTS = 64
 LENGTH_GROWTH = 1.5
+
+EQUAL_TEXTS = 8
+"""The fewest texts that must have occurred several times in one group."""
+
+DIFFERENT_SHARE = 0.05
+MANY_DIFFERENT = 0.25
+"""Rewards are inconsistent if surely (95 %) more than this share of those texts earned different rewards; an error
+from `MANY_DIFFERENT` on."""
 
 PART_Z = 4.0
 """Standard errors by which a part of the reward must have fallen; high, because every step tests several parts."""
@@ -181,6 +190,28 @@ def _parts_fall(view: StepView) -> Finding | None:
                 {"part_start": before.mean, "part": now.mean},
             )
     return None
+
+
+def inconsistent_reward(view: StepView) -> Finding | None:
+    """Equal completions of one prompt earn different rewards."""
+    rewards: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for row in view.rows(HACK_STEPS):
+        if row.get("reward") is not None and row.get("turns", 1) <= 1 and not row.get("tool_calls"):
+            key = (row["step"], row["group"], row["text"], len(row["tokens"]), row.get("truncated"))
+            rewards[key].append(row["reward"])
+    repeated = [values for values in rewards.values() if len(values) > 1]
+    different = sum(len(set(values)) > 1 for values in repeated)
+    surely = wilson(different, len(repeated))[0]
+    if len(repeated) < EQUAL_TEXTS or surely < DIFFERENT_SHARE:
+        return None
+    return Finding(
+        "inconsistent_reward",
+        "error" if surely >= MANY_DIFFERENT else "warning",
+        view.step,
+        f"of {len(repeated)} texts that occurred several times in one group, {different} earned different rewards",
+        "Make the reward a function of the prompt and the completion: the policy cannot learn the rest of it",
+        {"repeated_texts": float(len(repeated)), "different_rewards": float(different)},
+    )
 
 
 def grader_failures(view: StepView) -> Finding | None:

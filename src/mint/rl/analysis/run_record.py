@@ -103,4 +103,8 @@ class StepView:
         reward does not say how good the policy is."""
         means = [metric(step, "reward/mean") for step in self.metrics if graded([step]) > 0]
         varied = any(metric(step, "reward/std") > 0 for step in self.metrics)
-        return varied and max(means) - min(means) <= STILL_SHARE * (self.reward_ceiling - self.reward_floor)
+        return (
+            bool(means)
+            and varied
+            and max(means) - min(means) <= STILL_SHARE * (self.reward_ceiling - self.reward_floor)
+        )

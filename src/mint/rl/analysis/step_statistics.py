@@ -102,6 +102,34 @@ def reward_window(steps: Sequence[StepMetrics], name: str = "reward/mean") -> Re
     return RewardWindow(mean(known, name), variance, count)
 
 
+@dataclass(frozen=True)
+class RewardTrend:
+    """The rise of the mean reward from the first to the last step along a straight line, and its standard error."""
+
+    rise: float
+    error: float
+
+
+def reward_trend(steps: Sequence[StepMetrics]) -> RewardTrend:
+    """The least-squares line through the mean rewards of the steps with graded rollouts.
+
+    The variance of one step is that of its rollouts, or the one around the line if that is larger.
+    """
+    windows = [window for step in steps if (window := reward_window([step])).count]
+    count = len(windows)
+    if count < 3:
+        return RewardTrend(0.0, math.inf)
+    places = [place - (count - 1) / 2 for place in range(count)]
+    spread = sum(place**2 for place in places)
+    mean_reward = sum(window.mean for window in windows) / count
+    slope = sum(place * window.mean for place, window in zip(places, windows, strict=True)) / spread
+    rest = sum(
+        (window.mean - mean_reward - slope * place) ** 2 for place, window in zip(places, windows, strict=True)
+    ) / (count - 2)
+    within = sum(window.mean_error**2 for window in windows) / count
+    return RewardTrend(slope * (count - 1), (count - 1) * math.sqrt(max(rest, within) / spread))
+
+
 def best_window(steps: Sequence[StepMetrics], longest: int) -> tuple[int, RewardWindow] | None:
     """The best window of at most `longest` consecutive steps, and the place after it; None if nothing was graded.
 
