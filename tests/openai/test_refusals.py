@@ -85,7 +85,7 @@ def test_what_says_nothing_is_no_reason_to_refuse(client: openai.OpenAI) -> None
     nulls = {name: None for name in CompletionRequest.model_fields if name not in COMPLETION}
     rest = {
         "suffix": "", "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "best_of": 1, "user": "me",
-        "metadata": {"a": "b"}, "unheard_of": 1, "top_k": 0, "stop": [],
+        "metadata": {"a": "b"}, "top_k": 0, "stop": [],
     }  # fmt: skip
     assert client.completions.create(**COMPLETION, extra_body={**nulls, **rest}).choices
     nulls = {name: None for name in ChatRequest.model_fields if name not in CHAT}
@@ -94,6 +94,19 @@ def test_what_says_nothing_is_no_reason_to_refuse(client: openai.OpenAI) -> None
         "tools": [], "tool_choice": "auto",
     }  # fmt: skip
     assert client.chat.completions.create(**CHAT, extra_body={**nulls, **rest}).choices
+
+
+@pytest.mark.parametrize("prefix", ["/v1", "/oai/api/v1"])
+def test_a_route_that_there_is_not_is_refused_in_openais_shape(http: httpx.Client, prefix: str) -> None:
+    error = refusal(http.post(f"{prefix}/embeddings", json={"model": MODEL, "input": "One"}), 404)
+    assert error["type"] == "invalid_request_error" and "/embeddings" in error["message"]
+    error = refusal(http.get(f"{prefix}/chat/completions"), 405)
+    assert "GET" in error["message"] and "POST" in error["message"]
+
+
+def test_a_route_of_the_training_protocol_that_there_is_not_is_refused_in_its_shape(http: httpx.Client) -> None:
+    response = http.post("/api/v1/unheard_of", json={})
+    assert response.status_code == 404 and response.json()["code"] == "NotFoundError"
 
 
 def test_each_kind_of_refusal_has_its_exception(server: Server, client: openai.OpenAI) -> None:

@@ -219,7 +219,7 @@ def _respond_error(error: MintError, *, status: int | None = None) -> Response:
 
 async def _no_route(request: Request, _error: Exception) -> Response:
     remedy = "See /docs for those there are; those of the training protocol begin with /api/v1"
-    return _respond_error(
+    return _refuse_of(request)(
         NotFoundError("is not a route of this server", field="path", value=request.url.path, remedy=remedy)
     )
 
@@ -228,6 +228,16 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
     headers = (error.headers or {}) if isinstance(error, HTTPException) else {}
     remedy = f"Use {headers.get('Allow', 'another one')}"
     refusal = InvalidRequestError("is not taken by this route", field="method", value=request.method, remedy=remedy)
-    response = _respond_error(refusal, status=405)
+    response = _refuse_of(request)(refusal)
+    response.status_code = 405
     response.headers.update(headers)
     return response
+
+
+def _refuse_of(request: Request) -> Callable[[MintError], Response]:
+    """How the routes whose path begins alike write an error: a protocol has its own shape below its prefix."""
+    prefix = request.url.path.split("/")[1]
+    for row in request.app.state.rows:
+        if row.refuse is not None and row.path.split("/")[1] == prefix:
+            return row.refuse
+    return _respond_error

@@ -1,12 +1,13 @@
 """The request and response bodies of OpenAI's completions and chat protocol, with a few fields that vLLM adds.
 
-Unknown fields are ignored, as every server of this protocol does. Known fields that cannot be honoured are refused,
-unless their value asks for nothing.
+No field is ignored in silence. Each is honoured, or is a label or hint that asks for nothing (`_LABELS`), or is refused
+by name, unless its value asks for nothing.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -29,50 +30,129 @@ MAX_TOKEN = 2**31 - 1
 _NO_PENALTIES = "Leave it out: tokens are drawn from the policy itself, with temperature, top_p and top_k alone"
 _NO_GRAMMAR = "Leave it out, and check the text afterwards: tokens are not constrained to a format"
 _NO_AUDIO = "Only text goes in and out"
-_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "suffix": (("",), "Leave it out: only the end of a text can be completed"),
-    "logit_bias": (({},), _NO_PENALTIES),
-    "presence_penalty": ((0,), _NO_PENALTIES),
+_OWN_TEMPLATE = "Leave it out: the chat template of the model renders the conversation"
+
+Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Fields that cannot be honoured: the values (besides null) that ask for nothing, and what to do instead."""
+
+_LABELS = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "user"}
+)
+"""Fields that change no reply: labels for the records of a provider, and hints for its cache. Prompts are cached here
+without them."""
+
+_REFUSED: Refusals = {
+    "allowed_token_ids": ((), _NO_PENALTIES),
+    "bad_words": (([],), _NO_PENALTIES),
+    "best_of": ((), "Sample with n, and choose"),
+    "cache_salt": ((), "Leave it out: prompts are cached for each owner of a key alone"),
+    "documents": (([],), "Write them into a message"),
+    "echo": ((False,), "Ask /v1/completions with the rendered conversation"),
     "frequency_penalty": ((0,), _NO_PENALTIES),
-    "repetition_penalty": ((1,), _NO_PENALTIES),
-    "length_penalty": ((1,), _NO_PENALTIES),
-    "min_p": ((0,), _NO_PENALTIES),
-    "min_tokens": ((0,), "Leave it out, or ask again for those that are too short"),
-    "ignore_eos": ((False,), "Leave it out: a text ends where the model ends it"),
-    "use_beam_search": ((False,), "Leave it out: sample with n, and choose"),
-    "include_stop_str_in_output": ((False,), "Leave it out; `return_token_ids` returns every sampled token"),
-    "response_format": (({"type": "text"},), _NO_GRAMMAR),
-    "guided_json": ((), _NO_GRAMMAR),
-    "guided_regex": ((), _NO_GRAMMAR),
     "guided_choice": ((), _NO_GRAMMAR),
     "guided_grammar": ((), _NO_GRAMMAR),
-    "structured_outputs": ((), _NO_GRAMMAR),
-    "functions": (([],), "Pass `tools`"),
-    "function_call": (("none",), "Pass `tools` and `tool_choice`"),
-    "parallel_tool_calls": ((True,), "Leave it out: how many calls a reply holds is up to the model"),
-    "modalities": ((["text"],), _NO_AUDIO),
-    "audio": ((), _NO_AUDIO),
-    "web_search_options": ((), "Pass `tools`, and run them on your side"),
+    "guided_json": ((), _NO_GRAMMAR),
+    "guided_regex": ((), _NO_GRAMMAR),
+    "ignore_eos": ((False,), "Leave it out: a text ends where the model ends it"),
+    "include_stop_str_in_output": ((False,), "Leave it out; `return_token_ids` returns every sampled token"),
+    "length_penalty": ((1,), _NO_PENALTIES),
+    "logit_bias": (({},), _NO_PENALTIES),
+    "logits_processors": (([],), _NO_PENALTIES),
+    "min_p": ((0,), _NO_PENALTIES),
+    "min_tokens": ((0,), "Leave it out, or ask again for those that are too short"),
+    "moderation": ((), "Check the text on your side"),
+    "presence_penalty": ((0,), _NO_PENALTIES),
+    "priority": ((0,), "Leave it out: requests of all owners take turns"),
+    "prompt_cache_options": (({},), "Leave it out: prompts are cached in any case"),
     "prompt_logprobs": ((), "Ask /v1/completions with echo and logprobs"),
+    "repetition_penalty": ((1,), _NO_PENALTIES),
+    "response_format": (({"type": "text"},), _NO_GRAMMAR),
+    "service_tier": (("auto", "default"), "Leave it out: requests of all owners take turns"),
+    "spaces_between_special_tokens": ((True,), "Leave it out; `return_token_ids` returns every sampled token"),
+    "store": ((False,), "Leave it out, and keep the reply on your side: no reply is stored"),
+    "structured_outputs": ((), _NO_GRAMMAR),
+    "suffix": (("",), "Leave it out: only the end of a text can be completed"),
+    "truncate_prompt_tokens": ((), "Shorten the prompt on your side"),
+    "use_beam_search": ((False,), "Leave it out: sample with n, and choose"),
 }
-"""Known fields that cannot be honoured: the values (besides null) that ask for nothing, and what to do instead."""
+"""Of both kinds of request."""
+
+_REFUSED_IN_CHAT: Refusals = {
+    "add_generation_prompt": ((True,), "Leave it out: the reply of the assistant is asked for"),
+    "add_special_tokens": ((False,), _OWN_TEMPLATE),
+    "audio": ((), _NO_AUDIO),
+    "chat_template": ((), _OWN_TEMPLATE),
+    "continue_final_message": ((False,), "Ask /v1/completions with the rendered conversation"),
+    "function_call": (("none",), "Pass `tools` and `tool_choice`"),
+    "functions": (([],), "Pass `tools`"),
+    "mm_processor_kwargs": (({},), _NO_AUDIO),
+    "modalities": ((["text"],), _NO_AUDIO),
+    "parallel_tool_calls": ((True,), "Leave it out: how many calls a reply holds is up to the model"),
+    "prediction": ((), "Leave it out: no reply is predicted"),
+    "reasoning_effort": (("none",), "Pass what the chat template reads in chat_template_kwargs"),
+    "verbosity": (("medium",), "Ask for it in a message"),
+    "web_search_options": ((), "Pass `tools`, and run them on your side"),
+}
+"""Of chat alone."""
+
+_REFUSED_IN_MESSAGES: Refusals = {
+    "annotations": (([],), "Leave it out: the chat template reads texts and tool calls"),
+    "audio": ((), _NO_AUDIO),
+    "function_call": ((), "Pass `tool_calls`"),
+    "reasoning": ((), "Leave it out, or write it into the content as the chat template does"),
+    "reasoning_content": ((), "Leave it out, or write it into the content as the chat template does"),
+    "refusal": ((), "Pass it as content"),
+}
+"""Of a message: clients send back the messages that they got, with all fields of OpenAI's."""
 
 
-class _Lenient(BaseModel):
-    """Ignores unknown fields, and converts no types (`"1"` is no number)."""
+class _Strict(BaseModel):
+    """Treats null as left out, converts no types (`"1"` is no number), and refuses what it does not know by name."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    refused: ClassVar[Refusals] = {}
+    labels: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        honoured: dict[str, Any] = {}
+        for name, value in fields.items():
+            if value is None or (name in cls.labels and name not in cls.model_fields):
+                continue
+            if name in cls.model_fields:
+                honoured[name] = value
+                continue
+            known = cls.refused.get(name)
+            if known is None:
+                remedy = "Remove it or correct its spelling"
+                raise InvalidRequestError("is not known here", field=name, value=value, remedy=remedy)
+            harmless, remedy = known
+            if not any(value == nothing for nothing in harmless):
+                raise InvalidRequestError("is not supported", field=name, value=value, remedy=remedy)
+        return honoured
 
 
-class StreamOptions(_Lenient):
+class StreamOptions(_Strict):
     """Options of a stream."""
+
+    refused = {
+        "continuous_usage_stats": ((False,), "Pass include_usage"),
+        "include_obfuscation": ((False,), "Leave it out: events are not padded"),
+    }
 
     include_usage: bool = False
 
 
-class _SamplingRequest(_Lenient):
+class _SamplingRequest(_Strict):
     """The fields of both kinds of request. `top_k`, `stop_token_ids`, `skip_special_tokens`, `return_token_ids` and
     `return_tokens_as_token_ids` are vLLM's."""
+
+    refused = _REFUSED
+    labels = _LABELS
 
     model: str
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -87,19 +167,6 @@ class _SamplingRequest(_Lenient):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, fields: Any) -> Any:
-        """Treats null as left out, and refuses fields that cannot be honoured."""
-        if not isinstance(fields, dict):
-            return fields
-        given = {key: value for key, value in fields.items() if value is not None}
-        for name in given.keys() & _UNSUPPORTED.keys():
-            harmless, remedy = _UNSUPPORTED[name]
-            if not any(given[name] == value for value in harmless):
-                raise InvalidRequestError("is not supported", field=name, value=given[name], remedy=remedy)
-        return given
 
     @property
     def wants_usage(self) -> bool:
@@ -167,30 +234,44 @@ class CompletionRequest(_SamplingRequest):
         return prompt  # ty: ignore[invalid-explicit-return]
 
 
-class ContentPart(_Lenient):
-    """A part of a message."""
+class ContentPart(_Strict):
+    """A part of a message. `prompt_cache_breakpoint` is a hint."""
+
+    labels = frozenset({"prompt_cache_breakpoint"})
 
     type: str
     text: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, fields: Any) -> Any:
+        kind = fields.get("type") if isinstance(fields, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise InvalidRequestError("is no text", field="type", value=kind, remedy=_NO_AUDIO)
+        return fields
 
-class FunctionCall(_Lenient):
+
+class FunctionCall(_Strict):
     """Which function, and its arguments as JSON text."""
 
     name: str
     arguments: str = "{}"
 
 
-class ChatToolCall(_Lenient):
-    """A call that the assistant has asked for."""
+class ChatToolCall(_Strict):
+    """A call that the assistant has asked for. `index`, which streams add, is its place in the list."""
+
+    labels = frozenset({"index"})
 
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(_Lenient):
+class ChatMessage(_Strict):
     """One message of a conversation."""
+
+    refused = _REFUSED_IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -208,20 +289,27 @@ class ChatMessage(_Lenient):
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise InvalidRequestError("is no text", field="messages.content", value=part.type, remedy=_NO_AUDIO)
+            if part.text is None:
+                raise InvalidRequestError(
+                    "is missing", field="messages.content.text", value="(missing)", remedy=_NO_AUDIO
+                )
         return "".join(part.text or "" for part in self.content)
 
 
-class FunctionDefinition(_Lenient):
-    """The description of a function for the model; `parameters` is a JSON schema."""
+class FunctionDefinition(_Strict):
+    """The description of a function for the model; `parameters` is a JSON schema.
+
+    `strict` is a hint: the model reads the schema, and nothing makes it keep to it.
+    """
+
+    labels = frozenset({"strict"})
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class ChatTool(_Lenient):
+class ChatTool(_Strict):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -230,6 +318,8 @@ class ChatTool(_Lenient):
 
 class ChatRequest(_SamplingRequest):
     """Asks for the next message of a conversation. `chat_template_kwargs`, vLLM's, go to the chat template."""
+
+    refused = {**_REFUSED, **_REFUSED_IN_CHAT}
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: Annotated[int, Field(ge=1)] | None = None
