@@ -211,7 +211,8 @@ class SampleResult:
 
     `target_prompt_logprobs` float32 [Q] are those of the job's pairs, `prompt_alt_tokens` [P - 1, K] its draws.
     `samples` is empty where `max_tokens` was 0. With an `error` the job failed (its weights give no finite logits) or
-    was cancelled (`CANCELLED`), and the rest is empty. Other jobs of the call are not affected."""
+    was cancelled (`CANCELLED`), and the rest is empty. Other jobs of the call are not affected. `reused` counts the
+    tokens of the prompt that were not computed, because an earlier job had."""
 
     samples: list[Sample]
     prompt_logprobs: np.ndarray | None = None
@@ -219,6 +220,7 @@ class SampleResult:
     error: str | None = None
     target_prompt_logprobs: np.ndarray | None = None
     prompt_alt_tokens: TokenTable | None = None
+    reused: int = 0
 
 
 CANCELLED = "cancelled"

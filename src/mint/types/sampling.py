@@ -177,6 +177,7 @@ class SampleResponseJson(Result):
     topk_prompt_logprobs: list[_Row | None] | None = None
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens: PromptAltTokens | None = None
+    prompt_cache_hit_tokens: int = 0
 
 
 class SampleResponse(ArrayValue):
@@ -184,6 +185,7 @@ class SampleResponse(ArrayValue):
 
     __slots__ = (
         "prompt_alt_tokens",
+        "prompt_cache_hit_tokens",
         "prompt_logprobs_np",
         "sequences",
         "target_prompt_logprobs",
@@ -199,6 +201,9 @@ class SampleResponse(ArrayValue):
     target_prompt_logprobs: TensorData | None
     """Logprobs of the tokens that the request named, in its layout; 0 where it named none (-1)."""
     prompt_alt_tokens: PromptAltTokens | None
+    prompt_cache_hit_tokens: int
+    """How many tokens of the prompt were not computed, because an earlier request of the same owner had. Two responses
+    may be equal without it."""
 
     def __init__(
         self,
@@ -207,7 +212,9 @@ class SampleResponse(ArrayValue):
         topk_prompt_logprobs: TopkLogprobs | Sequence[Sequence[tuple[int, float]] | None] | None = None,
         target_prompt_logprobs: TensorData | None = None,
         prompt_alt_tokens: PromptAltTokens | None = None,
+        prompt_cache_hit_tokens: int = 0,
     ) -> None:
+        self.prompt_cache_hit_tokens = prompt_cache_hit_tokens
         self.sequences = list(sequences)
         if prompt_logprobs is not None and not isinstance(prompt_logprobs, np.ndarray):
             prompt_logprobs = [math.nan if logprob is None else logprob for logprob in prompt_logprobs]
@@ -233,7 +240,7 @@ class SampleResponse(ArrayValue):
         return [row or None for row in self.topk_prompt_logprobs_np.rows()]
 
     def _content(self) -> tuple[Any, ...]:
-        return tuple(self._fields().values())
+        return tuple(value for name, value in self._fields().items() if name != "prompt_cache_hit_tokens")
 
 
 def _matrices(rows: TopkLogprobs | Iterable[Sequence[tuple[int, float]] | None]) -> TopkLogprobs:

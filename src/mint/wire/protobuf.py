@@ -270,12 +270,13 @@ def read_sample(body: bytes) -> SampleResponse:
         topk_prompt_logprobs=topk,
         target_prompt_logprobs=target,
         prompt_alt_tokens=alternatives,
+        prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
     )
 
 
 def write_sample(response: SampleResponse) -> bytes:
     """`read_sample` gives the samples back."""
-    message = pb.SampleResponse()
+    message = pb.SampleResponse(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
     for sequence in response.sequences:
         reason = pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH
         tokens, logprobs = sequence.tokens_np.astype("<i4", copy=False), sequence.logprobs_np.astype("<f4", copy=False)

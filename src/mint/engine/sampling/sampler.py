@@ -80,6 +80,7 @@ class _PagedJob(BatchJob):
     rows: int = 0
     closed: bool = False
     is_finite: bool = True
+    reused: int | None = None
 
     @property
     def prompt_pages(self) -> np.ndarray:
@@ -227,6 +228,8 @@ class Sampler:
             self._lease.release(held[-1:])
         entry.done = known.length
         memory.counters["reused"] += known.length
+        if entry.reused is None:  # a job that begins anew finds what it has computed itself
+            entry.reused = known.length
         return True
 
     def _drop_cancelled(self) -> None:
@@ -394,7 +397,7 @@ class Sampler:
                 front = hidden.new_zeros(len(entry.job.prompt) - sum(map(len, unknown)), hidden.shape[1])
                 entry.scores = score_prompt(self._decoder, entry.job, torch.cat([front, *unknown]), entry.lora)
             if not entry.count:
-                self._close(entry, SampleResult([], **vars(entry.scores)))
+                self._close(entry, SampleResult([], reused=entry.reused or 0, **vars(entry.scores)))
                 continue
             started.append(self._open_rows(entry))
             rows += [index] * entry.count
@@ -477,4 +480,4 @@ class Sampler:
         for slot in self._order[sequences.of["entry"][self._order] == entry.arrival].tolist():
             entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
         samples = [entry.samples[index] for index in range(entry.count)]
-        self._close(entry, SampleResult(samples, **vars(entry.scores)))
+        self._close(entry, SampleResult(samples, reused=entry.reused or 0, **vars(entry.scores)))

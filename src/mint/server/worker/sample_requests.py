@@ -96,6 +96,7 @@ def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
         else PromptAltTokens(
             tokens=TensorData.from_numpy(alternatives.tokens), logprobs=TensorData.from_numpy(alternatives.logprobs)
         ),
+        prompt_cache_hit_tokens=result.reused,
     )
 
 
