@@ -46,6 +46,9 @@ COOKBOOK_REQUIREMENTS = (
 """All that it and its recipe `math_rl` declare but tml-renderers, which only its renderers for Thinking Machines' own
 models import."""
 
+TOOLKIT = "mindlab-toolkit==0.2.0"
+"""MinT's own package over tinker 0.22.0."""
+
 
 def peers_home() -> Path:
     """Where environments are kept between runs."""
@@ -102,3 +105,9 @@ def cookbook_python() -> Path:
     """The interpreter of an environment with the public tinker-cookbook."""
     environment = SdkEnvironment(peers_home() / "tinker-cookbook", COOKBOOK_REQUIREMENTS, (COOKBOOK,))
     return environment.ensure(torch_python())
+
+
+def toolkit_python() -> Path:
+    """The interpreter of an environment with MinT's own package."""
+    requirements = (TOOLKIT, "numpy>=2", "transformers>=5.17,<6")
+    return SdkEnvironment(peers_home() / "mindlab-toolkit", requirements).ensure(torch_python())

@@ -42,14 +42,22 @@ class Served:
         return made.stdout.strip()
 
     def run(
-        self, python: Path, script: Path, *arguments: str, owner: str, cwd: Path, timeout_s: float
+        self,
+        python: Path,
+        script: Path,
+        *arguments: str,
+        owner: str,
+        cwd: Path,
+        timeout_s: float,
+        variables: str = "TINKER",
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a script there. Its environment names the server and a key, and nothing else of ours."""
+        """Runs a script there. Its environment names the server and a key, in variables that begin so, and nothing else
+        of ours."""
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LANG") if name in os.environ}
         environment = {
             **kept,
-            "TINKER_BASE_URL": self.url,
-            "TINKER_API_KEY": self.key(owner),
+            f"{variables}_BASE_URL": self.url,
+            f"{variables}_API_KEY": self.key(owner),
             "HF_HUB_OFFLINE": "1",  # a machine without a network fails at once instead of after a minute
             "OMP_NUM_THREADS": "1",
         }
