@@ -216,3 +216,21 @@ def test_the_path_of_tinker_and_mint_leads_to_the_same(server: Server, client: o
         assert [model.id for model in other.models.list()] == [model.id for model in client.models.list()]
         asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "seed": 8, **HOT}
         assert other.completions.create(**asked).choices == client.completions.create(**asked).choices
+
+
+def test_an_end_token_that_is_ignored_ends_nothing_and_stop_strings_still_do(
+    client: openai.OpenAI, sampler: mint.SamplingClient, tokenizer: Any
+) -> None:
+    ids = tokenizer.encode(PROMPT)
+    usual = sampled(sampler, ids, max_tokens=40, temperature=0.0)[0]
+    assert usual.stop_reason == "stop"
+    longer = sampled(sampler, ids, max_tokens=40, temperature=0.0, ignore_eos=True)[0]
+    assert (longer.stop_reason, len(longer.tokens)) == ("length", 40)
+    assert longer.tokens[: len(usual.tokens)] == usual.tokens
+    assert longer.logprobs[: len(usual.tokens)] == usual.logprobs
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    got = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=40, temperature=0, extra_body=extra)
+    assert got.choices[0].token_ids == longer.tokens and got.choices[0].finish_reason == "length"
+    piece = tokenizer.decode([longer.tokens[1]])
+    stopped = sampled(sampler, ids, max_tokens=40, temperature=0.0, ignore_eos=True, stop=[piece])[0]
+    assert stopped.stop_reason == "stop" and len(stopped.tokens) <= 2

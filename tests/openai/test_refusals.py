@@ -42,7 +42,7 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     ("field", "value"),
     [
         ("suffix", "."), ("logit_bias", {"1": 2}), ("presence_penalty", 0.5), ("frequency_penalty", 0.5),
-        ("best_of", 3), ("min_p", 0.1), ("ignore_eos", True), ("guided_regex", "a+"), ("structured_outputs", {}),
+        ("best_of", 3), ("min_p", 0.1), ("guided_regex", "a+"), ("structured_outputs", {}),
         ("n", 0), ("n", 129), ("max_tokens", -1), ("max_tokens", "1"), ("max_tokens", 5000), ("temperature", -1),
         ("temperature", "hot"), ("top_p", 0), ("top_p", 2), ("top_k", -2), ("seed", 1.5), ("stop", [""]),
         ("stop", ["a"] * 65), ("stop", 3), ("stop_token_ids", [-1]), ("stop_token_ids", [10**30]),

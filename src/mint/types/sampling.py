@@ -29,7 +29,8 @@ class SamplingParams(Params):
     """How to sample.
 
     `max_tokens` None means up to the context. `stop` is a string, strings or token ids, besides the model's own end
-    token; None keeps that alone, `[]` disables every stop. `stop_token_ids` adds token ids to `stop`.
+    token; None keeps that alone, `[]` disables every stop. `stop_token_ids` adds token ids to `stop`. With `ignore_eos`
+    the model's end token ends nothing.
     The stop token is kept as the last of the sequence. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off.
     `logprobs_mode` "raw": logprobs are the policy's own, at temperature 1 without top-k and top-p. "processed": those
     of the distribution that was sampled from (greedy: 0); to train on them, pass the same temperature to the loss
@@ -43,6 +44,7 @@ class SamplingParams(Params):
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
     stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
     logprobs_mode: LogprobsMode = "raw"
 
 

@@ -123,4 +123,5 @@ def _params(request: CompletionRequest | ChatRequest, max_tokens: int | None) ->
         seed=request.sampling_seed,
         stop=request.stop_strings or None,
         stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
     )

@@ -53,7 +53,6 @@ _REFUSED: Refusals = {
     "guided_grammar": ((), _NO_GRAMMAR),
     "guided_json": ((), _NO_GRAMMAR),
     "guided_regex": ((), _NO_GRAMMAR),
-    "ignore_eos": ((False,), "Leave it out: a text ends where the model ends it"),
     "include_stop_str_in_output": ((False,), "Leave it out; `return_token_ids` returns every sampled token"),
     "length_penalty": ((1,), _NO_PENALTIES),
     "logit_bias": (({},), _NO_PENALTIES),
@@ -148,8 +147,8 @@ class StreamOptions(_Strict):
 
 
 class _SamplingRequest(_Strict):
-    """The fields of both kinds of request. `top_k`, `stop_token_ids`, `skip_special_tokens`, `return_token_ids` and
-    `return_tokens_as_token_ids` are vLLM's."""
+    """The fields of both kinds of request. `top_k`, `stop_token_ids`, `ignore_eos`, `skip_special_tokens`,
+    `return_token_ids` and `return_tokens_as_token_ids` are vLLM's."""
 
     refused = _REFUSED
     labels = _LABELS
@@ -162,6 +161,7 @@ class _SamplingRequest(_Strict):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True

@@ -54,9 +54,12 @@ def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: 
 
 
 def _stop_rule(params: SamplingParams, eos: tuple[int, ...], folder: Path) -> StopRule:
-    """`stop` None: the model's own end. A non-empty `stop` adds to it. `[]`: nothing but `stop_token_ids`."""
+    """`stop` None: the model's own end. A non-empty `stop` adds to it. `[]`: nothing but `stop_token_ids`. The model's
+    own end is left out with `ignore_eos`."""
     extra = frozenset(params.stop_token_ids or ())
     stop = params.stop
+    if params.ignore_eos:
+        eos = ()
     if stop is None:
         return StopRule(frozenset(eos) | extra)
     items = [stop] if isinstance(stop, str) else list(stop)
