@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mint.engine.cuda.graph_step import LoraPart, StepContext
 from mint.engine.model.attention import PAGE_POSITIONS
-from mint.engine.model.weights import LayerWeights
+from mint.engine.model.weights import AttentionWeights
 
 
 class PlainKernels:
@@ -29,7 +29,7 @@ class PlainKernels:
         self,
         product: Tensor,
         lora: LoraPart | None,
-        layer: LayerWeights,
+        weights: AttentionWeights,
         rows: StepContext,
         keys: Tensor,
         values: Tensor,
@@ -39,12 +39,12 @@ class PlainKernels:
         if lora is not None:
             sizes = [rows.query_heads * rows.head_dim, *[rows.kv_heads * rows.head_dim] * 2]
             heads = heads + self._lora(lora, sizes)
-        if layer.qkv_bias is not None:
-            heads = heads + layer.qkv_bias
+        if weights.qkv_bias is not None:
+            heads = heads + weights.qkv_bias
         heads = heads.view(count, -1, rows.head_dim)
         turned = heads[:, :rotated]
-        if layer.head_norms is not None:
-            turned = turned * (turned.square().mean(-1, keepdim=True) + rows.eps).rsqrt() * layer.head_norms
+        if weights.head_norms is not None:
+            turned = turned * (turned.square().mean(-1, keepdim=True) + rows.eps).rsqrt() * weights.head_norms
         positions = rows.inputs[1]
         cos, sin = (table[positions.clamp(min=0)][:, None] for table in (rows.cos, rows.sin))
         first, second = turned.chunk(2, -1)

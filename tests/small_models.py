@@ -26,6 +26,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
               "num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "qwen3_5_text": {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+                     "layer_types": ["linear_attention", "full_attention"],
+                     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+                     "linear_value_head_dim": 32,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     "mistral": {"sliding_window": 20, "num_attention_heads": 4, "num_key_value_heads": 2,
                 "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
                                     "original_max_position_embeddings": 128}},
@@ -74,7 +79,6 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "deepseek_v3": _LATENT,
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 64},
-    "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe_text": {**_DELTA_NET, **_MIXTURE},
     "qwen3_next": {**_DELTA_NET, **_MIXTURE},
     "falcon_h1": _MAMBA,
@@ -125,8 +129,8 @@ def write_model(
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # transformers starts norms at exactly 1, which would hide a forgotten one
-                parameter.uniform_(0.5, 1.5)
+            if "norm" in name:  # transformers starts norms at exactly 1 (or 0), which would hide a forgotten one
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
             else:
                 parameter.normal_(0, 0.15)
     model.save_pretrained(folder, **({} if shards is None else {"max_shard_size": shards}))

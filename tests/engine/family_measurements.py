@@ -28,7 +28,7 @@ GREEDY_PROMPTS, GREEDY_TOKENS = (5, 17, 33, 70), 50
 _WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2,
          "head_dim": 64, "vocab_size": 4096, "max_position_embeddings": 512}  # fmt: skip
 _WIDE_LATENT = {"num_key_value_heads": 8, "head_dim": None, "moe_intermediate_size": 352}
-_WIDE_DELTA_NET = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64,
+_WIDE_DELTA_NET = {"linear_num_value_heads": 16, "linear_num_key_heads": 8, "linear_key_head_dim": 64,
                    "linear_value_head_dim": 64}  # fmt: skip
 _WIDE_MIXTURE = {"moe_intermediate_size": 352, "shared_expert_intermediate_size": 352}
 _WIDE_MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_ssm": 1024, "mamba_chunk_size": 64}

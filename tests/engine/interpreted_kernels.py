@@ -21,7 +21,7 @@ from mint.engine.cuda.kernels import TritonKernels
 from mint.engine.lora import LoraRows
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.linear import DenseMatrix
-from mint.engine.model.weights import LayerWeights, MlpWeights
+from mint.engine.model.weights import AttentionWeights
 from mint.engine.protocol import LoraSpec
 from mint.engine.sampling.decode_step import EagerSteps
 from mint.engine.sampling.kv_cache import KVCache
@@ -103,22 +103,17 @@ def test_heads_are_normed_and_turned_and_lie_in_their_pages(
     rows = _rows([1, 200, 64, 0, 65], groups=3, dim=dim, side=side)
     width = (rows.query_heads + 2 * rows.kv_heads) * dim
     empty = DenseMatrix(torch.zeros(1, 1))
-    layer = LayerWeights(
-        attention_norm=torch.ones(1),
-        attention_output_norm=None,
+    weights = AttentionWeights(
         qkv=empty,
         qkv_bias=_random(width, seed=7) if biased else None,
         head_norms=_random(rows.query_heads + rows.kv_heads, dim, seed=8) if normed else None,
         o=empty,
-        mlp_norm=torch.ones(1),
-        mlp_output_norm=None,
-        mlp=MlpWeights(empty, empty),
     )
     lora = _lora(5, 3, width, rank) if rank else None
     product = _random(5, width, seed=1, dtype=dtype)
     planes, expected = _planes(rows, dtype), _planes(rows, dtype)
-    queries = KERNELS.heads(product, lora, layer, rows, *planes)
-    exact = EXACT.heads(product, lora, layer, rows, *expected)
+    queries = KERNELS.heads(product, lora, weights, rows, *planes)
+    exact = EXACT.heads(product, lora, weights, rows, *expected)
     real = [0, 1, 2, 4]
     _close(queries[real], exact[real], dtype)
     for found, plane, before in zip(planes, expected, _planes(rows, dtype), strict=True):

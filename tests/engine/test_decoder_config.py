@@ -202,7 +202,9 @@ def test_layers_with_windows_have_a_rotation_of_their_own() -> None:
     assert read_decoder_config(new) == found
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "olmo3", "exaone4", "phi3", "smollm3", "granite"])
+@pytest.mark.parametrize(
+    "family", ["mistral", "gemma3_text", "olmo3", "exaone4", "phi3", "smollm3", "granite", "qwen3_5_text"]
+)
 def test_what_a_file_leaves_out_is_what_transformers_takes(family: str) -> None:
     sizes = {"vocab_size": 10, "head_dim": 8, "max_position_embeddings": 8192, **_sizes(16, 16, 8, 2, 1)}
     found = read_decoder_config({"model_type": family, **sizes})

@@ -174,7 +174,7 @@ def test_a_whole_batch_samples_the_same_tokens(family: Path, monkeypatch: pytest
     monkeypatch.setattr(
         Device,
         "decode_steps",
-        lambda self, decoder, cache: StepGraphs(decoder, cache, kernels, capture=False, buckets=(4, 8)),
+        lambda self, decoder, cache, states: StepGraphs(decoder, cache, kernels, capture=False, buckets=(4, 8)),
     )
     fixed = engine()
     for found, expected in zip(fixed.sample(jobs), plain, strict=True):

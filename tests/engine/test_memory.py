@@ -53,7 +53,7 @@ def _allocator_error() -> RuntimeError:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5_text"])
 def test_computing_activations_again_changes_no_bit(tmp_path: Path, dtype: str, family: str) -> None:
     write_model(tmp_path, "tied", family=family)
     results = []

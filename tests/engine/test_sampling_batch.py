@@ -162,9 +162,9 @@ def test_a_cancelled_job_frees_its_rows_at_once(published: TorchEngine, monkeypa
     rows: list[int] = []
     plain = Decoder.forward
 
-    def counted(self: Decoder, tokens: torch.Tensor, *rest: object) -> torch.Tensor:
+    def counted(self: Decoder, tokens: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
         rows.append(len(tokens))
-        return plain(self, tokens, *rest)  # ty: ignore[invalid-argument-type]
+        return plain(self, tokens, *rest, **named)  # ty: ignore[invalid-argument-type]
 
     monkeypatch.setattr(Decoder, "forward", counted)
     batch = published.open_batch()

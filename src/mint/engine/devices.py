@@ -26,6 +26,7 @@ from mint.engine.quantized.quantized_matrix import QuantizedMatrix
 from mint.engine.sampling.decode_step import DecodeSteps, EagerSteps
 from mint.engine.sampling.draw import Draw, TorchDraw
 from mint.engine.sampling.kv_cache import KVCache
+from mint.engine.sampling.state_cache import StateCache
 from mint.errors import MissingExtraError
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,11 @@ class Device:
     def is_gpu(self) -> bool:
         return self.torch.type == "cuda"
 
+    def runs(self, config: DecoderConfig) -> bool:
+        """Whether mint's own decoder is the faster choice for such a model here. Its delta nets go row by row, which a
+        GPU computes slower than the modules of transformers do."""
+        return self.torch.type == "cpu" or config.delta_net is None
+
     def operations(self, config: DecoderConfig, dtype: torch.dtype) -> Operations:
         """The operations for a base model of this shape. On a GPU, sets the process's precision of float32 products."""
         activation = config.family.activation
@@ -74,10 +80,10 @@ class Device:
         """The operations for a base model whose layers are modules of transformers: by torch's own libraries."""
         return (CudaOperations if self.is_gpu else TorchOperations)(dtype, self.torch)
 
-    def decode_steps(self, decoder: Decoder, cache: KVCache) -> DecodeSteps:
-        """The decoding steps of a base model over its KV cache."""
+    def decode_steps(self, decoder: Decoder, cache: KVCache, states: StateCache | None) -> DecodeSteps:
+        """The decoding steps of a base model over its KV cache, and the states of its delta nets."""
         if isinstance(decoder.operations, NativeOperations):
-            return NativeSteps(decoder, decoder.operations, cache)
+            return NativeSteps(decoder, decoder.operations, cache, states)
         if self.torch.type == "cuda" and self._gpu_kernels and _fits_graphs(decoder):
             try:
                 # Imports Triton, which only CUDA builds of torch bring with them.
@@ -86,7 +92,7 @@ class Device:
                 log.warning("decoding without CUDA graphs, which is several times slower: %s. Install triton", error)
             else:
                 return StepGraphs(decoder, cache, TritonKernels())
-        return EagerSteps(decoder, cache)
+        return EagerSteps(decoder, cache, states)
 
     def draw(self, operations: Operations) -> Draw:
         """How tokens are drawn from the logits of these operations."""
@@ -100,7 +106,10 @@ def _fits_graphs(decoder: Decoder) -> bool:
     usual = Family(config.family.name)
     is_usual = config.family.norms == usual.norms and config.family.activation == usual.activation
     is_quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in decoder.weights.matrices.values())
-    return is_plain and is_usual and not config.family.fused and not decoder.mixtures and not is_quantized
+    is_attention = config.delta_net is None and not config.family.output_gates
+    return (
+        is_plain and is_usual and is_attention and not config.family.fused and not decoder.mixtures and not is_quantized
+    )
 
 
 def _native_kernels(native: NativeBuild | Path) -> NativeKernels | None:

@@ -23,11 +23,10 @@ def rows_at_once(config: DecoderConfig, operations: Operations) -> int:
 
 def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Bytes that all layers together keep of one row for the backward."""
-    hidden, query = config.hidden_size, config.query_size
+    hidden = config.hidden_size
     total = 0
     for layer in range(config.num_hidden_layers):
-        # The inputs of both blocks in float32; the query/key/value product and the heads; the attended values.
-        total += 8 * hidden + dtype.itemsize * (2 * (query + 2 * config.key_value_size) + query)
+        total += 8 * hidden + _mixer_bytes(config, layer, dtype)  # with the inputs of both blocks in float32
         # What attention and MLP give, where it is normed.
         norms = config.family.norms
         total += 4 * hidden * ((norms.attention_output is not None) + (norms.mlp_output is not None))
@@ -38,4 +37,17 @@ def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
             # For each chosen expert a copy of the input, the wide product, the inner values and the result, all in
             # float32.
             total += 4 * hidden + 4 * experts.per_token * (2 * hidden + 3 * experts.intermediate_size)
+    return total
+
+
+def _mixer_bytes(config: DecoderConfig, layer: int, dtype: torch.dtype) -> int:
+    """Of attention or of a delta net."""
+    net = config.delta_net_of(layer)
+    query, key_value = config.query_size, 2 * config.key_value_size
+    if net is not None:  # the products with its input, what its heads read, and the input of its output
+        return 4 * (sum(net.inputs.values()) + net.value_size) + dtype.itemsize * net.value_size
+    # The query/key/value product and the heads; the attended values.
+    total = dtype.itemsize * (2 * (query + key_value) + query)
+    if config.family.output_gates:  # the product with the gates in float32, and the gated values
+        total += 4 * (2 * query + key_value) + 4 * query
     return total

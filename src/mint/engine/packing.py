@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,6 +34,41 @@ class Span:
     def prefix_length(self) -> int:
         """Rows of the prefix; 0 for a span that stands alone."""
         return self.prefix[1] - self.prefix[0]
+
+
+@dataclass(frozen=True)
+class StateSpans:
+    """Spans of rows through which a state is carried, each from row `starts` to `stops`; all int64 [n].
+
+    A span starts from the state in the slot `loaded` (-1: from nothing), and leaves its last one in `kept` (-1:
+    nowhere). Groups are independent of one another: group g has the spans `groups[g]` to `groups[g + 1]`, which run in
+    order, for they may load what others of the group have kept.
+    """
+
+    starts: np.ndarray
+    stops: np.ndarray
+    loaded: np.ndarray
+    kept: np.ndarray
+    groups: np.ndarray
+
+    @property
+    def slots(self) -> int:
+        """The number of slots."""
+        return int(max(self.loaded.max(initial=-1), self.kept.max(initial=-1))) + 1
+
+    def levels(self) -> list[list[int]]:
+        """Spans that may run at once, in order: each is behind the span of its group whose state it loads."""
+        found: list[list[int]] = []
+        for first, last in pairwise(self.groups.tolist()):
+            depth_of_slot: dict[int, int] = {}
+            for span in range(first, last):
+                depth = depth_of_slot.get(int(self.loaded[span]), -1) + 1
+                if depth == len(found):
+                    found.append([])
+                found[depth].append(span)
+                if self.kept[span] >= 0:
+                    depth_of_slot[int(self.kept[span])] = depth
+        return found
 
 
 @dataclass(frozen=True)
@@ -63,6 +99,7 @@ class MicroBatch:
     datum_ids: list[int]
     tokens: np.ndarray
     positions: np.ndarray
+    spans: list[Span]
     blocks: list[AttentionBlock]
     row_of_position: np.ndarray
     pair_rows: np.ndarray
@@ -119,6 +156,25 @@ def attention_blocks(spans: Sequence[Span]) -> list[AttentionBlock]:
     for span in spans:
         groups.setdefault((span.prefix_length, padded_length(span.stop - span.start)), []).append(span)
     return [_block(prefix, length, members) for (prefix, length), members in sorted(groups.items())]
+
+
+def state_spans(spans: Sequence[Span]) -> StateSpans:
+    """The same spans, each behind the one that is its prefix, with a slot for each prefix. A prefix stands before the
+    spans that begin with it, and no other between them."""
+    starts, stops = (np.array([getattr(span, side) for span in spans], np.int64) for side in ("start", "stop"))
+    loaded, kept = np.full(len(spans), -1), np.full(len(spans), -1)
+    groups = []
+    place_of_row: dict[int, int] = {}
+    for place, span in enumerate(spans):
+        place_of_row[span.start] = place
+        if not span.prefix_length:
+            groups.append(place)
+            continue
+        before = place_of_row[span.prefix[0]]
+        if kept[before] < 0:
+            kept[before] = kept.max() + 1
+        loaded[place] = kept[before]
+    return StateSpans(starts, stops, loaded, kept, np.array([*groups, len(spans)]))
 
 
 def padded_length(length: int) -> int:
@@ -199,6 +255,7 @@ def _lay_out(groups: list[_PrefixGroup], data: Sequence[TrainDatum]) -> MicroBat
         datum_ids=datum_ids,
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
+        spans=spans,
         blocks=attention_blocks(spans),
         row_of_position=np.concatenate(rows),
         pair_rows=pairs // height,

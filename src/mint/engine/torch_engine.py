@@ -302,7 +302,8 @@ class TorchEngine:
                 if self._implementation == "mint":
                     raise
                 log.info("%s is not for mint's own decoder: %s", name, error)
-            else:
+                config = None
+            if config is not None and (self._device.runs(config) or self._implementation == "mint"):
                 return DecoderBase(
                     name,
                     folder,

@@ -27,7 +27,7 @@ UNEMBED = "lm_head"
 _PREFIX = "base_model.model."
 _EMBEDDING = "model.embed_tokens"
 _LAYER = re.compile(
-    r"model\.layers\.\d{1,4}\.(?:(?P<attn>self_attn\.(?:[qkvo]|qkv)_proj)"
+    r"model\.layers\.\d{1,4}\.(?:(?P<attn>self_attn\.(?:[qkvo]|qkv)_proj|linear_attn\.(?:in_proj_(?:qkv|z|b|a)|out_proj))"
     r"|(?P<mlp>mlp\.(?:experts\.\d{1,4}\.)?(?:gate|up|gate_up|down)_proj))",
     re.ASCII,
 )
@@ -284,7 +284,7 @@ def _check_shape(name: str, entry: UntrustedTensor, layers: Mapping[str, Layer],
     module, _, half = name.rpartition(".lora_")
     layer = layers.get(module)
     if layer is None or half not in ("A.weight", "B.weight"):
-        remedy = "mint has loras on q, k, v, o, gate, up, down projections, also fused, and on lm_head of this base"
+        remedy = "mint has loras on q, k, v, o, gate, up, down projections, also fused, on delta nets, and on lm_head"
         raise _refused(WEIGHTS_FILE, f"holds {entry.name[:120]!a}, which is no lora of such a layer", remedy)
     wanted = (rank, layer.inputs) if half == "A.weight" else (layer.outputs, rank)
     if entry.shape != wanted:

@@ -18,6 +18,7 @@ from mint.engine.quantized.number_formats import Quantization
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.prefix_cache import PrefixCache
 from mint.engine.sampling.sampler import COUNTERS, Sampler, SamplerMemory
+from mint.engine.sampling.state_cache import StateCache
 from mint.models.folder import ModelFolder
 
 _RECOMPUTE = {None: "long sequences", True: "always", False: "never"}
@@ -113,9 +114,13 @@ class DecoderBase(BaseModel):
 
     def _new_memory(self) -> SamplerMemory:
         decoder, sizes = self._decoder, self._caches
-        cache = KVCache(decoder.config, decoder.dtype, decoder.device, sizes.kv_cache)
-        prefixes = PrefixCache(cache, min(sizes.prefix_cache, sizes.kv_cache // 2))
+        net = decoder.config.delta_net
+        # A state is as large as the keys and values of hundreds of tokens, so each kind of layer gets one half.
+        size = sizes.kv_cache if net is None else sizes.kv_cache // 2
+        cache = KVCache(decoder.config, decoder.dtype, decoder.device, size)
+        states = None if net is None else StateCache(net, decoder.device, size)
+        prefixes = PrefixCache(cache, min(sizes.prefix_cache, size // 2), states)
         for lora in self._published:
             prefixes.open(lora)
-        steps = self._device.decode_steps(decoder, cache)
-        return SamplerMemory(cache, prefixes, steps, self._device.draw(decoder.operations))
+        steps = self._device.decode_steps(decoder, cache, states)
+        return SamplerMemory(cache, prefixes, steps, self._device.draw(decoder.operations), states)

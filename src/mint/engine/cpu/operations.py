@@ -5,7 +5,7 @@ The two differ in the last bits. Letters as in `model.operations`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
 from mint.engine.cpu.attention import NativePackedAttention
+from mint.engine.cpu.delta_net import NativeDeltaRule
 from mint.engine.cpu.kernels import HEAD_DIMS, LANES, NativeKernels
 from mint.engine.cpu.loras import NativeLoras
 from mint.engine.cpu.malloc import hand_back_freed_memory
@@ -21,13 +22,13 @@ from mint.engine.cpu.onednn import cpu_matrix, cpu_unembedding
 from mint.engine.cpu.panels import NativeProducts, PanelMatrix, panel_matrix, panel_unembedding
 from mint.engine.lora import SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
-from mint.engine.model.functions import activate
+from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.linear import LoraLinears, Matrix
 from mint.engine.model.lora_linear import MergedLoras
-from mint.engine.model.operations import Attention, FeedForward
+from mint.engine.model.operations import Attention, DeltaRule, FeedForward
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import MixtureWeights
-from mint.engine.packing import AttentionBlock
+from mint.engine.packing import AttentionBlock, StateSpans
 from mint.engine.quantized.number_formats import QuantizedWeight
 from mint.engine.quantized.quantized_matrix import QuantizedMatrix
 from mint.engine.quantized.quantized_panels import QuantizedPanels
@@ -80,19 +81,16 @@ class CpuOperations(TorchOperations):
         return MergedLoras(self, matrices) if is_float32 and sum(sizes) <= MERGED_BYTES else super().loras(matrices)
 
     @override
-    def activate(self, gate: Tensor) -> Tensor:
+    def by_rows(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """In parts that are too small for several threads: otherwise a row's last bits depend on the number of rows.
 
-        The vector and the scalar code of `F.silu` differ in the last bit. On columns of a wider matrix, torch goes row
-        by row. A column then always gets the same of the two codes, unless threads split a row.
+        The vector and the scalar code of a function such as `F.silu` differ in the last bit. On columns of a wider
+        matrix, torch goes row by row. A column then always gets the same of the two codes, unless threads split a row.
         """
-        if torch.get_num_threads() == 1 or gate.numel() <= SERIAL_ENTRIES:
-            return activate(gate, self.activation)
-        out = torch.empty(gate.shape, dtype=gate.dtype)
-        step = max(1, SERIAL_ENTRIES // gate.shape[1])
-        for start in range(0, gate.shape[0], step):
-            out[start : start + step] = activate(gate[start : start + step], self.activation)
-        return out
+        if torch.get_num_threads() == 1 or x.numel() <= SERIAL_ENTRIES:
+            return function(x)
+        step = max(1, SERIAL_ENTRIES // x.shape[1])
+        return torch.cat([function(part) for part in x.split(step)])
 
     @override
     def mlp_parts(self, rows: int, width: int) -> int:
@@ -136,6 +134,10 @@ class NativeOperations(CpuOperations):
     @override
     def unembedding(self, weight: Tensor) -> Matrix:
         return panel_unembedding(self._products, weight) or super().unembedding(weight)
+
+    def fits_lora(self, lora: SiteWeights) -> bool:
+        """Whether a kernel computes the products of a lora at a site."""
+        return self._loras.fits(lora)
 
     @override
     def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
@@ -334,6 +336,40 @@ class NativeOperations(CpuOperations):
         self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, windows: Windows
     ) -> Attention:
         return NativePackedAttention(self.kernels, blocks, query_heads, kv_heads, windows)
+
+    @override
+    def take_heads(self, x: Tensor, order: Tensor) -> Tensor:
+        count, total, dim = x.shape
+        rows = (torch.arange(count)[:, None] * total + order).flatten()
+        return self.take_rows(x.view(-1, dim), rows).view(count, -1, dim)
+
+    @override
+    def gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self._rows.gate(len(x), x.numel(), x=x, gates=gates, width=x.shape[1], out=out)
+        return out
+
+    @override
+    def gate_backward(self, grad: Tensor, x: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        grad_x, grad_gates = torch.empty_like(x), torch.empty_like(x)
+        self._rows.gate_backward(
+            len(x),
+            x.numel(),
+            grad=grad.contiguous(),
+            x=x,
+            gates=gates,
+            width=x.shape[1],
+            out=grad_x,
+            gates_out=grad_gates,
+        )
+        return grad_x, grad_gates
+
+    @override
+    def delta_rule(self, spans: StateSpans, config: DecoderConfig, states: StatesOfLayers | None) -> DeltaRule:
+        net = config.delta_net
+        if net is None or not NativeDeltaRule.fit(net):
+            return super().delta_rule(spans, config, states)
+        return NativeDeltaRule(self.kernels, spans, net, config.rms_norm_eps, states)
 
     @override
     def mixture(

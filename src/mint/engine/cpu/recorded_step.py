@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.cpu.attention import NativeDecodeAttention
+from mint.engine.cpu.delta_net import NativeDeltaRule
 from mint.engine.cpu.mixture_of_experts import NativeMixtureOfExperts
 from mint.engine.cpu.operations import NativeOperations
 from mint.engine.cpu.panels import PanelMatrix
@@ -29,8 +30,9 @@ from mint.engine.model.decoder import Decoder
 from mint.engine.model.linear import Matrix
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.quantized.quantized_panels import QuantizedPanels
-from mint.engine.sampling.decode_step import DecodeStep, EagerStep
+from mint.engine.sampling.decode_step import DecodeStep, EagerStep, RowStates, row_states
 from mint.engine.sampling.kv_cache import KVCache
+from mint.engine.sampling.state_cache import StateCache
 
 SPARE_PAGES = 8
 """Pages that can be added to each row before the step must be recorded again."""
@@ -50,15 +52,23 @@ class NativeSteps:
     """`DecodeSteps` by the native kernels: recorded where kernels compute all of a step, and a recording is
     affordable."""
 
-    def __init__(self, decoder: Decoder, operations: NativeOperations, cache: KVCache) -> None:
-        """`operations` are the decoder's."""
+    def __init__(
+        self, decoder: Decoder, operations: NativeOperations, cache: KVCache, states: StateCache | None = None
+    ) -> None:
+        """`operations` are the decoder's; `states` are those of its delta nets."""
         self._decoder = decoder
+        self._states = states
         self._operations = operations
         self._cache = cache
         sites = [*decoder.weights.matrices.values(), decoder.weights.unembedding]
-        self._all_native = all(isinstance(matrix, PanelMatrix | QuantizedPanels) for matrix in sites) and all(
-            isinstance(mixture, NativeMixtureOfExperts) and mixture.routes_natively
-            for mixture in decoder.mixtures.values()
+        net = decoder.config.delta_net
+        self._all_native = (
+            (net is None or NativeDeltaRule.fit(net))
+            and all(isinstance(matrix, PanelMatrix | QuantizedPanels) for matrix in sites)
+            and all(
+                isinstance(mixture, NativeMixtureOfExperts) and mixture.routes_natively
+                for mixture in decoder.mixtures.values()
+            )
         )
         # The inputs and outputs of all products, and what the operations in between make of the outputs.
         self._bytes_per_row = 4 * sum(matrix.inputs + 2 * matrix.outputs for matrix in sites)
@@ -71,17 +81,30 @@ class NativeSteps:
         positions: np.ndarray,
         loras: Sequence[LoraRows],
         earlier: DecodeStep | None = None,
+        states: np.ndarray | None = None,
     ) -> DecodeStep:
         """See `DecodeSteps`."""
-        if isinstance(earlier, RecordedStep) and earlier.renew(table, positions):
+        if isinstance(earlier, RecordedStep) and earlier.renew(table, positions, states):
             return earlier
-        if self._all_native and self._bytes_per_row * len(positions) <= RECORDED_BYTES:
+        if self._all_native and self._loras_fit(loras) and self._bytes_per_row * len(positions) <= RECORDED_BYTES:
             parts = min(torch.get_num_threads(), len(positions) // SPLIT_ROWS) if self._splits else 1
             edges = [len(positions) * part // max(1, parts) for part in range(max(1, parts) + 1)]
-            return RecordedStep(self._decoder, self._operations, self._cache, table, positions, loras, edges)
+            caches = _StepCaches(self._cache, self._states)
+            return RecordedStep(self._decoder, self._operations, caches, table, positions, loras, edges, states)
         pages_of_rows = np.ascontiguousarray(table, np.int64)
         attention = NativeDecodeAttention(self._operations.kernels, self._cache, pages_of_rows, positions.copy())
-        return EagerStep(self._decoder, attention, loras)
+        return EagerStep(self._decoder, attention, loras, row_states(self._decoder, self._states, states))
+
+    def _loras_fit(self, loras: Sequence[LoraRows]) -> bool:
+        """Whether kernels compute all products of the loras."""
+        used = {id(rows.weights): rows.weights for rows in loras if rows.weights is not None}
+        return all(self._operations.fits_lora(site) for weights in used.values() for site in weights.sites.values())
+
+
+@dataclass(frozen=True)
+class _StepCaches:
+    pages: KVCache
+    states: StateCache | None
 
 
 class RecordedStep:
@@ -91,11 +114,12 @@ class RecordedStep:
         self,
         decoder: Decoder,
         operations: NativeOperations,
-        cache: KVCache,
+        caches: _StepCaches,
         table: np.ndarray,
         positions: np.ndarray,
         loras: Sequence[LoraRows],
         edges: Sequence[int],
+        states: np.ndarray | None = None,
     ) -> None:
         """See `DecodeSteps.open`; the first run records. Rows are split at `edges`."""
         self._decoder = decoder
@@ -105,18 +129,22 @@ class RecordedStep:
         self._tokens = np.zeros(rows, np.int64)
         self._positions = np.zeros(rows, np.int64)
         self._table = np.zeros((rows, columns + SPARE_PAGES), np.int64)
+        self._slots = np.full(rows, -1)
         self._versions = decoder.loras.versions(loras)
         self._replay: Replay | None = None
         self._logits = torch.empty(0)
-        self._parts = [self._part(cache, slice(*edge)) for edge in pairwise(edges)]
-        self._place(table, positions)
+        self._parts = [self._part(caches, slice(*edge)) for edge in pairwise(edges)]
+        self._place(table, positions, states)
 
-    def renew(self, table: np.ndarray, positions: np.ndarray) -> bool:
+    def renew(self, table: np.ndarray, positions: np.ndarray, states: np.ndarray | None = None) -> bool:
         """Takes over another `table` of pages for the same rows; False where the step must be recorded again."""
         fits = table.shape[1] <= self._table.shape[1] and self._decoder.loras.versions(self._loras) == self._versions
         if fits:
-            self._place(table, positions)
+            self._place(table, positions, states)
         return fits
+
+    def freeze(self, rows: np.ndarray) -> None:
+        self._slots[rows] = -1
 
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions are still within their pages, and no merged lora has changed."""
@@ -133,16 +161,20 @@ class RecordedStep:
             self._replay.run()
         return self._logits
 
-    def _part(self, cache: KVCache, rows: slice) -> _RecordedRows:
+    def _part(self, caches: _StepCaches, rows: slice) -> _RecordedRows:
         places = self._table[rows], self._positions[rows]
         loras = [
             LoraRows(max(own.start, rows.start) - rows.start, min(own.stop, rows.stop) - rows.start, own.weights)
             for own in self._loras
             if own.start < rows.stop and own.stop > rows.start
         ]
-        return _RecordedRows(rows, loras, NativeDecodeAttention(self._operations.kernels, cache, *places))
+        attention = NativeDecodeAttention(self._operations.kernels, caches.pages, *places)
+        own = None if caches.states is None else RowStates(self._decoder, caches.states, self._slots[rows])
+        return _RecordedRows(rows, loras, attention, own)
 
-    def _place(self, table: np.ndarray, positions: np.ndarray) -> None:
+    def _place(self, table: np.ndarray, positions: np.ndarray, states: np.ndarray | None) -> None:
+        if states is not None:
+            self._slots[:] = states
         self._table[:, : table.shape[1]] = table
         self._limits = (positions // PAGE_POSITIONS + 1) * PAGE_POSITIONS
         for part in self._parts:
@@ -157,7 +189,10 @@ class RecordedStep:
         tokens, positions = torch.from_numpy(self._tokens), torch.from_numpy(self._positions)
         for part in self._parts:
             with record() as recording:
-                hidden = self._decoder.forward(tokens[part.rows], positions[part.rows], part.attention, part.loras)
+                rule = None if part.states is None else part.states.rule
+                hidden = self._decoder.forward(
+                    tokens[part.rows], positions[part.rows], part.attention, part.loras, delta_rule=rule
+                )
                 logits = self._decoder.logits(hidden, part.loras)
                 if len(self._parts) > 1:
                     self._operations.copy_rows(logits, self._logits[part.rows])
@@ -174,6 +209,7 @@ class _RecordedRows:
     rows: slice
     loras: list[LoraRows]
     attention: NativeDecodeAttention
+    states: RowStates | None
 
 
 def _entries(decoder: Decoder, sites: Sequence[Matrix]) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
-from mint.engine.model.weights import LayerWeights, MlpWeights
+from mint.engine.model.weights import AttentionWeights, MlpWeights
 from mint.engine.protocol import LoraSpec
 from mint.engine.sampling.decode_step import DecodeStep
 from mint.engine.sampling.kv_cache import KVCache
@@ -86,7 +86,7 @@ class StepKernels(Protocol):
         self,
         product: Tensor,
         lora: LoraPart | None,
-        layer: LayerWeights,
+        weights: AttentionWeights,
         rows: StepContext,
         keys: Tensor,
         values: Tensor,
@@ -116,16 +116,17 @@ def run_layers(
     eps = rows.eps
     x = decoder.operations.take_rows(weights.embedding, rows.inputs[0], decoder.config.scales.embedding)
     for index, layer in enumerate(weights.layers):
-        if not isinstance(layer.mlp, MlpWeights):
-            raise ValueError(f"layer {index} has experts, whose steps are not captured")
+        mixer = layer.mixer
+        if not isinstance(layer.mlp, MlpWeights) or not isinstance(mixer, AttentionWeights):
+            raise ValueError(f"layer {index} has experts or a delta net, whose steps are not captured")
         keys, values = cache.planes(index)
         if layer.attention_norm is None or layer.mlp_norm is None:
             raise ValueError(f"layer {index} lacks a norm, and such steps are not captured")
         wide, narrow = kernels.norm(x, layer.attention_norm, eps, dtype)
-        product = F.linear(narrow, layer.qkv.dense())
-        queries = kernels.heads(product, _part(lora, f"{index}.qkv", wide), layer, rows, keys, values)
+        product = F.linear(narrow, mixer.qkv.dense())
+        queries = kernels.heads(product, _part(lora, f"{index}.qkv", wide), mixer, rows, keys, values)
         wide, narrow = kernels.attend(queries, rows, keys, values)
-        x = kernels.add(F.linear(narrow, layer.o.dense()), x, _part(lora, f"{index}.o", wide))
+        x = kernels.add(F.linear(narrow, mixer.o.dense()), x, _part(lora, f"{index}.o", wide))
         wide, narrow = kernels.norm(x, layer.mlp_norm, eps, dtype)
         product = F.linear(narrow, layer.mlp.gate_up.dense())
         wide, narrow = kernels.swiglu(product, _part(lora, f"{index}.gate_up", wide))
@@ -184,6 +185,7 @@ class StepGraphs:
         positions: np.ndarray,
         loras: Sequence[LoraRows],
         earlier: DecodeStep | None = None,
+        states: np.ndarray | None = None,
     ) -> GraphStep:
         """See `DecodeSteps`."""
         self._loaded.clear()  # weights may have changed in place since
@@ -289,6 +291,9 @@ class GraphStep:
     def fits(self, positions: np.ndarray) -> bool:
         """Whether rows at these positions are still within their pages."""
         return bool((positions // PAGE_POSITIONS == self._columns).all())
+
+    def freeze(self, rows: np.ndarray) -> None:
+        """Captured models have no delta nets."""
 
     def run(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
         """Logits [R, V]; one transfer to the device, and none back."""

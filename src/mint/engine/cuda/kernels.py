@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mint.engine.cuda.graph_step import SPLIT_PAGES, LoraPart, StepContext
 from mint.engine.model.attention import PAGE_POSITIONS
-from mint.engine.model.weights import LayerWeights
+from mint.engine.model.weights import AttentionWeights
 
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 64
 """Entries of a product that one program computes. Products within kernels need at least 16 rows."""
@@ -40,7 +40,7 @@ class TritonKernels:
         self,
         product: Tensor,
         lora: LoraPart | None,
-        layer: LayerWeights,
+        weights: AttentionWeights,
         rows: StepContext,
         keys: Tensor,
         values: Tensor,
@@ -54,8 +54,8 @@ class TritonKernels:
             product=product,
             down=down,
             bs=bs,
-            bias=absent if layer.qkv_bias is None else layer.qkv_bias,
-            norms=absent if layer.head_norms is None else layer.head_norms,
+            bias=absent if weights.qkv_bias is None else weights.qkv_bias,
+            norms=absent if weights.head_norms is None else weights.head_norms,
             cos=rows.cos,
             sin=rows.sin,
             inputs=rows.inputs,
@@ -73,8 +73,8 @@ class TritonKernels:
             SIDE=rows.side_by_side,
             PAGE_POSITIONS=PAGE_POSITIONS,
             RANK=rank,
-            BIASED=layer.qkv_bias is not None,
-            NORMED=layer.head_norms is not None,
+            BIASED=weights.qkv_bias is not None,
+            NORMED=weights.head_norms is not None,
             ROWS=ROWS_AT_ONCE,
             HALF=max(16, triton.next_power_of_2(dim // 2)),
             RANKS=_padded(rank),

@@ -49,13 +49,19 @@ class Family:
     multipliers: bool = False
     normal_embeddings: bool = False
     """Embedded tokens are multiplied with √hidden_size, and `query_pre_attn_scalar` takes the place of head_dim."""
+    delta_nets: bool = False
+    """Layers that `layer_types` calls `linear_attention` are gated delta nets."""
+    output_gates: bool = False
+    """What a query head gives is multiplied with the sigmoid of a gate of its own."""
     fused: bool = False
     """Query, key and value are one layer, and gate and up."""
     partial_rotation: bool = False
+    rotated_share: float = 1.0
+    """Of a head, where config.json does not say it."""
     windows: bool = False
     """Layers see the last `sliding_window` positions, unless that is null."""
     full_every: int | None = None
-    """A layer whose number, counted from 1, is a multiple of this has no window."""
+    """A layer whose number, counted from 1, is a multiple of this has full attention, not a window or a delta net."""
     window_theta: float | None = None
     """The base of a rotation that layers with windows have of their own."""
     unrotated_full_layers: bool = False
@@ -81,6 +87,17 @@ FAMILIES = {
     "qwen2": Family("Qwen2.5", qkv_bias=True),
     "qwen3": Family("Qwen3", head_norms=True),
     "qwen3_moe": Family("Qwen3-MoE", head_norms=True, experts=True),
+    "qwen3_5_text": Family(
+        "Qwen3.5",
+        head_norms=True,
+        norms_from_one=True,
+        delta_nets=True,
+        full_every=4,
+        output_gates=True,
+        partial_rotation=True,
+        rotated_share=0.25,
+        scaled_rotation=False,
+    ),
     "mistral": Family("Mistral", windows=True, sliding_window=4096),
     "smollm3": Family("SmolLM3", unrotated_layers=True, is_tied=True, rope_theta=2e6),
     "granite": Family("Granite", multipliers=True),
@@ -220,6 +237,47 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class DeltaNetConfig:
+    """A gated delta net (arXiv 2412.06464) in place of attention, in `layers`.
+
+    `key_heads` heads of queries and keys of `key_dim` numbers, each for value_heads / key_heads of the `value_heads`
+    heads of `value_dim` numbers. A convolution over the last `taps` rows goes over queries, keys and values.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    layers: frozenset[int]
+
+    @property
+    def key_size(self) -> int:
+        """Width of all keys (that of the queries is the same)."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of queries, keys and values together."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """The widths of the products with a layer's input, in their order, by what checkpoints call them."""
+        return {"qkv": self.channels, "z": self.value_size, "b": self.value_heads, "a": self.value_heads}
+
+    @property
+    def state_entries(self) -> int:
+        """Numbers of the state that a layer carries from row to row."""
+        return (self.taps - 1) * self.channels + self.key_dim * self.value_size
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and constants of a decoder, named as in config.json."""
 
@@ -239,6 +297,7 @@ class DecoderConfig:
     windows: Windows
     tie_word_embeddings: bool
     experts: ExpertsConfig | None
+    delta_net: DeltaNetConfig | None = None
     scales: Scales = Scales()
 
     @property
@@ -255,6 +314,21 @@ class DecoderConfig:
     def key_value_size(self) -> int:
         """Width of all key heads together (the values' is the same)."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def attention_inputs(self) -> dict[str, int]:
+        """The widths of the products with the input of attention, in their order; a query may have a gate."""
+        query = self.query_size * (2 if self.family.output_gates else 1)
+        return {"q": query, "k": self.key_value_size, "v": self.key_value_size}
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers that are no delta nets."""
+        return [layer for layer in range(self.num_hidden_layers) if self.delta_net_of(layer) is None]
+
+    def delta_net_of(self, layer: int) -> DeltaNetConfig | None:
+        """The delta net of a layer; None where it has attention."""
+        return self.delta_net if self.delta_net is not None and layer in self.delta_net.layers else None
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer; None where it has a dense MLP."""
@@ -298,6 +372,7 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         windows=_windows(config, windowed, context),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.is_tied)),
         experts=_experts(config, layers) if family.experts else None,
+        delta_net=_delta_net(config, layers) if family.delta_nets else None,
         scales=scales,
     )
 
@@ -325,13 +400,36 @@ def _windowed_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
         return frozenset()
     if family.full_every is None:
         return frozenset(range(layers))
+    return frozenset(range(layers)) - _full_layers(config, layers, "sliding_attention", "sliding_window_pattern")
+
+
+def _delta_net(config: Mapping[str, Any], layers: int) -> DeltaNetConfig:
+    full = _full_layers(config, layers, "linear_attention", "full_attention_interval")
+    if not full:
+        raise _unsupported("layer_types", config.get("layer_types"), "at least one layer of full attention")
+    key_heads, value_heads = (_size(config, f"linear_num_{part}_heads") for part in ("key", "value"))
+    if value_heads % key_heads:
+        raise _unsupported("linear_num_value_heads", value_heads, f"a multiple of the {key_heads} key heads")
+    return DeltaNetConfig(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=_width(config, "linear_key_head_dim"),
+        value_dim=_width(config, "linear_value_head_dim"),
+        taps=_size(config, "linear_conv_kernel_dim", default=4),
+        layers=frozenset(range(layers)) - full,
+    )
+
+
+def _full_layers(config: Mapping[str, Any], layers: int, other: str, interval: str) -> frozenset[int]:
+    """The layers of full attention, where each is that or of the kind `other`; `interval` names how often it is that
+    where `layer_types` is missing."""
     kinds = config.get("layer_types")
     if kinds is None:
-        step = _size(config, "sliding_window_pattern", default=family.full_every)
-        return frozenset(layer for layer in range(layers) if (layer + 1) % step)
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
-        raise _unsupported("layer_types", kinds, f"{layers} times full_attention or sliding_attention")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+        step = _size(config, interval, default=_family(config).full_every)
+        return frozenset(range(step - 1, layers, step))
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"full_attention", other}:
+        raise _unsupported("layer_types", kinds, f"{layers} times full_attention or {other}")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 
 
 def _has_windows(config: Mapping[str, Any]) -> bool:
@@ -427,7 +525,8 @@ def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
     """How many of a head's numbers are rotated: its first ones."""
     place, rope = _rope_settings(config)
     key = f"{place}.partial_rotary_factor"
-    share = _positive(key, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    usual = _family(config).rotated_share
+    share = _positive(key, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", usual)))
     if share != 1.0 and not _family(config).partial_rotation:
         raise _unsupported(key, share, "only 1.0")
     rotated = int(head_dim * share)

@@ -1,8 +1,9 @@
 """A decoder over packed rows: one forward for training, prefill and decoding alike.
 
-Rows are tokens. The caller passes in the `attention`, which decides what each row attends to. Base weights are
-frozen, in float32 or bfloat16; hidden states are float32 throughout. The device's `operations` compute. Knows nothing
-of sequences, losses or caches.
+Rows are tokens. A layer mixes them by attention or by a delta net. The caller passes in the `attention`, which decides
+what each row attends to, and the `delta_rule`, which knows the state before each row. Base weights are frozen, in
+float32 or bfloat16; hidden states are float32 throughout. The device's `operations` compute. Knows nothing of
+sequences, losses or caches.
 
 The bits of a row do not depend on the other rows: every product runs over at least the rows that its matrix needs for
 that, and nothing here reduces over rows.
@@ -23,14 +24,24 @@ from torch import Tensor
 from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
 from mint.engine.model.autograd import recomputed
 from mint.engine.model.config import DecoderConfig, Rope
+from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.functions import pad_rows
-from mint.engine.model.layer_parts import AttentionInputs, ForwardContext, Mlp, Norm
+from mint.engine.model.layer_parts import (
+    AttentionInputs,
+    ForwardContext,
+    GatedHeads,
+    GatedOrder,
+    Mlp,
+    Norm,
+    NormedProduct,
+    OutputGate,
+)
 from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
-from mint.engine.model.operations import Attention, FeedForward, Operations
+from mint.engine.model.operations import Attention, DeltaRule, FeedForward, Operations
 from mint.engine.model.rope import rope_tables
 from mint.engine.model.weight_loader import load_weights
-from mint.engine.model.weights import MixtureWeights, list_sites
-from mint.engine.packing import AttentionBlock, MicroBatch, pack
+from mint.engine.model.weights import AttentionWeights, DeltaNetWeights, MixtureWeights, list_sites
+from mint.engine.packing import AttentionBlock, MicroBatch, StateSpans, pack, state_spans
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.quantized.number_formats import Quantization
 from mint.engine.upload import upload
@@ -43,6 +54,7 @@ class _ForwardBatch:
 
     count: int
     attention: Attention
+    delta_rule: DeltaRule | None
     loras: Sequence[LoraRows]
     contexts: dict[Rope | None, ForwardContext]
 
@@ -69,6 +81,7 @@ class Decoder:
         self.device = operations.device
         self.weights = load_weights(config, tensors, operations, quantization)
         self.rope_tables = {rope: rope_tables(config, rope, operations.device) for rope in set(config.ropes)}
+        self._gated_order = _gated_order(config, operations.device)
         matrices = self.weights.matrices
         self._matrices = list(matrices.values())
         self.loras = operations.loras(matrices)
@@ -95,13 +108,18 @@ class Decoder:
         loras = [LoraRows(0, len(tokens), lora)]
         kept = None if rows is None else upload(self.device, rows)[0]
         attention = self.packed_attention(batch.blocks)
-        return self.forward(tokens, positions, attention, loras, recompute=recompute, rows=kept)
+        rule = None if self.config.delta_net is None else self.delta_rule(state_spans(batch.spans))
+        return self.forward(tokens, positions, attention, loras, delta_rule=rule, recompute=recompute, rows=kept)
 
     def packed_attention(self, blocks: Sequence[AttentionBlock]) -> Attention:
         """Causal attention of packed rows."""
         config = self.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         return self.operations.packed_attention(blocks, heads, kv_heads, config.windows)
+
+    def delta_rule(self, spans: StateSpans, states: StatesOfLayers | None = None) -> DeltaRule:
+        """The delta nets over the rows of `spans`, whose slots are those of `states`; None: of one forward alone."""
+        return self.operations.delta_rule(spans, self.config, states)
 
     def forward(
         self,
@@ -110,11 +128,13 @@ class Decoder:
         attention: Attention,
         loras: Sequence[LoraRows],
         *,
+        delta_rule: DeltaRule | None = None,
         recompute: bool = False,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states (normed) [T, E] of `tokens` [T] at `positions` [T]; `loras` cover all rows. If given, of
-        `rows` [R] alone, with one lora: the last layer computes no more of the others than their keys and values.
+        `rows` [R] alone, with one lora: the last layer computes no more of the others than what those need. A model
+        with delta nets needs a `delta_rule`.
 
         With `recompute`, a layer keeps nothing but its input for the backward, which then runs its forward again: the
         same bits in less memory and more time.
@@ -123,7 +143,7 @@ class Decoder:
         least = rows_needed(self._matrices)
         tokens, positions = pad_rows(tokens, least), pad_rows(positions, least)
         contexts = {rope: self._context(rope, positions) for rope in self.rope_tables}
-        batch = _ForwardBatch(count, attention, cover(loras, count, len(tokens)), contexts)
+        batch = _ForwardBatch(count, attention, delta_rule, cover(loras, count, len(tokens)), contexts)
         x = self.operations.take_rows(self.weights.embedding, tokens, self.config.scales.embedding)
         last = len(self.weights.layers) - 1
         for index in range(len(self.weights.layers)):
@@ -142,23 +162,25 @@ class Decoder:
             head_dim=self.config.head_dim,
             cos=self.operations.take_rows(cos, positions).unsqueeze(1),
             sin=self.operations.take_rows(sin, positions).unsqueeze(1),
+            gated=self._gated_order,
         )
 
     def _layer(self, index: int, x: Tensor, *, batch: _ForwardBatch, rows: Tensor | None) -> Tensor:
-        """x [T, E] → [T, E]: x + attention(norm(x)), and of that x + mlp(norm(x)); some families norm what is added.
-        With `rows` [R], the result is of those rows alone."""
+        """x [T, E] → [T, E]: x + mixer(norm(x)), and of that x + mlp(norm(x)); some families norm what is added. With
+        `rows` [R], the result is of those rows alone."""
         layer = self.weights.layers[index]
         context = batch.contexts[self.config.ropes[index]]
-        qkv = self.loras.linear(f"{index}.qkv", layer.qkv, batch.loras)
-        heads = AttentionInputs.run(x, layer, qkv, context, *qkv.parameters)
-        attended = batch.attention(index, heads[: batch.count])
+        if isinstance(layer.mixer, AttentionWeights):
+            mixed = self._attend(index, x, layer.attention_norm, layer.mixer, context, batch)
+        else:
+            mixed = self._run_delta_net(index, x, layer.attention_norm, layer.mixer, context, batch)
         if rows is not None:
             batch = self._taken(batch, len(rows))
-            attended, x = attended.index_select(0, rows), pad_rows(x.index_select(0, rows), batch.loras[-1].stop)
-        attended = pad_rows(attended, len(x))
-        o = self.loras.linear(f"{index}.o", layer.o, batch.loras)
+            mixed, x = mixed.index_select(0, rows), pad_rows(x.index_select(0, rows), batch.loras[-1].stop)
+        mixed = pad_rows(mixed, len(x))
+        o = self.loras.linear(f"{index}.o", layer.mixer.o, batch.loras)
         added = x if layer.attention_output_norm is None else None
-        x = self._add_normed(LoraProduct.run(attended, added, o, *o.parameters), layer.attention_output_norm, x)
+        x = self._add_normed(LoraProduct.run(mixed, added, o, *o.parameters), layer.attention_output_norm, x)
         if isinstance(layer.mlp, MixtureWeights):
             # without the padding, whose rows would go to experts that no token needs
             return pad_rows(self.mixtures[index](x[: batch.count], batch.loras), len(x))
@@ -171,6 +193,40 @@ class Decoder:
         """The same for `count` of the rows, which have one lora."""
         loras = [LoraRows(0, count, batch.loras[0].weights)]
         return replace(batch, count=count, loras=cover(loras, count, max(count, rows_needed(self._matrices))))
+
+    def _attend(
+        self,
+        index: int,
+        x: Tensor,
+        norm: Tensor | None,
+        weights: AttentionWeights,
+        context: ForwardContext,
+        batch: _ForwardBatch,
+    ) -> Tensor:
+        """Attended values of norm(x), without those of the padding."""
+        qkv = self.loras.linear(f"{index}.qkv", weights.qkv, batch.loras)
+        if not self.config.family.output_gates:
+            heads = AttentionInputs.run(x, norm, weights, qkv, context, *qkv.parameters)
+            return batch.attention(index, heads[: batch.count])
+        wide = NormedProduct.run(x, norm, qkv, context, *qkv.parameters)
+        attended = batch.attention(index, GatedHeads.run(wide, weights, context)[: batch.count])
+        return OutputGate.run(attended, wide[: batch.count], context)
+
+    def _run_delta_net(
+        self,
+        index: int,
+        x: Tensor,
+        norm: Tensor | None,
+        weights: DeltaNetWeights,
+        context: ForwardContext,
+        batch: _ForwardBatch,
+    ) -> Tensor:
+        """What the heads of a delta net read of norm(x), without that of the padding."""
+        if batch.delta_rule is None:
+            raise ValueError(f"layer {index} is a delta net, and its states were not given")
+        inputs = self.loras.linear(f"{index}.in", weights.inputs, batch.loras)
+        wide = NormedProduct.run(x, norm, inputs, context, *inputs.parameters)
+        return batch.delta_rule(index, weights, wide[: batch.count])
 
     def _add_normed(self, out: Tensor, norm: Tensor | None, residual: Tensor) -> Tensor:
         """residual + norm(out), all [T, E]; without a norm `out`, in which the residual is already."""
@@ -189,3 +245,10 @@ class Decoder:
             if parameter.grad is not None:
                 parameter.grad += own
         return torch.zeros_like(hidden) if grad_hidden is None else grad_hidden
+
+
+def _gated_order(config: DecoderConfig, device: torch.device) -> GatedOrder:
+    """Each query head is followed by its gate; the key and value heads come after all of them."""
+    query, rest = config.num_attention_heads, 2 * config.num_key_value_heads
+    heads = torch.cat([torch.arange(query) * 2, torch.arange(rest) + 2 * query])
+    return GatedOrder(heads.to(device), (torch.arange(query) * 2 + 1).to(device))

@@ -1,4 +1,4 @@
-"""The two parts of a layer around its attention, each one step of autograd with a hand-written backward.
+"""The parts of a layer around what mixes its rows, each one step of autograd with a hand-written backward.
 
 A part keeps its input and one wide product for the backward and computes the rest again. What is kept is in the dtype
 of the base's matrices, as the products of the backward are.
@@ -19,7 +19,15 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.linear import Linear
 from mint.engine.model.operations import Operations
-from mint.engine.model.weights import LayerWeights
+from mint.engine.model.weights import AttentionWeights, LayerWeights
+
+
+@dataclass(frozen=True)
+class GatedOrder:
+    """Where, among the heads of a product with output gates, those that attend are, and the gates; int64."""
+
+    heads: Tensor  # [H]
+    gates: Tensor  # [query heads]
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class ForwardContext:
     """The settings of one forward that every layer reads.
 
     cos and sin [T, 1, pairs] rotate the first `rotated_heads` heads. If there are `joint_heads`, the first so many of
-    these are normed together, and the other rotated ones together.
+    these are normed together, and the other rotated ones together. `gated` is read where there are output gates.
     """
 
     operations: Operations
@@ -37,6 +45,7 @@ class ForwardContext:
     head_dim: int
     cos: Tensor
     sin: Tensor
+    gated: GatedOrder
 
 
 class Norm(AutogradFunction):
@@ -75,19 +84,31 @@ class AttentionInputs(AutogradFunction):
     @classmethod
     @override
     def infer(
-        cls, x: Tensor, layer: LayerWeights, linear: Linear, context: ForwardContext, *parameters: Tensor
+        cls,
+        x: Tensor,
+        norm: Tensor | None,
+        weights: AttentionWeights,
+        linear: Linear,
+        context: ForwardContext,
+        *parameters: Tensor,
     ) -> Tensor:
-        return _project_heads(x, layer, linear, context)[0]
+        return _project_heads(x, norm, weights, linear, context)[0]
 
     @staticmethod
     @override
     def forward(
-        ctx: Any, x: Tensor, layer: LayerWeights, linear: Linear, context: ForwardContext, *parameters: Tensor
+        ctx: Any,
+        x: Tensor,
+        norm: Tensor | None,
+        weights: AttentionWeights,
+        linear: Linear,
+        context: ForwardContext,
+        *parameters: Tensor,
     ) -> Tensor:
         """[T, H, D] in the base's dtype from x [T, E]; `parameters` are those of `linear`, named for autograd."""
-        heads, inverse, qkv, head_inverse = _project_heads(x, layer, linear, context)
+        heads, inverse, qkv, head_inverse = _project_heads(x, norm, weights, linear, context)
         ctx.save_for_backward(x, inverse, qkv.to(context.operations.dtype), head_inverse)
-        ctx.layer, ctx.linear, ctx.context = layer, linear, context
+        ctx.norm, ctx.weights, ctx.linear, ctx.context = norm, weights, linear, context
         return heads
 
     @staticmethod
@@ -96,44 +117,160 @@ class AttentionInputs(AutogradFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and the parameters."""
         x, inverse, qkv, head_inverse = ctx.saved_tensors
-        layer = ctx.layer
-        context = ctx.context
-        operations = ctx.context.operations
-        grad_qkv = operations.finish_heads_backward(
-            grad,
-            qkv.float(),
-            head_inverse,
-            layer.head_norms,
-            context.cos,
-            context.sin,
-            rotated_heads=context.rotated_heads,
-            joint_heads=context.joint_heads,
-        )
-        normed = _norm_again(operations, x, inverse, layer.attention_norm)
-        grad_normed, grads = ctx.linear.gradient(grad_qkv.flatten(1), normed, for_input=ctx.needs_input_grad[0])
-        grad_x = grad_normed
-        if grad_normed is not None and layer.attention_norm is not None:
-            grad_x = operations.rms_norm_backward(grad_normed, x, inverse, layer.attention_norm)
+        grad_qkv = _heads_gradient(grad, qkv.float(), head_inverse, ctx.weights, ctx.context)
+        grad_x, grads = _normed_gradient(ctx, grad_qkv.flatten(1), x, inverse)
+        return grad_x, None, None, None, None, *grads
+
+
+class NormedProduct(AutogradFunction):
+    """The product of norm(x) at a site."""
+
+    @classmethod
+    @override
+    def infer(
+        cls, x: Tensor, norm: Tensor | None, linear: Linear, context: ForwardContext, *parameters: Tensor
+    ) -> Tensor:
+        return linear.product(_norm(context, x, norm)[0])
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, x: Tensor, norm: Tensor | None, linear: Linear, context: ForwardContext, *parameters: Tensor
+    ) -> Tensor:
+        """[T, O] from x [T, E]; `parameters` are those of `linear`, named for autograd."""
+        normed, inverse = _norm(context, x, norm)
+        ctx.save_for_backward(x, inverse)
+        ctx.norm, ctx.linear, ctx.context = norm, linear, context
+        return linear.product(normed)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients for x and the parameters."""
+        x, inverse = ctx.saved_tensors
+        grad_x, grads = _normed_gradient(ctx, grad.contiguous(), x, inverse)
         return grad_x, None, None, None, *grads
 
 
+class GatedHeads(AutogradFunction):
+    """The heads that attend, of a product in which each query is followed by its gate."""
+
+    @classmethod
+    @override
+    def infer(cls, wide: Tensor, weights: AttentionWeights, context: ForwardContext) -> Tensor:
+        return _pick_heads(wide, weights, context)[0]
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, wide: Tensor, weights: AttentionWeights, context: ForwardContext) -> Tensor:
+        """[T, H, D] in the base's dtype from wide [T, (H + query heads)·D]."""
+        heads, inverse = _pick_heads(wide, weights, context)
+        ctx.save_for_backward(wide, inverse)
+        ctx.weights, ctx.context = weights, context
+        return heads
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient for wide."""
+        wide, inverse = ctx.saved_tensors
+        context: ForwardContext = ctx.context
+        order = context.gated.heads
+        qkv = context.operations.take_heads(_as_heads(wide, context), order)
+        grad_wide = torch.zeros_like(wide)
+        _as_heads(grad_wide, context)[:, order] = _heads_gradient(grad, qkv, inverse, ctx.weights, context)
+        return grad_wide, None, None
+
+
+class OutputGate(AutogradFunction):
+    """Attended values times the sigmoid of their gates."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, attended: Tensor, wide: Tensor, context: ForwardContext) -> Tensor:
+        """[T, U] from attended [T, U] and wide [T, (H + query heads)·D]."""
+        ctx.save_for_backward(attended, wide)
+        ctx.context = context
+        return context.operations.gate(attended.float(), _gates(wide, context))
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients for attended and wide."""
+        attended, wide = ctx.saved_tensors
+        context: ForwardContext = ctx.context
+        grad = grad.float()
+        grad_attended, grad_gates = context.operations.gate_backward(grad, attended.float(), _gates(wide, context))
+        grad_wide = torch.zeros_like(wide)
+        own = _as_heads(grad_wide, context)
+        own[:, context.gated.gates] = grad_gates.view(len(wide), -1, context.head_dim)
+        return grad_attended.to(attended.dtype), grad_wide, None
+
+
 def _project_heads(
-    x: Tensor, layer: LayerWeights, linear: Linear, context: ForwardContext
+    x: Tensor, norm: Tensor | None, weights: AttentionWeights, linear: Linear, context: ForwardContext
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """The heads, 1 / rms of x, the product [T, H, D], and 1 / rms of its heads, where they are normed."""
-    normed, inverse = _norm(context, x, layer.attention_norm)
+    normed, inverse = _norm(context, x, norm)
     qkv = linear.product(normed).view(len(x), -1, context.head_dim)
-    heads, head_inverse = context.operations.finish_heads(
+    heads, head_inverse = _finish_heads(qkv, weights, context)
+    return heads, inverse, qkv, head_inverse
+
+
+def _as_heads(wide: Tensor, context: ForwardContext) -> Tensor:
+    return wide.view(len(wide), -1, context.head_dim)
+
+
+def _pick_heads(wide: Tensor, weights: AttentionWeights, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    """The heads [T, H, D], and 1 / rms of those that are normed."""
+    return _finish_heads(context.operations.take_heads(_as_heads(wide, context), context.gated.heads), weights, context)
+
+
+def _gates(wide: Tensor, context: ForwardContext) -> Tensor:
+    """[T, U]."""
+    return context.operations.take_heads(_as_heads(wide, context), context.gated.gates).flatten(1)
+
+
+def _finish_heads(qkv: Tensor, weights: AttentionWeights, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    return context.operations.finish_heads(
         qkv,
-        layer.qkv_bias,
-        layer.head_norms,
+        weights.qkv_bias,
+        weights.head_norms,
         context.cos,
         context.sin,
         eps=context.eps,
         rotated_heads=context.rotated_heads,
         joint_heads=context.joint_heads,
     )
-    return heads, inverse, qkv, head_inverse
+
+
+def _heads_gradient(
+    grad: Tensor, qkv: Tensor, inverse: Tensor | None, weights: AttentionWeights, context: ForwardContext
+) -> Tensor:
+    """The gradient for qkv [T, H, D] from that for its heads."""
+    return context.operations.finish_heads_backward(
+        grad,
+        qkv,
+        inverse,
+        weights.head_norms,
+        context.cos,
+        context.sin,
+        rotated_heads=context.rotated_heads,
+        joint_heads=context.joint_heads,
+    )
+
+
+def _normed_gradient(ctx: Any, grad: Tensor, x: Tensor, inverse: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+    """Gradients for x [T, E] and the parameters of `ctx.linear` from grad [T, O] for its product of norm(x)."""
+    operations: Operations = ctx.context.operations
+    normed = _norm_again(operations, x, inverse, ctx.norm)
+    grad_x, grads = ctx.linear.gradient(grad, normed, for_input=ctx.needs_input_grad[0])
+    if grad_x is not None and inverse is not None and ctx.norm is not None:
+        grad_x = operations.rms_norm_backward(grad_x, x, inverse, ctx.norm)
+    return grad_x, grads
 
 
 class Mlp(AutogradFunction):

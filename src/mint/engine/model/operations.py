@@ -18,13 +18,18 @@ from torch import Tensor
 
 from mint.engine.lora import LoraRows, SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
+from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.linear import LoraLinears, Matrix
-from mint.engine.model.weights import MixtureWeights
-from mint.engine.packing import AttentionBlock
+from mint.engine.model.weights import DeltaNetWeights, MixtureWeights
+from mint.engine.packing import AttentionBlock, StateSpans
 from mint.engine.quantized.number_formats import QuantizedWeight
 
 Attention = Callable[[int, Tensor], Tensor]
 """(layer, normed and rotated heads [T, H, D] in the base's dtype) → attended values [T, query heads · D]."""
+
+DeltaRule = Callable[[int, DeltaNetWeights, Tensor], Tensor]
+"""(layer, its weights, products [T, W] with the input of its delta net) → what its heads read [T, U], normed and gated.
+Letters as in `delta_net`."""
 
 FeedForward = Callable[[Tensor, Sequence[LoraRows]], Tensor]
 """(rows x [T, E], loras that cover them) → x + the result of a layer's experts for norm(x)."""
@@ -145,6 +150,18 @@ class Operations(Protocol):
         """The gradient for qkv [T, H, D] from grad [T, H, D] for `finish_heads`, which gave `inverse`."""
         ...
 
+    def take_heads(self, x: Tensor, order: Tensor) -> Tensor:
+        """The heads `order` int64 [N] of x [T, any, D], [T, N, D]."""
+        ...
+
+    def gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        """`x · sigmoid(gates)` of rows, both [T, U]."""
+        ...
+
+    def gate_backward(self, grad: Tensor, x: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients for x and gates from grad for `gate`, all [T, U]."""
+        ...
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """`activation(gate) · up` [T, I] of [T, 2·I]."""
         ...
@@ -165,6 +182,11 @@ class Operations(Protocol):
         self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, windows: Windows
     ) -> Attention:
         """Causal attention of packed rows; in layers with a window, over the last keys alone."""
+        ...
+
+    def delta_rule(self, spans: StateSpans, config: DecoderConfig, states: StatesOfLayers | None) -> DeltaRule:
+        """The delta nets over the rows of `spans`, whose slots are those of `states`; None: of one forward alone. The
+        arrays of `spans` are read at each call."""
         ...
 
     def mixture(

@@ -5,7 +5,8 @@ Letters as in `operations`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mint.engine.lora import SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
+from mint.engine.model.delta_net import PackedDeltaRule, StatesOfLayers
 from mint.engine.model.functions import (
     activate,
     exponentials,
@@ -28,10 +30,10 @@ from mint.engine.model.functions import (
 from mint.engine.model.linear import DenseMatrix, Float32Product, LoraLinears, Matrix, min_rows
 from mint.engine.model.lora_linear import SeparateLoras
 from mint.engine.model.mixture_of_experts import MixtureOfExperts
-from mint.engine.model.operations import Attention, FeedForward
+from mint.engine.model.operations import Attention, DeltaRule, FeedForward
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.model.weights import MixtureWeights
-from mint.engine.packing import AttentionBlock
+from mint.engine.packing import AttentionBlock, StateSpans
 from mint.engine.quantized.number_formats import QuantizedWeight
 from mint.engine.quantized.quantized_matrix import QuantizedMatrix
 from mint.engine.upload import upload
@@ -164,8 +166,23 @@ class TorchOperations:
             head_norm_gradient(turned.mul_(norms), qkv[:, :rotated_heads], inverse, joint_heads)
         return out
 
+    def take_heads(self, x: Tensor, order: Tensor) -> Tensor:
+        return x.index_select(1, order)
+
+    def gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        return self.by_rows(torch.sigmoid, gates).mul_(x)
+
+    def gate_backward(self, grad: Tensor, x: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        shares = torch.sigmoid(gates)
+        grad_x = grad * shares
+        return grad_x, (grad_x * x).mul_(1 - shares)
+
+    def by_rows(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """An elementwise `function` of x [T, I]."""
+        return function(x)
+
     def activate(self, gate: Tensor) -> Tensor:
-        return activate(gate, self.activation)
+        return self.by_rows(partial(activate, activation=self.activation), gate)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -188,6 +205,9 @@ class TorchOperations:
         self, blocks: Sequence[AttentionBlock], query_heads: int, kv_heads: int, windows: Windows
     ) -> Attention:
         return PackedAttention(blocks, query_heads, kv_heads, self.device, windows)
+
+    def delta_rule(self, spans: StateSpans, config: DecoderConfig, states: StatesOfLayers | None) -> DeltaRule:
+        return PackedDeltaRule(spans, config, self, self.device, states)
 
     def mixture(
         self, weights: MixtureWeights, norm: Tensor, layer: int, config: DecoderConfig, loras: LoraLinears

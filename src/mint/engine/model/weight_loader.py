@@ -11,10 +11,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mint.engine.model.config import DecoderConfig, ExpertsConfig
+from mint.engine.model.config import DecoderConfig, DeltaNetConfig, ExpertsConfig
 from mint.engine.model.linear import Matrix
 from mint.engine.model.operations import Operations
-from mint.engine.model.weights import BaseWeights, LayerWeights, MixtureWeights, MlpWeights
+from mint.engine.model.weights import (
+    AttentionWeights,
+    BaseWeights,
+    DeltaNetWeights,
+    LayerWeights,
+    MixtureWeights,
+    MlpWeights,
+)
 from mint.engine.quantized.number_formats import Quantization, QuantizedWeight, join_outputs, keep_fp8, quantize
 from mint.errors import InvalidRequestError
 from mint.models.quantized_tensors import Fp8Tensor
@@ -69,33 +76,53 @@ class _Loader:
         config = self._config
         family = self._config.family
         prefix = f"model.layers.{index}"
-        hidden, query, kv = config.hidden_size, config.query_size, config.key_value_size
-        attention = f"{prefix}.self_attn"
-        sizes = {"q": query, "k": kv, "v": kv}
-        bias = norms = None
-        if family.qkv_bias:
-            bias = torch.cat([self.take(f"{attention}.{part}_proj.bias", (size,)) for part, size in sizes.items()])
-        if family.head_norms:
-            norms = torch.cat(
-                [
-                    self._head_norms(f"{attention}.q_norm.weight", config.num_attention_heads),
-                    self._head_norms(f"{attention}.k_norm.weight", config.num_key_value_heads),
-                ]
-            )
-        self.ignore(f"{attention}.rotary_emb.inv_freq")  # old checkpoints of Llama hold it
+        net = config.delta_net_of(index)
         mixture = config.experts_of(index)
         return LayerWeights(
             attention_norm=self._layer_norm(prefix, family.norms.attention_input),
             attention_output_norm=self._layer_norm(prefix, family.norms.attention_output),
-            qkv=self._fused(attention, "qkv", sizes, hidden),
-            qkv_bias=bias,
-            head_norms=norms,
-            o=self._matrix(f"{attention}.o_proj.weight", hidden, query),
+            mixer=self._attention(f"{prefix}.self_attn")
+            if net is None
+            else self._delta_net(f"{prefix}.linear_attn", net),
             mlp_norm=self._layer_norm(prefix, family.norms.mlp_input),
             mlp_output_norm=self._layer_norm(prefix, family.norms.mlp_output),
             mlp=self._mlp(f"{prefix}.mlp", config.intermediate_size)
             if mixture is None
             else self._mixture(f"{prefix}.mlp", mixture),
+        )
+
+    def _attention(self, prefix: str) -> AttentionWeights:
+        config = self._config
+        family = config.family
+        sizes = config.attention_inputs
+        bias = norms = None
+        if family.qkv_bias:
+            bias = torch.cat([self.take(f"{prefix}.{part}_proj.bias", (size,)) for part, size in sizes.items()])
+        if family.head_norms:
+            norms = torch.cat(
+                [
+                    self._head_norms(f"{prefix}.q_norm.weight", config.num_attention_heads),
+                    self._head_norms(f"{prefix}.k_norm.weight", config.num_key_value_heads),
+                ]
+            )
+        self.ignore(f"{prefix}.rotary_emb.inv_freq")  # old checkpoints of Llama hold it
+        return AttentionWeights(
+            qkv=self._fused(prefix, "qkv", sizes, config.hidden_size),
+            qkv_bias=bias,
+            head_norms=norms,
+            o=self._matrix(f"{prefix}.o_proj.weight", config.hidden_size, config.query_size),
+        )
+
+    def _delta_net(self, prefix: str, net: DeltaNetConfig) -> DeltaNetWeights:
+        hidden = self._config.hidden_size
+        taps = self.take(f"{prefix}.conv1d.weight", (net.channels, 1, net.taps))
+        return DeltaNetWeights(
+            inputs=self._join({f"{prefix}.in_proj_{part}.weight": size for part, size in net.inputs.items()}, hidden),
+            taps=taps[:, 0].t().contiguous(),
+            decay_rates=self.take(f"{prefix}.A_log", (net.value_heads,)).exp(),
+            decay_bias=self.take(f"{prefix}.dt_bias", (net.value_heads,)),
+            norm=self.take(f"{prefix}.norm.weight", (net.value_dim,)),
+            o=self._matrix(f"{prefix}.out_proj.weight", hidden, net.value_size),
         )
 
     def _head_norms(self, name: str, heads: int) -> Tensor:

@@ -3,6 +3,7 @@
 Layers that share their inputs are one matrix, and one site.
 
 Letters: E hidden size · H all heads (query, key, value) · D head dimension · I an MLP's inner width · V vocabulary.
+Of a delta net: C channels of the convolution · K its rows · N value heads · D their dimension · U = N·D.
 """
 
 from __future__ import annotations
@@ -35,16 +36,37 @@ class MixtureWeights:
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One layer: the matrices in the base's dtype, the bias and the norms in float32. Norms stand before attention and
-    MLP, and behind them; None: there is none."""
+class AttentionWeights:
+    """The matrices of attention in the base's dtype, the bias and the norms of heads in float32. With output gates,
+    each query head's rows of `qkv` are followed by those of its gate."""
 
-    attention_norm: Tensor | None  # [E]
-    attention_output_norm: Tensor | None  # [E]
-    qkv: Matrix  # [H·D, E]
+    qkv: Matrix  # [H·D, E], or [(H + query heads)·D, E] with output gates
     qkv_bias: Tensor | None  # [H·D]
     head_norms: Tensor | None  # [query + key heads, D]
     o: Matrix  # [E, query heads · D]
+
+
+@dataclass(frozen=True)
+class DeltaNetWeights:
+    """A gated delta net: the matrices in the base's dtype, the rest in float32. `inputs` has the rows of query, key and
+    value, then those of the output gate, of beta and of the decay."""
+
+    inputs: Matrix  # [C + U + 2·N, E]
+    taps: Tensor  # [K, C]: the convolution, the oldest row first
+    decay_rates: Tensor  # [N]
+    decay_bias: Tensor  # [N]
+    norm: Tensor  # [D]
+    o: Matrix  # [E, U]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer: what mixes rows, and the MLP. Norms, in float32, stand before both, and behind them; None: there is
+    none."""
+
+    attention_norm: Tensor | None  # [E]
+    attention_output_norm: Tensor | None  # [E]
+    mixer: AttentionWeights | DeltaNetWeights
     mlp_norm: Tensor | None  # [E]
     mlp_output_norm: Tensor | None  # [E]
     mlp: MlpWeights | MixtureWeights
@@ -65,7 +87,10 @@ class BaseWeights:
         """The matrices of the layers outside of experts, by the name of their site."""
         found: dict[str, Matrix] = {}
         for index, layer in enumerate(self.layers):
-            found |= {f"{index}.qkv": layer.qkv, f"{index}.o": layer.o}
+            if isinstance(layer.mixer, AttentionWeights):
+                found |= {f"{index}.qkv": layer.mixer.qkv, f"{index}.o": layer.mixer.o}
+            else:
+                found |= {f"{index}.in": layer.mixer.inputs, f"{index}.o": layer.mixer.o}
             if isinstance(layer.mlp, MlpWeights):
                 found |= {f"{index}.gate_up": layer.mlp.gate_up, f"{index}.down": layer.mlp.down}
         return found
@@ -73,16 +98,13 @@ class BaseWeights:
 
 def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
     """The sites that `lora` trains, in the order of their storage."""
-    hidden, query, kv = config.hidden_size, config.query_size, config.key_value_size
+    hidden = config.hidden_size
     sites = []
     for layer in range(config.num_hidden_layers):
-        attention = f"model.layers.{layer}.self_attn"
         mlp = f"model.layers.{layer}.mlp"
         mixture = config.experts_of(layer)
         if lora.train_attn:
-            sizes = {"q": query, "k": kv, "v": kv}
-            sites.append(_fused_site(config, f"{layer}.qkv", attention, sizes, hidden))
-            sites.append(Site(f"{layer}.o", (f"{attention}.o_proj",), query, (hidden,)))
+            sites += _mixer_sites(config, layer)
         if lora.train_mlp and mixture is None:
             sites += _mlp_sites(config, str(layer), mlp, config.intermediate_size)
         elif lora.train_mlp and mixture is not None:
@@ -92,6 +114,23 @@ def list_sites(config: DecoderConfig, lora: LoraSpec) -> list[Site]:
     if lora.train_unembed:
         sites.append(Site(UNEMBED, (UNEMBED,), hidden, (config.vocab_size,)))
     return sites
+
+
+def _mixer_sites(config: DecoderConfig, layer: int) -> list[Site]:
+    hidden = config.hidden_size
+    net = config.delta_net_of(layer)
+    if net is not None:
+        module = f"model.layers.{layer}.linear_attn"
+        names = tuple(f"{module}.in_proj_{part}" for part in net.inputs)
+        return [
+            Site(f"{layer}.in", names, hidden, tuple(net.inputs.values())),
+            Site(f"{layer}.o", (f"{module}.out_proj",), net.value_size, (hidden,)),
+        ]
+    module = f"model.layers.{layer}.self_attn"
+    return [
+        _fused_site(config, f"{layer}.qkv", module, config.attention_inputs, hidden),
+        Site(f"{layer}.o", (f"{module}.o_proj",), config.query_size, (hidden,)),
+    ]
 
 
 def expert_site(layer: int, expert: int) -> str:

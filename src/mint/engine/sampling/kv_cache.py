@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mint.engine.model.attention import MIN_QUERIES, PAGE_POSITIONS
 from mint.engine.model.config import DecoderConfig
+from mint.engine.sampling.counted_slots import CountedSlots
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE, in `mmap` from Python 3.13 on: a fork of the process then reserves no second copy of this memory."""
@@ -27,8 +28,8 @@ WIDEST = 384
 """MKL adds up longer products in parts, whose edges would fall into a head (measured for float32 with 448 and more)."""
 
 
-class KVCache:
-    """Keys and values of one base model, with a reference count for each page. Take pages through a `Lease`."""
+class KVCache(CountedSlots):
+    """Keys and values of one base model, with a reference count for each page."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, limit_bytes: int) -> None:
         """As many pages as fit into `limit_bytes`. On a CPU the system commits memory only when a page is first
@@ -40,51 +41,22 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         self._width = self.side_by_side * config.head_dim
-        shape = (config.num_hidden_layers, 2, self.kv_heads // self.side_by_side, PAGE_POSITIONS, self._width)
+        layers = config.attention_layers
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        shape = (len(layers), 2, self.kv_heads // self.side_by_side, PAGE_POSITIONS, self._width)
         self.page_bytes = int(np.prod(shape)) * dtype.itemsize
-        layers, both, parts, chunk, width = shape
-        count = max(1, limit_bytes // self.page_bytes)
-        self._pages = _zeros((layers, both, count, parts, chunk, width), dtype, device)
-        self._parts = parts
-        self.count = count
-        self.holders = np.zeros(count, np.int32)
-        """The number of holders of each page."""
-        self._touched = 0  # pages from here on were never taken
+        super().__init__(max(1, limit_bytes // self.page_bytes))
+        self._pages = zeros((*shape[:2], self.count, *shape[2:]), dtype, device)
+        self._parts = shape[2]
 
     @property
     def layout(self) -> tuple[int, int, int, int]:
         """Positions of a page, query heads, K and J."""
         return PAGE_POSITIONS, self.query_heads, self.kv_heads, self.side_by_side
 
-    @property
-    def free(self) -> int:
-        """Pages without a holder."""
-        return self.count - int(np.count_nonzero(self.holders[: self._touched]))
-
-    def take(self, count: int) -> np.ndarray | None:
-        """Takes `count` free pages, consecutive ones if possible; None where too few are free."""
-        free = np.flatnonzero(self.holders[: self._touched + count] == 0)
-        if len(free) < count:
-            return None
-        runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else free[:0]
-        start = int(runs[0]) if len(runs) else 0
-        pages = free[start : start + count]
-        self.holders[pages] = 1
-        if count:
-            self._touched = max(self._touched, int(pages[-1]) + 1)
-        return pages
-
-    def hold(self, pages: np.ndarray) -> None:
-        """Adds one holder to each of `pages`; a page may occur several times."""
-        np.add.at(self.holders, pages, 1)
-
-    def release(self, pages: np.ndarray) -> None:
-        """Takes one holder from each of `pages`."""
-        np.subtract.at(self.holders, pages, 1)
-
-    def clear(self, pages: np.ndarray) -> None:
-        """Fills `pages` with zeros. A masked value is multiplied by 0, which a NaN left behind would survive."""
-        self._pages[:, :, torch.from_numpy(np.unique(pages)).to(self.device)] = 0
+    def clear(self, slots: np.ndarray) -> None:
+        """Fills pages with zeros. A masked value is multiplied by 0, which a NaN left behind would survive."""
+        self._pages[:, :, torch.from_numpy(np.unique(slots)).to(self.device)] = 0
 
     def copy(self, source: int, targets: np.ndarray, length: int) -> None:
         """Copies the first `length` positions of a page into others."""
@@ -106,51 +78,17 @@ class KVCache:
     def write(self, layer: int, heads: Tensor, places: Tensor) -> None:
         """Stores the key and value heads of `heads` [X, all heads, D]."""
         rows = heads[:, self.query_heads :].reshape(-1, self._width)
-        self._pages[layer].view(-1, self._width).index_copy_(0, places, rows)
+        self._pages[self._places[layer]].view(-1, self._width).index_copy_(0, places, rows)
 
     def read(self, layer: int, places: Tensor) -> Tensor:
         """Reads key and value heads [X, 2·K, D]."""
-        rows = self._pages[layer].view(-1, self._width).index_select(0, places)
+        rows = self._pages[self._places[layer]].view(-1, self._width).index_select(0, places)
         return rows.view(-1, 2 * self.kv_heads, self._width // self.side_by_side)
 
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values, each [N, K/J, PAGE_POSITIONS, J·D]."""
-        keys, values = self._pages[layer]
+        keys, values = self._pages[self._places[layer]]
         return keys, values
-
-
-class Lease:
-    """The pages that one sampler holds. They are released when the lease is garbage-collected, however the sampler
-    ended."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._held = np.zeros(cache.count, np.int32)
-
-    def take(self, count: int) -> np.ndarray | None:
-        """See `KVCache.take`."""
-        pages = self._cache.take(count)
-        if pages is not None:
-            self._held[pages] += 1
-        return pages
-
-    def hold(self, pages: np.ndarray) -> None:
-        """Adds one holder to each of `pages`; a page may occur several times."""
-        np.add.at(self._cache.holders, pages, 1)
-        np.add.at(self._held, pages, 1)
-
-    def release(self, pages: np.ndarray, *, is_finite: bool = True) -> None:
-        """Takes one holder from each of `pages`. If not `is_finite`, they may contain NaN, and are cleared once they
-        are free."""
-        np.subtract.at(self._cache.holders, pages, 1)
-        np.subtract.at(self._held, pages, 1)
-        if not is_finite:
-            self._cache.clear(pages[self._cache.holders[pages] == 0])
-
-    def __del__(self) -> None:
-        left = np.flatnonzero(self._held)
-        if len(left):
-            self.release(np.repeat(left, self._held[left]), is_finite=False)
 
 
 def _side_by_side(config: DecoderConfig) -> int:
@@ -170,7 +108,8 @@ def _side_by_side(config: DecoderConfig) -> int:
     return heads
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, whose memory a CPU commits when they are first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # The system commits anonymous memory as it is written. torch.zeros would write all of it; numpy asks for huge pages

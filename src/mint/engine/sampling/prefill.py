@@ -16,8 +16,9 @@ from torch import Tensor
 from mint.engine.lora import LoraWeights, rows_of
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
-from mint.engine.packing import Span, attention_blocks
+from mint.engine.packing import Span, StateSpans, attention_blocks
 from mint.engine.sampling.kv_cache import KVCache
+from mint.engine.sampling.state_cache import StateCache
 from mint.engine.upload import upload
 
 
@@ -29,10 +30,24 @@ class PromptPart:
     start: int
     pages: np.ndarray
     lora: LoraWeights | None
+    states: PartStates | None = None
 
 
-def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -> Tensor:
-    """Hidden states [T, E] of all tokens from each part's `start` on, one part after the other."""
+@dataclass(frozen=True)
+class PartStates:
+    """Where the state of a part lies: it starts from the one in the slot `loaded` (-1: from nothing), and the last one
+    goes to `own`. Those after the first `length` tokens, for each (length, slot) of `cuts`, are kept, too."""
+
+    loaded: int
+    own: int
+    cuts: Sequence[tuple[int, int]]
+
+
+def run_prompts(
+    decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart], states: StateCache | None = None
+) -> Tensor:
+    """Hidden states [T, E] of all tokens from each part's `start` on, one part after the other. The states of delta
+    nets are in `states`."""
     # The rows of attention: first those that are read from the cache, of all parts, then those to compute.
     known = sum(part.start for part in parts)
     spans = []
@@ -75,4 +90,23 @@ def run_prompts(decoder: Decoder, cache: KVCache, parts: Sequence[PromptPart]) -
         return packed(layer, extended)
 
     loras = rows_of([part.lora for part in parts], counts)
-    return decoder.forward(computed, places, attention, loras)
+    delta_rule = None if states is None else decoder.delta_rule(_state_spans(parts), states.of_layer)
+    return decoder.forward(computed, places, attention, loras, delta_rule=delta_rule)
+
+
+def _state_spans(parts: Sequence[PromptPart]) -> StateSpans:
+    """The rows to compute, one part after the other, cut where a state is kept."""
+    spans: list[tuple[int, int, int, int]] = []
+    groups = [0]
+    row = 0
+    for part in parts:
+        if part.states is None:
+            raise ValueError("a prompt has no slot for its state")
+        loaded = part.states.loaded
+        start = part.start
+        for length, slot in (*part.states.cuts, (len(part.tokens), part.states.own)):
+            spans.append((row, row + length - start, loaded, slot))
+            row += length - start
+            start, loaded = length, slot
+        groups.append(len(spans))
+    return StateSpans(*np.array(spans, np.int64).T.copy(), np.array(groups))

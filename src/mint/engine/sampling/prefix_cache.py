@@ -1,8 +1,9 @@
-"""The prefix cache: keys and values that stay in the KV cache after their job, for prompts that begin alike.
+"""The prefix cache: keys, values and states that stay in their caches after their job, for prompts that begin alike.
 
 There is one tree for each set of weights and each scope, so that no job learns of the prompts of another scope. A node
-stands for the tokens of one page (the last of a branch may be short), its children for the pages that follow. Evicted
-are the least recently used nodes of the scope that has the most.
+stands for the tokens of one page (the last of a branch may be short), its children for the pages that follow. In a
+model with delta nets, a node may have the state after its last token. Evicted are the least recently used nodes, and
+states, of the scope that has the most.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from mint.engine.lora import LoraWeights
 from mint.engine.model.attention import PAGE_POSITIONS
 from mint.engine.sampling.kv_cache import KVCache
+from mint.engine.sampling.state_cache import StateCache
 
 
 @dataclass(eq=False)
@@ -25,6 +27,7 @@ class _Node:
     page: int
     scope: str
     siblings: _Level
+    state: int = -1
     children: _Level = field(default_factory=lambda: _Level())
 
 
@@ -33,13 +36,23 @@ class _Level:
 
     def __init__(self) -> None:
         self.nodes: dict[bytes, _Node] = {}
+        self._lengths: set[int] = set()
         self._order: list[bytes] = []
 
     def add(self, tokens: np.ndarray, page: int, scope: str) -> _Node:
         node = _Node(tokens.copy(), page, scope, self)
         self.nodes[_key(tokens)] = node
         insort(self._order, _key(tokens))
+        self._lengths.add(len(tokens))
         return node
+
+    def last_state(self, tokens: np.ndarray) -> _Node | None:
+        """The longest node that `tokens` begin with and that has a state."""
+        for length in sorted(self._lengths, reverse=True):
+            node = self.nodes.get(_key(tokens[:length])) if length <= len(tokens) else None
+            if node is not None and node.state >= 0:
+                return node
+        return None
 
     def remove(self, node: _Node) -> None:
         key = _key(node.tokens)
@@ -60,11 +73,15 @@ class _Level:
 
 @dataclass(frozen=True)
 class Match:
-    """The longest cached beginning of a prompt: whole `pages`, and then `rest` positions of the page `partial`."""
+    """The longest beginning of a prompt that can be reused: whole `pages`, and then `rest` positions of the page
+    `partial`. A model with delta nets can reuse as much as there is a `state` for, whose slot this is; keys and values
+    are cached of `common` tokens."""
 
     pages: np.ndarray
     partial: int = -1
     rest: int = 0
+    state: int = -1
+    common: int = 0
 
     @property
     def length(self) -> int:
@@ -75,14 +92,18 @@ class Match:
 class PrefixCache:
     """Prefixes of all weights that are open, within a number of pages."""
 
-    def __init__(self, cache: KVCache, limit_bytes: int) -> None:
-        """At most `limit_bytes` of `cache`; at first only the base model itself (weights None) is open."""
+    def __init__(self, cache: KVCache, limit_bytes: int, states: StateCache | None = None) -> None:
+        """At most `limit_bytes` of `cache`, and as much of `states`, where the model has delta nets; at first only the
+        base model itself (weights None) is open."""
         self._cache = cache
         self._limit = limit_bytes // cache.page_bytes
+        self._states = states
+        self._state_limit = 0 if states is None else limit_bytes // states.slot_bytes
         self._roots: dict[LoraWeights | None, defaultdict[str, _Level]] = {None: defaultdict(_Level)}
         # The nodes of each scope by last use, oldest first. A path is touched from its leaf up, so the oldest node of
         # a scope is always a leaf.
         self._used: dict[str, OrderedDict[_Node, None]] = {}
+        self._with_state: dict[str, OrderedDict[_Node, None]] = {}
 
     def __len__(self) -> int:
         """Pages that it holds. May be called from any thread: the list is copied at once."""
@@ -101,16 +122,20 @@ class PrefixCache:
     def find(self, weights: LoraWeights | None, scope: str, tokens: np.ndarray) -> Match:
         """The longest beginning of `tokens` that jobs of this scope have cached.
 
-        The caller must hold its pages before the cache can evict them.
+        The caller must hold its pages and its state before the cache can evict them.
         """
         level = self._roots.get(weights, {}).get(scope)
-        pages = []
+        pages: list[int] = []
         path = []
         partial, rest = -1, 0
+        ends: list[tuple[int, _Node]] = []
         if level is None:
             return Match(np.zeros(0, np.int64))
         for start in range(0, len(tokens), PAGE_POSITIONS):
             own = tokens[start : start + PAGE_POSITIONS]
+            end = None if self._states is None else level.last_state(own)
+            if end is not None:
+                ends.append((len(pages), end))
             node = level.nodes.get(_key(own)) if len(own) == PAGE_POSITIONS else None
             if node is None:
                 nearest, rest = level.nearest(own)
@@ -122,10 +147,22 @@ class PrefixCache:
             path.append(node)
             level = node.children
         self._touch(path)
-        return Match(np.array(pages, np.int64), partial, rest)
+        common = len(pages) * PAGE_POSITIONS + rest
+        if self._states is None:
+            return Match(np.array(pages, np.int64), partial, rest, common=common)
+        if not ends:
+            return Match(np.zeros(0, np.int64), common=common)
+        count, end = ends[-1]
+        self._touch([*path[:count], end])
+        if len(end.tokens) == PAGE_POSITIONS:
+            return Match(np.array([*pages[:count], end.page], np.int64), state=end.state, common=common)
+        return Match(np.array(pages[:count], np.int64), end.page, len(end.tokens), end.state, common)
 
-    def insert(self, weights: LoraWeights | None, scope: str, tokens: np.ndarray, pages: np.ndarray) -> None:
-        """Caches the pages of `tokens` for jobs of this scope, in order; the last page may be short."""
+    def insert(
+        self, weights: LoraWeights | None, scope: str, tokens: np.ndarray, pages: np.ndarray, state: int = -1
+    ) -> None:
+        """Caches the pages of `tokens` for jobs of this scope, in order; the last page may be short. `state` is the
+        slot of the state after the last token, if that is to be kept."""
         if weights not in self._roots or not self._limit:
             return
         level = self._roots[weights][scope]
@@ -140,8 +177,13 @@ class PrefixCache:
                 used[node] = None
             path.append(node)
             level = node.children
+        if state >= 0 and self._states is not None and self._state_limit and path[-1].state < 0:
+            path[-1].state = state
+            self._states.hold(np.array([state]))
+            self._with_state.setdefault(scope, OrderedDict())[path[-1]] = None
         self._touch(path)
         self.shrink(self._count - self._limit)
+        self._drop_states(sum(map(len, self._with_state.values())) - self._state_limit)
 
     def shrink(self, count: int) -> None:
         """Evicts `count` nodes, each time the oldest of the scope that has the most."""
@@ -158,14 +200,44 @@ class PrefixCache:
         return True
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether there is room for any."""
+        return bool(self._state_limit and self._limit)
+
+    def evict_states(self, count: int) -> bool:
+        """Evicts the oldest states until `count` slots are free; False where that is impossible."""
+        while self._states is not None and self._states.free < count:
+            if not self._drop_states(1):
+                return False
+        return True
+
+    def _drop_states(self, count: int) -> int:
+        """Drops `count` states, each time the oldest of the scope that has the most; returns how many there were."""
+        for dropped in range(max(0, count)):
+            largest = max(self._with_state.values(), key=len, default=OrderedDict())
+            if not len(largest):
+                return dropped
+            self._drop_state(next(iter(largest)))
+        return max(0, count)
+
+    def _drop_state(self, node: _Node) -> None:
+        if node.state >= 0 and self._states is not None:
+            del self._with_state[node.scope][node]
+            self._states.release(np.array([node.state]))
+            node.state = -1
+
+    @property
     def _count(self) -> int:
         return sum(map(len, self._used.values()))
 
     def _touch(self, path: list[_Node]) -> None:
         for node in reversed(path):
             self._used[node.scope].move_to_end(node)
+            if node.state >= 0:
+                self._with_state[node.scope].move_to_end(node)
 
     def _drop(self, node: _Node) -> None:
+        self._drop_state(node)
         del self._used[node.scope][node]
         node.siblings.remove(node)
         self._cache.release(np.array([node.page]))

@@ -24,13 +24,15 @@ from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import CANCELLED, Sample, SampleJob, SampleResult, TokenListener, is_out_of_memory
 from mint.engine.sampling.admission import SPARE_ROWS, WaitingJobs, fair_shares, may_begin
 from mint.engine.sampling.batch_job import BatchJob, stream_tokens
+from mint.engine.sampling.counted_slots import Lease
 from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps
 from mint.engine.sampling.draw import Draw, processed
-from mint.engine.sampling.kv_cache import KVCache, Lease
-from mint.engine.sampling.prefill import PromptPart, run_prompts
+from mint.engine.sampling.kv_cache import KVCache
+from mint.engine.sampling.prefill import PartStates, PromptPart, run_prompts
 from mint.engine.sampling.prefix_cache import Match, PrefixCache
 from mint.engine.sampling.prompt_scoring import PromptScores, asks, score_prompt, unasked_tokens
 from mint.engine.sampling.sequences import Sequences
+from mint.engine.sampling.state_cache import StateCache
 
 MAX_ROWS = 512
 """Sequences that are decoded together; further jobs wait. A job with more samples runs once no other has rows.
@@ -62,16 +64,25 @@ class SamplerMemory:
     prefix_cache: PrefixCache
     steps: DecodeSteps
     draw: Draw
+    states: StateCache | None = None
+    """Where the model has delta nets."""
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
 
 @dataclass(eq=False)
 class _PagedJob(BatchJob):
     """A job. Its prompt fills the `pages`; the rest of it is in the first of `own`, which has one page for each
-    sample."""
+    sample.
+
+    In a model with delta nets, `states` are the slots of its samples, of which the first is the prompt's until it is
+    computed. The prompt starts from the state `loaded` of the prefix cache (-1: from nothing). States after the first
+    `cuts` tokens are worth keeping there."""
 
     pages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     own: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    states: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    loaded: int = -1
+    cuts: list[int] = field(default_factory=list)
     done: int = 0
     beginning: bytes = b""
     hidden: list[Tensor] = field(default_factory=list)
@@ -99,6 +110,8 @@ class Sampler:
         self._decoder = decoder
         self._memory = memory
         self._lease = Lease(memory.kv_cache)
+        self._state_lease = None if memory.states is None else Lease(memory.states)
+        self._interrupted = False  # some layers may have gone on to the next state, and others not
         self._sequences = Sequences()
         self._entries: dict[int, _PagedJob] = {}
         self._keys: dict[str, _PagedJob] = {}
@@ -144,7 +157,9 @@ class Sampler:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
+            self._interrupted = self._state_lease is not None and not isinstance(error, _OutOfPages)
             self._preempt_latest(error)
+            self._interrupted = False
         results = self._results
         self._results = {}
         return results
@@ -217,8 +232,11 @@ class Sampler:
         whole, rest = divmod(len(job.prompt), PAGE_POSITIONS)
         new = whole - len(known.pages)
         needed = new + (entry.count if job.max_tokens > 1 else int(rest > 0))
-        taken = self._lease.take(needed) if memory.prefix_cache.evict_pages(needed + spare) else None
+        taken = None
+        if self._take_states(entry, known):
+            taken = self._lease.take(needed) if memory.prefix_cache.evict_pages(needed + spare) else None
         if taken is None:
+            self._release_states(entry)
             self._lease.release(held)
             return False
         entry.pages = np.concatenate([known.pages, taken[:new]])
@@ -231,6 +249,36 @@ class Sampler:
         if entry.reused is None:  # a job that begins anew finds what it has computed itself
             entry.reused = known.length
         return True
+
+    def _take_states(self, entry: _PagedJob, known: Match) -> bool:
+        """Takes slots for a job's states, where the model has any; False where too few are free."""
+        if self._state_lease is None:
+            return True
+        cache = self._memory.prefix_cache
+        if known.state >= 0:
+            self._state_lease.hold(np.array([known.state]))  # before `evict_states`, which may evict it
+            entry.loaded = known.state
+        needed = entry.count if entry.job.max_tokens > 1 and entry.count else 1
+        taken = self._state_lease.take(needed) if cache.evict_states(needed) else None
+        if taken is None:
+            return False
+        entry.states = taken
+        # The same prompt may come again, and computes its last token anew; others begin alike up to `common`.
+        ends = {known.common, len(entry.job.prompt) - 1} if cache.keeps_states else ()
+        entry.cuts = sorted(end for end in ends if end > known.length)
+        return True
+
+    def _release_states(self, entry: _PagedJob) -> None:
+        if self._state_lease is not None:
+            self._release_start(entry)
+            self._state_lease.release(entry.states)
+            entry.states = entry.states[:0]
+
+    def _release_start(self, entry: _PagedJob) -> None:
+        """Releases the state of the prefix cache that a prompt starts from."""
+        if self._state_lease is not None and entry.loaded >= 0:
+            self._state_lease.release(np.array([entry.loaded]))
+            entry.loaded = -1
 
     def _drop_cancelled(self) -> None:
         for entry in self._cancelled:
@@ -262,6 +310,7 @@ class Sampler:
 
     def _release_prompt(self, entry: _PagedJob) -> None:
         self._lease.release(np.concatenate([entry.pages, entry.own]), is_finite=entry.is_finite)
+        self._release_states(entry)
         entry.pages = entry.own = entry.pages[:0]
         entry.hidden = []
         entry.done = 0
@@ -280,6 +329,8 @@ class Sampler:
             raise MemoryError(NO_ROOM)
         if len(inside) == 1:
             if not isinstance(error, _OutOfPages):
+                if self._interrupted:
+                    self._restart(inside)
                 raise MemoryError(NO_ROOM) from error
             self._close(self._entries[inside.pop()], SampleResult([], error=NO_ROOM))
             self._compact_rows(now=True)
@@ -289,17 +340,23 @@ class Sampler:
         rows = self._rows_by_scope()
         victim = max(inside, key=lambda number: (rows[self._entries[number].scope], number))
         again = {victim} | between | (set(of["entry"][of["emitted"] == 0].tolist()) & inside)
-        for number in again:
+        if self._interrupted:
+            again = inside
+        self._restart(again)
+        # Until a job ends, no more rows than now: the preempted job would be admitted and preempted again and again.
+        self._row_limit = max(1, len(self._order) + sum(other.count for other in self._prefilling))
+
+    def _restart(self, numbers: set[int]) -> None:
+        """Jobs leave the batch, and wait for their turn again."""
+        for number in numbers:
             self._leave(self._entries[number])
         self._compact_rows(now=True)
-        for number in again:
+        for number in numbers:
             entry = self._entries[number]
             entry.samples = {}
             entry.scores = PromptScores()
             self._waiting.add(entry)
             self._memory.counters["restarts"] += 1
-        # Until a job ends, no more rows than now: the preempted job would be admitted and preempted again and again.
-        self._row_limit = max(1, len(self._order) + sum(other.count for other in self._prefilling))
 
     def _compact_rows(self, *, now: bool = False) -> None:
         """Removes ended rows where that pays, or `now`."""
@@ -322,13 +379,16 @@ class Sampler:
             if entry.is_finite:
                 # Without the last token: it was drawn, but never run, so it has no keys and values.
                 known = np.concatenate([entry.job.prompt, sequences.tokens(slot)[:-1]])
-                self._memory.prefix_cache.insert(entry.lora, entry.scope, known, own)
+                state = -1 if self._interrupted else int(sequences.of["state"][slot])
+                self._memory.prefix_cache.insert(entry.lora, entry.scope, known, own, state)
             if not entry.closed:
                 entry.samples[int(sequences.of["sample"][slot])] = sequences.sample(slot)
             entry.rows -= 1
             if not entry.rows and entry.closed:
                 del self._entries[number]
             self._lease.release(np.append(own, sequences.fronts_of([slot])), is_finite=entry.is_finite)
+            if self._state_lease is not None and sequences.of["state"][slot] >= 0:
+                self._state_lease.release(sequences.of["state"][[slot]])
         sequences.remove(slots)
 
     def _set_order(self, slots: np.ndarray) -> None:
@@ -360,10 +420,16 @@ class Sampler:
                 shares[entry.scope] -= max(size, LEAST_PREFILL)
         batch.sort(key=lambda pair: id(pair[0].lora))  # one run for each lora
         parts = [
-            PromptPart(entry.job.prompt[: entry.done + size], entry.done, entry.prompt_pages, entry.lora)
+            PromptPart(
+                entry.job.prompt[: entry.done + size],
+                entry.done,
+                entry.prompt_pages,
+                entry.lora,
+                self._part_states(entry, size),
+            )
             for entry, size in batch
         ]
-        hidden = run_prompts(self._decoder, self._memory.kv_cache, parts)
+        hidden = run_prompts(self._decoder, self._memory.kv_cache, parts, self._memory.states)
         finite = hidden.isfinite().all(1).cpu().numpy()
         end = 0
         complete = []
@@ -372,14 +438,40 @@ class Sampler:
             end += size
             entry.done += size
             entry.is_finite &= bool(finite[end - size : end].all())
+            self._release_start(entry)
             if asks(entry.job):
                 entry.hidden.append(hidden[end - size : end])
             if entry.done == len(entry.job.prompt):
                 complete.append(entry)
                 last.append(end - 1)
+        for (entry, _), part in zip(batch, parts, strict=True):
+            self._keep_states(entry, part)
         self._memory.counters["prefilled"] += end
         if complete:
             self._start(complete, hidden[torch.tensor(last, device=hidden.device)])
+
+    def _part_states(self, entry: _PagedJob, size: int) -> PartStates | None:
+        """Where the states of the next `size` tokens of a prompt lie, with slots for those that are worth keeping."""
+        if self._state_lease is None:
+            return None
+        cuts = []
+        for length in entry.cuts:
+            if entry.done < length < entry.done + size and self._memory.prefix_cache.evict_states(1):
+                taken = self._state_lease.take(1)
+                cuts += [] if taken is None else [(length, int(taken[0]))]
+        own = int(entry.states[0])
+        loaded = own if entry.done and entry.loaded < 0 else entry.loaded
+        return PartStates(loaded, own, cuts)
+
+    def _keep_states(self, entry: _PagedJob, part: PromptPart) -> None:
+        """Gives the states within a part that was computed to the prefix cache."""
+        if self._state_lease is None or part.states is None:
+            return
+        for length, slot in part.states.cuts:
+            if entry.is_finite:
+                known = entry.job.prompt[:length]
+                self._memory.prefix_cache.insert(entry.lora, entry.scope, known, part.pages, slot)
+            self._state_lease.release(np.array([slot]))
 
     def _start(self, entries: list[_PagedJob], hidden: Tensor) -> None:
         """Adds rows for jobs whose prompts are computed, and draws their first tokens from hidden [jobs, E]."""
@@ -417,11 +509,16 @@ class Sampler:
         else:  # the only token is drawn from the prompt's logits and never run, so nothing is written
             self._lease.release(own)
             table = np.tile(entry.pages, (count, 1))
+        states = None
+        if self._memory.states is not None and entry.job.max_tokens > 1:
+            self._memory.states.copy(int(entry.states[0]), entry.states[1:])
+            states, entry.states = entry.states, entry.states[:0]
+        self._release_states(entry)
         entry.rows = entry.left = count
         entry.pages = entry.own = entry.pages[:0]
         entry.hidden = []
         entry.done = 0
-        slots = self._sequences.add(entry.arrival, entry.job, table)
+        slots = self._sequences.add(entry.arrival, entry.job, table, states)
         self._lease.hold(self._sequences.fronts_of(slots))
         return slots
 
@@ -439,7 +536,10 @@ class Sampler:
                 sequences.extend(missing, taken)
             table, fronts = sequences.pages[slots], own["front"]
             fronts = np.where(fronts < 0, table[:, 0], fronts)
-            self._step = self._memory.steps.open(table, fronts, positions, self._loras, earlier=self._step)
+            states = np.where(own["ended"], -1, own["state"])
+            self._step = self._memory.steps.open(
+                table, fronts, positions, self._loras, earlier=self._step, states=states
+            )
         self._collect(slots, self._step.run(own["last"].copy(), positions))
 
     # --- collect ---
@@ -468,6 +568,8 @@ class Sampler:
             stream_tokens(self._listening, own, tokens, logprobs)
         if ended.any():
             self._ended = True
+            if self._step is not None:
+                self._step.freeze(rows[ended])
             numbers, counts = np.unique(own["entry"][ended], return_counts=True)
             for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
                 self._entries[number].left -= count

@@ -24,6 +24,7 @@ _COLUMNS = np.dtype(
         ("emitted", np.int64),
         ("pages", np.int64),
         ("front", np.int64),
+        ("state", np.int64),
         ("limit", np.int64),
         ("last", np.int64),
         ("stream", np.uint64),
@@ -37,10 +38,10 @@ _COLUMNS = np.dtype(
     ],
     align=True,
 )
-"""`prompt`: its length · `pages`: how many it has · `front`: the page of its first `BLOCK` positions · `limit`: tokens
-at most · `last`: the last token · `stream`: of its random numbers · `width`: of the top-k table it asked for ·
-`processed`: whether its logprobs are the processed ones · `stopped`: at a stop token or string · `ended`: also by its
-limit or a cancellation."""
+"""`prompt`: its length · `pages`: how many it has · `front`: the page of its first `BLOCK` positions · `state`: the
+slot of its state, or -1 · `limit`: tokens at most · `last`: the last token · `stream`: of its random numbers · `width`:
+of the top-k table it asked for · `processed`: whether its logprobs are the processed ones · `stopped`: at a stop token
+or string · `ended`: also by its limit or a cancellation."""
 
 
 _FEWEST = 64
@@ -61,8 +62,9 @@ class Sequences:
         self._stops = StopChecker()
         self._best: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
 
-    def add(self, entry: int, job: SampleJob, pages: np.ndarray) -> np.ndarray:
-        """Adds all samples of a job, with pages [samples, C]; returns their slots."""
+    def add(self, entry: int, job: SampleJob, pages: np.ndarray, states: np.ndarray | None = None) -> np.ndarray:
+        """Adds all samples of a job, with pages [samples, C] and the slots of their `states` [samples], if they have
+        any; returns their slots in the table."""
         count = job.num_samples
         slots = self._take(count)
         self.pages = _wide(self.pages, pages.shape[1])
@@ -79,6 +81,7 @@ class Sequences:
         own["width"] = job.topk_sample_logprobs
         own["pages"] = pages.shape[1]
         own["front"] = -1
+        own["state"] = -1 if states is None else states
         if pages.shape[1]:  # samples of one prompt read its first block in one page, and so in one product
             own["front"] = pages[0, 0] if len(job.prompt) >= BLOCK else pages[:, 0]
         own["processed"] = job.logprobs_mode == "processed"

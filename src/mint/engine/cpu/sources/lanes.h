@@ -163,6 +163,15 @@ INLINE vf exponential(vf x) {
     return (vf)((vi)(p * (vf)power) & ~small);
 }
 
+/* 1 / (1 + exp(-x)), and in `rest` 1 minus that, both without cancellation. */
+INLINE vf sigmoid(vf x, vf *rest) {
+    vi negative = x < 0.0f;
+    vf e = exponential((vf)((vi)x | (vi)((vu){0} + 0x80000000u))); /* exp(-|x|) */
+    vf large = 1.0f / (1.0f + e), small = e * large;
+    *rest = (vf)(((vi)large & negative) | ((vi)small & ~negative));
+    return (vf)(((vi)small & negative) | ((vi)large & ~negative));
+}
+
 /* `key` rounded down to a multiple of LANES. */
 INLINE int64_t whole_lanes(int64_t key) { return key / LANES * LANES; }
 

@@ -94,15 +94,6 @@ int finish_heads(const FinishHeads *in, int64_t first, int64_t last) {
     return 0;
 }
 
-/* 1 / (1 + exp(-x)), and in `rest` 1 minus that, both without cancellation. */
-INLINE vf sigmoid(vf x, vf *rest) {
-    vi negative = x < 0.0f;
-    vf e = exponential((vf)((vi)x | (vi)((vu){0} + 0x80000000u))); /* exp(-|x|) */
-    vf large = 1.0f / (1.0f + e), small = e * large;
-    *rest = (vf)(((vi)large & negative) | ((vi)small & ~negative));
-    return (vf)(((vi)small & negative) | ((vi)large & ~negative));
-}
-
 /* Of what the sigmoid is taken: gelu's approximation by tanh is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)), and
    silu is x * sigmoid(x). `slope` is the derivative. Beyond 16, the sigmoid is 0 or 1. */
 INLINE vf gate_logit(vf x, const int gelu, vf *slope) {
@@ -154,6 +145,37 @@ int swiglu_backward(const SwigluBackward *in, int64_t first, int64_t last) {
             *(vf *)(out + t * 2 * inner + i) = slope * up * share * (1.0f + gate * rest);
             *(vf *)(out + t * 2 * inner + inner + i) = slope * gate * share;
         }
+    return 0;
+}
+
+typedef struct {
+    const float *x, *gates;
+    int64_t width;
+    float *out;
+} Gate;
+
+/* out [T, width] = x * sigmoid(gates). */
+int gate(const Gate *in, int64_t first, int64_t last) {
+    for (int64_t i = first * in->width; i < last * in->width; i += LANES) {
+        vf rest;
+        *(vf *)(in->out + i) = *(const vf *)(in->x + i) * sigmoid(*(const vf *)(in->gates + i), &rest);
+    }
+    return 0;
+}
+
+typedef struct {
+    const float *grad, *x, *gates;
+    int64_t width;
+    float *out, *gates_out;
+} GateBackward;
+
+/* out and gates_out [T, width]: the gradients for x and gates of `gate`, from grad [T, width]. */
+int gate_backward(const GateBackward *in, int64_t first, int64_t last) {
+    for (int64_t i = first * in->width; i < last * in->width; i += LANES) {
+        vf rest, share = sigmoid(*(const vf *)(in->gates + i), &rest), slope = *(const vf *)(in->grad + i) * share;
+        *(vf *)(in->out + i) = slope;
+        *(vf *)(in->gates_out + i) = slope * *(const vf *)(in->x + i) * rest;
+    }
     return 0;
 }
 
