@@ -15,7 +15,7 @@ from small_models import write_model
 from mint.config import Settings
 from mint.engine.cpu import build as native_build
 from mint.engine.cpu.build import COMPILERS, SOURCES, NativeBuild
-from mint.engine.cpu.malloc import keep_freed_memory
+from mint.engine.cpu.machine_memory import keep_freed_memory
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import MissingExtraError
 
@@ -107,7 +107,7 @@ def test_they_are_kept_where_the_user_s_caches_are(monkeypatch: pytest.MonkeyPat
 
 _STEPS = """
 import ctypes, resource, sys
-from mint.engine.cpu.malloc import keep_freed_memory
+from mint.engine.cpu.machine_memory import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 libc = ctypes.CDLL(None)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mint.engine.model.config import read_decoder_config
-from mint.engine.model.rope import rope_tables
+from mint.engine.model.functions import rope_tables
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1,

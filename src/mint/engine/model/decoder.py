@@ -25,7 +25,7 @@ from mint.engine.lora import UNEMBED, LoraRows, LoraWeights, Site
 from mint.engine.model.autograd import recomputed
 from mint.engine.model.config import DecoderConfig, Rope
 from mint.engine.model.delta_net import StatesOfLayers
-from mint.engine.model.functions import pad_rows
+from mint.engine.model.functions import pad_rows, rope_tables
 from mint.engine.model.layer_parts import (
     AttentionInputs,
     ForwardContext,
@@ -38,7 +38,6 @@ from mint.engine.model.layer_parts import (
 )
 from mint.engine.model.lora_linear import LoraProduct, cover, rows_needed
 from mint.engine.model.operations import Attention, DeltaRule, FeedForward, Operations
-from mint.engine.model.rope import rope_tables
 from mint.engine.model.weight_loader import load_weights
 from mint.engine.model.weights import AttentionWeights, DeltaNetWeights, MixtureWeights, list_sites
 from mint.engine.packing import AttentionBlock, MicroBatch, StateSpans, pack, state_spans
