@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3_5ForConditionalGeneration
 
 SHAPES = {
     "tied": {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -136,3 +136,19 @@ def write_model(
     model.save_pretrained(folder, **({} if shards is None else {"max_shard_size": shards}))
     (folder / "tokenizer.json").write_text("{}")
     return model
+
+
+def write_qwen_with_images(folder: Path, shape: str, *, seed: int = 0) -> None:
+    """Writes a random Qwen3.5 as it is published: a text model of `shape`, and a model of images."""
+    torch.manual_seed(seed)
+    tied = SHAPES[shape]["tie_word_embeddings"]
+    text = {**SHAPES[shape], **FAMILIES["qwen3_5_text"], "max_position_embeddings": 512, "eos_token_id": 1}
+    images = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+              "out_hidden_size": text["hidden_size"]}  # fmt: skip
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=images, tie_word_embeddings=tied)
+    model = Qwen3_5ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")

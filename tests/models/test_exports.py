@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from engine_data import CROSS_ENTROPY, train
-from small_models import FAMILIES, write_model
-from transformers import AutoModelForCausalLM
+from small_models import FAMILIES, write_model, write_qwen_with_images
+from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM
 
 from mint.engine.protocol import LoraSpec, TrainDatum
 from mint.engine.torch_engine import TorchEngine
@@ -27,6 +27,10 @@ TOKENS = np.random.default_rng(0).integers(0, 64, 30)
 
 def _trained(folder: Path, shape: str, parts: tuple[bool, bool, bool], **model: object) -> tuple[TorchEngine, LoraSpec]:
     write_model(folder, shape, **model)
+    return _train(folder, parts)
+
+
+def _train(folder: Path, parts: tuple[bool, bool, bool]) -> tuple[TorchEngine, LoraSpec]:
     engine = TorchEngine(dtype="float32", threads=1, device="cpu")
     engine.load_base("base", str(folder))
     lora = LoraSpec(8, 0, *parts)
@@ -104,6 +108,26 @@ def test_every_family_gives_the_same_logits_in_peft_and_in_transformers(
     assert np.abs(plain - theirs).max() > 0.1  # the lora does something
     _, back = _read(tmp_path / "adapter", tmp_path / "base")
     assert all(np.array_equal(back[name], array) for name, array in weights.items())
+
+
+@pytest.mark.parametrize("shape", ["tied", "untied"])
+def test_the_text_model_of_one_with_images_is_trained_and_exported(tmp_path: Path, shape: str) -> None:
+    import peft  # deferred: loading it takes seconds, in every worker
+
+    base = tmp_path / "base"
+    write_qwen_with_images(base, shape)
+    engine, lora = _train(base, (True, True, True))
+    assert engine.load_base("base", "").settings["implementation"] == "mint"
+    weights = engine.read_state("m").weights
+    write_peft(tmp_path / "adapter", weights, rank=lora.rank, alpha=32.0, base_model=str(base))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert np.abs(_ours(engine) - _theirs(peft.PeftModel.from_pretrained(model, tmp_path / "adapter"))).max() <= 1e-4
+    _, back = _read(tmp_path / "adapter", base)
+    assert all(np.array_equal(back[name], array) for name, array in weights.items())
+    write_merged(tmp_path / "merged", base, weights, scale=32 / 8)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert type(merged) is Qwen3_5ForCausalLM
+    assert np.abs(_ours(engine) - _theirs(merged)).max() <= 1e-4
 
 
 def test_a_mixture_with_dense_layers_is_merged_with_the_same_logits(tmp_path: Path) -> None:

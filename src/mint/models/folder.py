@@ -14,10 +14,19 @@ from mint.errors import InvalidRequestError
 from mint.models.quantized_tensors import dequantized
 from mint.models.tensor_files import StoredTensor, open_tensors
 
+_TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM"}
+"""Models of text and images, by the `model_type` of config.json, whose text model is read alone: its architecture."""
+
+_LANGUAGE_MODEL, _BESIDE_TEXT = "model.language_model.", ("model.visual.", "mtp.")
+"""How tensors of the text model begin there, and those of other parts: images, and the prediction of further tokens."""
+
 
 class ModelFolder:
     """An open folder. `config` is the content of config.json but for `quantization`, its `quantization_config`, which
-    is None where the weights are as the configuration says."""
+    is None where the weights are as the configuration says.
+
+    Of Qwen3.5 with images, configuration and tensors are those of the text model, by the names that it has alone.
+    """
 
     def __init__(self, path: Path) -> None:
         """Reads the configuration files.
@@ -28,6 +37,10 @@ class ModelFolder:
         self.path = path
         self.config = _read_json(path / "config.json")
         self.quantization: dict[str, Any] | None = self.config.pop("quantization_config", None)
+        architecture = _TEXT_MODELS.get(str(self.config.get("model_type")))
+        self._has_images = architecture is not None and "text_config" in self.config
+        if self._has_images:
+            self.config = _text_config(self.config, architecture)
         generation = path / "generation_config.json"
         self._generation = _read_json(generation) if generation.is_file() else {}
 
@@ -47,7 +60,14 @@ class ModelFolder:
             InvalidRequestError: they are quantized by another method than those in `quantized_tensors`.
         """
         stored = self._stored_tensors()
-        return stored if self.quantization is None else dequantized(stored, self.quantization)
+        found = stored if self.quantization is None else dequantized(stored, self.quantization)
+        if not self._has_images:
+            return found
+        return {
+            name.replace(_LANGUAGE_MODEL, "model.", 1): tensor
+            for name, tensor in found.items()
+            if not name.startswith(_BESIDE_TEXT)
+        }
 
     def _stored_tensors(self) -> dict[str, StoredTensor]:
         index = self.path / "model.safetensors.index.json"
@@ -55,6 +75,12 @@ class ModelFolder:
             return open_tensors(self.path / "model.safetensors")
         shards = sorted(set(_read_json(index)["weight_map"].values()))
         return {name: tensor for shard in shards for name, tensor in open_tensors(self.path / shard).items()}
+
+
+def _text_config(config: dict[str, Any], architecture: str | None) -> dict[str, Any]:
+    """The configuration of the text model alone."""
+    shared = {key: config[key] for key in ("tie_word_embeddings", "dtype") if key in config}
+    return {**shared, **config["text_config"], "architectures": [architecture]}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
