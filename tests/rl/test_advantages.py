@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from mint.rl import Group, RLConfig, Rollout
+from mint.rl.config import AdvantageName
 from mint.rl.rollout import RolloutStopReason, Turn
 from mint.rl.training.advantages import (
     apply_truncation_penalty,
@@ -15,6 +17,7 @@ from mint.rl.training.advantages import (
     has_unequal_rewards,
     loss_weights,
     rollout_advantages,
+    turn_advantages,
 )
 from mint.rl.training.kl_reference import kl_penalty
 
@@ -117,3 +120,44 @@ def test_normalization_weighs_tokens_as_each_paper_says() -> None:
     assert weights("constant") == [1 / 60, 1 / 60]
     assert weights("token") == [1 / 8, 1 / 8]
     assert weights("sequence") == [1 / (2 * 2), 1 / (6 * 2)]
+
+
+@pytest.mark.parametrize("estimator", get_args(AdvantageName))
+def test_turn_advantages_compare_what_is_still_to_come_at_the_same_turn(estimator: AdvantageName) -> None:
+    random = np.random.default_rng(0)
+    rewards_GN = [random.normal(size=turns).tolist() for turns in (3, 1, 4, 3)]
+    found = turn_advantages(rewards_GN, estimator, batch_std=0.7)
+    for turn in range(4):
+        returns = {place: sum(rewards[turn:]) for place, rewards in enumerate(rewards_GN) if len(rewards) > turn}
+        values = np.array(list(returns.values()))
+        count = len(values)
+        scale = {
+            "center": 1.0,
+            "rloo": count / max(1, count - 1),
+            "std": 1 / (values.std(ddof=1) + 1e-4) if count > 1 else 0.0,
+            "std_batch": 1 / (0.7 + 1e-4),
+        }[estimator]
+        for place, value in returns.items():
+            assert found[place][turn] == pytest.approx(scale * (value - values.mean()), abs=1e-12)
+
+
+def test_with_turn_credit_the_tokens_of_a_turn_have_its_advantage_and_one_turn_has_that_of_the_rollout() -> None:
+    def episode(*rewards: float) -> Rollout:
+        turns = [Turn([1], [2] * (place + 1), [-0.5] * (place + 1)) for place in range(len(rewards))]
+        return Rollout(turns, "", "env", reward=sum(rewards), turn_rewards=rewards)
+
+    early = Group("", 0, [1], [episode(1.0, 0.0), episode(0.0, 1.0)])
+    by_rollout = rollout_advantages([early], RLConfig())
+    assert not any(one.advantages_T.any() for one in by_rollout), "both have the reward 1"
+    one, other = rollout_advantages([early], RLConfig(credit="turn"))
+    assert (one.advantages_T.tolist(), other.advantages_T.tolist()) == ([0.0, -0.5, -0.5], [0.0, 0.5, 0.5])
+    single = Group("", 0, [1], [episode(1.0), episode(0.25)])
+    plain, credited = (rollout_advantages([single], RLConfig(credit=credit)) for credit in ("rollout", "turn"))
+    assert [each.advantages_T.tolist() for each in plain] == [each.advantages_T.tolist() for each in credited]
+
+
+def test_the_truncation_penalty_is_the_last_turns() -> None:
+    cut = Rollout([Turn([1], [2], [-0.5])] * 2, "", "max_turns", reward=1.0, turn_rewards=(0.25, 0.75))
+    config = RLConfig(truncation="penalize", truncation_penalty=0.5)
+    ((penalized,),) = (group.rollouts for group in apply_truncation_penalty([Group("", 0, [1], [cut])], config))
+    assert (penalized.reward, list(penalized.turn_rewards)) == (0.5, [0.25, 0.25])

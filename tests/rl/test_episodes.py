@@ -541,3 +541,24 @@ def test_the_template_is_given_the_tools_of_the_environment() -> None:
 
     rollout = only(roll_out(says("Yes."), Adapter(lambda _: Tooled(1))))
     assert '"name": "look"' in tiny_tokenizer().decode(rollout.turns[0].prompt)
+
+
+def test_the_rewards_of_turns_are_kept_and_add_up() -> None:
+    class Pays(MessageEnv):
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def initial_observation(self) -> Sequence[Message]:
+            return [{"role": "user", "content": "Go."}]
+
+        def step(self, message: Message) -> MessageStepResult:
+            self.steps += 1
+            more = [{"role": "user", "content": "On."}]
+            return MessageStepResult(self.steps / 4, episode_done=False, next_messages=more)
+
+        def cut_off(self, reason: str) -> MessageStepResult:
+            return MessageStepResult(-0.5)
+
+    limits = EpisodeLimits(max_turns=3)
+    rollout = only(roll_out(says("a", "b", "c"), Adapter(lambda _: Pays()), limits=limits))
+    assert (rollout.reward, rollout.turn_rewards) == (1.0, [0.25, 0.5, 0.25])

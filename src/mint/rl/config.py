@@ -14,6 +14,7 @@ from mint.types.checkpoint_path import is_checkpoint_path
 from mint.types.loss_settings import loss_settings
 
 AdvantageName = Literal["center", "rloo", "std", "std_batch"]
+CreditName = Literal["rollout", "turn"]
 NormalizationName = Literal["sum", "constant", "token", "sequence"]
 TruncationName = Literal["keep", "mask", "penalize"]
 CollapseName = Literal["warn", "stop", "rollback"]
@@ -53,6 +54,9 @@ class RLConfig(RunConfig):
     advantage: AdvantageName = "center"
     """`center`: r − mean. `rloo`: r − mean of the others. `std`: (r − mean) / (std of the group + 1e-4). `std_batch`:
     the same with the deviation over the whole batch."""
+    credit: CreditName = "rollout"
+    """Of episodes. `rollout`: all tokens have the advantage of the whole reward. `turn`: the tokens of a turn have that
+    of the rewards from this turn on, compared with the same turn of the other episodes of the group."""
     loss_normalization: NormalizationName = "sum"
     """What a token's loss is divided by. `sum`: nothing. `constant`: prompts · group_size · max_tokens (Dr. GRPO).
     `token`: the trained tokens of the batch (DAPO). `sequence`: first the tokens of its own rollout (GRPO; favours

@@ -34,7 +34,8 @@ class Rollout:
     `text` is the policy's text without special tokens. `reward` is None if it was not graded; then `error` says why,
     and `unsupported` that the grader cannot judge it on this machine. `parts` add up to the reward. `trace` holds one
     dict per message, tool call and result of a multi-turn episode; `info` facts from the grader. `policy_step` counts
-    the optimizer steps behind the weights that sampled it. `grader_s` is the time of the call that graded it (in an
+    the optimizer steps behind the weights that sampled it. `turn_rewards` are those of an episode's turns, which add up
+    to the reward. `grader_s` is the time of the call that graded it (in an
     episode, of all calls of its environment), after `grader_retries` failures.
     """
 
@@ -51,6 +52,7 @@ class Rollout:
     tool_calls: int = 0
     retokenized_turns: int = 0
     policy_step: int = 0
+    turn_rewards: Sequence[float] = ()
     grader_s: float = 0.0
     grader_retries: int = 0
 

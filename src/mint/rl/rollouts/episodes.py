@@ -81,6 +81,7 @@ class _Episode:
     trace: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     tool_calls: int = 0
@@ -138,6 +139,8 @@ class _Episode:
         reward = Reward(result.reward, result.parts)
         parts = reward.parts or ({"reward": reward.value} if reward.value else {})
         self.reward += reward.value
+        self.turn_rewards += [0.0] * (len(self.turns) - len(self.turn_rewards))
+        self.turn_rewards[-1] += reward.value
         for name, value in parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + value
         for name, value in result.metrics.items():
@@ -175,6 +178,7 @@ class _Episode:
             tool_calls=self.tool_calls,
             retokenized_turns=self.retokenized_turns,
             policy_step=policy_step,
+            turn_rewards=[] if reward is None else self.turn_rewards,
             grader_s=self.seconds,
         )
 

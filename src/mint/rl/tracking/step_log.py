@@ -200,6 +200,7 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "timed_out": rollout.timed_out,
         "turns": len(rollout.turns),
         "turn_lengths": [len(turn.tokens) for turn in rollout.turns],
+        **({"turn_rewards": list(rollout.turn_rewards)} if rollout.turn_rewards else {}),
         "tool_calls": rollout.tool_calls,
         "trace": [dict(entry) for entry in rollout.trace],
         "info": dict(rollout.info),

@@ -25,11 +25,20 @@ STD_EPS = 1e-4
 
 @dataclass(frozen=True)
 class RolloutAdvantage:
-    """A rollout that enters the group's mean, with its advantage."""
+    """A rollout that enters the group's mean, with its advantage, and with that of each of its turns where turns are
+    credited one by one (`RLConfig.credit`)."""
 
     group: Group
     rollout: Rollout
     advantage: float
+    by_turn: Sequence[float] = ()
+
+    @property
+    def advantages_T(self) -> np.ndarray:
+        """The advantage of each token, float64 [T]."""
+        if not self.by_turn:
+            return np.full(len(self.rollout.tokens), self.advantage)
+        return np.repeat(np.asarray(self.by_turn), [len(turn.tokens) for turn in self.rollout.turns])
 
 
 def group_advantages(
@@ -58,6 +67,24 @@ def group_advantages(
     return centred
 
 
+def turn_advantages(
+    rewards_GN: Sequence[Sequence[float]], estimator: AdvantageName = "center", *, batch_std: float = 1.0
+) -> list[np.ndarray]:
+    """Advantages of the turns of G episodes, float64 [N] for an episode of N turns.
+
+    Turn n is credited with the sum of the rewards from it to the end, and compared with the same turn of those
+    episodes of the group that have one (turn-level credit, arXiv 2505.11821). `estimator` as in `group_advantages`.
+    """
+    returns_GN = [np.cumsum(np.asarray(rewards, dtype=np.float64)[::-1])[::-1] for rewards in rewards_GN]
+    advantages_GN = [np.zeros_like(returns) for returns in returns_GN]
+    for turn in range(max(map(len, returns_GN), default=0)):
+        places = [place for place, returns in enumerate(returns_GN) if len(returns) > turn]
+        advantages = group_advantages([returns_GN[place][turn] for place in places], estimator, batch_std=batch_std)
+        for place, advantage in zip(places, advantages, strict=True):
+            advantages_GN[place][turn] = advantage
+    return advantages_GN
+
+
 def apply_truncation_penalty(groups: Sequence[Group], config: RLConfig) -> list[Group]:
     """The groups with the penalty of `truncation="penalize"`; other policies leave the rewards unchanged."""
     if config.truncation != "penalize":
@@ -72,7 +99,9 @@ def _with_penalty(rollout: Rollout, penalty: float) -> Rollout:
     if not rollout.truncated or rollout.reward is None:
         return rollout
     parts = rollout.parts or {"reward": rollout.reward}
-    return replace(rollout, reward=rollout.reward - penalty, parts={**parts, "truncation": -penalty})
+    turn_rewards = [*rollout.turn_rewards[:-1], *(last - penalty for last in rollout.turn_rewards[-1:])]
+    parts = {**parts, "truncation": -penalty}
+    return replace(rollout, reward=rollout.reward - penalty, parts=parts, turn_rewards=turn_rewards)
 
 
 def counted_rollouts(group: Group, config: RLConfig) -> list[Rollout]:
@@ -91,15 +120,16 @@ def rollout_advantages(groups: Sequence[Group], config: RLConfig) -> list[Rollou
     rewards_B = [[float(rollout.reward or 0.0) for rollout in counted_rollouts(group, config)] for group in groups]
     joined = np.concatenate([np.asarray(rewards) for rewards in rewards_B]) if rewards_B else np.zeros(0)
     batch_std = float(joined.std(ddof=1)) if len(joined) > 1 else 0.0
-    return [
-        RolloutAdvantage(group, rollout, advantage)
-        for group, rewards_G in zip(groups, rewards_B, strict=True)
-        for rollout, advantage in zip(
-            counted_rollouts(group, config),
-            group_advantages(rewards_G, config.advantage, batch_std=batch_std).tolist(),
-            strict=True,
-        )
-    ]
+    found: list[RolloutAdvantage] = []
+    for group, rewards_G in zip(groups, rewards_B, strict=True):
+        rollouts = counted_rollouts(group, config)
+        advantages_G = group_advantages(rewards_G, config.advantage, batch_std=batch_std).tolist()
+        by_turn_G: Sequence[Sequence[float]] = [()] * len(rollouts)
+        if config.credit == "turn" and all(rollout.turn_rewards for rollout in rollouts):
+            rewards_GN = [rollout.turn_rewards for rollout in rollouts]
+            by_turn_G = [one.tolist() for one in turn_advantages(rewards_GN, config.advantage, batch_std=batch_std)]
+        found += map(RolloutAdvantage, [group] * len(rollouts), rollouts, advantages_G, by_turn_G)
+    return found
 
 
 def loss_weights(chosen: Sequence[RolloutAdvantage], config: RLConfig) -> list[float]:

@@ -70,7 +70,7 @@ class PolicyTrainer:
         those that sampled, so that sampler and trainer must agree on every logprob.
         """
         counted = rollout_advantages(batch.groups, self.config)
-        with_signal = {id(one.group) for one in counted if one.advantage}
+        with_signal = {id(one.group) for one in counted if one.advantages_T.any()}
         used = [one for one in counted if self.reference is not None or id(one.group) in with_signal]
         if not used:
             return PolicyUpdate(counted)
@@ -115,9 +115,9 @@ class PolicyTrainer:
     def _token_advantages(self, used: Sequence[RolloutAdvantage]) -> tuple[list[np.ndarray], dict[str, float]]:
         """Per rollout the advantage of each token [T], and the metrics of the KL penalty."""
         if self.reference is None:
-            return [np.full(len(one.rollout.tokens), one.advantage) for one in used], {}
+            return [one.advantages_T for one in used], {}
         penalties, metrics = self.reference.penalties([one.rollout for one in used])
-        return [one.advantage - penalty_T for one, penalty_T in zip(used, penalties, strict=True)], metrics
+        return [one.advantages_T - penalty_T for one, penalty_T in zip(used, penalties, strict=True)], metrics
 
     def _minibatches(self, used: Sequence[RolloutAdvantage], datums_of: Sequence[list[Datum]]) -> list[list[Datum]]:
         """The datums of each optimizer step: whole groups, dealt in turn.
