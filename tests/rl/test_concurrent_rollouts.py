@@ -23,8 +23,10 @@ from mint.rl import (
     Reward,
     RLAdapter,
     RunResult,
+    ToolEnv,
     UnsupportedError,
     run_grpo,
+    tool,
 )
 from mint.rl.calls.call_pool import CallPool
 from mint.rl.calls.own_thread import run_in_own_thread
@@ -235,6 +237,31 @@ def test_an_episode_goes_on_while_the_environment_of_another_is_slow() -> None:
     slow, quick = roll_out(says("one", "two", "three"), Task(), items=(True, False))
     assert [group.rollouts[0].text for group in (slow, quick)] == ["one\ntwo\nthree"] * 2
     assert [group.rewards for group in (slow, quick)] == [[1.0], [1.0]]
+
+
+def test_async_tools_of_many_episodes_are_in_flight_at_once() -> None:
+    met = asyncio.Barrier(32)
+
+    @tool
+    async def meet(name: str) -> str:
+        """Wait until all have come."""
+        await met.wait()
+        return name
+
+    def all_met(text: str, results: Sequence[Message]) -> float:
+        return float(all(result["trace"]["ok"] for result in results))
+
+    class Task(MessageEnvAdapter):
+        def build_dataset(self) -> Sequence[int]:
+            return [1]
+
+        def make_env(self, item: int) -> ToolEnv:
+            opening = [{"role": "user", "content": "Meet."}]
+            return ToolEnv(opening, [meet], all_met, tool_timeout_s=PATIENCE_S / 2)
+
+    policy = says('<tool_call>{"name": "meet", "arguments": {"name": "a"}}</tool_call>', "done")
+    groups = roll_out(policy, Task(), items=range(8), group_size=4)
+    assert [group.rewards for group in groups] == [[1.0] * 4] * 8
 
 
 # --- calls --------------------------------------------------------------------------------------------------------

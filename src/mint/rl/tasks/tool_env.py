@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from mint.errors import InvalidRequestError
 from mint.rl.adapter import Graded
 from mint.rl.calls.call_pool import CallPool
+from mint.rl.calls.user_call import CallResult, timed_out
 from mint.rl.message_env import WRITTEN_AS, Message, MessageEnv, MessageStepResult
 from mint.rl.reward import Reward, RewardRange
 from mint.rl.tasks.chat_format import NOT_RENDERED
@@ -83,10 +86,10 @@ class ToolEnv(MessageEnv):
         content = message["content"]
         violations = Counter(forbidden=sum(1 for pattern in self._forbidden if pattern.search(content)))
         calls = parse_tool_calls(content, message.get(WRITTEN_AS, "hermes"))
+        if calls and any(self._is_async(call) for call in calls):
+            return self._answer_later(calls, violations)
         if calls:
-            results = self._answer(calls, violations)
-            self._results += results
-            return self._result(violations, calls=len(calls), following=results)
+            return self._answered(calls, self._answer(calls, violations), violations)
         graded = self._grade(without_reasoning(content), tuple(self._results))
         if inspect.isawaitable(graded):
             return self._finish_later(graded, violations)
@@ -95,40 +98,80 @@ class ToolEnv(MessageEnv):
     async def _finish_later(self, graded: Awaitable[Graded], violations: Counter[str]) -> MessageStepResult:
         return self._result(violations, outcome=_outcome(await graded))
 
+    def _is_async(self, call: ToolCall) -> bool:
+        return call.name in self._tools and inspect.iscoroutinefunction(self._tools[call.name].function)
+
     def _answer(self, calls: Sequence[ToolCall], violations: Counter[str]) -> list[Message]:
-        pool = CallPool(timeout_s=self._timeout_s, threads=1)  # one thread: calls of a message run in order
+        """Answers calls of plain functions, in order."""
+        pool = CallPool(timeout_s=self._timeout_s, threads=1)
         try:
-            return [self._answer_one(call, pool, violations) for call in calls]
+            return [
+                self._reply(call, pool.run([self._run(call)])[0] if self._can_run(call) else None, violations)
+                for call in calls
+            ]
         finally:
             pool.close()
 
-    def _answer_one(self, call: ToolCall, pool: CallPool, violations: Counter[str]) -> Message:
+    async def _answer_later(self, calls: Sequence[ToolCall], violations: Counter[str]) -> MessageStepResult:
+        """Answers calls of which one is `async`, in order, without blocking the event loop."""
+        with closing(CallPool(timeout_s=self._timeout_s, threads=1)) as pool:
+            replies = []
+            for call in calls:
+                if not self._can_run(call):
+                    answer = None
+                elif self._is_async(call):
+                    answer = await self._await_tool(call)
+                else:
+                    answer = await pool.call(self._run(call))
+                replies.append(self._reply(call, answer, violations))
+        return self._answered(calls, replies, violations)
+
+    def _answered(
+        self, calls: Sequence[ToolCall], replies: Sequence[Message], violations: Counter[str]
+    ) -> MessageStepResult:
+        self._results += replies
+        return self._result(violations, calls=len(calls), following=replies)
+
+    def _can_run(self, call: ToolCall) -> bool:
+        return call.error is None and call.name in self._tools
+
+    def _run(self, call: ToolCall) -> Callable[[], Any]:
+        """The call of the tool's function, which may return an awaitable."""
+        tool = self._tools[call.name]
+        arguments = tool.typed(call.arguments or {}) if call.as_texts else call.arguments or {}
+        return lambda: tool.call(arguments)
+
+    async def _await_tool(self, call: ToolCall) -> CallResult:
         began = time.monotonic()
-        problem = call.error
-        value = None
-        if problem is not None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return CallResult(await self._run(call)(), seconds=time.monotonic() - began)
+        except TimeoutError:
+            return timed_out(self._timeout_s)
+        except Exception as error:  # noqa: BLE001 - the boundary to the user's tool: the policy reads its error
+            return CallResult(error=error, seconds=time.monotonic() - began)
+
+    def _reply(self, call: ToolCall, answer: CallResult | None, violations: Counter[str]) -> Message:
+        """What the policy reads: the tool's result, or what was wrong. `answer` is None for a call that cannot run."""
+        if answer is None and call.error is not None:
             violations["malformed_call"] += 1
-        elif call.name not in self._tools:
+            problem: str | None = call.error
+        elif answer is None:
             violations["unknown_tool"] += 1
             problem = f"there is no tool {call.name!r}; there is {', '.join(self._tools)}"
+        elif isinstance(answer.error, ToolError):
+            violations["bad_arguments"] += 1
+            problem = str(answer.error)
         else:
-            tool = self._tools[call.name]
-            arguments = tool.typed(call.arguments or {}) if call.as_texts else call.arguments or {}
-            (answer,) = pool.run([lambda: tool.call(arguments)])
-            value = answer.value
+            violations["tool_failures"] += answer.error is not None
             problem = answer.failure
-            if isinstance(answer.error, ToolError):
-                violations["bad_arguments"] += 1
-                problem = str(answer.error)
-            elif answer.error is not None:
-                violations["tool_failures"] += 1
         facts = {
             "tool": call.name,
             "arguments": dict(call.arguments or {}),
             "ok": problem is None,
-            "ms": round((time.monotonic() - began) * 1000, 3),
+            "ms": round(1000 * (0.0 if answer is None else answer.seconds), 3),
         }
-        content = as_text(value) if problem is None else f"error: {problem}"
+        content = as_text(None if answer is None else answer.value) if problem is None else f"error: {problem}"
         return {"role": "tool", "name": call.name or "unknown", "content": content, NOT_RENDERED: facts}
 
     def _result(
