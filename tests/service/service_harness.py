@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from mint import wire
 from mint.engine.fake_engine import POISON_TOKEN, FakeEngine
 from mint.engine.protocol import Engine
 from mint.errors import MintError, from_wire
-from mint.server.callers import LOCAL
+from mint.server.callers import LOCAL, Caller
 from mint.server.service.service import Service
 from mint.server.store.database import OpenFor
 from mint.server.store.journal import JOURNAL_FILE, Journal
@@ -69,12 +70,22 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return _loops.loop
 
 
+def _forget_loop() -> None:
+    """A forked process has the loop, but none of the threads that its executor counts on."""
+    if hasattr(_loops, "loop"):
+        del _loops.loop
+
+
+os.register_at_fork(after_in_child=_forget_loop)
+
+
 class Harness:
     """One session; requests as dicts, answers as dicts or raised errors."""
 
-    def __init__(self, service: Service, session_id: str | None = None) -> None:
+    def __init__(self, service: Service, session_id: str | None = None, *, caller: Caller = LOCAL) -> None:
         self.service = service
-        self.session_id = session_id or service.sessions.create(LOCAL, b"{}").session_id
+        self.caller = caller
+        self.session_id = session_id or service.sessions.create(caller, b"{}").session_id
 
     def create_model(self, number: int = 0, *, seed: int | None = 7, rank: int = 8, **lora: Any) -> str:
         config = {"rank": rank, **({} if seed is None else {"seed": seed}), **lora}
@@ -82,7 +93,7 @@ class Harness:
         return self.wait(self.submit("create_model", body))["model_id"]
 
     def submit(self, kind: str, body: dict[str, Any]) -> str:
-        return self.service.training.submit(LOCAL, kind, json.dumps(body).encode()).request_id
+        return self.service.training.submit(self.caller, kind, json.dumps(body).encode()).request_id
 
     def send(self, kind: str, model_id: str, seq_id: int, body: dict[str, Any]) -> str:
         return self.submit(kind, {"model_id": model_id, "seq_id": seq_id, **body})
@@ -92,7 +103,7 @@ class Harness:
 
     def answer(self, request_id: str) -> bytes:
         loop = _event_loop()
-        while (answer := loop.run_until_complete(self.service.results.retrieve(LOCAL, request_id))) is None:
+        while (answer := loop.run_until_complete(self.service.results.retrieve(self.caller, request_id))) is None:
             pass
         kind = SampleResponse if ":sample:" in request_id else ForwardBackwardOutput
         return wire.result_as_json(answer.body, kind)
@@ -131,21 +142,21 @@ class Harness:
             "sampling_params": params,
             **fields,
         }
-        return self.wait(self.service.sampling.accept(LOCAL, json.dumps(body).encode()).request_id)
+        return self.wait(self.service.sampling.accept(self.caller, json.dumps(body).encode()).request_id)
 
 
 def make_sampler(harness: Harness, number: int = 0, *, path: str | None = None) -> str:
     """A sampler over the base model, or over the saved weights at `path`."""
     source = {"base_model": BASE} if path is None else {"model_path": path}
     body = {"session_id": harness.session_id, "sampling_session_seq_id": number, **source}
-    return harness.service.sampling_sessions.create(LOCAL, json.dumps(body).encode()).sampling_session_id
+    return harness.service.sampling_sessions.create(harness.caller, json.dumps(body).encode()).sampling_session_id
 
 
 def send_sample(harness: Harness, sampler: str, seq_id: int) -> str:
     """A small sample request; its id."""
     prompt = {"chunks": [{"tokens": [5, 6]}]}
     body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
-    return harness.service.sampling.accept(LOCAL, json.dumps(body).encode()).request_id
+    return harness.service.sampling.accept(harness.caller, json.dumps(body).encode()).request_id
 
 
 def script(steps: int) -> list[Op]:

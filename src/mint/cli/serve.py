@@ -101,6 +101,7 @@ def create(
     max_waiting_requests: Annotated[int | None, Quota] = None,
     max_checkpoint_bytes: Annotated[int | None, Quota] = None,
     logprobs_mode: Annotated[str | None, LogprobsModeOption] = None,
+    max_journal_bytes: Annotated[int | None, Quota] = None,
     key_stdin: Annotated[bool, typer.Option("--key-stdin", help="register the key on standard input")] = False,
     key_file: Annotated[Path | None, typer.Option(help="register the key in this file")] = None,
     as_json: Json = False,
@@ -108,7 +109,7 @@ def create(
     """Makes a key and prints it. Only its hash is stored, so it cannot be shown again."""
     from mint.server.callers import Quotas  # deferred: loads the database
 
-    quotas = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
+    quotas = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes, max_journal_bytes)
     with _opened_keys(data_dir, as_json, make=True) as keys:
         own = _own_key(from_stdin=key_stdin, file=key_file)
         key, row = keys.create(owner, quotas, key=own, logprobs_mode=_logprobs_mode(logprobs_mode))
@@ -190,13 +191,14 @@ def update(
     max_waiting_requests: Annotated[int | None, Quota] = None,
     max_checkpoint_bytes: Annotated[int | None, Quota] = None,
     logprobs_mode: Annotated[str | None, LogprobsModeOption] = None,
+    max_journal_bytes: Annotated[int | None, Quota] = None,
     reset: Annotated[bool, typer.Option("--reset", help="first take all back to the server's defaults")] = False,
     as_json: Json = False,
 ) -> None:
     """Changes settings of a key, also on a server that runs, within a second. What is not given stays as it is."""
     from mint.server.callers import Quotas  # deferred: loads the database
 
-    given = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes)
+    given = Quotas(max_sessions, max_models, max_waiting_requests, max_checkpoint_bytes, max_journal_bytes)
     with _opened_keys(data_dir, as_json) as keys:
         mode = _logprobs_mode(logprobs_mode)
         if given == Quotas() and mode is None and not reset:

@@ -16,9 +16,10 @@ _SENSIBLE = {
     "max_models": (0, MAX_COUNT),
     "max_waiting_requests": (1, MAX_WAITING_REQUESTS),
     "max_checkpoint_bytes": (0, MAX_STORED_BYTES),
+    "max_journal_bytes": (1 << 20, MAX_STORED_BYTES),
 }
 """The least and the greatest value of each quota. An owner without models can sample, and one without checkpoints can
-train; without a session or a request an owner can do nothing."""
+train; without a session, a request or room in the journal an owner can do nothing."""
 
 LOCAL_OWNER = "local"
 """The owner of what is made without keys: in this process, or by a server without keys. The schema has it, too."""
@@ -32,6 +33,7 @@ class Quotas:
     max_models: int | None = None
     max_waiting_requests: int | None = None
     max_checkpoint_bytes: int | None = None
+    max_journal_bytes: int | None = None
 
     def with_defaults(self, defaults: Quotas) -> Quotas:
         """These quotas, and those of `defaults` where there is none."""

@@ -24,6 +24,9 @@ PUBLISHED_SHARE = 0.25
 CHECKPOINT_SHARE = 0.25
 """The share of a disk's free space that the checkpoints of one owner may take, by default."""
 
+JOURNAL_SHARE = 0.25
+"""The share of a disk's free space that the journal may take for one owner, by default."""
+
 MAX_WAITING_REQUESTS = 4096
 """Requests of one owner that may wait; a quota can only lower it."""
 
@@ -83,3 +86,8 @@ def default_published_bytes(free_disk_bytes: int) -> int:
 def default_checkpoint_bytes(free_disk_bytes: int) -> int:
     """The space for the checkpoints of one owner of a server with keys."""
     return int(CHECKPOINT_SHARE * free_disk_bytes)
+
+
+def default_journal_bytes(free_disk_bytes: int) -> int:
+    """The space in the journal for one owner of a server with keys."""
+    return int(JOURNAL_SHARE * free_disk_bytes)

@@ -18,6 +18,7 @@ from mint.server.service.sessions import Sessions
 from mint.server.store.checkpoint_folders import read_manifest
 from mint.server.store.checkpoints import find_checkpoint
 from mint.server.store.journal import Journal
+from mint.server.store.journal_use import JournalUse
 from mint.server.store.rows import SamplerRow
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.samplers import Samplers
@@ -40,6 +41,7 @@ class SamplingSessions:
         samplers: Samplers,
         base_models: BaseModels,
         disk: DiskSpace,
+        journal_use: JournalUse,
         accepting: threading.RLock,
     ) -> None:
         """New samplers are accepted under `accepting`."""
@@ -49,6 +51,7 @@ class SamplingSessions:
         self._samplers = samplers
         self._base_models = base_models
         self._disk = disk
+        self._journal_use = journal_use
         self._accepting = accepting
 
     def require(self, caller: Caller, name: str) -> SamplerRow:
@@ -65,6 +68,7 @@ class SamplingSessions:
 
         Raises:
             OverloadedError: the sampler is new, and the disk is filled up to the reserve.
+            QuotaExceededError: the sampler is new, and the caller's room in the journal is used up.
             NotFoundError, SessionEndedError, InvalidRequestError: it cannot be made.
             ConflictError: its number is taken by another one.
         """
@@ -77,6 +81,7 @@ class SamplingSessions:
             if existing is None:
                 self._disk.require_free_space()
                 row = self._new_row(name, request, reader=caller.owner)
+                self._journal_use.add_record(caller.owner, 0, caller.quotas.max_journal_bytes)
                 self._journal.add_sampler(row)
             elif existing.model_path != request.model_path or request.base_model not in (None, existing.base_model):
                 raise ConflictError(

@@ -8,6 +8,7 @@ where bytes arrive, return a message, and raise a `MintError` to refuse. Knows n
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -46,6 +47,7 @@ from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
 from mint.server.store.journal import JOURNAL_FILE, Journal
 from mint.server.store.keys import ApiKeys
+from mint.server.store.journal_use import JournalUse
 from mint.server.store.obsolete_files import OrphanSweep
 from mint.server.store.rows import CheckpointRow, SamplerRow
 from mint.server.store.session_catalog import SessionCatalog
@@ -76,6 +78,12 @@ MAX_COUNTED_S = 600.0
 
 VACUUM_ROUNDS = 10
 """How often one round of housekeeping gives free pages back: up to 80 MB, in about a second."""
+
+ENDED_KEPT_S = 30 * 86_400.0
+"""How long the records of ended sessions are listed, unless a run of them has a checkpoint: then they stay."""
+
+FORGET_ROUNDS = 10
+"""How many transactions one round of housekeeping spends on them: with 256 sessions each, in a second or two."""
 
 
 class Service:
@@ -124,12 +132,15 @@ class Service:
         self._sample_deaths = SampleDeaths(data_dir / "instances" / SAMPLE_DEATHS_FILE)
         self.disk = DiskSpace(data_dir, self.limits.disk_reserve_bytes)
         self.reservations = StorageReservations(self.disk, self._journal.checkpoint_bytes)
+        journal_use = JournalUse(
+            self._journal.database, forget_ended=lambda owner: self._journal.forget_ended(before=math.inf, owner=owner)
+        )
         waiting = self.limits.waiting_bytes
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
         self._clock = clock
         self._housekeeping_at = clock()
         self._live_sessions = Sessions(
-            self._journal, self.instance.instance_id, self.disk, limits=self.limits, clock=clock
+            self._journal, self.instance.instance_id, self.disk, journal_use, limits=self.limits, clock=clock
         )
         # What is checked must still hold when it is written: one thread at a time accepts or ends something. Decoding
         # comes before, waiting for the disk after.
@@ -142,6 +153,7 @@ class Service:
             self._live_sessions,
             self.base_models,
             self.disk,
+            journal_use,
             self.reservations,
             self.limits,
             accepting,
@@ -173,6 +185,7 @@ class Service:
             data_dir,
             housekeeping=self._housekeeping,
             note_running=self.instance.mark,
+            note_result=journal_use.add_result,
             gap_timeout_s=gap_timeout_s,
             clock=clock,
         )
@@ -188,7 +201,14 @@ class Service:
             accepting,
         )
         self.sampling_sessions = SamplingSessions(
-            self._journal, data_dir, self._live_sessions, self._samplers, self.base_models, self.disk, accepting
+            self._journal,
+            data_dir,
+            self._live_sessions,
+            self._samplers,
+            self.base_models,
+            self.disk,
+            journal_use,
+            accepting,
         )
         self.sampling = SamplingRequests(
             self._reader,
@@ -400,3 +420,10 @@ class Service:
             with self._journal.storage.writing("the list of orphans"):
                 self._orphans.advance(running_s)
             self.checkpoints.remove_expired(running_s)
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Removes the records of sessions that ended long ago; the next round goes on where this one stops."""
+        for _ in range(FORGET_ROUNDS):
+            if not self._journal.forget_ended(before=time.time() - ENDED_KEPT_S):
+                return

@@ -81,7 +81,7 @@ class SessionLifetime:
         session_id = new_session_id() if key is None else keyed_session_id(caller.owner, key)
         with self._accepting:
             if key is None or not self._sessions.is_of(session_id, caller.owner):
-                self._sessions.require_one_more(caller)
+                self._sessions.require_one_more(caller, len(body))
                 self._sessions.create(session_id, caller.owner, request.user_metadata, details)
             commit = self._journal.durability.newest_commit  # for a repeated request, too
         # Outside of the lock: sessions that are opened meanwhile share the next fsync.

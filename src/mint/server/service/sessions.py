@@ -21,6 +21,7 @@ from mint.server.disk_space import DiskSpace
 from mint.server.ids import session_of
 from mint.server.limits import ServerLimits
 from mint.server.store.journal import Journal
+from mint.server.store.journal_use import JournalUse
 from mint.server.store.rows import SessionRow
 
 SILENCE_S = 900.0
@@ -43,6 +44,7 @@ class Sessions:
         journal: Journal,
         instance_id: str,
         disk: DiskSpace,
+        journal_use: JournalUse,
         *,
         limits: ServerLimits,
         clock: Callable[[], float],
@@ -51,6 +53,7 @@ class Sessions:
         self._journal = journal
         self._instance_id = instance_id
         self._disk = disk
+        self._journal_use = journal_use
         self._limits = limits
         self._clock = clock
         self.on_return: Callable[[str], None] = lambda session_id: None
@@ -75,15 +78,16 @@ class Sessions:
         self._journal.add_session(row)
         self.resume(session_id, owner)
 
-    def require_one_more(self, caller: Caller) -> None:
-        """Checks that the caller may open one more session.
+    def require_one_more(self, caller: Caller, metadata_bytes: int = 0) -> None:
+        """Checks that the caller may open one more session, with so much metadata.
 
         Raises:
-            QuotaExceededError: the caller's quota is used up.
+            QuotaExceededError: a quota of the caller is used up.
             OverloadedError: all owners together have as many as the server allows.
         """
         caller.quotas.require_session(len(self.of(caller.owner)))
         self._limits.require_below("max_sessions", len(self.owners()))
+        self._journal_use.add_record(caller.owner, metadata_bytes, caller.quotas.max_journal_bytes)
 
     def resume(self, session_id: str, owner: str) -> None:
         """Serves a session from now on; its silence is counted from here."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 import mint.wire as wire
-from mint.errors import DamagedDataError, MintError, RequestFailedError
+from mint.errors import DamagedDataError, MintError, QuotaExceededError, RequestFailedError
 from mint.server.ids import RequestId
 from mint.server.queue.jobs import Decode
 from mint.server.store.instances import Instance
@@ -94,8 +94,14 @@ def _request_of(row: JobRow, decode: Decode) -> BaseModel | MintError:
         return error
     except ValueError:
         return DamagedDataError(f"request {row.seq_id} of {row.model_id} in the journal is damaged: its encoding")
+    if row.payload is None:
+        return QuotaExceededError(
+            "there was no room for the data of this request when it was accepted",
+            field="max_journal_bytes",
+            remedy="Send the data again, with a new number",
+        )
     if row.attempts < MAX_ATTEMPTS:
-        return decode(row.kind, row.payload or b"", encoding)
+        return decode(row.kind, row.payload, encoding)
     return RequestFailedError(
         f"the process died {row.attempts} times while it ran this request", remedy="See the server's log"
     )

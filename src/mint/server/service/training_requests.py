@@ -13,7 +13,15 @@ from dataclasses import replace
 from pydantic import BaseModel
 
 import mint.wire as wire
-from mint.errors import ConflictError, InvalidRequestError, JournalError, MintError, NotFoundError, OverloadedError
+from mint.errors import (
+    ConflictError,
+    InvalidRequestError,
+    JournalError,
+    MintError,
+    NotFoundError,
+    OverloadedError,
+    QuotaExceededError,
+)
 from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace
 from mint.server.ids import request_id, session_of
@@ -25,6 +33,7 @@ from mint.server.service.request_reader import RequestReader
 from mint.server.service.sessions import Sessions
 from mint.server.storage_reservations import StorageReservations
 from mint.server.store.journal import Journal
+from mint.server.store.journal_use import JournalUse
 from mint.server.store.rows import JobRow, ModelRow, TrainingRunRow
 from mint.server.worker.base_models import BaseModels
 from mint.types import GetInfoResponse, ModelData, UntypedPromise
@@ -50,6 +59,7 @@ class TrainingRequests:
         sessions: Sessions,
         base_models: BaseModels,
         disk: DiskSpace,
+        journal_use: JournalUse,
         reservations: StorageReservations,
         limits: ServerLimits,
         accepting: threading.RLock,
@@ -62,6 +72,7 @@ class TrainingRequests:
         self._sessions = sessions
         self._base_models = base_models
         self._disk = disk
+        self._journal_use = journal_use
         self._reservations = reservations
         self._limits = limits
         self._accepting = accepting
@@ -80,7 +91,8 @@ class TrainingRequests:
             InvalidRequestError: not even its place in the order of its model can be read.
             ConflictError: its place is taken by another request.
             NotFoundError, SessionEndedError: there is no such model.
-            QuotaExceededError: a model is new, and the caller has as many as the quota allows.
+            QuotaExceededError: a model is new, and the caller has as many as the quota allows; or the caller's room in
+                the journal is used up, and there is none for an error, either.
             OverloadedError: too much waits already, or a model is new and the disk is filled up to the reserve.
             JournalError: the storage does not work now, or the disk is filled up to the reserve and this is a pass; it
                 may be sent again.
@@ -101,7 +113,7 @@ class TrainingRequests:
             session_id, _, rest = row.model_id.partition(":")
             session_id = self._sessions.require_or_open(session_id, caller)
             row = replace(row, model_id=f"{session_id}:{rest}")
-            self._require_new_model(caller, row.model_id)
+            self._require_new_model(caller, row)
             metadata = getattr(request, "user_metadata", None)
             model = ModelRow(row.model_id, session_id)
             run = TrainingRunRow(row.model_id, session_id, caller.owner, now, now, user_metadata=metadata)
@@ -110,14 +122,19 @@ class TrainingRequests:
         if row.kind in PASSES:
             self._require_space_for_pass(row)
         next_seq = self._require_capacity(caller, row)
+        refusal: MintError | None = None  # the request takes its place, and its future fails with this
         if row.kind in SAVES:
             self._quotas[caller.owner] = caller.quotas
-            request = self._storage_error(caller, row, request) or request
+            refusal = self._storage_error(caller, request)
+        if row.seq_id > 0:
+            no_room = self._no_room_in_journal(caller, row)
+            if no_room is not None:
+                row, refusal = replace(row, payload=None), no_room
         existing = self._journal.add_job(row, now=now, model=model, run=run)
         # For a repeated request, too: its first copy may have been committed and not yet be durable.
         commit = self._journal.durability.newest_commit
         if existing is None:
-            self.enqueue(row, request, caller.owner, next_seq=next_seq, commit=commit)
+            self.enqueue(row, refusal or request, caller.owner, next_seq=next_seq, commit=commit)
         elif not self._reader.is_repeat(existing, row, request):
             raise ConflictError(
                 f"was used before by another request ({existing.kind}) of {row.model_id}",
@@ -136,9 +153,10 @@ class TrainingRequests:
         job = TrainingJob(row.model_id, row.seq_id, row.kind, request, time.monotonic(), commit, owner, size_bytes)
         self._queue.add_training(job, next_seq=next_seq)
 
-    def _require_new_model(self, caller: Caller, name: str) -> None:
-        """Checks that a model may be created: under a name that was not used before, within the caller's quota, and
+    def _require_new_model(self, caller: Caller, row: JobRow) -> None:
+        """Checks that a model may be created: under a name that was not used before, within the caller's quotas, and
         while the disk has space for something new."""
+        name = row.model_id
         run = self._journal.run(name)
         if run is not None and run.ended_at is not None:
             remedy = "Make the next one under another number"
@@ -147,7 +165,10 @@ class TrainingRequests:
             if caller.quotas.max_models is not None:
                 caller.quotas.require_model(len(self._models_of(caller)))
             self._limits.require_below("max_models", self._journal.model_count(self._sessions.owners()))
-            self._disk.require_free_space()  # before the journal: the row of a training run is kept for good
+            self._disk.require_free_space()  # before the journal: the row of a training run is kept for long
+            # its metadata is in two rows: in the request, and in that of the run
+            size = 2 * len(row.payload or b"")
+            self._journal_use.add_record(caller.owner, size, caller.quotas.max_journal_bytes)
 
     def _require_space_for_pass(self, row: JobRow) -> None:
         try:
@@ -184,9 +205,22 @@ class TrainingRequests:
             self._queue.require_capacity_for_next(row.model_id, caller.owner, size_bytes)
         return next_seq
 
-    def _storage_error(self, caller: Caller, row: JobRow, request: BaseModel | MintError) -> MintError | None:
-        """The error if no new checkpoint may be stored, else None: the save takes its place, and its future fails
-        with it. Weights without a name are bounded, and a loop needs them: they are stored in any case."""
+    def _no_room_in_journal(self, caller: Caller, row: JobRow) -> MintError | None:
+        """The error if the data of a request are more than the caller may have in the journal, else None.
+
+        The next step of the model is refused then, and the earlier passes give up their data: so there is room again.
+        """
+        try:
+            quota = caller.quotas.max_journal_bytes
+            return self._journal_use.add_request(caller.owner, len(row.payload or b""), quota)
+        except QuotaExceededError:
+            if self._journal.job(row.model_id, row.seq_id) is None:  # a repeated one stores nothing
+                raise
+            return None
+
+    def _storage_error(self, caller: Caller, request: BaseModel | MintError) -> MintError | None:
+        """The error if no new checkpoint may be stored, else None. Weights without a name are bounded, and a loop needs
+        them: they are stored in any case."""
         if isinstance(request, SaveWeightsForSamplerRequest) and request.sampling_session_seq_id is not None:
             return None
         shortage = self._disk.shortage()

@@ -23,6 +23,7 @@ from mint.server.callers import LOCAL_OWNER, Caller, Quotas
 from mint.server.store.database import Database, insert, read_only
 from mint.server.store.journal import JOURNAL_FILE
 from mint.types.sampling import LogprobsMode
+from mint.server.store.journal_use import journal_bytes
 
 log = logging.getLogger("mint.keys")
 
@@ -264,7 +265,10 @@ class ApiKeys:
             stored = transaction.value(
                 "SELECT coalesce(sum(size_bytes), 0) FROM checkpoints WHERE owner = :owner", owner=owner
             )
-        return Quotas(max_sessions=sessions, max_models=models, max_checkpoint_bytes=stored)
+        in_journal = journal_bytes(self._database, owner)
+        return Quotas(
+            max_sessions=sessions, max_models=models, max_checkpoint_bytes=stored, max_journal_bytes=in_journal
+        )
 
     def stored_bytes(self) -> int:
         """The bytes that the checkpoints of all owners take."""

@@ -50,11 +50,13 @@ class Worker:
         *,
         housekeeping: Callable[[], None],
         note_running: Callable[[str], None],
+        note_result: Callable[[str, int], None],
         gap_timeout_s: float = GAP_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`housekeeping` is called every minute; `note_running` is told which training request runs ("" for none), so
-        that the next process can count a death in it."""
+        that the next process can count a death in it; `note_result` is told the owner and the size of each result that
+        was stored."""
         self._queue = queue
         self._futures = futures
         self._trainer = trainer
@@ -63,6 +65,7 @@ class Worker:
         self._data_dir = data_dir
         self._housekeeping = housekeeping
         self._note_running = note_running
+        self._note_result = note_result
         self._gap_timeout_s = gap_timeout_s
         self._clock = clock
         self._gaps_since = float("-inf")
@@ -238,6 +241,7 @@ class Worker:
                 self._samplers.withdraw(finish.sampler)
                 discard_files(self._journal, self._data_dir, [finish.sampler.file or ""])
             return
+        self._note_result(job.owner, len(finish.result))
         if finish.sampler is not None:
             self._samplers.published(finish.sampler)
         self._queue.advance(job.model_id, job.seq_id)

@@ -1,0 +1,161 @@
+"""How much of the journal each owner takes, and whether there is room for more: payloads, results, metadata, rows.
+
+Without a bound, passes that no step follows, and the rows of ended sessions, would fill the disk for everybody. Counts
+what it has read from the journal and what was accepted since; reads again when that is old, or reaches the quota.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mint.errors import QuotaExceededError
+from mint.server.store.database import Database
+
+ROW_BYTES = 512
+"""What a row counts beside its payload, result and metadata: about what it takes in the file."""
+
+FRESH_S = 10.0
+TIMES_APART = 200
+"""The requests are read again after so many seconds, and no sooner than after so many times what that took."""
+
+FULL_TIMES_APART = 20
+"""The same while the quota is used up: the owner may have made room."""
+
+SLACK = 8
+"""Beyond the quota, requests without much data take up to the quota's eighth: with steps an owner makes room again."""
+
+LITTLE_BYTES = 4096
+"""The largest payload of a request without much data."""
+
+_OF_OWNER = "SELECT session_id FROM sessions WHERE owner = :owner"
+
+# The length of a BLOB stands in the head of its row. That of a text does not: all of the metadata is read.
+_REQUESTS = f"""
+    SELECT coalesce(sum({ROW_BYTES} + coalesce(length(payload), 0) + coalesce(length(result), 0)), 0)
+    FROM jobs WHERE model_id IN (SELECT model_id FROM models WHERE session_id IN ({_OF_OWNER}))
+"""
+_RECORDS = f"""
+    SELECT (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0) + coalesce(length(details), 0)), 0)
+            FROM sessions WHERE owner = :owner)
+         + (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0)), 0) FROM runs WHERE owner = :owner)
+         + (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0)), 0)
+            FROM checkpoints WHERE owner = :owner)
+         + (SELECT {ROW_BYTES} * count(*) FROM samplers WHERE session_id IN ({_OF_OWNER}))
+"""
+
+
+def journal_bytes(database: Database, owner: str) -> int:
+    """What an owner takes of the journal now."""
+    return database.value(_REQUESTS, owner=owner) + database.value(_RECORDS, owner=owner)
+
+
+@dataclass
+class _Use:
+    """What was read of an owner's journal, and what was accepted since: of requests, and of all other records."""
+
+    requests: int
+    records: int
+    read_at: float
+    took_s: float
+
+    @property
+    def total(self) -> int:
+        return self.requests + self.records
+
+
+class JournalUse:
+    """The use of one journal. Any thread may call."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        forget_ended: Callable[[str], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`forget_ended` removes some of an owner's oldest records that nothing needs, and returns how many."""
+        self._database = database
+        self._forget_ended = forget_ended
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._of: dict[str, _Use] = {}
+
+    def add_record(self, owner: str, size_bytes: int, quota: int | None) -> None:
+        """Counts a new session, model or sampler of an owner, with so much metadata.
+
+        Raises:
+            QuotaExceededError: the owner would take more than `quota`.
+        """
+        if quota is None:
+            return
+        with self._lock:
+            use = self._use_with_room(owner, ROW_BYTES + size_bytes, quota)
+            if use is None:
+                raise self._error(owner, quota)
+            use.records += ROW_BYTES + size_bytes
+
+    def add_request(self, owner: str, payload_bytes: int, quota: int | None) -> QuotaExceededError | None:
+        """Counts a training request with such a payload; or returns the error with which it fails in its turn, and
+        counts that.
+
+        Raises:
+            QuotaExceededError: there is no room for the error, either.
+        """
+        if quota is None:
+            return None
+        most = quota + quota // SLACK
+        error = None
+        size = ROW_BYTES + payload_bytes
+        with self._lock:
+            use = self._use_with_room(owner, size, most if payload_bytes <= LITTLE_BYTES else quota)
+            if use is None:
+                error, size = self._error(owner, quota), 2 * ROW_BYTES
+                use = self._use_with_room(owner, size, most)
+            if use is None:
+                raise self._error(owner, quota)
+            use.requests += size
+        return error
+
+    def add_result(self, owner: str, size_bytes: int) -> None:
+        """Counts the result of a training request. No quota refuses it: the request was accepted."""
+        with self._lock:
+            use = self._of.get(owner)
+            if use is not None:
+                use.requests += size_bytes
+
+    def _use_with_room(self, owner: str, size_bytes: int, limit: int) -> _Use | None:
+        """The use of an owner if so much more is within the limit, else None."""
+        use = self._of.get(owner)
+        if use is None or self._is_old(use, FRESH_S, TIMES_APART):
+            use = self._read(owner, None if use is None else use.records)
+        if use.total + size_bytes > limit and self._is_old(use, 0.0, FULL_TIMES_APART):
+            use = self._read(owner, None)
+        if use.total + size_bytes > limit and self._forget_ended(owner):
+            use = self._read(owner, None)
+        return use if use.total + size_bytes <= limit else None
+
+    def _is_old(self, use: _Use, fresh_s: float, times: int) -> bool:
+        return self._clock() - use.read_at >= max(fresh_s, times * use.took_s)
+
+    def _read(self, owner: str, records: int | None) -> _Use:
+        """Reads what an owner takes; records only if `records` is None."""
+        began = self._clock()
+        requests = self._database.value(_REQUESTS, owner=owner)
+        if records is None:
+            records = self._database.value(_RECORDS, owner=owner)
+        now = self._clock()
+        self._of[owner] = _Use(requests, records, now, now - began)
+        return self._of[owner]
+
+    def _error(self, owner: str, quota: int) -> QuotaExceededError:
+        return QuotaExceededError(
+            f"bytes of the journal are yours, and {self._of[owner].total} are in use: by passes that no step has "
+            "followed, by results and by metadata",
+            field="max_journal_bytes",
+            value=quota,
+            remedy="Call optim_step after your passes, and close sessions that you no longer need; the operator can "
+            "raise the quota (mint keys update)",
+        )
