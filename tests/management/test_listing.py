@@ -35,6 +35,24 @@ def test_pages_of_checkpoints_hold_each_one_once(place: Place) -> None:
     ]  # fmt: skip
 
 
+def test_the_checkpoints_of_a_run_come_in_pages_and_the_sdk_gives_all(place: Place) -> None:
+    trainer = place.trainer("alice")
+    names = [f"n{i}" for i in range(20)]
+    for name in names:
+        trainer.save_state(name, user_metadata={"note": "x" * 250_000}).result()
+    path = f"training_runs/{trainer.model_id}/checkpoints"
+    page = get(place, f"{path}?limit=3&offset=2").json()
+    assert [one["checkpoint_id"] for one in page["checkpoints"]] == [f"weights/n{i}" for i in (17, 16, 15)]
+    assert page["cursor"] == {"offset": 2, "limit": 3, "total_count": 20}
+    largest = get(place, path)
+    assert len(largest.content) < 4_400_000 and 10 < len(largest.json()["checkpoints"]) < 20
+    for limit in (1, 1000):
+        page = get(place, f"{path}?limit={limit}&offset=20").json()
+        assert page["checkpoints"] == [] and page["cursor"]["total_count"] == 20
+    found = place.rest("alice").list_checkpoints(trainer.model_id).result()
+    assert [kept.checkpoint_id.partition("/")[2] for kept in found.checkpoints] == names[::-1]
+
+
 def test_sdks_that_know_no_external_checkpoints_get_lists_without_them(place: Place) -> None:
     trainer = place.trainer("alice")
     trainer.save_state("kept").result()

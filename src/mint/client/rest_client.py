@@ -21,6 +21,7 @@ from mint.config import read_settings
 from mint.errors import InvalidRequestError
 from mint.types import GetServerCapabilitiesResponse, SamplerInfo, WeightsInfoResponse
 from mint.types.records import (
+    MAX_PAGE,
     AccessScope,
     AssignSessionProjectRequest,
     Checkpoint,
@@ -120,8 +121,23 @@ class RestClient:
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
         """All checkpoints of a run, newest first."""
-        path = f"training_runs/{_part(training_run_id)}/checkpoints"
-        return self._ask(lambda: self._session.server.get(path, CheckpointsListResponse))
+
+        async def ask() -> CheckpointsListResponse:
+            path = f"training_runs/{_part(training_run_id)}/checkpoints"
+            found: list[Checkpoint] = []
+            offset = 0
+            while True:
+                query = {"limit": MAX_PAGE, "offset": offset}
+                page = await self._session.server.get(_with(path, query), CheckpointsListResponse)
+                found += page.checkpoints
+                if page.cursor is None or not page.checkpoints:  # an older server gives all at once
+                    break
+                offset += page.cursor.limit
+                if offset >= page.cursor.total_count:
+                    break
+            return CheckpointsListResponse(checkpoints=found)
+
+        return self._ask(ask)
 
     list_checkpoints_async = awaited(list_checkpoints)
 

@@ -80,7 +80,7 @@ class Cursor(Result):
 
 
 class CheckpointsListResponse(Result):
-    """Checkpoints, newest first; no cursor where all are given."""
+    """Checkpoints, newest first; `RestClient.list_checkpoints` gives all, and then there is no cursor."""
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None

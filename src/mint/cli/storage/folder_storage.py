@@ -25,6 +25,7 @@ from mint.server.store.training_run_catalog import TrainingRunCatalog
 from mint.types import SupportedModel
 from mint.types.checkpoint_path import CheckpointPath
 from mint.types.records import (
+    MAX_PAGE,
     Checkpoint,
     CheckpointsListResponse,
     CopyWeightsRequest,
@@ -91,7 +92,14 @@ class FolderStorage:
         return self._checkpoints.checkpoints(OPERATOR, page)
 
     def checkpoints_of(self, run_id: str) -> CheckpointsListResponse:
-        return self._checkpoints.checkpoints_of(OPERATOR, run_id)
+        found: list[Checkpoint] = []
+        offset = 0
+        while True:
+            page = self._checkpoints.checkpoints_of(OPERATOR, run_id, PageQuery(limit=MAX_PAGE, offset=offset))
+            found += page.checkpoints
+            if not page.checkpoints or page.cursor is None:
+                return CheckpointsListResponse(checkpoints=found)
+            offset += page.cursor.limit
 
     def checkpoint(self, path: str) -> Checkpoint:
         return self._checkpoints.checkpoint(OPERATOR, path)

@@ -46,8 +46,8 @@ from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
 from mint.server.store.journal import JOURNAL_FILE, Journal
-from mint.server.store.keys import ApiKeys
 from mint.server.store.journal_use import JournalUse
+from mint.server.store.keys import ApiKeys
 from mint.server.store.obsolete_files import OrphanSweep
 from mint.server.store.rows import CheckpointRow, SamplerRow
 from mint.server.store.session_catalog import SessionCatalog

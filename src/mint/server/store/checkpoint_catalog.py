@@ -80,24 +80,27 @@ class CheckpointCatalog:
         """How many bytes the checkpoints of an owner, or of all, have together."""
         return self._journal.checkpoint_bytes(owner)
 
-    def checkpoints_of(self, owner: str | None, run_id: str) -> CheckpointsListResponse:
-        """All checkpoints of a run, newest first; of another owner's run, the public ones.
+    def checkpoints_of(self, owner: str | None, run_id: str, page: PageQuery = FIRST_PAGE) -> CheckpointsListResponse:
+        """A page of the checkpoints of a run, newest first; of another owner's run, the public ones.
 
         Raises:
             NotFoundError: there is no such run, or the owner may read nothing of it.
         """
         run = self._journal.run(run_id)
-        rows = self._database.rows(
+        rows, cursor = read_page(
+            self._database,
             CheckpointRow,
-            f"SELECT * FROM checkpoints WHERE model_id = :run_id AND {UNEXPIRED} AND {readable_by(owner)} "
-            "ORDER BY created_at DESC, folder",
+            "checkpoints",
+            f"model_id = :run_id AND {UNEXPIRED} AND {readable_by(owner)}",
+            "created_at DESC, folder",
+            page,
             run_id=run_id,
             owner=owner,
             now=self._clock(),
         )
-        if not rows and (run is None or owner not in (None, run.owner)):
+        if not cursor.total_count and (run is None or owner not in (None, run.owner)):
             raise no_run(run_id)
-        return CheckpointsListResponse(checkpoints=[checkpoint_record(row) for row in rows])
+        return CheckpointsListResponse(checkpoints=[checkpoint_record(row) for row in rows], cursor=cursor)
 
     def checkpoint(self, owner: str | None, path: str) -> Checkpoint:
         """One checkpoint by its path or `ckpt_…` id.

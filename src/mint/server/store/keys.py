@@ -22,8 +22,8 @@ from mint.errors import ConflictError, InvalidRequestError, JournalError, NotFou
 from mint.server.callers import LOCAL_OWNER, Caller, Quotas
 from mint.server.store.database import Database, insert, read_only
 from mint.server.store.journal import JOURNAL_FILE
-from mint.types.sampling import LogprobsMode
 from mint.server.store.journal_use import journal_bytes
+from mint.types.sampling import LogprobsMode
 
 log = logging.getLogger("mint.keys")
 
