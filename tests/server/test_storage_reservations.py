@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -98,6 +98,30 @@ def test_uploads_side_by_side_have_one_quota_together(ann: Person) -> None:
         status, error = again.answer()
         assert status == 400 and error["field"] != "max_checkpoint_bytes"  # it fits, and is no archive
     wait_until(lambda: reserved(ann.server) == (0, 0))
+
+
+def test_an_owner_who_holds_uploads_open_leaves_some_to_others(tmp_path: Path) -> None:
+    keys = [key_with(tmp_path, owner, Quotas()) for owner in ("ann", "bob", "cleo")]
+    with running(tmp_path) as server, ExitStack() as opened:
+        ann, bob, cleo = (Person(server, key) for key in keys)
+
+        def begin(person: Person, count: int) -> list[Upload]:
+            return [opened.enter_context(closing(Upload(person, 1000))) for _ in range(count)]
+
+        held = begin(ann, 4)
+        wait_until(lambda: server.service.disk.promised_bytes >= 4 * (1000 - len(PART)))
+        for upload in begin(ann, 5):
+            status, error = upload.answer()
+            assert status == 429 and error["field"] == "uploads" and error["value"] == "4"
+        for person in (bob, cleo):
+            (upload,) = begin(person, 1)
+            upload.send(bytes(1000 - len(PART)))
+            assert upload.answer()[0] == 400  # taken; it is no archive
+        held[0].send(bytes(1000 - len(PART)))
+        assert held[0].answer()[0] == 400
+        (again,) = begin(ann, 1)
+        again.send(bytes(1000 - len(PART)))
+        assert again.answer()[0] == 400
 
 
 def test_uploads_that_announce_nothing_are_counted_as_they_arrive(ann: Person) -> None:

@@ -10,7 +10,9 @@ import asyncio
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import TYPE_CHECKING, BinaryIO
@@ -45,7 +47,46 @@ MAX_FIELD_BYTES = 4096
 FILE_FIELD = "file"
 TEXT_FIELDS = ("base_model", "name")
 
-_uploads = threading.BoundedSemaphore(MAX_UPLOADS)
+
+class UploadSlots:
+    """The uploads under way, and whose they are. Any thread may call.
+
+    An owner gets another slot only while more slots are free than the owner has. So one owner alone has up to half of
+    them, and there is a slot for everyone who comes later (the dynamic thresholds of Choudhury and Hahne, 1998).
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._lock = threading.Lock()
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def take(self, owner: str) -> Generator[None]:
+        """A slot for one upload.
+
+        Raises:
+            OverloadedError: there is none now, or none for this owner.
+        """
+        with self._lock:
+            free = self._slots - self._held.total()
+            if free <= self._held[owner]:
+                raise OverloadedError(
+                    f"uploads of yours are under way, and {free} more of {self._slots} are free for all owners",
+                    field="uploads",
+                    value=self._held[owner],
+                    remedy="Try again when one of them has ended",
+                )
+            self._held[owner] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held[owner] -= 1
+                if not self._held[owner]:
+                    del self._held[owner]
+
+
+_uploads = UploadSlots(MAX_UPLOADS)
 
 
 # --- down --------------------------------------------------------------------------------------------------------
@@ -127,9 +168,7 @@ def _signed_url(call: Call, row: CheckpointRow, file: str, expires_at: int) -> s
 async def upload(call: Call) -> Response:
     """Makes a checkpoint of the multipart part `file`: a .tar.gz or .tar of PEFT's files, or an archive of this server.
     Form fields `base_model` (if the lora does not name one that is known here) and `name`."""
-    if not _uploads.acquire(blocking=False):
-        raise OverloadedError(f"{MAX_UPLOADS} uploads are under way already", remedy="Try again in a minute")
-    try:
+    with _uploads.take(call.caller.owner):
         scratch = call.service.data_dir / SCRATCH_FOLDER
         await asyncio.to_thread(scratch.mkdir, parents=True, exist_ok=True)
         quota = call.caller.quotas.max_checkpoint_bytes
@@ -140,8 +179,6 @@ async def upload(call: Call) -> Response:
         ):
             fields = await _receive(call, spool, reservation)
             row = await asyncio.to_thread(_import, call, spool, fields, reservation)
-    finally:
-        _uploads.release()
     path = CheckpointPath(row.model_id, row.kind, row.name).uri
     notes = (row.user_metadata or {}).get("notes", [])
     alias = checkpoints.alias_of(row.folder)
