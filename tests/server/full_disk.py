@@ -166,7 +166,8 @@ def a_stopped_model_is_decided_about(disk: Path) -> None:
         journal.mark_diverged(model_id, "its replay gave other bits")
     fill(disk)
     assert [one["model_id"] for one in mint(data, "recover")["stopped_models"]] == [model_id]
-    refused(data, "recover", model_id, "--at-snapshot")
+    for making_a_checkpoint in ("--at-snapshot", "--accept"):
+        refused(data, "recover", model_id, making_a_checkpoint)
     assert (data / SPARE_FILE).exists()
     assert mint(data, "recover", model_id, "--retry")["decision"] == "retry"
     assert mint(data, "recover")["stopped_models"] == []

@@ -89,7 +89,7 @@ def test_a_stopped_model_is_listed_with_the_request_and_both_digests(tmp_path: P
 
 def test_accepting_goes_on_from_what_the_replay_gives_and_is_kept(tmp_path: Path) -> None:
     session_id, model_id, _ = stopped(tmp_path / "one")
-    done(model_id, "--accept", "--data-dir", str(tmp_path / "one"))
+    aside = done(model_id, "--accept", "--data-dir", str(tmp_path / "one"))["checkpoint"]
     harness = reopened(tmp_path / "one", session_id)
     harness.restore(model_id)
     accepted = harness.digest(model_id)
@@ -104,11 +104,16 @@ def test_accepting_goes_on_from_what_the_replay_gives_and_is_kept(tmp_path: Path
 
     harness = Harness(open_service(tmp_path / "two", is_server=True))  # the same without an interruption in between
     other = harness.create_model()
-    step(harness, other, 1)
+    before = step(harness, other, 1)
     harness.service.stop()
     harness = reopened(tmp_path / "two", harness.session_id)
     assert [step(harness, other, seq_id) for seq_id in (3, 5)][-1] == accepted
     harness.service.stop()
+    fresh = Harness(open_service(tmp_path / "one"))  # the state before the other bits is kept aside
+    body = {"session_id": fresh.session_id, "model_seq_id": 0, "path": aside, "optimizer": True}
+    loaded = fresh.wait(fresh.submit("load_weights", body))["model_id"]
+    assert fresh.digest(loaded) == before
+    fresh.service.stop()
 
 
 def test_going_back_to_the_snapshot_names_what_is_lost_and_never_leaves_half_a_step(tmp_path: Path) -> None:

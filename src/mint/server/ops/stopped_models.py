@@ -50,7 +50,8 @@ class Decision(StrEnum):
     """Restore it again, and compare as before: for when what had changed was changed back."""
 
     ACCEPT = "accept"
-    """Replay the finished requests, and go on from the state to which they lead here."""
+    """Replay the finished requests, and go on from the state to which they lead here. First the newest sound
+    snapshot is saved as a checkpoint."""
 
     AT_SNAPSHOT = "at-snapshot"
     """Go back to the newest sound snapshot, which is saved as a checkpoint, too. The finished requests after it count
@@ -111,7 +112,7 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
     """
     file = _journal_file(data_dir)
     # a new checkpoint must not take the space that is kept for deleting one
-    opened_for = OpenFor.SERVICE if decision is Decision.AT_SNAPSHOT else OpenFor.COMMAND
+    opened_for = OpenFor.COMMAND if decision is Decision.RETRY else OpenFor.SERVICE
     if opened_for is OpenFor.COMMAND:
         SpareSpace(file).release_if_short()  # the locks are files, too
     with (
@@ -133,7 +134,7 @@ def decide(data_dir: Path, model_id: str, decision: Decision, is_sound: IsSound)
         if decision is not Decision.RETRY:
             row.verify_checksum()
             _require_possible(stopped, decision)
-        saved = _save_snapshot(journal, data_dir, row, stopped) if decision is Decision.AT_SNAPSHOT else None
+        saved = None if decision is Decision.RETRY else _save_snapshot(journal, data_dir, row, stopped)
         journal.restart_model(
             model_id,
             replay=_replay(journal, stopped, decision),
