@@ -416,6 +416,7 @@ class Service:
         for _ in range(VACUUM_ROUNDS):
             if not self._journal.database.give_back_pages():
                 break
+        self._journal.database.give_back_log()
         if self.instance.is_housekeeper():
             with self._journal.storage.writing("the list of orphans"):
                 self._orphans.advance(running_s)

@@ -50,6 +50,9 @@ CACHED_STATEMENTS = 256
 LOG_PAGES = 2000
 """How long the write-ahead log gets before its pages are moved to the database."""
 
+LOG_BYTES = 16 << 20
+"""What the file of the write-ahead log keeps once its pages are in the database; a large commit makes it larger."""
+
 PROBED_FOLDER = "snapshots"
 """Where `probe` writes its file; what a killed process leaves there is swept later."""
 
@@ -293,6 +296,18 @@ class Database:
                 self._connection.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         log.info("the journal's log was written again: %d bytes", len(content))
 
+    def give_back_log(self) -> None:
+        """Gives the space of a large write-ahead log back to the file system, if nobody reads from the log just now.
+
+        Without this a log that nobody writes to keeps the size of its largest commit.
+        """
+        if self.durability.log_bytes() <= LOG_BYTES:
+            return
+        with self._lock, _journal_errors(self.storage):
+            self.durability.require_working_disk()
+            self._wait_for_the_lock_if(False)
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def give_back_pages(self) -> bool:
         """Gives up to `VACUUM_PAGES` pages that are free back to the file system; False if none were free."""
         if self.value("PRAGMA freelist_count") == 0:
@@ -311,6 +326,7 @@ class Database:
                 "journal_mode = WAL",
                 "foreign_keys = OFF",
                 f"wal_autocheckpoint = {LOG_PAGES}",
+                f"journal_size_limit = {LOG_BYTES}",
                 "synchronous = NORMAL",  # `Durability` fsyncs the commits
             ):
                 self._connection.execute(f"PRAGMA {setting}")

@@ -105,6 +105,13 @@ class Durability:
                 raise JournalError(f"the journal cannot be used: {reason_of(error)}", remedy=REMEDY) from error
             self._durable = newest
 
+    def log_bytes(self) -> int:
+        """The size of the log's file."""
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
     def read_log(self) -> bytes:
         """The log as the kernel gives it back. Call while no other process can write to it."""
         with self._syncing:
