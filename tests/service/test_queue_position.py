@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 from service_harness import GOOD_PASS, STEP, Harness, make_sampler, send_sample
@@ -129,7 +130,7 @@ def job(model_id: str, seq_id: int, size_bytes: int) -> TrainingJob:
 
 
 def test_what_waits_is_bounded_for_each_owner_and_freed_when_it_leaves() -> None:
-    queue = RequestQueue(QueueLimits(owner_requests=2, owner_bytes=100, total_bytes=150))
+    queue = RequestQueue(QueueLimits(owner_requests=2, owner_bytes=100, total_bytes=300))
     queue.add_training(job("a", 1, 60), next_seq=1)
     queue.require_capacity("one", 40)
     for owner, size, named in (("one", 41, "max_waiting_bytes"), ("two", 91, "max_waiting_bytes of this server")):
@@ -146,7 +147,7 @@ def test_what_waits_is_bounded_for_each_owner_and_freed_when_it_leaves() -> None
 
 
 def test_the_next_request_of_a_model_passes_a_full_queue_only_within_bounds() -> None:
-    queue = RequestQueue(QueueLimits(owner_bytes=100, total_bytes=150))
+    queue = RequestQueue(QueueLimits(owner_bytes=100, total_bytes=2000))
     queue.require_capacity_for_next("a", "one", 1000)  # nothing else of its owner can run
     queue.add_training(job("a", 2, 90), next_seq=1)
     queue.require_capacity_for_next("a", "one", 1000)
@@ -157,6 +158,24 @@ def test_the_next_request_of_a_model_passes_a_full_queue_only_within_bounds() ->
         assert caught.value.field == "max_waiting_bytes"
     queue.require_capacity_for_next("a", "one", 100)
     queue.require_capacity_for_next("c", "two", 1000)
+
+
+def test_all_owners_together_never_have_more_bytes_than_the_total_and_what_waits_leaves_room_for_what_runs() -> None:
+    queue = RequestQueue(QueueLimits(owner_bytes=100, total_bytes=400))
+    for number in range(2):  # they wait for the requests before them
+        queue.require_capacity(f"owner {number}", 100)
+        queue.add_training(replace(job(f"m{number}", 2, 100), owner=f"owner {number}"), next_seq=1)
+    for check in (queue.require_capacity, lambda owner, size: queue.require_capacity_for_next("m2", owner, size + 200)):
+        with pytest.raises(OverloadedError) as caught:
+            check("owner 2", 1)
+        assert caught.value.field == "max_waiting_bytes of this server"
+    for number in range(2):
+        queue.require_capacity_for_next(f"m{number}", f"owner {number}", 100)
+        queue.add_training(replace(job(f"m{number}", 1, 100), owner=f"owner {number}"), next_seq=1)
+    with pytest.raises(OverloadedError):
+        queue.require_capacity_for_next("m2", "owner 2", 1)
+    queue.advance("m0", 1)
+    queue.require_capacity_for_next("m2", "owner 2", 1)
 
 
 # --- results -----------------------------------------------------------------------------------------------------

@@ -26,12 +26,18 @@ by one, and computing their prompts together is faster than one after another.""
 OWNER_BYTES = 256 * 1024 * 1024
 
 AWAITED_FACTOR = 2
-"""How many times the limits on bytes a request may use for which later ones of its model wait."""
+"""How many times an owner's limit on bytes a request may use for which later ones of its model wait."""
+
+NEXT_SHARE = 2
+"""This part of all bytes is kept for the requests that a model runs next: they can always run, and so make room."""
 
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """How many requests of one owner may wait, how large they may be together, and those of all owners."""
+    """How many requests of one owner may wait, how large they may be together, and those of all owners at the most.
+
+    Without those that a model runs next, all owners together have half of `total_bytes`.
+    """
 
     owner_requests: int = MAX_WAITING_REQUESTS
     owner_bytes: int = OWNER_BYTES
@@ -67,30 +73,33 @@ class RequestQueue:
         with self._changed:
             most = limits.owner_requests if max_requests is None else min(max_requests, limits.owner_requests)
             _require_at_most("max_waiting_requests", self._requests[owner] + 1, most)
-            self._require_bytes(owner, size_bytes)
+            self._require_owner_bytes(owner, size_bytes, limits.owner_bytes)
+            self._require_total_bytes(size_bytes, limits.total_bytes // NEXT_SHARE)
 
     def require_capacity_for_next(self, model_id: str, owner: str, size_bytes: int) -> None:
         """Checks that the request which a model runs next may wait, although the queue is full.
 
         A full queue must be able to move on. So the number of requests does not bound this one: there is one for each
-        model. Its size is not bounded while no other training request of its owner can run. Otherwise the limits on
-        bytes hold, and `AWAITED_FACTOR` times these limits if later requests of its model wait for it.
+        model. Its owner's limit on bytes does not hold while no other training request of its owner can run, and is
+        `AWAITED_FACTOR` times as high if later requests of its model wait for it. The bytes of all owners bound it.
 
         Raises:
             OverloadedError: it may not; names the limit.
         """
         with self._changed:
+            self._require_total_bytes(size_bytes, self._limits.total_bytes)
             runnable = (self._training.get(place) for place in self._next_seq.items())
             if not any(job is not None and job.owner == owner for job in runnable):
                 return
             is_awaited = any(waiting == model_id for waiting, _ in self._training)
-            self._require_bytes(owner, size_bytes, factor=AWAITED_FACTOR if is_awaited else 1)
+            factor = AWAITED_FACTOR if is_awaited else 1
+            self._require_owner_bytes(owner, size_bytes, factor * self._limits.owner_bytes)
 
-    def _require_bytes(self, owner: str, size_bytes: int, *, factor: int = 1) -> None:
-        limits = self._limits
-        _require_at_most("max_waiting_bytes", self._bytes[owner] + size_bytes, factor * limits.owner_bytes)
-        total = self._bytes.total() + size_bytes
-        _require_at_most("max_waiting_bytes of this server", total, factor * limits.total_bytes)
+    def _require_owner_bytes(self, owner: str, size_bytes: int, limit: int) -> None:
+        _require_at_most("max_waiting_bytes", self._bytes[owner] + size_bytes, limit)
+
+    def _require_total_bytes(self, size_bytes: int, limit: int) -> None:
+        _require_at_most("max_waiting_bytes of this server", self._bytes.total() + size_bytes, limit)
 
     def is_full(self, owner: str, *, max_requests: int | None = None) -> bool:
         """Whether no further request of an owner may wait."""
