@@ -23,10 +23,11 @@ sys.path[:0] = [
     str(Path(__file__).parents[1] / "service"),
 ]
 
-from service_harness import STEP, Harness, open_service  # noqa: E402
+from service_harness import GOOD_PASS, STEP, Harness, failure, make_sampler, open_service  # noqa: E402
 from waiting import HANG_S, wait_until  # noqa: E402
 
 from mint.cli.main import app  # noqa: E402
+from mint.errors import JournalError  # noqa: E402
 from mint.server.store.journal import JOURNAL_FILE, Journal  # noqa: E402
 from tests.server.server_harness import API, Person, make_key, pass_input, running  # noqa: E402
 
@@ -144,10 +145,11 @@ def an_owner_deletes_from_a_server(disk: Path) -> None:
         while server.service.storage_problem is None:  # what fits into the pages that the log has is accepted
             assert time.monotonic() < give_up_at
             seq_id += 1
-            body = {"model_id": model_id, "seq_id": seq_id, "forward_backward_input": pass_input()}
-            ann.send("POST", f"{API}/forward_backward", body)
+            ann.send("POST", f"{API}/optim_step", {"model_id": model_id, "seq_id": seq_id, **STEP})
             fill(disk)
         assert ann.send("GET", "/readyz").status_code == 503
+        a_pass = {"model_id": model_id, "seq_id": seq_id + 1, "forward_backward_input": pass_input()}
+        assert ann.send("POST", f"{API}/forward_backward", a_pass).status_code == 503
         assert (data / SPARE_FILE).exists()  # what a server writes besides does not use it
         path = f"{API}/training_runs/{model_id}/checkpoints/weights"
         assert ann.send("DELETE", f"{path}/save-1").status_code == 200
@@ -173,6 +175,47 @@ def a_stopped_model_is_decided_about(disk: Path) -> None:
     assert mint(data, "recover")["stopped_models"] == []
 
 
+def without_an_inode_accepted_work_waits_and_sampling_goes_on(disk: Path) -> None:
+    undisturbed = Harness(open_service(disk / "undisturbed"))
+    name = undisturbed.create_model()
+    for seq_id, (kind, body) in enumerate(TRAINING, 1):
+        undisturbed.run(kind, name, seq_id, body)
+    wanted = undisturbed.digest(name)
+    undisturbed.service.stop()
+
+    service = open_service(disk / "data")
+    harness = Harness(service)
+    model_id, sampler = harness.create_model(), make_sampler(harness)
+    used_up = use_up_inodes(disk)
+    waiting = [harness.send(kind, model_id, seq_id, body) for seq_id, (kind, body) in enumerate(TRAINING, 1)]
+    wait_until(lambda: service.storage_problem is not None)
+    assert os.strerror(errno.ENOSPC) in str(service.storage_problem)
+    error = failure(lambda: harness.send("optim_step", model_id, len(TRAINING) + 1, STEP))
+    assert isinstance(error, JournalError) and error.status == 503
+    assert harness.sample(sampler, 0)["sequences"]
+    for path in used_up:
+        path.unlink()
+    for request_id in waiting:
+        harness.wait(request_id)
+    assert service.storage_problem is None and harness.digest(model_id) == wanted
+    service.stop()
+
+
+TRAINING = [("forward_backward", GOOD_PASS), ("optim_step", STEP), ("save_weights", {"path": "kept"})]
+
+
+def use_up_inodes(disk: Path) -> list[Path]:
+    """Makes empty files until there is no inode left; space is."""
+    made: list[Path] = []
+    while True:
+        try:
+            (disk / f"inode-{len(made)}").touch()
+        except OSError as error:
+            assert error.errno == errno.ENOSPC and free_bytes(disk) > 8 << 20
+            return made
+        made.append(disk / f"inode-{len(made)}")
+
+
 def an_export_and_a_check_say_what_to_do(disk: Path) -> None:
     data = disk / "data"
     newest, _ = train(data)
@@ -193,6 +236,7 @@ SCENES = {
         after_a_kill,
         an_owner_deletes_from_a_server,
         a_stopped_model_is_decided_about,
+        without_an_inode_accepted_work_waits_and_sampling_goes_on,
         an_export_and_a_check_say_what_to_do,
     )
 }

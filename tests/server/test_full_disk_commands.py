@@ -1,4 +1,5 @@
-"""On a disk without a free byte, commands answer and delete, and a server takes a deletion of its owner."""
+"""On a disk without a free byte, commands answer and delete, and a server takes a deletion of its owner. Without a free
+inode, accepted work waits."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ import pytest
 from tests.server.full_disk import SCENES
 
 SIZE_KIB = 48 * 1024
+INODES = 2000
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-MOUNT = 'mount -t tmpfs -o size="$1"k tmpfs "$2" || exit 77; shift 2; exec "$@"'
+MOUNT = f'mount -t tmpfs -o size="$1"k,nr_inodes={INODES} tmpfs "$2" || exit 77; shift 2; exec "$@"'
 
 
 @pytest.mark.parametrize("scene", SCENES)
