@@ -25,9 +25,9 @@ from waiting import wait_until
 
 from mint.errors import QuotaExceededError, SessionEndedError, StepRefusedError
 from mint.server.callers import Caller, Quotas
+from mint.server.limits import ROW_BYTES
 from mint.server.service.service import ENDED_KEPT_S, Service
-from mint.server.store.journal import FORGOTTEN_AT_ONCE, JOURNAL_FILE, Journal
-from mint.server.store.journal_use import ROW_BYTES, journal_bytes
+from mint.server.store.journal import FORGOTTEN_AT_ONCE, JOURNAL_FILE, Journal, record_bytes, request_bytes
 from mint.server.worker.worker import HOUSEKEEPING_S
 
 QUOTA = 1 << 20
@@ -44,7 +44,10 @@ def ann(tmp_path: Path) -> Any:
 
 
 def used(service: Service, owner: str = "ann") -> int:
-    return stored(service.data_dir, lambda journal: journal_bytes(journal.database, owner))
+    return stored(
+        service.data_dir,
+        lambda journal: request_bytes(journal.database, owner) + record_bytes(journal.database, owner),
+    )
 
 
 def passes_until_refused(harness: Harness, model_id: str, *, first_seq: int = 1) -> int:

@@ -27,6 +27,9 @@ CHECKPOINT_SHARE = 0.25
 JOURNAL_SHARE = 0.25
 """The share of a disk's free space that the journal may take for one owner, by default."""
 
+ROW_BYTES = 512
+"""What a row of the journal counts beside its payload, result and metadata: about what it takes in the file."""
+
 MAX_WAITING_REQUESTS = 4096
 """Requests of one owner that may wait; a quota can only lower it."""
 

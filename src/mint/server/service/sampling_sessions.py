@@ -14,11 +14,11 @@ from mint.errors import ConflictError, InvalidRequestError
 from mint.server.callers import Caller
 from mint.server.disk_space import DiskSpace
 from mint.server.ids import sampler_id, seed_root, session_of
+from mint.server.journal_use import JournalUse
 from mint.server.service.sessions import Sessions
 from mint.server.store.checkpoint_folders import read_manifest
 from mint.server.store.checkpoints import find_checkpoint
 from mint.server.store.journal import Journal
-from mint.server.store.journal_use import JournalUse
 from mint.server.store.rows import SamplerRow
 from mint.server.worker.base_models import BaseModels
 from mint.server.worker.samplers import Samplers

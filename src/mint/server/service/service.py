@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +26,7 @@ from mint.errors import (
 )
 from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace, folder_bytes
+from mint.server.journal_use import JournalUse
 from mint.server.limits import ServerLimits, default_published_bytes
 from mint.server.private_files import open_data_dir
 from mint.server.queue.futures import Futures
@@ -45,8 +47,7 @@ from mint.server.storage_state import START_REMEDY, StorageProblem, starting
 from mint.server.store import checkpoint_folders, checkpoints
 from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
-from mint.server.store.journal import JOURNAL_FILE, Journal
-from mint.server.store.journal_use import JournalUse
+from mint.server.store.journal import JOURNAL_FILE, Journal, record_bytes, request_bytes
 from mint.server.store.keys import ApiKeys
 from mint.server.store.obsolete_files import OrphanSweep
 from mint.server.store.rows import CheckpointRow, SamplerRow
@@ -133,7 +134,9 @@ class Service:
         self.disk = DiskSpace(data_dir, self.limits.disk_reserve_bytes)
         self.reservations = StorageReservations(self.disk, self._journal.checkpoint_bytes)
         journal_use = JournalUse(
-            self._journal.database, forget_ended=lambda owner: self._journal.forget_ended(before=math.inf, owner=owner)
+            partial(request_bytes, self._journal.database),
+            partial(record_bytes, self._journal.database),
+            lambda owner: self._journal.forget_ended(before=math.inf, owner=owner),
         )
         waiting = self.limits.waiting_bytes
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))

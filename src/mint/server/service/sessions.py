@@ -19,9 +19,9 @@ from mint.errors import NotFoundError, SessionEndedError
 from mint.server.callers import LOCAL_OWNER, Caller
 from mint.server.disk_space import DiskSpace
 from mint.server.ids import session_of
+from mint.server.journal_use import JournalUse
 from mint.server.limits import ServerLimits
 from mint.server.store.journal import Journal
-from mint.server.store.journal_use import JournalUse
 from mint.server.store.rows import SessionRow
 
 SILENCE_S = 900.0

@@ -25,6 +25,7 @@ from mint.errors import (
 from mint.server.callers import Caller, Quotas
 from mint.server.disk_space import DiskSpace
 from mint.server.ids import request_id, session_of
+from mint.server.journal_use import JournalUse
 from mint.server.limits import ServerLimits
 from mint.server.queue.futures import Futures
 from mint.server.queue.jobs import TrainingJob
@@ -33,7 +34,6 @@ from mint.server.service.request_reader import RequestReader
 from mint.server.service.sessions import Sessions
 from mint.server.storage_reservations import StorageReservations
 from mint.server.store.journal import Journal
-from mint.server.store.journal_use import JournalUse
 from mint.server.store.rows import JobRow, ModelRow, TrainingRunRow
 from mint.server.worker.base_models import BaseModels
 from mint.types import GetInfoResponse, ModelData, UntypedPromise

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mint.server.callers import LOCAL_OWNER
+from mint.server.limits import ROW_BYTES
 from mint.server.store.database import Database, OpenFor, insert
 from mint.server.store.rows import (
     BASE_NUMBERS,
@@ -100,6 +101,32 @@ _ENDED_SESSIONS = """
         SELECT 1 FROM runs JOIN checkpoints ON model_id = run_id WHERE runs.session_id = sessions.session_id
     ) ORDER BY ended_at LIMIT :limit
 """
+
+_OF_OWNER = "SELECT session_id FROM sessions WHERE owner = :owner"
+
+# The length of a BLOB stands in the head of its row. That of a text does not: all of the metadata is read.
+_REQUEST_BYTES = f"""
+    SELECT coalesce(sum({ROW_BYTES} + coalesce(length(payload), 0) + coalesce(length(result), 0)), 0)
+    FROM jobs WHERE model_id IN (SELECT model_id FROM models WHERE session_id IN ({_OF_OWNER}))
+"""
+_RECORD_BYTES = f"""
+    SELECT (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0) + coalesce(length(details), 0)), 0)
+            FROM sessions WHERE owner = :owner)
+         + (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0)), 0) FROM runs WHERE owner = :owner)
+         + (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0)), 0)
+            FROM checkpoints WHERE owner = :owner)
+         + (SELECT {ROW_BYTES} * count(*) FROM samplers WHERE session_id IN ({_OF_OWNER}))
+"""
+
+
+def request_bytes(database: Database, owner: str) -> int:
+    """What the requests of an owner take in the journal, with their results."""
+    return database.value(_REQUEST_BYTES, owner=owner)
+
+
+def record_bytes(database: Database, owner: str) -> int:
+    """What the other rows of an owner take, with their metadata: of sessions, runs, checkpoints and samplers."""
+    return database.value(_RECORD_BYTES, owner=owner)
 
 
 class Journal:

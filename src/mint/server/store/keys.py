@@ -21,8 +21,7 @@ from typing import Any
 from mint.errors import ConflictError, InvalidRequestError, JournalError, NotFoundError
 from mint.server.callers import LOCAL_OWNER, Caller, Quotas
 from mint.server.store.database import Database, insert, read_only
-from mint.server.store.journal import JOURNAL_FILE
-from mint.server.store.journal_use import journal_bytes
+from mint.server.store.journal import JOURNAL_FILE, record_bytes, request_bytes
 from mint.types.sampling import LogprobsMode
 
 log = logging.getLogger("mint.keys")
@@ -265,7 +264,7 @@ class ApiKeys:
             stored = transaction.value(
                 "SELECT coalesce(sum(size_bytes), 0) FROM checkpoints WHERE owner = :owner", owner=owner
             )
-        in_journal = journal_bytes(self._database, owner)
+        in_journal = request_bytes(self._database, owner) + record_bytes(self._database, owner)
         return Quotas(
             max_sessions=sessions, max_models=models, max_checkpoint_bytes=stored, max_journal_bytes=in_journal
         )

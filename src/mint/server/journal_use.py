@@ -12,10 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mint.errors import QuotaExceededError
-from mint.server.store.database import Database
-
-ROW_BYTES = 512
-"""What a row counts beside its payload, result and metadata: about what it takes in the file."""
+from mint.server.limits import ROW_BYTES
 
 FRESH_S = 10.0
 TIMES_APART = 200
@@ -29,27 +26,6 @@ SLACK = 8
 
 LITTLE_BYTES = 4096
 """The largest payload of a request without much data."""
-
-_OF_OWNER = "SELECT session_id FROM sessions WHERE owner = :owner"
-
-# The length of a BLOB stands in the head of its row. That of a text does not: all of the metadata is read.
-_REQUESTS = f"""
-    SELECT coalesce(sum({ROW_BYTES} + coalesce(length(payload), 0) + coalesce(length(result), 0)), 0)
-    FROM jobs WHERE model_id IN (SELECT model_id FROM models WHERE session_id IN ({_OF_OWNER}))
-"""
-_RECORDS = f"""
-    SELECT (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0) + coalesce(length(details), 0)), 0)
-            FROM sessions WHERE owner = :owner)
-         + (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0)), 0) FROM runs WHERE owner = :owner)
-         + (SELECT coalesce(sum({ROW_BYTES} + coalesce(length(user_metadata), 0)), 0)
-            FROM checkpoints WHERE owner = :owner)
-         + (SELECT {ROW_BYTES} * count(*) FROM samplers WHERE session_id IN ({_OF_OWNER}))
-"""
-
-
-def journal_bytes(database: Database, owner: str) -> int:
-    """What an owner takes of the journal now."""
-    return database.value(_REQUESTS, owner=owner) + database.value(_RECORDS, owner=owner)
 
 
 @dataclass
@@ -71,13 +47,16 @@ class JournalUse:
 
     def __init__(
         self,
-        database: Database,
-        *,
+        request_bytes: Callable[[str], int],
+        record_bytes: Callable[[str], int],
         forget_ended: Callable[[str], int],
+        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`forget_ended` removes some of an owner's oldest records that nothing needs, and returns how many."""
-        self._database = database
+        """The first two read what an owner's requests and other records take. `forget_ended` removes some of the oldest
+        records of an owner that nothing needs, and returns how many."""
+        self._request_bytes = request_bytes
+        self._record_bytes = record_bytes
         self._forget_ended = forget_ended
         self._clock = clock
         self._lock = threading.Lock()
@@ -143,9 +122,9 @@ class JournalUse:
     def _read(self, owner: str, records: int | None) -> _Use:
         """Reads what an owner takes; records only if `records` is None."""
         began = self._clock()
-        requests = self._database.value(_REQUESTS, owner=owner)
+        requests = self._request_bytes(owner)
         if records is None:
-            records = self._database.value(_RECORDS, owner=owner)
+            records = self._record_bytes(owner)
         now = self._clock()
         self._of[owner] = _Use(requests, records, now, now - began)
         return self._of[owner]
