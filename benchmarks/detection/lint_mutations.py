@@ -34,7 +34,10 @@ THINGS = ("fox", "owl", "river", "piano", "bread", "snow", "lamp", "tiger", "let
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion with what its datum is made of; `processed` are the logprobs at the sampling temperature."""
+    """One completion with what its datum is made of; `processed` are the logprobs at the sampling temperature.
+
+    `letters` are the tokens of the same text, encoded letter by letter.
+    """
 
     prompt: list[int]
     tokens: list[int]
@@ -42,6 +45,7 @@ class Sample:
     processed: list[float]
     reward: float
     advantage: float
+    letters: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -169,14 +173,38 @@ def _beyond_the_end(batch: Batch) -> list[Datum]:
     return [columns(sample).datum() for sample in padded]
 
 
+def _resized(logprobs: Sequence[float], length: int) -> list[float]:
+    """Cut, or padded with 0."""
+    return [*logprobs[:length], *[0.0] * (length - len(logprobs))]
+
+
+def _encoded_again(batch: Batch) -> list[Datum]:
+    """The text of each completion, encoded letter by letter; nothing where that gives the same tokens."""
+    again = [
+        replace(sample, tokens=sample.letters, logprobs=_resized(sample.logprobs, len(sample.letters)))
+        for sample in batch.samples
+    ]
+    same = sum(one.tokens == other.tokens for one, other in zip(again, batch.samples, strict=True))
+    return [columns(sample).datum() for sample in again] if not same else []
+
+
+def _times_100(batch: Batch) -> list[Datum]:
+    return [columns(replace(sample, advantage=100 * sample.advantage)).datum() for sample in batch.samples]
+
+
 @dataclass(frozen=True)
 class Bug:
-    """A planted bug, the code that must report it, and whether it is a bug at temperature 1, too."""
+    """A planted bug, the code that must report it, and whether it is a bug at temperature 1, too.
+
+    `plant` gives no datums for a batch into which the bug does not fit. `at_least` is the number of batches in which
+    the quick part plants it.
+    """
 
     plant: Callable[[Batch], list[Datum]]
     code: str
     at_one: bool = True
     config: Callable[[Batch], dict[str, float]] = lambda batch: {}
+    at_least: int = 20
 
 
 BUGS = {
@@ -190,14 +218,20 @@ BUGS = {
     "logprobs one place early": Bug(_early, "shifted_logprobs"),
     "mask and tensors one place late": Bug(_offset(0), "shifted_logprobs"),
     "mask and tensors one place early": Bug(_offset(-2), "shifted_logprobs"),
-    "logprobs at the sampling temperature": Bug(_processed, "temperature_logprobs", at_one=False),
+    "logprobs at the sampling temperature": Bug(_processed, "temperature_logprobs", at_one=False, at_least=12),
     "trained at T, logprobs at 1": Bug(
-        correct, "temperature_logprobs", at_one=False, config=lambda batch: {"temperature": batch.temperature}
+        correct,
+        "temperature_logprobs",
+        at_one=False,
+        config=lambda batch: {"temperature": batch.temperature},
+        at_least=12,
     ),
     "raw rewards as advantages": Bug(_raw_rewards, "raw_rewards"),
     "the batch twice": Bug(lambda batch: correct(batch) * 2, "duplicates"),
     "one datum for all": Bug(lambda batch: correct(batch)[:1] * len(batch.samples), "duplicates"),
     "tokens after the end trained": Bug(_beyond_the_end, "tokens_after_stop"),
+    "advantages times 100": Bug(_times_100, "large_advantages"),
+    "text encoded again, letter by letter": Bug(_encoded_again, "foreign_tokens", at_least=3),
 }
 """Planted into single batches. Stale samples need a policy that has moved; see `stale_batches`."""
 
@@ -247,8 +281,18 @@ class Run:
             mean = sum(rewards) / len(rewards)
             for raw, processed, own in zip(raws, processeds, rewards, strict=True):
                 if min(rewards) < max(rewards):
-                    samples.append(Sample(prompt, raw.tokens, raw.logprobs, processed.logprobs, own, own - mean))
+                    letters = self._letters(raw.tokens)
+                    samples.append(
+                        Sample(prompt, raw.tokens, raw.logprobs, processed.logprobs, own, own - mean, letters)
+                    )
         return Batch(samples, setting.temperature, self.end)
+
+    def _letters(self, tokens: list[int]) -> list[int]:
+        kept = tokens[:-1] if tokens[-1] == self.end else tokens
+        return [
+            *(token for letter in self.tokenizer.decode(kept) for token in self.tokenizer.encode(letter)),
+            *tokens[len(kept) :],
+        ]
 
     def check(self, data: Sequence[Datum], config: dict[str, float] | None = None) -> list[str]:
         """The codes of the warnings about a batch, without a gradient."""
@@ -326,8 +370,9 @@ def play(run: Run, tally: Tally, *, steps: Sequence[int], planted: Sequence[str]
             tally.note("correct: on-policy", run.check(data), None)
             for name in planted:
                 bug = BUGS[name]
-                if bug.at_one or batch.temperature != 1.0:
-                    tally.note(name, run.check(bug.plant(batch), bug.config(batch) or None), bug.code)
+                faulty = bug.plant(batch) if bug.at_one or batch.temperature != 1.0 else []
+                if faulty:
+                    tally.note(name, run.check(faulty, bug.config(batch) or None), bug.code)
         half = len(data) // 2
         tally.note("correct: first step on a batch", run.train(data[:half], "ppo"), None)
         tally.note("correct: second step on a batch", run.train(data[half:], "ppo"), None)

@@ -462,6 +462,13 @@ def test_a_mismatch_with_weights_that_are_known_to_be_older_is_no_finding() -> N
     assert [finding.code for finding in diagnose(run(warnings=warnings))] == ["server_warnings"]
 
 
+def test_large_advantages_of_rewards_on_a_large_scale_are_no_finding() -> None:
+    warnings = [(3, "large_advantages: the root mean square of the advantages is 40")]
+    wide = run(warnings=warnings, config={"reward_range": (0.0, 100.0)})
+    assert "server_warnings" not in {finding.code for finding in diagnose(wide)}
+    assert [finding.code for finding in diagnose(run(warnings=warnings))] == ["server_warnings"]
+
+
 # --- the whole ----------------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,9 @@ MANY_DIFFERENT = 0.25
 """Rewards are inconsistent if surely (95 %) more than this share of those texts earned different rewards; an error
 from `MANY_DIFFERENT` on."""
 
+WIDE_RANGE = 20.0
+"""A range of rewards that explains why advantages are large."""
+
 PART_Z = 4.0
 """Standard errors by which a part of the reward must have fallen; high, because every step tests several parts."""
 
@@ -323,8 +326,11 @@ def _grading(view: StepView, code: str, failed: float, what: str, remedy: str) -
 def server_warnings(view: StepView) -> Finding | None:
     """The server's lint has remarks on the batch."""
     # Samples of older weights must differ from the policy's. `off_policy_drift` says when they differ too much.
+    # Rewards on a large scale have large advantages.
     stale = metric(view.now, "staleness/max") > 0
-    warnings = [message for message in view.warnings if not (stale and message.startswith("mismatch:"))]
+    wide = view.reward_ceiling - view.reward_floor >= WIDE_RANGE
+    known = (*(("mismatch:",) if stale else ()), *(("large_advantages:",) if wide else ()))
+    warnings = [message for message in view.warnings if not message.startswith(known)]
     if not warnings:
         return None
     return Finding(

@@ -30,6 +30,10 @@ same order, or if that many different datums are all repeated equally often."""
 
 SUSPICIOUS_SHARE = 0.5
 
+LARGE_ADVANTAGE = 10.0
+"""Root mean square of the advantages above which they are large. Centred rewards of 0 and 1 stay below 0.5, advantages
+divided by their standard deviation have 1."""
+
 MIN_TOKENS = 16
 """Rules about logprobs need at least this many trained tokens."""
 
@@ -68,6 +72,10 @@ A second optimizer step on one batch stays far below."""
 
 STALE_ESS = 0.3
 """Effective sample size, as a share of the tokens, below which training may collapse (arXiv 2602.17616)."""
+
+FOREIGN_DIFFERENCE = 1.0
+FOREIGN_CORRELATION = 0.3
+"""Mean |p - q| above which, and correlation of p and q below which, fresh logprobs belong to other tokens."""
 
 FRESH_DIFFERENCE = 0.02
 """Mean |p - q| on unchanged weights that rounding in bfloat16 does not explain."""
@@ -213,6 +221,12 @@ def _advantages(data: Sequence[TrainDatum], tokens: Tokens) -> str | None:
             f"(from {lowest:g} to {highest:g} over {len(data)} datums): are these raw rewards? "
             "Subtract each group's mean"
         )
+    size = float(np.sqrt(np.mean(np.square(trained.astype(np.float64)))))
+    if size > LARGE_ADVANTAGE:
+        return (
+            f"large_advantages: the root mean square of the advantages is {size:.3g}: scale the rewards to about 1. "
+            "Adam's step hardly changes, but gradient clipping, KL and entropy terms lose their meaning"
+        )
     return None
 
 
@@ -231,7 +245,8 @@ def _logprobs(
     if found is not None or tokens.trained.sum() < MIN_TOKENS:
         return found
     with np.errstate(over="ignore", invalid="ignore"):  # weights that have diverged
-        return _tempered(tokens, temperature) or _stale(tokens) or (_mismatch(tokens) if fresh else None)
+        found = _tempered(tokens, temperature) or (_foreign(tokens) if fresh else None)
+        return found or _stale(tokens) or (_mismatch(tokens) if fresh else None)
 
 
 def _first_token_trained(tokens: Tokens) -> str | None:
@@ -259,9 +274,7 @@ def _after_stop(tokens: Tokens, stop_tokens: Sequence[int]) -> str | None:
     total = len(tokens.starts)
     if len(datums) <= AFTER_STOP_SHARE * total:
         return None
-    sampled = np.flatnonzero(tokens.trained & (tokens.sampler != 0))
-    last = np.full(total, -1)
-    np.maximum.at(last, tokens.datum_of[sampled], sampled)
+    last = _last_sampled(tokens)
     resumed = (tokens.sampler[beyond + 1] == 0) & (beyond < last[tokens.datum_of[beyond]])
     if resumed.mean() > SUSPICIOUS_SHARE:
         return (
@@ -272,6 +285,14 @@ def _after_stop(tokens: Tokens, stop_tokens: Sequence[int]) -> str | None:
         f"tokens_after_stop: {len(datums)} of {total} datums train tokens after the model's end token: "
         "give weight 0 to whatever was not sampled"
     )
+
+
+def _last_sampled(tokens: Tokens) -> np.ndarray:
+    """The last trained position of each datum whose logprob is not exactly 0; -1 if there is none."""
+    sampled = np.flatnonzero(tokens.trained & (tokens.sampler != 0))
+    last = np.full(len(tokens.starts), -1)
+    np.maximum.at(last, tokens.datum_of[sampled], sampled)
+    return last
 
 
 def _shifted(tokens: Tokens) -> str | None:
@@ -313,6 +334,13 @@ def _unsampled(tokens: Tokens) -> str | None:
     count = np.count_nonzero(np.bincount(tokens.datum_of[padded]))
     if count <= SUSPICIOUS_SHARE * len(tokens.starts):
         return None
+    last = _last_sampled(tokens)
+    at_the_end = np.flatnonzero(padded) > last[tokens.datum_of[padded]]
+    if (at_the_end & (last[tokens.datum_of[padded]] >= 0)).mean() > SUSPICIOUS_SHARE:
+        return (
+            f"foreign_tokens: {count} of {len(tokens.starts)} datums train unlikely tokens behind the last one with a "
+            "logprob: train the tokens that were sampled, never their text encoded again, and nothing after them"
+        )
     return (
         f"prompt_trained: {count} of {len(tokens.starts)} datums train unlikely tokens whose logprob is exactly 0, as "
         "if nothing had been sampled there: give prompt tokens and tool results weight 0"
@@ -344,6 +372,22 @@ def _tempered(tokens: Tokens, temperature: float) -> str | None:
         f"temperature_logprobs: the logprobs look like those of sampling temperature {estimate:.2f} (it explains "
         f"{fit:.0%} of their difference), while this pass trains at {temperature:g}: sample with logprobs_mode='raw', "
         f"or pass loss_fn_config={{'temperature': {estimate:.2f}}}"
+    )
+
+
+def _foreign(tokens: Tokens) -> str | None:
+    """Weights that are a few steps older still find the same tokens likely. The logprobs of other tokens do not."""
+    own, sampler = (array[tokens.trained].astype(np.float64) for array in (tokens.own, tokens.sampler))
+    difference = float(np.abs(own - sampler).mean())
+    if difference <= FOREIGN_DIFFERENCE or not own.std() or not sampler.std():
+        return None
+    correlation = float(np.corrcoef(own, sampler)[0, 1])
+    if not correlation < FOREIGN_CORRELATION:
+        return None
+    return (
+        f"foreign_tokens: the logprobs do not belong to these tokens (mean |difference| to the policy's "
+        f"{difference:.3f}, correlation {correlation:.2f}): train the tokens that were sampled, never their text "
+        "encoded again, with the logprobs of the same sample"
     )
 
 
