@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 
 import mint
 from mint.errors import InvalidRequestError
+from mint.rl.calls.call_pool import CallPool
+from mint.rl.calls.own_thread import run_in_own_thread
+from mint.rl.calls.user_call import CallResult
 from mint.rl.reward import Reward
 from mint.rl.tasks.judges import QUESTION, Compare, ComparisonVerdict, JudgeError, PairwiseJudge, SamplingComparison
 from mint.rl.tasks.openai_judge import OpenAIComparison, read_verdict
@@ -152,6 +156,22 @@ def test_the_number_of_questions_in_flight_is_bounded() -> None:
 
     scores(PairwiseJudge(compare, concurrency=3), [str(number) for number in range(6)])
     assert most <= 3
+
+
+def test_groups_that_wait_for_the_judge_do_not_time_out_meanwhile() -> None:
+    async def slow(prompt: str, a: str, b: str) -> ComparisonVerdict:
+        await asyncio.sleep(0.2)
+        return longer(prompt, a, b)
+
+    judge = PairwiseJudge(slow, concurrency=6)  # the six comparisons of one group of three
+
+    async def judge_groups() -> list[CallResult]:
+        return await asyncio.gather(*(calls.call(judge.judge, f"Q{place}", ["a", "bb", "ccc"]) for place in range(12)))
+
+    with closing(CallPool(timeout_s=1.6)) as calls:
+        results = run_in_own_thread(judge_groups())
+    assert [result.failure for result in results] == [None] * 12, "the groups take 2.4 s, one after the other"
+    assert all([reward.value for reward in result.value] == [0.0, 0.5, 1.0] for result in results)
 
 
 # --- A policy as the judge ------------------------------------------------------------------------------------------

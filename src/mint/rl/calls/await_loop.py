@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from mint.rl.calls.paused_timeout import RUNNING, RunningCall
 from mint.rl.calls.user_call import CallResult, UserCall, timed_out
 
 CLOSING_S = 1.0
@@ -66,21 +67,26 @@ class AwaitLoop:
     def _start(self, loop: asyncio.AbstractEventLoop, call: UserCall) -> None:
         if loop is self._loop:  # else another loop has taken the call over
             call.began = self._clock()
-            loop.create_task(self._run(call, call.began))
+            call.started = True
+            loop.create_task(self._run(call))
 
-    async def _run(self, call: UserCall, began: float) -> None:
+    async def _run(self, call: UserCall) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
+                RUNNING.set(RunningCall(call, limit, self._clock))
                 value = await (call.function(*call.arguments) if call.awaitable is None else call.awaitable)
-            result = CallResult(value, seconds=self._clock() - began)
+            result = CallResult(value, seconds=self._seconds(call))
         except (TimeoutError, asyncio.CancelledError):  # ours, or of the user's own client
             result = timed_out(self._timeout_s)
         except BaseException as error:  # noqa: BLE001 - the boundary to the user's code: its errors are this call's result
-            result = CallResult(error=error, seconds=self._clock() - began)
+            result = CallResult(error=error, seconds=self._seconds(call))
         call.resolve(result)
         with self._lock:
             self._running.discard(call)
             self._start_waiting()
+
+    def _seconds(self, call: UserCall) -> float:
+        return 0.0 if call.began is None else self._clock() - call.began
 
     def _replace(self, blocked: asyncio.AbstractEventLoop) -> None:
         """Abandons a blocked loop: its calls that have begun time out, the others start in a new one."""
@@ -88,8 +94,8 @@ class AwaitLoop:
             if self._loop is not blocked:
                 return
             self._loop = None
-            begun = [call for call in self._running if call.began is not None]
-            self._waiting.extendleft(call for call in self._running if call.began is None)
+            begun = [call for call in self._running if call.started]
+            self._waiting.extendleft(call for call in self._running if not call.started)
             self._running.clear()
             self._start_waiting()
         for call in begun:

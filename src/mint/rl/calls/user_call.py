@@ -36,7 +36,8 @@ def timed_out(timeout_s: float) -> CallResult:
 
 
 class UserCall:
-    """A call that waits or runs. `began` is the clock's time when it started to run, None while it waits.
+    """A call that waits or runs. `began` is the clock's time when it started to run, None while it waits. `started`: an
+    event loop has started it.
 
     `awaitable` is what the function returned where that must be awaited. `abandoned`: nobody waits for it any more.
     """
@@ -46,6 +47,7 @@ class UserCall:
         self.arguments = arguments
         self.awaitable: Awaitable[Any] | None = None
         self.began: float | None = None
+        self.started = False
         self.abandoned = False
         self.result: Future[CallResult] = Future()
         self._lock = threading.Lock()

@@ -14,14 +14,16 @@ import itertools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from mint.client.sampling_client import SamplingClient
 from mint.errors import InvalidRequestError, MintError
+from mint.rl.calls.paused_timeout import paused_timeout
 from mint.rl.reward import Reward
 from mint.types import ModelInput
 
@@ -161,6 +163,32 @@ _POINTS: dict[ComparisonVerdict, float] = {"a": 1.0, "tie": 0.5, "b": 0.0}
 _SWAPPED: dict[ComparisonVerdict, ComparisonVerdict] = {"a": "b", "tie": "tie", "b": "a"}
 
 
+class _GroupQueue:
+    """Admits groups to the judge while it has places for their comparisons; the others wait, without their time-out."""
+
+    def __init__(self, concurrency: int) -> None:
+        self.slots = asyncio.Semaphore(concurrency)
+        self._concurrency = concurrency
+        self._admitted = 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def admitted(self, comparisons: int) -> AsyncGenerator[None]:
+        """Waits until the comparisons fit beside those of the admitted groups, or there are none."""
+        with paused_timeout():
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: not self._admitted or self._admitted + comparisons <= self._concurrency
+                )
+                self._admitted += comparisons
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._admitted -= comparisons
+                self._changed.notify_all()
+
+
 class PairwiseJudge:
     """Turns comparisons into rewards; usable from several threads at once.
 
@@ -176,8 +204,8 @@ class PairwiseJudge:
         self._compare: Compare = SamplingComparison(compare) if isinstance(compare, SamplingClient) else compare
         self._concurrency = concurrency
         self._threads: ThreadPoolExecutor | None = None
-        # A semaphore belongs to an event loop, and a judge may serve several.
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        # What asyncio waits for belongs to an event loop, and a judge may serve several.
+        self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _GroupQueue] = WeakKeyDictionary()
         self._is_async = inspect.iscoroutinefunction(self._compare) or inspect.iscoroutinefunction(
             type(self._compare).__call__
         )
@@ -201,10 +229,10 @@ class PairwiseJudge:
         """
         distinct = list(dict.fromkeys(responses))
         with self._lock:
-            slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrency))
-        pairs = await asyncio.gather(
-            *(self._ask_both_ways(slots, prompt, a, b) for a, b in itertools.combinations(distinct, 2))
-        )
+            queue = self._queues.setdefault(asyncio.get_running_loop(), _GroupQueue(self._concurrency))
+        couples = list(itertools.combinations(distinct, 2))
+        async with queue.admitted(2 * len(couples)):
+            pairs = await asyncio.gather(*(self._ask_both_ways(queue.slots, prompt, a, b) for a, b in couples))
         group = JudgeStatistics()
         for pair in pairs:
             group = pair.counted(group)
