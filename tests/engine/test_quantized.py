@@ -27,10 +27,11 @@ KINDS: tuple[Quantization, ...] = get_args(Quantization)
 BLOCKS = {"nf4": 64, "int8": None, "fp8": 128}
 SHAPES = [(48, 64), (112, 128), (64, 576), (320, 1536)]
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C compiler")
-_SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
-WIDE = {"qwen3": _SHAPE, "qwen3_moe": {**_SHAPE, "moe_intermediate_size": 64}}
-"""A dense model and a mixture of experts, with widths that every format quantizes."""
-BASES: list[tuple[str, Quantization]] = [*(("qwen3", kind) for kind in KINDS), ("qwen3_moe", "nf4")]
+WIDE: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4, "vocab_size": 128,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {"qwen3": WIDE, "qwen3_moe": WIDE | {"moe_intermediate_size": 64}}
+"""Widths that the kernels and all formats are made for."""
 
 
 def _values(kind: Quantization) -> np.ndarray:
@@ -90,33 +91,87 @@ def test_a_number_takes_so_many_bits(kind: Quantization, bits: float) -> None:
     assert 8 * _quantized(320, 1536, kind).size_bytes / (320 * 1536) <= bits
 
 
+def _kernel_numbers(weight: QuantizedWeight, dtype: torch.dtype) -> np.ndarray:
+    """What a product of the kernels multiplies with, float64 [O, I]: in bfloat16, the table of NF4 is rounded to it."""
+    widened = weight.widen().double()
+    if dtype == torch.float32 or weight.kind != "nf4":
+        return widened.numpy()
+    scales = weight.scales.double().repeat_interleave(weight.block, 1)
+    codes = (widened / scales.where(scales != 0, 1)).float()  # the numbers of the table, up to rounding
+    return (codes.bfloat16().double() * scales).numpy()
+
+
+def _rounded_rows(x: torch.Tensor, kind: Quantization, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as the kernels multiply them, and how far each of their numbers may be from that: float64 [T, I]."""
+    if dtype == torch.float32 or kind != "int8":
+        return x.to(dtype).double().numpy(), np.zeros(x.shape)
+    largest = [part.abs().amax(1, keepdim=True).expand_as(part) for part in x.split(128, 1)]
+    return x.double().numpy(), torch.cat(largest, 1).double().numpy() / 32639 / 2
+
+
 @NEEDS_COMPILER
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_kernels_give_the_bits_of_the_widened_matrix(
+def test_kernels_multiply_with_the_numbers_of_the_codes(
     outputs: int, inputs: int, kind: Quantization, dtype: torch.dtype, threads: int, native_folder: Path
 ) -> None:
     torch.set_num_threads(threads)
     kernels = NativeKernels(native_folder)
-    products = NativeProducts(kernels)
     weight = _quantized(outputs, inputs, kind)
-    dense = panel_matrix(products, weight.widen().to(dtype))
-    if dense is None:
+    if panel_matrix(NativeProducts(kernels), weight.widen().to(dtype)) is None:
         pytest.skip("this processor has no vectors of 16 numbers, or does not multiply bfloat16")
-    assert QuantizedPanels.fit(products, weight, dtype)
-    matrix = QuantizedPanels(kernels, products, weight, dtype)
+    assert QuantizedPanels.fit(kernels, weight, dtype)
+    matrix = QuantizedPanels(kernels, weight, dtype)
     assert torch.equal(matrix.dense(), weight.widen().to(dtype))
-    for rows in (1, 2, 5, 6, 7, 64, 333):
-        generator = torch.Generator().manual_seed(rows)
-        x, residual, grad = (torch.randn(rows, size, generator=generator) for size in (inputs, outputs, outputs))
-        assert torch.equal(matrix.product(x), dense.product(x))
-        assert torch.equal(matrix.product(x, residual), dense.product(x, residual))
-        assert torch.equal(matrix.gradient(grad), dense.gradient(grad))
-        plain = QuantizedMatrix(weight, dtype).product(x, residual.clone())
-        rtol, atol = (1e-5, 5e-7 * inputs) if dtype == torch.float32 else (1e-2, 0.1)  # plain: rounded to bfloat16
-        torch.testing.assert_close(plain, dense.product(x, residual), rtol=rtol, atol=atol)
+    generator = torch.Generator().manual_seed(inputs)
+    x, residual, grad = (torch.randn(333, size, generator=generator) for size in (inputs, outputs, outputs))
+    x[3, 5] = 1000  # beside numbers of about 1
+    x[4] = 0
+    found = matrix.product(x, residual)
+    for rows in (1, 2, 3, 4, 5, 8, 9, 64):  # the same bits, however many rows there are
+        assert torch.equal(matrix.product(x[:rows], residual[:rows]), found[:rows])
+        assert torch.equal(matrix.product(x[7 : 7 + rows]), matrix.product(x)[7 : 7 + rows])
+    numbers = _kernel_numbers(weight, dtype)
+    rows, errors = _rounded_rows(x, kind, dtype)
+    sizes = np.abs(rows) @ np.abs(numbers).T + np.abs(residual.numpy())
+    assert (
+        np.abs(found.numpy() - rows @ numbers.T - residual.numpy()) <= errors @ np.abs(numbers).T + 2e-6 * sizes
+    ).all()
+    widened, rounded = matrix.dense().double().numpy(), grad.to(dtype).double().numpy()
+    sizes = np.abs(rounded) @ np.abs(widened)
+    precision = 2e-6 if dtype == torch.float32 or outputs % 32 == 0 else 4e-3  # oneDNN rounds results to bfloat16
+    assert (np.abs(matrix.gradient(grad).numpy() - rounded @ widened) <= precision * sizes).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_multiplies_with_the_widened_matrix(kind: Quantization, dtype: torch.dtype) -> None:
+    weight = _quantized(112, 128, kind)
+    matrix, widened = QuantizedMatrix(weight, dtype), weight.widen().to(dtype).double()
+    x, grad = torch.randn(7, 128), torch.randn(7, 112)
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (1e-2, 0.1)  # results are rounded to bfloat16
+    torch.testing.assert_close(matrix.product(x).double(), x.to(dtype).double() @ widened.T, rtol=rtol, atol=atol)
+    torch.testing.assert_close(matrix.gradient(grad).double(), grad.to(dtype).double() @ widened, rtol=rtol, atol=atol)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_no_number_that_is_not_finite_gets_lost(
+    number: float, kind: Quantization, dtype: torch.dtype, native_folder: Path
+) -> None:
+    kernels = NativeKernels(native_folder)
+    weight = _quantized(64, 576, kind)
+    if not QuantizedPanels.fit(kernels, weight, dtype):
+        pytest.skip("this processor has no vectors of 16 numbers, or does not multiply bfloat16")
+    x = torch.ones(2, 576)
+    x[0, 130] = number
+    found = QuantizedPanels(kernels, weight, dtype).product(x)
+    others = weight.widen()[:, 130] != 0
+    assert not found[0, others].isfinite().any() and found[1].isfinite().all()
 
 
 def _engine(
@@ -132,29 +187,32 @@ def _write_widened(source: Path, target: Path, kind: Quantization) -> None:
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
-        found = quantize(tensor, kind) if name.endswith("_proj.weight") else None
+        is_quantized = name.endswith("_proj.weight") or (name == "lm_head.weight" and kind == "int8")
+        found = quantize(tensor, kind) if is_quantized else None
         if found is not None:
             tensors[name] = found.widen()
     save_file(tensors, target / "model.safetensors")
 
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_COMPILER), False], ids=["native", "torch"])
-@pytest.mark.parametrize(("family", "kind"), BASES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_quantized_base_trains_and_samples_as_the_model_of_its_numbers(
     family: str, kind: Quantization, native: bool, native_folder: Path, tmp_path: Path
 ) -> None:
     folder, widened = tmp_path / "model", tmp_path / "widened"
-    write_model(folder, "untied", family=family, **WIDE[family])
+    write_model(folder, "untied", family=family, **FAMILIES[family])
     _write_widened(folder, widened, kind)
     kernels = native_folder if native else None
     engine, reference = _engine(folder, kind, kernels), _engine(widened, None, kernels)
     for each in (engine, reference):
         each.create_model("m", "base", LORA)
-        train(each, "m")
+    train(reference, "m")
+    engine.write_state("m", reference.read_state("m"))
     data = random_data(3)
     ours, theirs = (each.forward_backward("m", data, CROSS_ENTROPY) for each in (engine, reference))
     for own, other in zip(ours.logprobs, theirs.logprobs, strict=True):
-        assert np.abs(own - other).max() <= 2e-5
+        assert np.abs(own - other).max() <= 1e-4  # logits of about 10, summed in another order
     own_gradient, gradient = take_gradient(engine, "m"), take_gradient(reference, "m")
     for name, expected in gradient.items():
         assert np.abs(own_gradient[name] - expected).max() <= 1e-4 * max(np.abs(expected).max(), 1e-3), name
@@ -166,7 +224,8 @@ def test_a_quantized_base_trains_and_samples_as_the_model_of_its_numbers(
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=NEEDS_COMPILER), False], ids=["native", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "kind"), BASES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_sampler_and_trainer_of_a_quantized_base_have_the_same_bits(
     family: str,
     kind: Quantization,
@@ -175,7 +234,7 @@ def test_sampler_and_trainer_of_a_quantized_base_have_the_same_bits(
     native_folder: Path,
     tmp_path: Path,
 ) -> None:
-    write_model(tmp_path, "tied", family=family, **WIDE[family])
+    write_model(tmp_path, "tied", family=family, **FAMILIES[family])
     engine = _engine(tmp_path, kind, native_folder if native else None, dtype)
     engine.create_model("m", "base", LORA)
     train(engine, "m", steps=1)
@@ -188,7 +247,7 @@ def test_sampler_and_trainer_of_a_quantized_base_have_the_same_bits(
 
 
 def test_the_settings_say_so_and_a_family_of_transformers_is_refused(tmp_path: Path) -> None:
-    write_model(tmp_path / "own", "tied", **WIDE["qwen3"])
+    write_model(tmp_path / "own", "tied", **WIDE)
     info = TorchEngine(device="cpu", quantize="nf4").load_base("base", str(tmp_path / "own"))
     assert info.settings["quantization"] == "nf4"
     write_other_model(tmp_path / "other", "glm4")

@@ -17,6 +17,7 @@ from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.cpu.threads import Int64
 from mint.engine.lora import SiteWeights
 from mint.engine.model.config import ExpertsConfig
+from mint.engine.quantized.quantized_panels import QuantizedPanels
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,23 @@ class Routing:
 
 
 class ExpertMatrices:
-    """One matrix [O, I] of each expert, all of one shape and dtype."""
+    """One matrix [O, I] of each expert, all of one shape, dtype and class, and of one format if they are quantized."""
 
-    def __init__(self, matrices: Sequence[PanelMatrix]) -> None:
-        self.panels = [matrix.panels for matrix in matrices]
-        self.outputs = matrices[0].outputs
-        self.inputs = matrices[0].inputs
-        self.dtype = self.panels[0].dtype
-        self.places = (ctypes.c_void_p * len(self.panels))(*(own.data_ptr() for own in self.panels))
+    def __init__(self, kernels: NativeKernels, matrices: Sequence[PanelMatrix] | Sequence[QuantizedPanels]) -> None:
+        first = matrices[0]
+        self._matrices = matrices  # their memory lives as long as `places` do
+        self.outputs, self.inputs, self.dtype = first.outputs, first.inputs, first.dtype
+        self.product = first.product_kernel.address
+        products, turn = kernels.libraries["products"], kernels.libraries["experts"].turn_halves
+        is_half = self.dtype == torch.bfloat16
+        if isinstance(first, QuantizedPanels):
+            turn = first.turn_kernel
+        elif not is_half:
+            turn = products.turn_floats
+        self.turn = turn.address
+        self.transposed_product = (products.product_halves if is_half else products.product_floats).address
+        self.places = (ctypes.c_void_p * len(matrices))(*(matrix.address for matrix in matrices))
+        """What the kernels read of each expert."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +83,9 @@ class NativeExperts:
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._library = kernels.libraries["experts"]
-        products, loras = kernels.libraries["products"], kernels.libraries["loras"]
+        loras = kernels.libraries["loras"]
         self._add_lora = loras.add_lora.address
         self._lora_gradient = loras.lora_gradient.address
-        self._product = {
-            torch.float32: products.product_floats.address,
-            torch.bfloat16: products.product_halves.address,
-        }
-        self._transpose = {
-            torch.float32: products.turn_floats.address,
-            torch.bfloat16: self._library.turn_halves.address,
-        }
 
     def route(self, scores: Tensor, config: ExpertsConfig) -> Routing:
         """Routes rows by their scores [T, N]."""
@@ -173,10 +175,10 @@ class NativeExperts:
         self._library.multiply_experts(
             matrices.outputs // LANES,
             rows.numel() * matrices.outputs,
-            product=self._product[matrices.dtype],
+            product=matrices.product,
             panels=matrices.places,
             borders=routing.borders,
-            experts=len(matrices.panels),
+            experts=len(matrices.places),
             x=rows,
             inputs=matrices.inputs,
             outputs=matrices.outputs,
@@ -190,11 +192,11 @@ class NativeExperts:
         self._library.multiply_transposes(
             matrices.inputs // LANES,
             rows.numel() * matrices.inputs,
-            product=self._product[matrices.dtype],
-            turn=self._transpose[matrices.dtype],
+            product=matrices.transposed_product,
+            turn=matrices.turn,
             panels=matrices.places,
             borders=routing.borders,
-            experts=len(matrices.panels),
+            experts=len(matrices.places),
             bytes=matrices.dtype.itemsize,
             x=rows,
             inputs=matrices.inputs,

@@ -27,6 +27,7 @@ from mint.engine.model.config import DecoderConfig, ExpertsConfig
 from mint.engine.model.linear import Matrix
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import expert_site
+from mint.engine.quantized.quantized_panels import QuantizedPanels
 
 
 class NativeMixtureOfExperts:
@@ -37,8 +38,8 @@ class NativeMixtureOfExperts:
         operations: Operations,
         kernels: NativeKernels,
         router: Matrix,
-        gate_up: Sequence[PanelMatrix],
-        down: Sequence[PanelMatrix],
+        gate_up: Sequence[PanelMatrix] | Sequence[QuantizedPanels],
+        down: Sequence[PanelMatrix] | Sequence[QuantizedPanels],
         norm: Tensor,
         layer: int,
         config: DecoderConfig,
@@ -50,8 +51,8 @@ class NativeMixtureOfExperts:
         self._norm = norm
         self._eps = config.rms_norm_eps
         self._router = router
-        self._gate_up = ExpertMatrices(gate_up)
-        self._down = ExpertMatrices(down)
+        self._gate_up = ExpertMatrices(kernels, gate_up)
+        self._down = ExpertMatrices(kernels, down)
         self._mixture = mixture
         self._layer = layer
 

@@ -127,8 +127,8 @@ class NativeOperations(CpuOperations):
 
     @override
     def quantized_matrix(self, weight: QuantizedWeight) -> Matrix:
-        if QuantizedPanels.fit(self._products, weight, self.dtype):
-            return QuantizedPanels(self.kernels, self._products, weight, self.dtype)
+        if QuantizedPanels.fit(self.kernels, weight, self.dtype):
+            return QuantizedPanels(self.kernels, weight, self.dtype)
         return super().quantized_matrix(weight)
 
     @override
@@ -138,6 +138,10 @@ class NativeOperations(CpuOperations):
     def fits_lora(self, lora: SiteWeights) -> bool:
         """Whether a kernel computes the products of a lora at a site."""
         return self._loras.fits(lora)
+
+    @override
+    def quantized_unembedding(self, weight: QuantizedWeight) -> Matrix:
+        return self.quantized_matrix(weight)
 
     @override
     def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
@@ -375,10 +379,10 @@ class NativeOperations(CpuOperations):
     def mixture(
         self, weights: MixtureWeights, norm: Tensor, layer: int, config: DecoderConfig, loras: LoraLinears
     ) -> FeedForward:
-        gate_up = [own.gate_up for own in weights.experts if isinstance(own.gate_up, PanelMatrix)]
-        down = [own.down for own in weights.experts if isinstance(own.down, PanelMatrix)]
+        gate_up = _native_alike([own.gate_up for own in weights.experts])
+        down = _native_alike([own.down for own in weights.experts])
         mixture = config.experts_of(layer)
-        if mixture is None or len(gate_up) + len(down) < 2 * len(weights.experts):
+        if mixture is None or gate_up is None or down is None:
             # by torch alone, although kernels could compute norm and SwiGLU
             return CpuOperations(self.dtype).mixture(weights, norm, layer, config, loras)
         return NativeMixtureOfExperts(self, self.kernels, weights.router, gate_up, down, norm, layer, config, mixture)
@@ -401,3 +405,12 @@ class NativeOperations(CpuOperations):
         # Over the logits themselves. In bfloat16, they fill the first half of each row's memory.
         negatives = logits.view(self.dtype)[:, : logits.shape[1]]
         return normalisers, entropies, negatives if needs_gradient.all() else negatives[chosen.bool()]
+
+
+def _native_alike(matrices: Sequence[Matrix]) -> list[PanelMatrix] | list[QuantizedPanels] | None:
+    """The matrices of a layer's experts, if one kernel multiplies with all of them."""
+    dense = [matrix for matrix in matrices if isinstance(matrix, PanelMatrix)]
+    quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedPanels)]
+    if len(dense) == len(matrices):
+        return dense
+    return quantized if len(quantized) == len(matrices) else None

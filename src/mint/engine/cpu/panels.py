@@ -24,7 +24,7 @@ class NativeProducts:
     def __init__(self, kernels: NativeKernels) -> None:
         self._library = kernels.libraries["products"]
         products = {torch.float32: self._library.product_floats, torch.bfloat16: self._library.product_halves}
-        self.kernels = {dtype: product for dtype, product in products.items() if _is_compiled(product)}
+        self.kernels = {dtype: product for dtype, product in products.items() if is_compiled(product)}
         """The kernel for panels of each dtype."""
 
     def pack(self, weight: Tensor) -> Tensor | None:
@@ -75,7 +75,17 @@ class PanelMatrix:
         self.outputs, self.inputs = panels.shape
         self.products = products
         self.panels = panels
-        self._product = products.kernels[panels.dtype]
+        self.product_kernel = products.kernels[panels.dtype]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the products."""
+        return self.panels.dtype
+
+    @property
+    def address(self) -> int:
+        """What kernels read."""
+        return self.panels.data_ptr()
 
     @property
     def size_bytes(self) -> int:
@@ -91,7 +101,7 @@ class PanelMatrix:
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See `Matrix`. The rows are rounded if the panels are."""
         out = torch.empty(len(x), self.outputs)
-        self._product(
+        self.product_kernel(
             self.outputs // LANES,
             len(x) * self.outputs * self.inputs,
             x=x.float().contiguous(),
@@ -167,7 +177,7 @@ def panel_unembedding(products: NativeProducts, weight: Tensor) -> PanelMatrix |
     return PanelUnembedding(products, panels, weight)
 
 
-def _is_compiled(product: Kernel) -> bool:
+def is_compiled(product: Kernel) -> bool:
     """Whether a product is compiled for this processor, found by a call without rows."""
     try:
         product(0, 0, x=None, packed=None, rows=0, inputs=LANES, outputs=LANES, residual=None, out=None)

@@ -70,6 +70,10 @@ class Operations(Protocol):
         may be the embedding too."""
         ...
 
+    def quantized_unembedding(self, weight: QuantizedWeight) -> Matrix:
+        """A matrix [V, E] whose numbers have 8 bits, and whose products are not rounded to bfloat16."""
+        ...
+
     def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
         """How loras are applied to the `matrices` of the layers, by site."""
         ...

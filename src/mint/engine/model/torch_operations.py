@@ -68,6 +68,9 @@ class TorchOperations:
     def unembedding(self, weight: Tensor) -> Matrix:
         return DenseMatrix(weight) if weight.dtype == torch.float32 else Float32Product(weight)
 
+    def quantized_unembedding(self, weight: QuantizedWeight) -> Matrix:
+        return QuantizedMatrix(weight, torch.float32)
+
     def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
         return SeparateLoras(self)
 

@@ -38,8 +38,9 @@ def load_weights(
 ) -> BaseWeights:
     """Takes every tensor of a Hugging Face state dict, and lays the matrices out for `operations`.
 
-    With a `quantization` the matrices of the layers are quantized, but for routers and for widths that do not fit it;
-    embedding and unembedding are not. FP8 keeps the numbers of matrices that are stored in it.
+    With a `quantization` the matrices of the layers are quantized, but for routers and for widths that do not fit it.
+    FP8 keeps the numbers of matrices that are stored in it. int8 quantizes the unembedding, too; the embedding stays as
+    it is.
 
     Raises:
         InvalidRequestError: a tensor is missing, has another shape than `config` says, or is not part of the family.
@@ -54,7 +55,7 @@ def load_weights(
     else:
         unembedding = loader.take("lm_head.weight", (config.vocab_size, config.hidden_size), operations.dtype)
     loader.finish()
-    return BaseWeights(layers, embedding, final_norm, operations.unembedding(unembedding))
+    return BaseWeights(layers, embedding, final_norm, loader.unembedding(unembedding))
 
 
 class _Loader:
@@ -149,6 +150,14 @@ class _Loader:
         down = self._matrix(f"{prefix}.down_proj.weight", hidden, inner)
         return MlpWeights(self._fused(prefix, "gate_up", {"gate": inner, "up": inner}, hidden), down)
 
+    def unembedding(self, weight: Tensor) -> Matrix:
+        quantized = quantize(weight, "int8") if self._quantization == "int8" else None
+        if quantized is None:
+            return self._operations.unembedding(weight)
+        matrix = self._operations.quantized_unembedding(quantized)
+        self._operations.release_memory()
+        return matrix
+
     def _fused(self, prefix: str, fused: str, sizes: Mapping[str, int], inputs: int) -> Matrix:
         """Layers with the same inputs as one matrix, which some families store as the layer `fused`."""
         if self._config.family.fused:
@@ -167,7 +176,9 @@ class _Loader:
             quantized = None if self._quantization is None else quantize(weight, self._quantization)
             if quantized is None:
                 return self._operations.matrix(weight)
-        return self._operations.quantized_matrix(quantized)
+        matrix = self._operations.quantized_matrix(quantized)
+        self._operations.release_memory()  # quantizing a matrix takes several times its size
+        return matrix
 
     def _keep_fp8(self, stored: Sequence[StoredTensor]) -> QuantizedWeight | None:
         """The codes and scales of the file, if they can be held as they are."""

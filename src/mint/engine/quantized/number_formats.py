@@ -27,6 +27,9 @@ NF4_BLOCK, FP8_BLOCK = 64, 128
 INT8_LARGEST, FP8_LARGEST = 127, 448.0
 WORD_BITS = 32
 
+ENTRIES_AT_ONCE = 1 << 22
+"""Numbers that are quantized at once: what it takes meanwhile is several times their size."""
+
 
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -86,10 +89,18 @@ def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight | None:
 
     None where I does not fit: NF4 needs a multiple of 64, the others of 4.
     """
-    outputs, inputs = weight.shape
+    inputs = weight.shape[1]
     block = {"nf4": NF4_BLOCK, "int8": inputs, "fp8": inputs if inputs % FP8_BLOCK else FP8_BLOCK}[kind]
     if inputs % block or inputs % codes_per_word(kind):
         return None
+    parts = [_quantize_rows(rows, kind, block) for rows in weight.split(max(1, ENTRIES_AT_ONCE // inputs))]
+    codes, scales = (torch.cat(own) for own in zip(*parts, strict=True))
+    return QuantizedWeight(kind, codes, scales)
+
+
+def _quantize_rows(weight: Tensor, kind: Quantization, block: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales."""
+    outputs, inputs = weight.shape
     blocks = weight.float().view(outputs, -1, block)
     largest = blocks.abs().amax(-1, keepdim=True)
     divisor = torch.where(largest == 0, torch.ones_like(largest), largest)
@@ -103,7 +114,7 @@ def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight | None:
     else:
         scales = largest / FP8_LARGEST
         codes = (blocks * (FP8_LARGEST / divisor)).to(torch.float8_e4m3fn).view(torch.uint8)
-    return QuantizedWeight(kind, _pack(codes.view(outputs, inputs), kind), scales.view(outputs, -1).contiguous())
+    return _pack(codes.view(outputs, inputs), kind), scales.view(outputs, -1)
 
 
 def keep_fp8(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> QuantizedWeight | None:

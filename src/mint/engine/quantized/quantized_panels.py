@@ -1,63 +1,85 @@
-"""Quantized matrices in panels of 16 outputs, multiplied by `quantized.c` with the bits of the widened matrix.
+"""Quantized matrices in panels of 16 outputs, multiplied by `quantized.c`: a row's bits depend on that row alone.
 
 Letters: T rows · I inputs · O outputs.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
-from mint.engine.cpu.kernels import LANES, Field, NativeKernels
-from mint.engine.cpu.panels import NativeProducts, PanelMatrix
-from mint.engine.quantized.number_formats import NF4_VALUES, QuantizedWeight
+from mint.engine.cpu.kernels import LANES, Kernel, NativeKernels
+from mint.engine.cpu.onednn import dense_gradient
+from mint.engine.cpu.panels import NativeProducts, is_compiled
+from mint.engine.cpu.threads import Int64
+from mint.engine.quantized.number_formats import NF4_VALUES, Quantization, QuantizedWeight
 
-KINDS = {"nf4": 0, "int8": 1, "fp8": 2}
-"""The numbers of the kinds in quantized.c."""
+KERNELS: dict[Quantization, str] = {"nf4": "codes4", "int8": "int8", "fp8": "fp8"}
+"""By format, how the names of its kernels in quantized.c begin."""
+
+OFFSET = -0x7F7F7F80
+"""The words of int8 and of its codes plus 128 differ by these bits: 0x80808080."""
+
+
+class _QuantizedStruct(ctypes.Structure):
+    """`Quantized` in quantized.c."""
+
+    _fields_ = (("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("table", ctypes.c_void_p), ("block", Int64))
 
 
 class QuantizedPanels:
-    """A `Matrix` whose products widen it in the processor's cache, to float32 or bfloat16. A gradient widens all of it
-    for the moment."""
+    """A `Matrix` whose numbers are widened in registers. In bfloat16, rows are rounded to it, but those for int8 are
+    rounded to 16 bits. A gradient widens pieces of the matrix, with their scales, to `dtype`."""
 
     min_rows = 1
     gradient_bytes = 0
 
-    def __init__(
-        self, kernels: NativeKernels, products: NativeProducts, weight: QuantizedWeight, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, kernels: NativeKernels, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         """`weight` fits: see `fit`."""
-        library = kernels.libraries["quantized"]
-        self._product = library.quantized_halves if dtype == torch.bfloat16 else library.quantized_floats
-        self._widen = library.widen_panels
-        self._products = products
-        self._dtype = dtype
-        self.outputs, self.inputs = weight.outputs, weight.inputs
+        self.outputs, self.inputs, self.dtype = weight.outputs, weight.inputs, dtype
         self.size_bytes = weight.size_bytes
-        # In the order of the structs in C, which all have these fields next to one another.
-        self._fields: dict[str, Field] = {
-            "codes": _in_panels(weight.codes),
-            "scales": _in_panels(weight.scales),
-            "table": torch.tensor(NF4_VALUES),
-            "kind": KINDS[weight.kind],
-            "block": weight.block,
-        }
+        self._kernels = kernels
+        self._kind = weight.kind
+        self._codes = _arranged(weight)
+        self._scales = _in_panels(weight.scales)
+        self._table = torch.tensor(NF4_VALUES)
+        self.product_kernel = _product(kernels, weight.kind, dtype)
+        self.turn_kernel = self._turn(dtype)
+        places = (own.data_ptr() for own in (self._codes, self._scales, self._table))
+        self._panels = _QuantizedStruct(*places, weight.block)
 
     @staticmethod
-    def fit(products: NativeProducts, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    def fit(kernels: NativeKernels, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
         """Whether there is a kernel for this processor and these widths."""
-        return dtype in products.kernels and not (weight.outputs % LANES or weight.inputs % (2 * LANES))
+        is_even = not (weight.outputs % LANES or weight.inputs % (2 * LANES) or weight.block % weight.codes_per_word)
+        return is_even and is_compiled(_product(kernels, weight.kind, dtype))
+
+    @property
+    def address(self) -> int:
+        """What kernels read."""
+        return ctypes.addressof(self._panels)
 
     def dense(self) -> Tensor:
-        return self._widened().dense()
+        transposed = torch.empty(self.inputs, self.outputs)
+        self._turn(torch.float32)(
+            self.inputs // LANES,
+            transposed.numel(),
+            source=self._panels,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            target=transposed,
+        )
+        return NativeProducts(self._kernels).unpack(transposed).t().to(self.dtype).contiguous()
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         out = torch.empty(len(x), self.outputs)
-        self._product(
+        self.product_kernel(
             self.outputs // LANES,
             len(x) * self.outputs * self.inputs,
             x=x.float().contiguous(),
-            **self._fields,
+            packed=self._panels,
             rows=len(x),
             inputs=self.inputs,
             outputs=self.outputs,
@@ -67,19 +89,55 @@ class QuantizedPanels:
         return out
 
     def gradient(self, grad: Tensor) -> Tensor:
-        return self._widened().gradient(grad)
-
-    def _widened(self) -> PanelMatrix:
-        panels = torch.empty(self.outputs, self.inputs, dtype=self._dtype)
-        self._widen(
-            self.outputs // LANES,
-            panels.numel(),
-            **self._fields,
+        if self.dtype == torch.bfloat16 and self.outputs % (2 * LANES):
+            return dense_gradient(self.dense(), grad)
+        products = self._kernels.libraries["products"]
+        product = products.product_halves if self.dtype == torch.bfloat16 else products.product_floats
+        out = torch.empty(len(grad), self.inputs)
+        self._kernels.libraries["experts"].multiply_transposes(
+            self.inputs // LANES,
+            len(grad) * self.outputs * self.inputs,
+            product=product.address,
+            turn=self.turn_kernel.address,
+            panels=(ctypes.c_void_p * 1)(self.address),
+            borders=(Int64 * 2)(0, len(grad)),
+            experts=1,
+            bytes=self.dtype.itemsize,
+            x=grad.float().contiguous(),
             inputs=self.inputs,
-            halves=int(self._dtype == torch.bfloat16),
-            target=panels,
+            outputs=self.outputs,
+            out=out,
         )
-        return PanelMatrix(self._products, panels)
+        return out
+
+    def _turn(self, dtype: torch.dtype) -> Kernel:
+        library = self._kernels.libraries["quantized"]
+        return getattr(library, f"turn_{KERNELS[self._kind]}_{_suffix(dtype)}")
+
+
+def _product(kernels: NativeKernels, kind: Quantization, dtype: torch.dtype) -> Kernel:
+    return getattr(kernels.libraries["quantized"], f"{KERNELS[kind]}_{_suffix(dtype)}")
+
+
+def _suffix(dtype: torch.dtype) -> str:
+    return "halves" if dtype == torch.bfloat16 else "floats"
+
+
+def _arranged(weight: QuantizedWeight) -> Tensor:
+    """The codes as `numbers` of quantized.c reads them, int32 [O / 16, words, 16]."""
+    codes = weight.codes
+    if weight.kind == "int8":
+        return _in_panels(codes ^ OFFSET)
+    if weight.kind == "nf4":
+        places = [4 * (code // 2) + 16 * (code % 2) for code in range(8)]
+        words = torch.zeros_like(codes)
+        for code, place in enumerate(places):
+            words |= ((codes >> 4 * code) & 15) << place
+        return _in_panels(words)
+    outputs, words = codes.shape
+    # [panels, fours of outputs, 4 outputs, words, pairs, 2 inputs]
+    pairs = codes.view(torch.uint8).view(outputs // LANES, 4, 4, words, 2, 2)
+    return pairs.permute(0, 3, 1, 4, 2, 5).reshape(outputs // LANES, words, 4 * LANES).view(torch.int32)
 
 
 def _in_panels(rows: Tensor) -> Tensor:

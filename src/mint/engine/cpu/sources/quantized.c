@@ -1,172 +1,487 @@
-/* Products with quantized matrices: numbers of 4 or 8 bits, widened to float32 or bfloat16 piece by piece, in the first
-   cache.
+/* Products with quantized matrices: numbers of 4 or 8 bits, which become float32 or bfloat16 in registers.
 
-   A matrix [O, I] lies in panels of 16 outputs of words of 32 bits, as in products.c. A word holds 8 or 4 inputs in
-   order, the first one in its lowest bits. Every `block` inputs of an output have one scale: [O / 16, I / block, 16].
-   The products have the bits of `product_floats` or `product_halves` with the widened matrix. */
+   A matrix [O, I] lies in panels of 16 outputs: vectors of 64 bytes, each with the codes of 8 or 4 inputs of 16 outputs.
+   `numbers` knows which bits belong to which input. Every `block` inputs of an output have one scale:
+   [O / 16, I / block, 16].
+
+   At most 128 inputs are summed at once, in order, with the numbers that the codes stand for without their scale. Each
+   such sum is multiplied by its scale and added to those before it. So a row's bits are a function of that row alone,
+   whether its numbers come from the codes or, for many rows, from the first cache. */
 
 #include <string.h>
 
 #include "calls.h"
 #include "product_tiles.h"
 
-enum { NF4, INT8, FP8 };
-
-typedef struct {
-    const float *x;
-    const int32_t *codes;
-    const float *scales, *table; /* the 16 values of NF4 */
-    int64_t kind, block, rows, inputs, outputs;
-    const float *residual;
-    float *out;
-} QuantizedProduct;
-
+/* What `packed` of a `Product` and `source` of a `Turn` point to here. */
 typedef struct {
     const int32_t *codes;
-    const float *scales, *table;
-    int64_t kind, block, inputs, halves; /* whether to widen to bfloat16 */
-    int32_t *target;
-} Widen;
+    const float *scales, *table; /* [16]: the numbers of codes of 4 bits */
+    int64_t block;
+} Quantized;
 
-#ifdef __AVX512F__
-#define PIECE 128 /* inputs: 4 panels of them take 32 KB */
+#define MISSING(NAME) \
+    int NAME(const void *arguments, int64_t first, int64_t last) { return 1; }
 
-/* The values of byte `shift / 8` of words: 4 bits of exponent with bias 7, and 3 of the fraction. */
-INLINE __m512 from_fp8(__m512i words, int shift) {
-    __m512i byte = _mm512_srli_epi32(words, shift);
-    __m512i sign = _mm512_slli_epi32(_mm512_and_si512(byte, _mm512_set1_epi32(0x80)), 24);
-    __m512i fraction = _mm512_and_si512(byte, _mm512_set1_epi32(7));
-    __m512i rest = _mm512_slli_epi32(_mm512_and_si512(byte, _mm512_set1_epi32(0x7f)), 20);
-    __m512 normal = (__m512)_mm512_add_epi32(rest, _mm512_set1_epi32(120 << 23));
-    __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(fraction), _mm512_set1_ps(1.0f / 512));
-    __mmask16 is_small = _mm512_testn_epi32_mask(byte, _mm512_set1_epi32(0x78));
-    return (__m512)_mm512_or_si512((__m512i)_mm512_mask_blend_ps(is_small, normal, small), sign);
-}
-
-/* `count` inputs of a panel, from the first in `codes` on, which begins a block or lies in one with its scales. */
-INLINE void widen(const int kind, const int32_t *codes, const float *scales, __m512 table, int64_t block,
-                  int64_t first, int64_t count, float *to) {
-    const int each = kind == NF4 ? 8 : 4, bits = 32 / each;
-    for (int64_t i = 0; i < count; i += each) {
-        __m512i words = _mm512_loadu_si512(codes + (first + i) / each * LANES);
-        __m512 scale = _mm512_loadu_ps(scales + (first + i) / block * LANES);
-#pragma GCC unroll 8
-        for (int k = 0; k < each; k++) {
-            __m512 value;
-            if (kind == NF4)
-                value = _mm512_permutexvar_ps(_mm512_srli_epi32(words, bits * k), table);
-            else if (kind == INT8)
-                value = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 24 - bits * k), 24));
-            else
-                value = from_fp8(words, bits * k);
-            _mm512_storeu_ps(to + (i + k) * LANES, _mm512_mul_ps(value, scale));
-        }
-    }
-}
-
-static void widen_any(int64_t kind, const int32_t *codes, const float *scales, const float *table, int64_t block,
-                      int64_t first, int64_t count, float *to) {
-    __m512 values = _mm512_loadu_ps(table);
-    if (kind == NF4)
-        widen(NF4, codes, scales, values, block, first, count, to);
-    else if (kind == INT8)
-        widen(INT8, codes, scales, values, block, first, count, to);
-    else
-        widen(FP8, codes, scales, values, block, first, count, to);
-}
-
-#ifdef __AVX512BF16__
-/* Pairs of inputs of a panel in bfloat16, [inputs / 2, 16, 2], in the first half of its place. */
-static void round_panel(float *wide, int64_t inputs) {
-    const __m512i sides = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    for (int64_t i = 0; i < inputs; i += 2) {
-        __m512 first = _mm512_loadu_ps(wide + i * LANES), second = _mm512_loadu_ps(wide + (i + 1) * LANES);
-        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-        _mm512_storeu_si512(wide + i / 2 * LANES, _mm512_permutexvar_epi16(sides, both));
-    }
-}
-#else
-#define round_panel(wide, inputs)
-#endif
-
-/* Panels `first` to `last`, as products.c reads them. */
-int widen_panels(const Widen *in, int64_t first, int64_t last) {
-    const int64_t words = in->inputs / (in->kind == NF4 ? 8 : 4), blocks = in->inputs / in->block;
-    const int64_t each = in->halves ? 2 : 1;
-    float wide[PIECE * LANES] __attribute__((aligned(64)));
-    for (int64_t p = first; p < last; p++)
-        for (int64_t i = 0, size; i < in->inputs; i += size) {
-            size = in->inputs - i < PIECE ? in->inputs - i : PIECE;
-            widen_any(in->kind, in->codes + p * words * LANES, in->scales + p * blocks * LANES, in->table, in->block, i,
-                      size, wide);
-            if (in->halves) round_panel(wide, size);
-            memcpy(in->target + (p * in->inputs + i) / each * LANES, wide, 4 * size / each * LANES);
-        }
-    return 0;
-}
-
-/* Rows `start` to `start + count` of the product, whose numbers are at `x` in words of `each` numbers. `round` turns a
-   widened piece into such words in place. */
-INLINE void multiply_rows(const QuantizedProduct *in, Tile *const tiles[ROWS][3], const int each, const int32_t *x,
-                          int64_t start, int64_t count, int64_t first, int64_t last,
-                          void (*round)(float *wide, int64_t inputs)) {
-    const int64_t inputs = in->inputs, codes = in->kind == NF4 ? 8 : 4;
-    const int64_t words = inputs / codes, blocks = inputs / in->block;
-    float wide[PANELS * PIECE * LANES] __attribute__((aligned(64)));
-    for (int64_t p = first, panels; p < last; p += panels) {
-        panels = last - p < 2 ? 1 : last - p < PANELS ? 2 : PANELS;
-        for (int64_t i = 0, size; i < inputs; i += size) {
-            size = inputs - i < PIECE ? inputs - i : PIECE;
-            for (int64_t own = 0; own < panels; own++) {
-                float *to = wide + own * size * LANES;
-                widen_any(in->kind, in->codes + (p + own) * words * LANES, in->scales + (p + own) * blocks * LANES,
-                          in->table, in->block, i, size, to);
-                if (round) round(to, size);
-            }
-            Piece piece = {x + i / each, inputs / each, size / each, size * LANES, i == 0, i + size == inputs,
-                           in->outputs, in->residual, in->out};
-            const char *next = (const char *)(in->codes + p * words * LANES + (i + size) / codes * LANES);
-            for (int64_t r = 0, rows; r < count; r += rows) {
-                rows = count - r < ROWS ? count - r : ROWS;
-                tiles[rows - 1][panels / 2](&piece, piece.x + r * piece.stride, (const int32_t *)wide,
-                                            (start + r) * in->outputs + p * LANES, next, 4 * LANES * each / codes);
-            }
-        }
-    }
-}
-
-TILES(floats, 0)
-
-/* out [rows, O] = x [rows, I] times panels `first` to `last` of the matrix, widened to float32 (+ residual). */
-int quantized_floats(const QuantizedProduct *in, int64_t first, int64_t last) {
-    multiply_rows(in, floats_tiles, 1, (const int32_t *)in->x, 0, in->rows, first, last, 0);
-    return 0;
-}
-#else
-int widen_panels(const void *arguments, int64_t first, int64_t last) { return 1; }
-int quantized_floats(const void *arguments, int64_t first, int64_t last) { return 1; }
-#endif
-
-#ifdef __AVX512BF16__
+#ifdef __AVX512BW__
+#define SUMMED 128     /* inputs in one sum at most; all of them have the same scale */
+#define FEW_ROWS 8     /* so few rows take their numbers from the codes */
 #define ROUNDED 400000 /* bytes of rounded rows that stay in the second cache */
 
-TILES(halves, 1)
+enum { CODES4, INT8, FP8, WIDE }; /* WIDE: no codes, but the numbers themselves */
 
-/* `quantized_floats` of a matrix that is widened to bfloat16, and of rows that are rounded to it. */
-int quantized_halves(const QuantizedProduct *in, int64_t first, int64_t last) {
-    const int64_t words = in->inputs / 2, most = ROUNDED / (4 * words) / ROWS * ROWS;
-    const int64_t block = most < ROWS ? ROWS : most;
-    int32_t *rounded = malloc(4 * words * (in->rows < block ? in->rows : block));
+/* Vectors of numbers in a vector of codes. One holds an input of 16 outputs, or in bfloat16 two of them. */
+INLINE int vectors_in(const int kind, const int half) { return kind == WIDE ? 1 : (kind == CODES4 ? 8 : 4) >> half; }
+INLINE int inputs_in(const int kind, const int half) { return vectors_in(kind, half) << half; }
+
+/* What tells the numbers of codes. CODES4: `low` is the table. FP8: the two bytes of bfloat16 of codes 0 to 63, and of
+   codes 64 to 127; without AVX512-VBMI, `low` is the bfloat16 of codes 0 to 7. */
+typedef struct {
+    __m512i low, low2, high, high2;
+} Tables;
+
+/* The bits of a positive code of FP8 in bfloat16: 4 bits of exponent with bias 7, and 3 of the fraction. */
+static uint16_t half_of_fp8(int code) {
+    union {
+        float value;
+        uint32_t bits;
+    } number = {.value = (float)code / 512};
+    if (code == 127) return 0x7fc0; /* not a number */
+    return code < 8 ? number.bits >> 16 : (code << 4) + (120 << 7);
+}
+
+INLINE Tables make_tables(const int kind, const int half, const float *table) {
+    Tables found = {0};
+    if (kind == CODES4 && !half) found.low = _mm512_loadu_si512(table);
+    if (kind == CODES4 && half) {
+        uint16_t rounded[2 * LANES]; /* twice: an index has five bits, of which the highest is another code's */
+        for (int i = 0; i < 2 * LANES; i++) {
+            uint32_t bits;
+            memcpy(&bits, table + i % LANES, sizeof bits);
+            rounded[i] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        }
+        found.low = _mm512_loadu_si512(rounded);
+    }
+    if (kind == FP8) {
+#ifdef __AVX512VBMI__
+        uint8_t low[128], high[128];
+        for (int code = 0; code < 128; code++) {
+            low[code] = half_of_fp8(code) & 0xff;
+            high[code] = half_of_fp8(code) >> 8;
+        }
+        found = (Tables){_mm512_loadu_si512(low), _mm512_loadu_si512(low + 64), _mm512_loadu_si512(high),
+                         _mm512_loadu_si512(high + 64)};
+#else
+        uint16_t small[32];
+        for (int code = 0; code < 32; code++) small[code] = half_of_fp8(code % 8);
+        found.low = _mm512_loadu_si512(small);
+#endif
+    }
+    return found;
+}
+
+/* Pairs of FP8 in bfloat16: of the first or the second 8 codes of each 16. */
+INLINE __m512i halves_of_fp8(__m512i codes, int second, const Tables *tables) {
+#ifdef __AVX512VBMI__
+    __m512i low = _mm512_permutex2var_epi8(tables->low, codes, tables->low2);
+    __m512i high = _mm512_permutex2var_epi8(tables->high, codes, tables->high2);
+    high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8((char)0x80), 0xf8); /* high | codes & sign */
+    return second ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
+#else
+    __m512i zero = _mm512_setzero_si512();
+    __m512i code = second ? _mm512_unpackhi_epi8(codes, zero) : _mm512_unpacklo_epi8(codes, zero);
+    __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
+    __m512i rest = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x7f)), 4);
+    __m512i small = _mm512_permutexvar_epi16(_mm512_and_si512(code, _mm512_set1_epi16(7)), tables->low);
+    __mmask32 is_small = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78));
+    __mmask32 is_nan = _mm512_cmpeq_epi16_mask(rest, _mm512_set1_epi16(127 << 4));
+    rest = _mm512_mask_mov_epi16(_mm512_add_epi16(rest, _mm512_set1_epi16(120 << 7)), is_small, small);
+    rest = _mm512_mask_mov_epi16(rest, is_nan, _mm512_set1_epi16(0x7fc0));
+    return _mm512_or_si512(rest, sign);
+#endif
+}
+
+/* Vector `k` of the numbers of `codes`. In bfloat16, each of its 32 bits hold inputs 2k and 2k + 1 of an output.
+
+   CODES4: of an output's 32 bits the lower 16 hold the even inputs in order, and the upper 16 the odd ones.
+   INT8: four inputs in order, each with 128 added. FP8: each 128 bits hold four outputs: inputs 0 and 1 of each of them,
+   then inputs 2 and 3. */
+INLINE __m512i numbers(const int kind, const int half, __m512i codes, int k, const Tables *tables) {
+    if (kind == WIDE) return codes;
+    if (kind == CODES4) {
+        if (half) return _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * k), tables->low);
+        codes = _mm512_srli_epi32(codes, 4 * (k / 2) + 16 * (k % 2));
+        return (__m512i)_mm512_permutexvar_ps(codes, (__m512)tables->low);
+    }
+    if (kind == INT8) {
+        __m512i plain = _mm512_xor_si512(codes, _mm512_set1_epi8((char)0x80));
+        return (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(plain, 24 - 8 * k), 24));
+    }
+    if (half) return halves_of_fp8(codes, k, tables);
+    __m512i pairs = halves_of_fp8(codes, k / 2, tables);
+    return k % 2 ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(pairs, 16);
+}
+
+/* What a tile multiplies: rows and panels, from input `from` to input `to`. */
+typedef struct {
+    const int32_t *x; /* words of one input, or of two */
+    int64_t stride;   /* of rows */
+    const int32_t *codes;
+    const float *scales, *table;
+    int64_t block, inputs; /* of the matrix */
+    int64_t from, to, panel; /* words from one panel to the next one */
+    int64_t outputs;
+    const float *residual;
+    float *out;
+} Part;
+
+/* Inputs of the sum that begins at input `at`. */
+INLINE int64_t summed(int64_t at, int64_t block) {
+    int64_t rest = block - at % block;
+    return rest < SUMMED ? rest : SUMMED;
+}
+
+/* Not in registers, which the inner loop needs. */
+#define IN_MEMORY(numbers) __asm__("" : "+m"(numbers))
+
+INLINE void tile_of(const int kind, const int half, const int rows, const int panels, const Part *part) {
+    const Tables tables = make_tables(kind, half, part->table);
+    const int vectors = vectors_in(kind, half), each = inputs_in(kind, half);
+    const int64_t stride = part->stride, panel = part->panel, blocks = part->inputs / part->block;
+    const int32_t *codes = part->codes, *x = part->x;
+    __m512 total[ROWS][PANELS];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++)
+            total[r][p] = part->from ? _mm512_loadu_ps(part->out + r * part->outputs + p * LANES) : _mm512_setzero_ps();
+    for (int64_t i = part->from, size; i < part->to; i += size) {
+        IN_MEMORY(total);
+        __m512 own[ROWS][PANELS];
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++) own[r][p] = _mm512_setzero_ps();
+        size = summed(i, part->block);
+        for (int64_t end = i + size, at = i; at < end; at += each) {
+            __m512i words[PANELS];
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++) {
+                words[p] = _mm512_loadu_si512(codes + p * panel);
+                if (kind != WIDE) _mm_prefetch(codes + (p + panels) * panel, _MM_HINT_T1);
+            }
+            codes += LANES;
+#pragma GCC unroll 8
+            for (int k = 0; k < vectors; k++) {
+                __m512i weight[PANELS];
+#pragma GCC unroll 4
+                for (int p = 0; p < panels; p++) weight[p] = numbers(kind, half, words[p], k, &tables);
+#pragma GCC unroll 6
+                for (int r = 0; r < rows; r++) {
+                    __m512i row = _mm512_set1_epi32(x[r * stride + k]);
+                    __asm__("" : "+v"(row)); /* in a register, not loaded again for every panel */
+#pragma GCC unroll 4
+                    for (int p = 0; p < panels; p++) own[r][p] = multiplied(half, own[r][p], row, weight[p]);
+                }
+            }
+            x += vectors;
+        }
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) {
+            __m512 scale = _mm512_loadu_ps(part->scales + (p * blocks + i / part->block) * LANES);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) total[r][p] = _mm512_fmadd_ps(own[r][p], scale, total[r][p]);
+        }
+    }
+    const float *residual = part->to == part->inputs ? part->residual : 0;
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) {
+            int64_t place = r * part->outputs + p * LANES;
+            if (residual) total[r][p] = _mm512_add_ps(total[r][p], _mm512_loadu_ps(residual + place));
+            _mm512_storeu_ps(part->out + place, total[r][p]);
+        }
+}
+
+typedef void PartTile(const Part *part);
+#define PART(KIND, HALF, R, P) \
+    __attribute__((noinline)) static void KIND##_##HALF##_##R##_##P(const Part *part) { tile_of(KIND, HALF, R, P, part); }
+#define WIDTHS_OF(KIND, HALF, R) PART(KIND, HALF, R, 1) PART(KIND, HALF, R, 4)
+#define BOTH(KIND, HALF, R) {KIND##_##HALF##_##R##_1, KIND##_##HALF##_##R##_4}
+#define NONE {0, 0}
+
+/* By rows - 1, and whether there are four panels or one. */
+#define CODE_TILES(KIND, HALF) \
+    WIDTHS_OF(KIND, HALF, 1) WIDTHS_OF(KIND, HALF, 2) WIDTHS_OF(KIND, HALF, 4) \
+    static PartTile *const KIND##_##HALF[ROWS][2] = {BOTH(KIND, HALF, 1), BOTH(KIND, HALF, 2), NONE, \
+                                                     BOTH(KIND, HALF, 4), NONE, NONE};
+#define WIDE_TILES(HALF) \
+    WIDTHS_OF(WIDE, HALF, 1) WIDTHS_OF(WIDE, HALF, 2) WIDTHS_OF(WIDE, HALF, 3) \
+    WIDTHS_OF(WIDE, HALF, 4) WIDTHS_OF(WIDE, HALF, 5) WIDTHS_OF(WIDE, HALF, 6) \
+    static PartTile *const WIDE_##HALF[ROWS][2] = {BOTH(WIDE, HALF, 1), BOTH(WIDE, HALF, 2), BOTH(WIDE, HALF, 3), \
+                                                   BOTH(WIDE, HALF, 4), BOTH(WIDE, HALF, 5), BOTH(WIDE, HALF, 6)};
+
+/* All rows of a part, in tiles of as many rows as there are. */
+static void run_tiles(PartTile *const tiles[ROWS][2], Part part, int64_t rows, int wide) {
+    while (rows) {
+        int64_t count = rows < ROWS ? rows : ROWS;
+        while (!tiles[count - 1][wide]) count--;
+        tiles[count - 1][wide](&part);
+        part.x += count * part.stride;
+        part.out += count * part.outputs;
+        if (part.residual) part.residual += count * part.outputs;
+        rows -= count;
+    }
+}
+
+/* The numbers of `count` inputs of a panel, without their scale. */
+INLINE void widen(const int kind, const int half, const int32_t *codes, const float *table, int64_t count,
+                  int32_t *to) {
+    const Tables tables = make_tables(kind, half, table);
+    for (int64_t i = 0; i < count; i += inputs_in(kind, half), codes += LANES) {
+        __m512i words = _mm512_loadu_si512(codes);
+#pragma GCC unroll 8
+        for (int k = 0; k < vectors_in(kind, half); k++, to += LANES)
+            _mm512_storeu_si512(to, numbers(kind, half, words, k, &tables));
+    }
+}
+
+/* `count` rows from row `start` on, whose words are at `x`, times panels `first` to `last`. */
+INLINE void multiply_rows(const int kind, const int half, PartTile *const tiles[ROWS][2],
+                          PartTile *const wide_tiles[ROWS][2], const Product *in, const int32_t *x, int64_t start,
+                          int64_t count, int64_t first, int64_t last) {
+    if (first == last) return;
+    const Quantized *matrix = (const Quantized *)in->packed;
+    const int64_t inputs = in->inputs, words = inputs / inputs_in(kind, half) * LANES;
+    const int64_t scales = inputs / matrix->block * LANES;
+    int32_t found[PANELS * SUMMED * LANES] __attribute__((aligned(64)));
+    for (int64_t p = first, panels; p < last; p += panels) {
+        panels = last - p < PANELS ? 1 : PANELS;
+        const int64_t place = start * in->outputs + p * LANES;
+        const int32_t *codes = matrix->codes + p * words;
+        Part part = {x, inputs >> half, codes, matrix->scales + p * scales, matrix->table, matrix->block, inputs, 0,
+                     inputs, words, in->outputs, in->residual ? in->residual + place : 0, in->out + place};
+        if (count <= FEW_ROWS) {
+            run_tiles(tiles, part, count, panels == PANELS);
+            continue;
+        }
+        part.codes = found;
+        for (int64_t i = 0; i < inputs; i = part.to) {
+            const int64_t size = summed(i, matrix->block);
+            part.panel = (size >> half) * LANES;
+            part.from = i;
+            part.to = i + size;
+            part.x = x + (i >> half);
+            for (int64_t own = 0; own < panels; own++)
+                widen(kind, half, codes + own * words + i / inputs_in(kind, half) * LANES, matrix->table, size,
+                      found + own * part.panel);
+            run_tiles(wide_tiles, part, count, panels == PANELS);
+        }
+    }
+}
+
+/* 16 inputs from input `at` on of panel `o`, with their scale: [16 inputs, 16 outputs]. */
+INLINE void widen_square(const int kind, const Turn *in, int64_t o, int64_t at, float *to) {
+    const Quantized *matrix = (const Quantized *)in->source;
+    const int64_t words = (o * in->inputs + at) / inputs_in(kind, 0), blocks = in->inputs / matrix->block;
+    widen(kind, 0, matrix->codes + words * LANES, matrix->table, LANES, (int32_t *)to);
+    for (int64_t i = 0; i < LANES; i++, to += LANES) {
+        const float *scale = matrix->scales + (o * blocks + (at + i) / matrix->block) * LANES;
+        _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_loadu_ps(to), _mm512_loadu_ps(scale)));
+    }
+}
+
+/* Panels `first` to `last` of the transpose of a matrix [O, I], as products.c reads them; in bfloat16, O is a multiple of
+   32. */
+INLINE void turn_panels(const int kind, const int half, const Turn *in, int64_t first, int64_t last) {
+    float squares[2][LANES * LANES] __attribute__((aligned(64)));
+    for (int64_t p = first; p < last; p++)
+        for (int64_t o = 0; o < in->outputs / LANES; o += 1 + half) {
+            for (int own = 0; own <= half; own++) widen_square(kind, in, o + own, p * LANES, squares[own]);
+#ifdef __AVX512BF16__
+            if (half)
+                for (float *low = squares[0], *high = squares[1]; low < squares[1]; low += LANES, high += LANES)
+                    _mm512_storeu_si512(low, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(high), _mm512_loadu_ps(low)));
+#endif
+            transpose((int32_t *)squares[0], LANES, in->target + (p * in->outputs + o * LANES) / (1 + half) * LANES, LANES);
+        }
+}
+
+/* out [rows, O] = x [rows, I] times panels `first` to `last` of the matrix (+ residual). */
+#define FLOATS(NAME, KIND) \
+    CODE_TILES(KIND, 0) \
+    int NAME##_floats(const Product *in, int64_t first, int64_t last) { \
+        multiply_rows(KIND, 0, KIND##_0, WIDE_0, in, (const int32_t *)in->x, 0, in->rows, first, last); \
+        return 0; \
+    } \
+    int turn_##NAME##_floats(const Turn *in, int64_t first, int64_t last) { \
+        turn_panels(KIND, 0, in, first, last); \
+        return 0; \
+    }
+WIDE_TILES(0)
+FLOATS(codes4, CODES4)
+FLOATS(int8, INT8)
+FLOATS(fp8, FP8)
+#else
+MISSING(codes4_floats) MISSING(int8_floats) MISSING(fp8_floats)
+MISSING(turn_codes4_floats) MISSING(turn_int8_floats) MISSING(turn_fp8_floats)
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+/* The same of rows that are rounded to bfloat16, and of numbers in bfloat16. */
+#define HALVES(NAME, KIND) \
+    CODE_TILES(KIND, 1) \
+    int NAME##_halves(const Product *in, int64_t first, int64_t last) { \
+        return multiply_halves(KIND, KIND##_1, in, first, last); \
+    }
+#define TURN_HALVES(NAME, KIND) \
+    int turn_##NAME##_halves(const Turn *in, int64_t first, int64_t last) { \
+        turn_panels(KIND, 1, in, first, last); \
+        return 0; \
+    }
+WIDE_TILES(1)
+
+INLINE int multiply_halves(const int kind, PartTile *const tiles[ROWS][2], const Product *in, int64_t first,
+                           int64_t last) {
+    const int64_t words = in->inputs / 2, most = ROUNDED / (4 * words) / ROWS * ROWS + ROWS;
+    const int64_t block = in->rows < most ? in->rows : most;
+    int32_t *rounded = malloc(4 * words * block);
     if (!rounded) return 2;
     for (int64_t start = 0, count; start < in->rows; start += count) {
         count = in->rows - start < block ? in->rows - start : block;
-        for (int64_t r = 0; r < count; r++) round_row(in->x + (start + r) * in->inputs, in->inputs, rounded + r * words);
-        multiply_rows(in, halves_tiles, 2, rounded, start, count, first, last, round_panel);
+        for (int64_t r = 0; r < count; r++)
+            round_row(in->x + (start + r) * in->inputs, in->inputs, rounded + r * words);
+        multiply_rows(kind, 1, tiles, WIDE_1, in, rounded, start, count, first, last);
+    }
+    free(rounded);
+    return 0;
+}
+
+HALVES(codes4, CODES4)
+HALVES(fp8, FP8)
+TURN_HALVES(codes4, CODES4)
+TURN_HALVES(int8, INT8)
+TURN_HALVES(fp8, FP8)
+
+/* int8 in bfloat16: integers, with rows in 16 bits. Each row is rounded to multiples of 1 / 32639 of the largest number
+   among the 128 inputs of a sum, which is finer than bfloat16 for all numbers within a factor of 128 of that. A multiple is
+   256 * high + low, both of 8 bits with sign, so that a sum is exact. */
+#define LARGEST 32639.0f /* 256 * 127 + 127 */
+#define TINY 1e-30f      /* what is smaller becomes 0: its inverse would be infinite */
+#define INT8_ROWS 3
+
+/* Rows: for 4 inputs a word of high and one of low bytes; then for each sum its unit, a float, and -128 times the sum of the
+   multiples, for the 128 that codes have added. */
+INLINE int64_t sums_of(int64_t inputs) { return (inputs + SUMMED - 1) / SUMMED; }
+INLINE int64_t int8_words(int64_t inputs) { return inputs / 2 + 2 * sums_of(inputs); }
+
+static void round_row_to_int16(const float *x, int64_t inputs, int32_t *to) {
+    float *units = (float *)to + inputs / 2;
+    int32_t *offsets = to + inputs / 2 + sums_of(inputs);
+    for (int64_t i = 0, size; i < inputs; i += size) {
+        size = summed(i, inputs);
+        __m512i most = _mm512_setzero_si512(), total = most; /* as integers, so that NaN is the largest */
+        for (int64_t k = i; k < i + size; k += LANES)
+            most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_loadu_si512(x + k), _mm512_set1_epi32(0x7fffffff)));
+        int32_t bits = _mm512_reduce_max_epi32(most);
+        float largest, inverse;
+        memcpy(&largest, &bits, sizeof largest);
+        inverse = largest > TINY ? LARGEST / largest : 0;
+        for (int64_t k = i; k < i + size; k += LANES, to += LANES / 2) {
+            __m512i own = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), _mm512_set1_ps(inverse)));
+            __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(own, 24), 24);
+            __m128i lows = _mm512_cvtepi32_epi8(low);
+            __m128i highs = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_sub_epi32(own, low), 8));
+            total = _mm512_add_epi32(total, own);
+            _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi32(highs, lows));
+            _mm_storeu_si128((__m128i *)to + 1, _mm_unpackhi_epi32(highs, lows));
+        }
+        *units++ = largest / LARGEST;
+        *offsets++ = -128 * _mm512_reduce_add_epi32(total);
+    }
+}
+
+INLINE void int8_tile(const int rows, const int panels, const Part *part) {
+    const int64_t stride = part->stride, panel = part->panel, inputs = part->inputs;
+    const int32_t *codes = part->codes, *x = part->x, *sums = x + inputs / 2;
+    __m512 total[INT8_ROWS][PANELS];
+#pragma GCC unroll 3
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) total[r][p] = _mm512_setzero_ps();
+    for (int64_t i = 0, size; i < inputs; i += size, sums++) {
+        IN_MEMORY(total);
+        __m512i own[2 * INT8_ROWS][PANELS]; /* of a row's high bytes, and of its low ones */
+#pragma GCC unroll 6
+        for (int r = 0; r < 2 * rows; r++)
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++)
+                own[r][p] = r % 2 ? _mm512_set1_epi32(sums[r / 2 * stride + sums_of(inputs)]) : _mm512_setzero_si512();
+        size = summed(i, inputs);
+        for (int64_t at = 0; at < size; at += 4, codes += LANES, x += 2) {
+            __m512i words[PANELS];
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++) {
+                words[p] = _mm512_loadu_si512(codes + p * panel);
+                _mm_prefetch(codes + (p + panels) * panel, _MM_HINT_T1);
+            }
+#pragma GCC unroll 6
+            for (int r = 0; r < 2 * rows; r++) {
+                __m512i row = _mm512_set1_epi32(x[r / 2 * stride + r % 2]);
+                __asm__("" : "+v"(row));
+#pragma GCC unroll 4
+                for (int p = 0; p < panels; p++) __asm__("vpdpbusd %2, %1, %0" : "+v"(own[r][p]) : "v"(words[p]), "v"(row));
+            }
+        }
+#pragma GCC unroll 3
+        for (int r = 0; r < rows; r++) {
+            __m512 unit = _mm512_set1_ps(((const float *)sums)[r * stride]);
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++) {
+                __m512i exact = _mm512_add_epi32(_mm512_slli_epi32(own[2 * r][p], 8), own[2 * r + 1][p]);
+                total[r][p] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(exact), unit, total[r][p]);
+            }
+        }
+    }
+#pragma GCC unroll 3
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) {
+            int64_t place = r * part->outputs + p * LANES;
+            __m512 before = part->residual ? _mm512_loadu_ps(part->residual + place) : _mm512_setzero_ps();
+            __m512 scale = _mm512_loadu_ps(part->scales + p * LANES);
+            _mm512_storeu_ps(part->out + place, _mm512_fmadd_ps(total[r][p], scale, before));
+        }
+}
+
+#define INT8_TILE(R, P) \
+    __attribute__((noinline)) static void INT8_1_##R##_##P(const Part *part) { int8_tile(R, P, part); }
+INT8_TILE(1, 1) INT8_TILE(1, 4) INT8_TILE(2, 1) INT8_TILE(2, 4) INT8_TILE(3, 1) INT8_TILE(3, 4)
+static PartTile *const INT8_1[ROWS][2] = {BOTH(INT8, 1, 1), BOTH(INT8, 1, 2), BOTH(INT8, 1, 3), NONE, NONE, NONE};
+
+int int8_halves(const Product *in, int64_t first, int64_t last) {
+    const Quantized *matrix = (const Quantized *)in->packed;
+    const int64_t inputs = in->inputs, words = int8_words(inputs), panel = inputs / 4 * LANES;
+    const int64_t most = ROUNDED / (4 * words) + INT8_ROWS, block = in->rows < most ? in->rows : most;
+    int32_t *rounded = malloc(4 * words * block);
+    if (!rounded) return 2;
+    for (int64_t start = 0, count; start < in->rows; start += count) {
+        count = in->rows - start < block ? in->rows - start : block;
+        for (int64_t r = 0; r < count; r++)
+            round_row_to_int16(in->x + (start + r) * inputs, inputs, rounded + r * words);
+        for (int64_t p = first, panels; p < last; p += panels) {
+            panels = last - p < PANELS ? 1 : PANELS;
+            const int64_t place = start * in->outputs + p * LANES;
+            Part part = {rounded, words, matrix->codes + p * panel, matrix->scales + p * LANES, 0, inputs, inputs, 0,
+                         inputs, panel, in->outputs, in->residual ? in->residual + place : 0, in->out + place};
+            run_tiles(INT8_1, part, count, panels == PANELS);
+        }
     }
     free(rounded);
     return 0;
 }
 #else
-int quantized_halves(const void *arguments, int64_t first, int64_t last) { return 1; }
+MISSING(codes4_halves) MISSING(int8_halves) MISSING(fp8_halves)
+MISSING(turn_codes4_halves) MISSING(turn_int8_halves) MISSING(turn_fp8_halves)
 #endif
