@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.detection.faults import FAULTS, HEALTHY, Fault, findings, is_right
+from benchmarks.detection.proof import run, runs
 from mint.rl.analysis.diagnosis import CODES
 from mint.rl.finding import Finding
 
@@ -45,3 +46,15 @@ def test_a_short_healthy_run_raises_neither_error_nor_warning(tmp_path: Path) ->
 @pytest.mark.parametrize("seed", range(10))
 def test_a_healthy_run_raises_neither_error_nor_warning(seed: int, tmp_path: Path) -> None:
     assert_healthy(findings(HEALTHY, tmp_path / "run", seed=seed))
+
+
+PROVED = {"code: every completion earns 0", "digits: one prompt 300 times", "code: too few tokens", "healthy tools"}
+"""A small sample of `benchmarks.detection.proof`, whose tasks and seeds set no threshold."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PROVED))
+def test_faults_in_other_tasks_and_at_other_seeds_are_named(name: str) -> None:
+    fault, seed = next((fault, seed) for fault, seed in runs(30, 30) if fault.name == name)
+    row = run(fault, seed)
+    assert row["right"], row
