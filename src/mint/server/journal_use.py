@@ -30,12 +30,16 @@ LITTLE_BYTES = 4096
 
 @dataclass
 class _Use:
-    """What was read of an owner's journal, and what was accepted since: of requests, and of all other records."""
+    """What was read of an owner's journal, and what was accepted since: of requests, and of all other records.
+
+    `has_forgotten`: when it was read, records of ended sessions were removed, and that has made much room.
+    """
 
     requests: int
     records: int
     read_at: float
     took_s: float
+    has_forgotten: bool = False
 
     @property
     def total(self) -> int:
@@ -110,10 +114,14 @@ class JournalUse:
         use = self._of.get(owner)
         if use is None or self._is_old(use, FRESH_S, TIMES_APART):
             use = self._read(owner, None if use is None else use.records)
-        if use.total + size_bytes > limit and self._is_old(use, 0.0, FULL_TIMES_APART):
+        if use.total + size_bytes > limit and (use.has_forgotten or self._is_old(use, 0.0, FULL_TIMES_APART)):
+            began = self._clock()
             use = self._read(owner, None)
-        if use.total + size_bytes > limit and self._forget_ended(owner):
-            use = self._read(owner, None)
+            if use.total + size_bytes > limit and self._forget_ended(owner):
+                use = self._read(owner, None)
+                # that much was worth the reading, and may be done again at once
+                use.has_forgotten = use.total < limit - limit // SLACK
+            use.took_s = self._clock() - began
         return use if use.total + size_bytes <= limit else None
 
     def _is_old(self, use: _Use, fresh_s: float, times: int) -> bool:

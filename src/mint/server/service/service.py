@@ -83,8 +83,10 @@ VACUUM_ROUNDS = 10
 ENDED_KEPT_S = 30 * 86_400.0
 """How long the records of ended sessions are listed, unless a run of them has a checkpoint: then they stay."""
 
+FORGET_EVERY_S = 3600.0
 FORGET_ROUNDS = 10
-"""How many transactions one round of housekeeping spends on them: with 256 sessions each, in a second or two."""
+"""How often such records are looked for, and how many transactions remove them: of 256 sessions each, in a second or
+two."""
 
 
 class Service:
@@ -142,6 +144,7 @@ class Service:
         self._queue = queue or RequestQueue(QueueLimits(owner_bytes=min(OWNER_BYTES, waiting), total_bytes=waiting))
         self._clock = clock
         self._housekeeping_at = clock()
+        self._forget_at = clock()
         self._live_sessions = Sessions(
             self._journal, self.instance.instance_id, self.disk, journal_use, limits=self.limits, clock=clock
         )
@@ -427,7 +430,10 @@ class Service:
             self._forget_ended()
 
     def _forget_ended(self) -> None:
-        """Removes the records of sessions that ended long ago; the next round goes on where this one stops."""
+        """Removes the records of sessions that ended long ago, once an hour: looking for them reads all sessions."""
+        if self._clock() < self._forget_at:
+            return
+        self._forget_at = self._clock() + FORGET_EVERY_S
         for _ in range(FORGET_ROUNDS):
             if not self._journal.forget_ended(before=time.time() - ENDED_KEPT_S):
                 return

@@ -102,6 +102,16 @@ _ENDED_SESSIONS = """
     ) ORDER BY ended_at LIMIT :limit
 """
 
+# Without those that have a checkpoint by now: they were found before this transaction.
+_FORGET_RUNS = """
+    DELETE FROM runs WHERE session_id IN (SELECT value FROM json_each(:ids))
+    AND NOT EXISTS (SELECT 1 FROM checkpoints WHERE model_id = run_id)
+"""
+_FORGET_SESSIONS = """
+    DELETE FROM sessions WHERE session_id IN (SELECT value FROM json_each(:ids))
+    AND NOT EXISTS (SELECT 1 FROM runs WHERE runs.session_id = sessions.session_id)
+"""
+
 _OF_OWNER = "SELECT session_id FROM sessions WHERE owner = :owner"
 
 # The length of a BLOB stands in the head of its row. That of a text does not: all of the metadata is read.
@@ -241,12 +251,11 @@ class Journal:
 
         Those with a checkpoint stay. At most `FORGOTTEN_AT_ONCE` sessions go, of one owner or of all; returns how many.
         """
-        with self.database.transaction() as transaction:
-            found = transaction.values(_ENDED_SESSIONS, before=before, owner=owner, limit=FORGOTTEN_AT_ONCE)
-            if found:
-                among = "session_id IN (SELECT value FROM json_each(:ids))"
-                transaction.execute(f"DELETE FROM runs WHERE {among}", ids=found)
-                transaction.execute(f"DELETE FROM sessions WHERE {among}", ids=found)
+        found = self.database.values(_ENDED_SESSIONS, before=before, owner=owner, limit=FORGOTTEN_AT_ONCE)
+        if found:
+            with self.database.transaction() as transaction:
+                transaction.execute(_FORGET_RUNS, ids=found)
+                transaction.execute(_FORGET_SESSIONS, ids=found)
         return len(found)
 
     def end_model(self, model_id: str, now: float) -> list[str]:
