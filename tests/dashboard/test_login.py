@@ -195,6 +195,13 @@ def test_without_keys_nobody_is_asked(tmp_path: Path) -> None:
         assert client.get("/nothing").json()["error"]
 
 
+def test_the_service_names_what_computes_each_loaded_model(place: Place, inside: httpx.Client) -> None:
+    sample = {"model": BASE, "prompt": [5, 6], "max_tokens": 1}
+    inside.post("/v1/completions", json=sample, headers={"origin": place.server.url}).raise_for_status()
+    assert inside.get(f"{API}/service").json()["implementations"][BASE] == "fake"
+    assert f"{BASE} on fake" in inside.get("/service").text
+
+
 def test_the_service_is_seen_by_owner(place: Place, inside: httpx.Client) -> None:
     headers = {"x-api-key": place.key}
     inside.post("/api/v1/create_session", json={}, headers=headers).raise_for_status()

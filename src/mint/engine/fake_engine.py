@@ -82,7 +82,7 @@ class FakeEngine:
 
     def load_base(self, name: str, path: str) -> BaseInfo:
         """A base with the configured sizes; `path` is only noted."""
-        settings = {"dtype": "float32", "device": "none", "path": path}
+        settings = {"implementation": "fake", "dtype": "float32", "device": "none", "path": path}
         info = BaseInfo(name, "fake", self.vocab_size, self._context_length, (0,), settings)
         return self._bases.setdefault(name, info)
 

@@ -41,6 +41,8 @@ function show(service) {
   state.classList.toggle("tag--error", !trains);
   write("up", duration(service.now_at - service.began_at));
   write("models", service.base_models.join(", "));
+  write("loaded", Object.entries(service.implementations ?? {}).map(([name, own]) =>
+    `${name} on ${own === "mint" ? "mint's decoder" : own}`).join(", ") || "–");
   write("journal", bytes(service.journal_bytes));
   write("pause", `${Math.round(1000 * service.worst_pause_s)} ms`);
   figure("sampled", service.tokens_per_s.sampled, compact);

@@ -50,6 +50,7 @@ class Overview:
             "is_working": service.is_working,
             "storage_problem": None if service.storage_problem is None else str(service.storage_problem),
             "base_models": list(service.base_models.names),
+            "implementations": service.base_models.implementations,
             "tenants": self._tenants(),
             "queue": {
                 "training": len(waiting.training),

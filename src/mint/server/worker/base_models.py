@@ -77,6 +77,13 @@ class BaseModels:
         """How many base models the engine holds."""
         return len(self._infos)
 
+    @property
+    def implementations(self) -> dict[str, str]:
+        """Of the names on offer whose weights are loaded: what computes them, `mint` or `transformers`."""
+        loaded = {path: info.settings.get("implementation", "") for path, info in list(self._infos.items())}
+        folders = list(self._folders.items())
+        return {name: str(loaded[str(folder)]) for name, folder in folders if loaded.get(str(folder))}
+
     def context_length(self, name: str) -> int | None:
         """The longest sequence, read from the folder's config."""
         config = json.loads((self.folder(name) / "config.json").read_text())
