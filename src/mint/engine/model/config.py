@@ -407,14 +407,15 @@ def _delta_net(config: Mapping[str, Any], layers: int) -> DeltaNetConfig:
     full = _full_layers(config, layers, "linear_attention", "full_attention_interval")
     if not full:
         raise _unsupported("layer_types", config.get("layer_types"), "at least one layer of full attention")
-    key_heads, value_heads = (_size(config, f"linear_num_{part}_heads") for part in ("key", "value"))
+    key_heads = _size(config, "linear_num_key_heads", default=16)
+    value_heads = _size(config, "linear_num_value_heads", default=32)
     if value_heads % key_heads:
         raise _unsupported("linear_num_value_heads", value_heads, f"a multiple of the {key_heads} key heads")
     return DeltaNetConfig(
         key_heads=key_heads,
         value_heads=value_heads,
-        key_dim=_width(config, "linear_key_head_dim"),
-        value_dim=_width(config, "linear_value_head_dim"),
+        key_dim=_width(config, "linear_key_head_dim", default=128),
+        value_dim=_width(config, "linear_value_head_dim", default=128),
         taps=_size(config, "linear_conv_kernel_dim", default=4),
         layers=frozenset(range(layers)) - full,
     )
