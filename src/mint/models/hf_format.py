@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from mint.errors import CheckpointError
 from mint.models.folder import ModelFolder
-from mint.models.peft_format import module_names
+from mint.models.peft_format import module_names, stacked_modules
 from mint.models.tensor_files import StoredTensor, write_file, write_tensors
 
 _COPIED = {".json", ".jinja", ".txt", ".model"}
@@ -41,12 +41,17 @@ def write_merged(
     if "lm_head.lora_A.weight" in weights and config.get("tie_word_embeddings", False):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         config["tie_word_embeddings"] = False
-    unknown = [module for module in module_names(weights) if f"{module}.weight" not in tensors]
+    stacked = {name: stacked_modules(name, tensors) for name in tensors}
+    known = tensors.keys() | {f"{module}.weight" for modules in stacked.values() for module in modules}
+    unknown = [module for module in module_names(weights) if f"{module}.weight" not in known]
     if unknown:
         raise CheckpointError(f"the base model in {base} has no layer {unknown[0]}")
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
-    merged = {name: _round(name, _merge(name, tensor, weights, scale), dtype) for name, tensor in tensors.items()}
+    merged = {
+        name: _round(name, _merge(name, tensor, stacked[name], weights, scale), dtype)
+        for name, tensor in tensors.items()
+    }
     write_tensors(folder / "model.safetensors", merged, {"format": "pt"})
     for path in base.iterdir():
         if path.suffix in _COPIED and path.name not in ("config.json", "model.safetensors.index.json"):
@@ -86,13 +91,22 @@ def _round(name: str, merged: np.ndarray, dtype: str) -> np.ndarray:
     return merged.astype(np.float16)
 
 
-def _merge(name: str, stored: StoredTensor, weights: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
+def _merge(
+    name: str, stored: StoredTensor, modules: Sequence[str], weights: Mapping[str, np.ndarray], scale: float
+) -> np.ndarray:
+    """The tensor with its lora, or those of the `modules` that are its parts."""
     own: np.ndarray = stored.read().float().numpy()
-    module = name.removesuffix(".weight")
+    if not modules:
+        return _add(own, name.removesuffix(".weight"), weights, scale)
+    return np.stack([_add(own[expert].T, module, weights, scale).T for expert, module in enumerate(modules)])
+
+
+def _add(own: np.ndarray, module: str, weights: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
+    """A layer's matrix [outputs, inputs] with its lora, if it has one."""
     a = weights.get(f"{module}.lora_A.weight")
     b = weights.get(f"{module}.lora_B.weight")
     if a is None or b is None:
         return own
-    if (b.shape[0], a.shape[1]) != stored.shape or a.shape[0] != b.shape[1]:
-        raise CheckpointError(f"the lora of {module} has shapes {a.shape} and {b.shape}, the base {stored.shape}")
+    if (b.shape[0], a.shape[1]) != own.shape or a.shape[0] != b.shape[1]:
+        raise CheckpointError(f"the lora of {module} has shapes {a.shape} and {b.shape}, the base {own.shape}")
     return own + np.float32(scale) * (b @ a)

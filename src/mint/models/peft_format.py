@@ -1,7 +1,8 @@
 """A lora in PEFT's file format, which PEFT, transformers and vLLM load unchanged; and back.
 
 Arrays are named as mint names them everywhere: `{module}.lora_A.weight` [r, inputs], `{module}.lora_B.weight` [outputs,
-r]. This is the one place that knows PEFT's own names.
+r]. This is the one place that knows PEFT's own names. Where a checkpoint has the experts of a layer in one tensor
+(GPT-OSS), PEFT has their loras in one, too: A [experts · r, inputs], B [outputs, r · experts].
 """
 
 from __future__ import annotations
@@ -37,6 +38,18 @@ _FROZEN_COPY = re.compile(r"(?P<module>model\.embed_tokens|lm_head)\.(?:base_lay
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """The name of an expert that has layers of its own, within a path."""
+
+_STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""The tensors of experts that are stacked, as `target_parameters`: PEFT wraps the module first for one, then for the
+other, so that the first one's lora has `base_layer` in its name."""
+
+_STACKED_EXPERT = re.compile(
+    r"(?P<experts>model\.layers\.\d{1,4}\.mlp\.experts)\.\d+\.(?P<layer>gate_up|down)_proj\.lora_(?P<half>[AB])\.weight",
+    re.ASCII,
+)
+_STACKED_LORA = re.compile(
+    r"(?P<experts>model\.layers\.\d{1,4}\.mlp\.experts)(?P<inner>\.base_layer)?\.lora_(?P<half>[AB])\.weight", re.ASCII
+)
 
 _FILL_SEED = 0
 _MANY = 100_000
@@ -96,8 +109,11 @@ def module_names(weights: Iterable[str]) -> list[str]:
 # --- out ---------------------------------------------------------------------------------------------------------
 
 
-def config_json(modules: Iterable[str], *, rank: int, alpha: float, base_model: str) -> bytes:
-    """The content of adapter_config.json; PEFT loads `base_model` first."""
+def config_json(
+    modules: Iterable[str], *, rank: int, alpha: float, base_model: str, parameters: Sequence[str] = ()
+) -> bytes:
+    """The content of adapter_config.json; PEFT loads `base_model` first. `parameters` are those outside of linear
+    layers that have a lora."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -106,6 +122,7 @@ def config_json(modules: Iterable[str], *, rank: int, alpha: float, base_model: 
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted({name.rsplit(".", 1)[-1] for name in modules}),
+        **({"target_parameters": list(parameters)} if parameters else {}),
         "bias": "none",
         "modules_to_save": None,
         "use_rslora": False,
@@ -122,10 +139,45 @@ def write_peft(folder: Path, weights: Mapping[str, np.ndarray], *, rank: int, al
     Raises:
         CheckpointError: PEFT would put these loras on other layers, too.
     """
-    _require_clear(module_names(weights))
+    modules = module_names(weights)
+    _require_clear(modules)
+    parameters = _STACKED if any(_EXPERT.search(name) and name.endswith(".gate_up_proj") for name in modules) else ()
+    if parameters:
+        weights = _stack(weights)
+        modules = [name for name in modules if not _EXPERT.search(name)]
     write_tensors(folder / WEIGHTS_FILE, {_PREFIX + name: array for name, array in weights.items()}, {"format": "pt"})
-    config = config_json(module_names(weights), rank=rank, alpha=alpha, base_model=base_model)
+    config = config_json(modules, rank=rank, alpha=alpha, base_model=base_model, parameters=parameters)
     write_file(folder / CONFIG_FILE, [config])
+
+
+def _stack(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The loras of a layer's experts as one. `weights` has the experts of a layer in order."""
+    found: dict[str, np.ndarray] = {}
+    parts: dict[tuple[str, str, str], list[np.ndarray]] = {}
+    for name, array in weights.items():
+        match = _STACKED_EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = array
+        else:
+            parts.setdefault((match["experts"], match["layer"], match["half"]), []).append(array)
+    for (experts, layer, half), arrays in parts.items():
+        inner = ".base_layer" if layer == "gate_up" else ""
+        joined = np.concatenate(arrays) if half == "A" else np.stack(arrays, axis=-1).reshape(len(arrays[0]), -1)
+        found[f"{experts}{inner}.lora_{half}.weight"] = joined
+    return found
+
+
+def _unstack(name: str, array: np.ndarray, rank: int) -> dict[str, np.ndarray]:
+    """The loras of single experts, in order, of one that `_stack` gives; others as they are."""
+    match = _STACKED_LORA.fullmatch(name)
+    if match is None:
+        return {name: array}
+    layer, is_a = "gate_up" if match["inner"] else "down", match["half"] == "A"
+    parts = array.reshape(-1, rank, array.shape[1]) if is_a else np.moveaxis(array.reshape(len(array), rank, -1), -1, 0)
+    return {
+        f"{match['experts']}.{expert}.{layer}_proj.lora_{match['half']}.weight": np.ascontiguousarray(part)
+        for expert, part in enumerate(parts)
+    }
 
 
 def _require_clear(modules: Sequence[str]) -> None:
@@ -180,7 +232,7 @@ def read_config(text: bytes) -> PeftConfig:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise _refused(CONFIG_FILE, "does not describe a PEFT lora (peft_type LORA)", "Send the file that PEFT wrote")
     for key, meaning in _CHANGES_FUNCTION.items():
-        if config.get(key):
+        if config.get(key) and not (key == "target_parameters" and config[key] == list(_STACKED)):
             raise _refused(
                 key, f"is not supported: {meaning}", "Merge it into the base, or train a plain lora", config[key]
             )
@@ -208,10 +260,20 @@ def base_layers(folder: ModelFolder) -> dict[str, Layer]:
         match = _LAYER.fullmatch(name.removesuffix(".weight"))
         if match is not None and len(tensor.shape) == 2:
             layers[name.removesuffix(".weight")] = Layer(match.lastgroup or "", *tensor.shape)
+        layers |= {module: Layer("mlp", *tensor.shape[:0:-1]) for module in stacked_modules(name, tensors)}
     unembed = tensors.get(f"{UNEMBED}.weight", tensors.get(f"{_EMBEDDING}.weight"))
     if unembed is not None:
         layers[UNEMBED] = Layer("unembed", *unembed.shape)
     return layers
+
+
+def stacked_modules(name: str, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """The layers of single experts, in order, whose matrices are the parts of tensor `name` [experts, inputs, outputs].
+    None but GPT-OSS's, which alone have biases: other families stack [outputs, inputs]."""
+    if not name.endswith(_STACKED) or f"{name}_bias" not in tensors:
+        return []
+    experts, last = name.rsplit(".", 1)
+    return [f"{experts}.{expert}.{last}" for expert in range(tensors[name].shape[0])]
 
 
 def read_weights(file: BinaryIO, config: PeftConfig, base: ModelFolder) -> dict[str, np.ndarray]:
@@ -236,7 +298,11 @@ def read_weights(file: BinaryIO, config: PeftConfig, base: ModelFolder) -> dict[
     lone = sorted(name for name in found if _other_half(name) not in found)
     if lone or not found:
         raise _refused(WEIGHTS_FILE, f"lacks the other half of {lone[0] if lone else 'every lora'}", "Send all of it")
-    return {own: stored.read(name) for own, name in sorted(found.items())}
+    return {
+        name: array
+        for own, place in sorted(found.items())
+        for name, array in _unstack(own, stored.read(place), config.rank).items()
+    }
 
 
 def read_unchecked(file: BinaryIO) -> dict[str, np.ndarray]:
@@ -283,6 +349,11 @@ def fill(weights: Mapping[str, np.ndarray], layers: Mapping[str, Layer], rank: i
 def _check_shape(name: str, entry: UntrustedTensor, layers: Mapping[str, Layer], rank: int) -> None:
     module, _, half = name.rpartition(".lora_")
     layer = layers.get(module)
+    match = _STACKED_LORA.fullmatch(name)
+    if match is not None:
+        last = "gate_up_proj" if match["inner"] else "down_proj"
+        count = sum(own.startswith(f"{match['experts']}.") and own.endswith(f".{last}") for own in layers)
+        layer, rank = layers.get(f"{match['experts']}.0.{last}"), rank * count
     if layer is None or half not in ("A.weight", "B.weight"):
         remedy = "mint has loras on q, k, v, o, gate, up, down projections, also fused, on delta nets, and on lm_head"
         raise _refused(WEIGHTS_FILE, f"holds {entry.name[:120]!a}, which is no lora of such a layer", remedy)
