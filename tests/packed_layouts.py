@@ -32,9 +32,11 @@ def lay_out(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Span]:
     return spans
 
 
-def attend_by_definition(heads: Tensor, spans: Sequence[Span], kv_heads: int, window: int = 0) -> Tensor:
+def attend_by_definition(
+    heads: Tensor, spans: Sequence[Span], kv_heads: int, window: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(q·k / √D) · v of every row over its prefix and what is before it in its span, or the last `window` of
-    these."""
+    these; `sinks` [query heads] are further logits, whose values are 0."""
     query_heads, size = heads.shape[1] - 2 * kv_heads, heads.shape[2]
     out = []
     for span in spans:
@@ -45,6 +47,10 @@ def attend_by_definition(heads: Tensor, spans: Sequence[Span], kv_heads: int, wi
         hidden = torch.ones(len(seen), len(seen), dtype=torch.bool, device=heads.device).triu(1)
         if window:
             hidden |= torch.ones_like(hidden).tril(-window)
-        mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            added = sinks.to(scores.dtype)[:, None, None].expand(-1, len(seen), 1)
+            scores, value = torch.cat([added, scores], dim=-1), torch.cat([torch.zeros_like(value[:1]), value])
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
         out.append(mixed[span.prefix_length :].flatten(1))
     return torch.cat(out)

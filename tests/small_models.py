@@ -45,6 +45,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
                     "num_key_value_heads": 2, "query_pre_attn_scalar": 24, "pad_token_id": 0, "bos_token_id": 2,
                     "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                                         "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "pad_token_id": 0,
+                "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "truncate": False,
+                                    "original_max_position_embeddings": 128}},
     "exaone4": {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 20, "num_hidden_layers": 2,
                 "layer_types": ["sliding_attention", "full_attention"]},
     "olmo2": {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0},
@@ -76,7 +80,6 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
                  "topk_group": 1, "first_k_dense_replace": 1},
     "glm_moe_dsa": _LATENT,
     "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
     "deepseek_v3": _LATENT,
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 64},
     "qwen3_5_moe_text": {**_DELTA_NET, **_MIXTURE},
@@ -94,8 +97,8 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 BESIDE_EXPERTS = {"glm4_moe", "glm_moe_dsa", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "llama4_text"}
 """Mixtures with dense MLP layers beside experts that are stored together: PEFT takes loras on them for the experts'."""
 
-WITHOUT_MLP_IN_PEFT = {*BESIDE_EXPERTS, "nemotron_h", "qwen3_moe"}
-"""Where loras on the MLP have no equal in PEFT: the same with mint's, and Qwen3-MoE, whose experts have one each."""
+WITHOUT_MLP_IN_PEFT = {*BESIDE_EXPERTS, "nemotron_h", "qwen3_moe", "gpt_oss"}
+"""Where loras on the MLP have no equal in PEFT: the same with mint's, and mixtures whose experts have one each."""
 
 UNSUPPORTED_BY_PEFT = {"granitemoehybrid", "nemotron_h", "falcon_h1"}
 """PEFT refuses a lora on the out_proj of Mamba layers, because their fused kernels go around it."""

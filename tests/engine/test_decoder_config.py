@@ -147,7 +147,7 @@ def test_published_models_are_taken(config: dict[str, Any], head_dim: int) -> No
         ({"model_type": "qwen2_moe", **_sizes(2048, 5632, 24, 16, 16)}, "qwen2_moe"),
         ({"model_type": "qwen3_next", **_sizes(2048, 5120, 48, 16, 2)}, "qwen3_next"),
         ({"model_type": "llama4"}, "llama4"), ({"model_type": "gemma2"}, "gemma2"),
-        ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({"model_type": "deepseek_v3"}, "deepseek_v3"),
         ({**QWEN3, **_sizes(1024, 3072, 28, 16, 8), "rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({**PHI4, **_sizes(3072, 8192, 32, 24, 8), "rope_scaling": {"type": "longrope"}}, "longrope"),
         # which transformers takes for longrope
@@ -200,6 +200,32 @@ def test_layers_with_windows_have_a_rotation_of_their_own() -> None:
     new = AutoConfig.for_model(**old).to_dict()
     assert "layer_types" in new and "full_attention" in new["rope_parameters"]
     assert read_decoder_config(new) == found
+
+
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "vocab_size": 201088, **_sizes(2880, 2880, 24, 64, 8, head_dim=64),
+    "max_position_embeddings": 131072, "attention_bias": True, "hidden_act": "silu", "num_local_experts": 32,
+    "num_experts_per_tok": 4, "experts_per_token": 4, "rms_norm_eps": 1e-5, "sliding_window": 128, "rope_theta": 150000,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                     "original_max_position_embeddings": 4096},
+}  # fmt: skip
+
+
+def test_gpt_oss_is_read_as_published_as_transformers_writes_it_and_with_its_defaults() -> None:
+    found = read_decoder_config(GPT_OSS)
+    assert found.windows == dict.fromkeys(range(0, 24, 2), 128)
+    assert found.experts is not None and found.experts.norm_topk_prob
+    assert (found.experts.count, found.experts.per_token, found.experts.intermediate_size) == (32, 4, 2880)
+    assert read_decoder_config(AutoConfig.for_model(**GPT_OSS).to_dict()) == found
+    defaults = ("layer_types", "rope_theta", "rope_scaling", "sliding_window", "attention_bias", "rms_norm_eps")
+    assert read_decoder_config({key: value for key, value in GPT_OSS.items() if key not in defaults}) == found
+
+
+@pytest.mark.parametrize(("key", "value"), [("swiglu_limit", 9.0), ("swiglu_alpha", 1.0), ("attention_bias", False)])
+def test_another_gpt_oss_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=key):
+        read_decoder_config({**GPT_OSS, key: value})
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def _decoder(place: Path, dtype: torch.dtype, compiled: Path | None, **changes: 
     return decoder
 
 
-def _only_itself(layer: int, heads: Tensor) -> Tensor:
+def _only_itself(layer: int, heads: Tensor, sinks: Tensor | None) -> Tensor:
     """An attention in which every row sees itself alone."""
     return heads[:, :6].flatten(1).contiguous()
 

@@ -128,24 +128,28 @@ class _Merged:
         """The parameters below the unembedding; transformers holds the experts of a layer in one tensor."""
         found = {}
         for name, tensor in self._base.items():
-            if name.endswith("experts.gate_up_proj"):
+            stem = name.rsplit(".", 1)[0]
+            if self._model.config.model_type == "gpt_oss" and name.endswith(("experts.gate_up_proj", "down_proj")):
+                last = name.removeprefix(f"{stem}.")
+                tensor = torch.stack([self._expert(stem, index, last, own.T).T for index, own in enumerate(tensor)])
+            elif name.endswith("experts.gate_up_proj"):
                 half = tensor.shape[1] // 2
                 parts = [("gate", slice(None, half)), ("up", slice(half, None))]
                 merged = [
-                    [self._expert(name, index, part, own[rows]) for part, rows in parts]
+                    [self._expert(stem, index, f"{part}_proj", own[rows]) for part, rows in parts]
                     for index, own in enumerate(tensor)
                 ]
                 tensor = torch.stack([torch.cat(pair) for pair in merged])
             elif name.endswith("experts.down_proj"):
-                tensor = torch.stack([self._expert(name, index, "down", own) for index, own in enumerate(tensor)])
+                tensor = torch.stack([self._expert(stem, index, "down_proj", own) for index, own in enumerate(tensor)])
             else:
                 tensor = self._merge(name.removesuffix(".weight"), tensor)
             found[name.removeprefix("model.")] = tensor
         del found["lm_head.weight"]
         return found
 
-    def _expert(self, name: str, index: int, part: str, own: torch.Tensor) -> torch.Tensor:
-        return self._merge(f"{name.rsplit('.', 1)[0]}.{index}.{part}_proj", own)
+    def _expert(self, experts: str, index: int, layer: str, own: torch.Tensor) -> torch.Tensor:
+        return self._merge(f"{experts}.{index}.{layer}", own)
 
     def _merge(self, module: str, own: torch.Tensor) -> torch.Tensor:
         if f"{module}.lora_A.weight" not in self.parts:

@@ -26,6 +26,7 @@ from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.kernels import HEAD_DIMS, NativeKernels
 from mint.engine.cpu.operations import NativeOperations
 from mint.engine.model.attention import PAGE_POSITIONS
+from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.packing import Span, attention_blocks
 from mint.engine.protocol import SampleResult
 from mint.engine.torch_engine import TorchEngine
@@ -48,12 +49,18 @@ def operations(kernels: NativeKernels) -> NativeOperations:
     return NativeOperations(torch.float32, kernels)
 
 
-def _attend_in_float64(heads: Tensor, query_heads: int, kv_heads: int, visible: np.ndarray) -> Tensor:
-    """Plain masked attention of heads [T, H, D]; bool [T, T] says who sees whom."""
+def _attend_in_float64(
+    heads: Tensor, query_heads: int, kv_heads: int, visible: np.ndarray, sinks: Tensor | None
+) -> Tensor:
+    """Plain masked attention of heads [T, H, D]; bool [T, T] says who sees whom; `sinks` have no value."""
     count, _, dim = heads.shape
     query, key, value = heads.split([query_heads, kv_heads, kv_heads], dim=1)
     scores = torch.einsum("tkgd,jkd->kgtj", query.view(count, kv_heads, -1, dim), key) / math.sqrt(dim)
-    shares = scores.masked_fill(~torch.from_numpy(visible), -math.inf).softmax(-1)
+    scores = scores.masked_fill(~torch.from_numpy(visible), -math.inf)
+    if sinks is not None:
+        added = sinks.to(scores.dtype).view(kv_heads, -1, 1, 1).expand(-1, -1, count, 1)
+        scores = torch.cat([scores, added], dim=-1)
+    shares = scores.softmax(-1)[..., :count]
     return torch.einsum("kgtj,jkd->tkgd", shares, value).reshape(count, -1)
 
 
@@ -70,25 +77,27 @@ def _spans() -> tuple[list[Span], np.ndarray]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", sorted(HEAD_DIMS))
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("query_heads", "kv_heads", "window"),
     [(4, 2, 0), (3, 3, 0), (6, 1, 0), (10, 1, 0), (4, 2, 3), (6, 1, 17), (3, 3, 30)],
 )
 def test_attention_and_its_gradient_are_those_of_float64(
-    kernels: NativeKernels, dim: int, query_heads: int, kv_heads: int, window: int, dtype: torch.dtype
+    kernels: NativeKernels, dim: int, query_heads: int, kv_heads: int, window: int, has_sinks: bool, dtype: torch.dtype
 ) -> None:
     spans, visible = _spans()
+    sinks = torch.linspace(-4, 40, query_heads) if has_sinks else None
     for seen in visible:
         seen[np.flatnonzero(seen)[: -window if window else 0]] = False
     heads = torch.randn(90, query_heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
     exact = heads.double().requires_grad_()
-    expected = _attend_in_float64(exact, query_heads, kv_heads, visible)
+    expected = _attend_in_float64(exact, query_heads, kv_heads, visible, sinks)
     slope = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected.backward(slope.double())
     own = heads.clone().requires_grad_()
     windows = {0: window} if window else {}
     attention = NativePackedAttention(kernels, attention_blocks(spans), query_heads, kv_heads, windows)
-    found = attention(0, own)
+    found = attention(0, own, sinks)
     found.backward(slope)
     near: float = 1e-5 if dtype == torch.float32 else 1e-2
     assert exact.grad is not None and own.grad is not None
@@ -98,14 +107,15 @@ def test_attention_and_its_gradient_are_those_of_float64(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 1, 9, 64, 100])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-2.0, 0.3, 1.0, 5.0])], ids=["", "sinks"])
 def test_a_token_alone_gets_the_bits_that_it_gets_among_others(
-    kernels: NativeKernels, window: int, dtype: torch.dtype
+    kernels: NativeKernels, window: int, sinks: Tensor | None, dtype: torch.dtype
 ) -> None:
     """From pages, in any order of neighbours, and from packed rows."""
     count, kv_heads, dim = 150, 2, 32
     heads = torch.randn(count, 8, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
     rows = PackedRows(4, kv_heads, np.arange(count), *(np.zeros(count, np.int64) for _ in range(3)))
-    whole = attend_packed(kernels, rows, heads, window)
+    whole = attend_packed(kernels, rows, heads, window, sinks)
     pages = heads.new_zeros(2, 5, kv_heads, PAGE_POSITIONS, dim)
     table = np.array([[3, 0, 4]])
     for position in range(count):
@@ -114,7 +124,7 @@ def test_a_token_alone_gets_the_bits_that_it_gets_among_others(
             pages[plane, table[0, position // PAGE_POSITIONS], :, position % PAGE_POSITIONS] = own
     for wanted in (np.array([0]), np.array([63]), np.array([64]), np.array([149, 5, 15, 16, 128, 127])):
         decoded = DecodedRows(4, kv_heads, 1, PAGE_POSITIONS, np.repeat(table, len(wanted), axis=0), wanted)
-        out = attend_pages(kernels, decoded, heads[wanted].contiguous(), pages[0], pages[1], window)
+        out = attend_pages(kernels, decoded, heads[wanted].contiguous(), pages[0], pages[1], window, sinks)
         assert torch.equal(out, whole[wanted])
 
 
@@ -144,6 +154,29 @@ def test_gelu_and_its_gradient_are_those_of_float64(kernels: NativeKernels) -> N
     (expected,) = _gradients_in_float64(gated, slope, exact)
     found = operations.swiglu_backward(slope, wide).double()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_clamped_swiglu_and_its_gradient_are_those_of_float64(kernels: NativeKernels) -> None:
+    operations = NativeOperations(torch.float32, kernels, "clamped_swiglu")
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(37, 64, generator=generator) * torch.logspace(-3, 3, 37)[:, None]
+    slope, exact = torch.randn(37, 32, generator=generator), wide.double().requires_grad_()
+    gate, up = exact[:, ::2].clamp(max=7), exact[:, 1::2].clamp(-7, 7)
+    gated = gate * (1.702 * gate).sigmoid() * (up + 1)
+    (expected,) = _gradients_in_float64(gated, slope, exact)
+    for own in (operations, TorchOperations(torch.float32, torch.device("cpu"), "clamped_swiglu")):
+        torch.testing.assert_close(own.swiglu(wide).double(), gated.detach(), rtol=1e-5, atol=1e-6)
+        again, active = own.swiglu_again(wide)
+        assert torch.equal(again, own.swiglu(wide))
+        for known in (None, active):
+            found = own.swiglu_backward(slope.clone(), wide, known)
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [64, 20])
+def test_a_bias_is_added(operations: NativeOperations, width: int) -> None:
+    x, bias = torch.randn(7, width), torch.randn(width)
+    assert torch.equal(operations.add_bias(x, bias), x + bias)
 
 
 @pytest.mark.parametrize("normed", [True, False])

@@ -14,13 +14,17 @@ from mint.engine.packing import attention_blocks
 QUERY_HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
+SINKS = torch.tensor([-3.0, 0.5, 4.0, 60.0])
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("saved", [packed_attention.SAVED_PROBABILITIES, 0])
 @pytest.mark.parametrize(
     ("least", "window"), [(1, 0), (packed_attention.MIN_PREFIX_KEYS, 0), (1 << 30, 0), (1, 20), (1 << 30, 70)]
 )
 def test_values_and_gradients_are_those_of_the_definition(
-    name: str, saved: int, least: int, window: int, monkeypatch: pytest.MonkeyPatch
+    name: str, saved: int, least: int, window: int, sinks: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_attention, "SAVED_PROBABILITIES", saved)
     monkeypatch.setattr(packed_attention, "MIN_PREFIX_KEYS", least)
@@ -30,8 +34,8 @@ def test_values_and_gradients_are_those_of_the_definition(
     expected_heads = heads.detach().double().requires_grad_()
     windows = {1: window} if window else {}
     attention = PackedAttention(attention_blocks(spans), QUERY_HEADS, KV_HEADS, heads.device, windows)
-    out = attention(1, heads)
-    expected = attend_by_definition(expected_heads, spans, KV_HEADS, window)
+    out = attention(1, heads, sinks)
+    expected = attend_by_definition(expected_heads, spans, KV_HEADS, window, sinks)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
     grad = torch.randn(out.shape, generator=generator)
     out.backward(grad)

@@ -84,7 +84,7 @@ def _write_mxfp4(folder: Path) -> PreTrainedModel:
     def convert(name: str, weight: np.ndarray) -> Quantized | None:
         return to_mxfp4(weight) if name.endswith(("gate_up_proj", "down_proj")) else None
 
-    write_other_model(folder / "exact", "gpt_oss", hidden_size=64, intermediate_size=96)
+    write_model(folder / "exact", "untied", family="gpt_oss", hidden_size=64, intermediate_size=96)
     return quantize_folder(folder / "exact", folder, {"quant_method": "mxfp4"}, convert)
 
 
@@ -254,7 +254,7 @@ def _json_folder(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("implementation", ["transformers"])
+@pytest.mark.parametrize("implementation", ["mint", "transformers"])
 def test_an_mxfp4_base_computes_with_the_numbers_of_its_files(implementation: str, tmp_path: Path) -> None:
     reference = _write_mxfp4(tmp_path)
     engine = _engine(tmp_path, implementation=implementation)

@@ -38,6 +38,7 @@ SHAPE: dict[str, Any] = {
 # transformers takes a Qwen2 head's width from the hidden size alone
 WITH_BIASES: dict[str, Any] = {**SHAPE, "hidden_size": 128, "head_dim": None}
 MIXED: dict[str, Any] = {**SHAPE, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+STACKED: dict[str, Any] = {**SHAPE, "num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 32}
 ODD: dict[str, Any] = {**SHAPE, "vocab_size": 97}
 LORA = LoraSpec(rank=4, seed=7, train_attn=True, train_mlp=True, train_unembed=True)
 ROWS, COLUMNS = 37, 2
@@ -45,11 +46,12 @@ ROWS, COLUMNS = 37, 2
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tied model, one that is not and has biases, and a mixture of experts."""
-    found = {family: tmp_path_factory.mktemp(family) for family in ("qwen3", "qwen2", "qwen3_moe")}
+    """A tied model, one that is not and has biases, a mixture of experts, and one with biases, sinks and windows."""
+    found = {family: tmp_path_factory.mktemp(family) for family in ("qwen3", "qwen2", "qwen3_moe", "gpt_oss")}
     write_model(found["qwen3"], "tied", **SHAPE)
     write_model(found["qwen2"], "untied", family="qwen2", **WITH_BIASES)
     write_model(found["qwen3_moe"], "tied", family="qwen3_moe", **MIXED)
+    write_model(found["gpt_oss"], "tied", family="gpt_oss", **STACKED)
     return found
 
 
@@ -119,7 +121,7 @@ def _runs(decoder: Decoder, kind: str) -> list[LoraRows]:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ["base", "one", "several"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe", "gpt_oss"])
 def test_a_recorded_step_gives_the_bits_of_the_forward_over_page_boundaries(
     folders: dict[str, Path], native_folder: Path, family: str, dtype: torch.dtype, kind: str, threads: int
 ) -> None:

@@ -71,7 +71,7 @@ class Device:
             # Beside a bfloat16 base (7 bits of each factor) loras' products may use TF32 (10 bits); beside float32 all
             # 23.
             torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else "highest")
-            if self._gpu_kernels and config.head_dim >= MIN_HEAD_DIM:
+            if self._gpu_kernels and config.head_dim >= MIN_HEAD_DIM and not config.family.sinks:
                 return FlexOperations(dtype, self.torch, activation)
             return CudaOperations(dtype, self.torch, activation)
         return TorchOperations(dtype, self.torch, activation)

@@ -113,9 +113,9 @@ class NativePackedAttention:
         described = np.concatenate(list(map(_describe, blocks)), axis=1)
         self.rows = PackedRows(query_heads, kv_heads, *described[:, np.argsort(described[0])])
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """Attended values [rows, K·G·D] of `heads` [T, H, D], in float32 where there is no gradient."""
-        return _Attend.run(heads, self, self._windows.get(layer, 0))
+    def __call__(self, layer: int, heads: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attended values [rows, K·G·D] of `heads` [T, H, D], in float32 where there is no gradient; `sinks` [K·G]."""
+        return _Attend.run(heads, self, self._windows.get(layer, 0), sinks)
 
 
 class _Attend(AutogradFunction):
@@ -123,17 +123,17 @@ class _Attend(AutogradFunction):
 
     @classmethod
     @override
-    def infer(cls, heads: Tensor, plan: NativePackedAttention, window: int) -> Tensor:
-        return widen(plan.kernels, attend_packed(plan.kernels, plan.rows, heads.contiguous(), window))
+    def infer(cls, heads: Tensor, plan: NativePackedAttention, window: int, sinks: Tensor | None) -> Tensor:
+        return widen(plan.kernels, attend_packed(plan.kernels, plan.rows, heads.contiguous(), window, sinks))
 
     @staticmethod
     @override
-    def forward(ctx: Any, heads: Tensor, plan: NativePackedAttention, window: int) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, plan: NativePackedAttention, window: int, sinks: Tensor | None) -> Tensor:
         """[rows, K·G·D] from heads [T, H, D]."""
         heads = heads.contiguous()
         ctx.save_for_backward(heads)
-        ctx.plan, ctx.window = plan, window
-        return attend_packed(plan.kernels, plan.rows, heads, window)
+        ctx.plan, ctx.window, ctx.sinks = plan, window, sinks
+        return attend_packed(plan.kernels, plan.rows, heads, window, sinks)
 
     @staticmethod
     @override
@@ -142,8 +142,8 @@ class _Attend(AutogradFunction):
         """The gradient for heads."""
         (heads,) = ctx.saved_tensors
         grad = grad.to(heads.dtype).contiguous()
-        grads = attend_packed_backward(ctx.plan.kernels, ctx.plan.rows, heads, grad, ctx.window)
-        return grads.to(heads.dtype), None, None
+        grads = attend_packed_backward(ctx.plan.kernels, ctx.plan.rows, heads, grad, ctx.window, ctx.sinks)
+        return grads.to(heads.dtype), None, None, None
 
 
 class NativeDecodeAttention:
@@ -176,17 +176,21 @@ class NativeDecodeAttention:
         """Prepares for rows of up to so many keys."""
         self._rows.longest = keys
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """Attended values [R, K·G·D] in float32 of `heads` [R, H, D], whose keys and values are stored."""
+    def __call__(self, layer: int, heads: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attended values [R, K·G·D] in float32 of `heads` [R, H, D], whose keys and values are stored; `sinks`
+        [K·G]."""
         heads = heads.contiguous()
         store(self._kernels, self._cache, layer, heads, self._table, self._positions)
         window = self._cache.windows.get(layer, 0)
-        return widen(self._kernels, attend_pages(self._kernels, self._rows, heads, *self._cache.planes(layer), window))
+        planes = self._cache.planes(layer)
+        return widen(self._kernels, attend_pages(self._kernels, self._rows, heads, *planes, window, sinks))
 
 
-def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor, window: int = 0) -> Tensor:
+def attend_packed(
+    kernels: NativeKernels, rows: PackedRows, heads: Tensor, window: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """Attended values [rows, K·G·D] of heads [T, H, D], both in one dtype. Here as below, a row sees the last `window`
-    of its keys; 0: all of them."""
+    of its keys, 0: all of them; and `sinks` [K·G] in float32 take part in the softmax, if given."""
     out = heads.new_empty(rows.rows, rows.query_heads * heads.shape[2])
     kernels.libraries["attention"].attend_packed(
         rows.rows,
@@ -195,6 +199,7 @@ def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor, windo
         dim=heads.shape[2],
         half=heads.dtype == torch.bfloat16,
         window=window,
+        sinks=sinks,
         heads=heads,
         out=out,
     )
@@ -202,7 +207,12 @@ def attend_packed(kernels: NativeKernels, rows: PackedRows, heads: Tensor, windo
 
 
 def attend_packed_backward(
-    kernels: NativeKernels, rows: PackedRows, heads: Tensor, grad: Tensor, window: int = 0
+    kernels: NativeKernels,
+    rows: PackedRows,
+    heads: Tensor,
+    grad: Tensor,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The gradient for heads [T, H, D], in float32, from grad [rows, K·G·D] in the dtype of heads."""
     grads = torch.zeros(heads.shape)
@@ -214,6 +224,7 @@ def attend_packed_backward(
         dim=heads.shape[2],
         half=heads.dtype == torch.bfloat16,
         window=window,
+        sinks=sinks,
         heads=heads,
         grad_out=grad,
         grads=grads,
@@ -222,7 +233,13 @@ def attend_packed_backward(
 
 
 def attend_pages(
-    kernels: NativeKernels, rows: DecodedRows, heads: Tensor, keys: Tensor, values: Tensor, window: int = 0
+    kernels: NativeKernels,
+    rows: DecodedRows,
+    heads: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attended values [rows, K·G·D] of heads [rows, H, D] over `keys` and `values` in pages."""
     out = heads.new_empty(len(heads), rows.query_heads * heads.shape[2])
@@ -233,6 +250,7 @@ def attend_pages(
         dim=heads.shape[2],
         half=heads.dtype == torch.bfloat16,
         window=window,
+        sinks=sinks,
         heads=heads,
         keys=keys,
         values=values,

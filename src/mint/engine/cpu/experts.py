@@ -36,9 +36,15 @@ class Routing:
 
 
 class ExpertMatrices:
-    """One matrix [O, I] of each expert, all of one shape, dtype and class, and of one format if they are quantized."""
+    """One matrix [O, I] of each expert, all of one shape, dtype and class, and of one format if they are quantized; and
+    their biases."""
 
-    def __init__(self, kernels: NativeKernels, matrices: Sequence[PanelMatrix] | Sequence[QuantizedPanels]) -> None:
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        matrices: Sequence[PanelMatrix] | Sequence[QuantizedPanels],
+        biases: Sequence[Tensor | None],
+    ) -> None:
         first = matrices[0]
         self._matrices = matrices  # their memory lives as long as `places` do
         self.outputs, self.inputs, self.dtype = first.outputs, first.inputs, first.dtype
@@ -53,6 +59,8 @@ class ExpertMatrices:
         self.transposed_product = (products.product_halves if is_half else products.product_floats).address
         self.places = (ctypes.c_void_p * len(matrices))(*(matrix.address for matrix in matrices))
         """What the kernels read of each expert."""
+        own = [bias for bias in biases if bias is not None]
+        self.biases = torch.stack(own) if own else None  # [N, O]
 
 
 @dataclass(frozen=True)
@@ -170,7 +178,7 @@ class NativeExperts:
         return grad_weights, grad
 
     def multiply(self, rows: Tensor, matrices: ExpertMatrices, routing: Routing, out: Tensor | None = None) -> Tensor:
-        """`row @ matrix.T` of each row's expert, float32 [P, O] from [P, I]; into `out`, if given."""
+        """`row @ matrix.T + bias` of each row's expert, float32 [P, O] from [P, I]; into `out`, if given."""
         out = rows.new_empty(len(rows), matrices.outputs) if out is None else out
         self._library.multiply_experts(
             matrices.outputs // LANES,
@@ -184,6 +192,16 @@ class NativeExperts:
             outputs=matrices.outputs,
             out=out,
         )
+        if matrices.biases is not None:
+            self._library.add_biases(
+                len(out),
+                out.numel(),
+                biases=matrices.biases,
+                borders=routing.borders,
+                experts=len(matrices.biases),
+                outputs=matrices.outputs,
+                out=out,
+            )
         return out
 
     def multiply_transposes(self, rows: Tensor, matrices: ExpertMatrices, routing: Routing) -> Tensor:

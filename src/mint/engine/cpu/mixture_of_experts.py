@@ -24,9 +24,8 @@ from mint.engine.cpu.panels import PanelMatrix
 from mint.engine.lora import LoraRows, LoraWeights, SiteWeights
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
-from mint.engine.model.linear import Matrix
 from mint.engine.model.operations import Operations
-from mint.engine.model.weights import expert_site
+from mint.engine.model.weights import MixtureWeights, expert_site
 from mint.engine.quantized.quantized_panels import QuantizedPanels
 
 
@@ -37,7 +36,7 @@ class NativeMixtureOfExperts:
         self,
         operations: Operations,
         kernels: NativeKernels,
-        router: Matrix,
+        weights: MixtureWeights,
         gate_up: Sequence[PanelMatrix] | Sequence[QuantizedPanels],
         down: Sequence[PanelMatrix] | Sequence[QuantizedPanels],
         norm: Tensor,
@@ -45,14 +44,15 @@ class NativeMixtureOfExperts:
         config: DecoderConfig,
         mixture: ExpertsConfig,
     ) -> None:
-        """`norm` [E]; `gate_up` and `down` have one matrix for each expert."""
+        """`norm` [E]; `gate_up` and `down` are the matrices of the experts in `weights`."""
         self._operations = operations
         self._native = NativeExperts(kernels)
         self._norm = norm
         self._eps = config.rms_norm_eps
-        self._router = router
-        self._gate_up = ExpertMatrices(kernels, gate_up)
-        self._down = ExpertMatrices(kernels, down)
+        self._router = weights.router
+        self._router_bias = weights.router_bias
+        self._gate_up = ExpertMatrices(kernels, gate_up, [own.gate_up_bias for own in weights.experts])
+        self._down = ExpertMatrices(kernels, down, [own.down_bias for own in weights.experts])
         self._mixture = mixture
         self._layer = layer
 
@@ -108,6 +108,8 @@ class NativeMixtureOfExperts:
         weighted = inner * routing.weights.view(-1)[routing.order].unsqueeze(1)
         native.add_lora_gradients(grads, weighted, routing, self._lora(own, "down"), grad_inner)
         grad_weights, grad_inner = native.weigh(inner, grad_inner, routing)
+        if self._down.biases is not None:
+            grad_weights.add_((grad @ self._down.biases.t()).gather(1, routing.chosen))
         grad_wide = operations.swiglu_backward(grad_inner, wide)
         rows = native.gather(operations.rms_norm_again(x, inverse, self._norm), routing)
         grad_rows = native.multiply_transposes(grad_wide, self._gate_up, routing) if for_input else None
@@ -120,9 +122,11 @@ class NativeMixtureOfExperts:
 
     def _scores(self, normed: Tensor) -> Tensor:
         missing = max(0, self._router.min_rows - len(normed))
-        if not missing:
-            return self._router.product(normed)
-        return self._router.product(F.pad(normed, (0, 0, 0, missing)))[: len(normed)].contiguous()
+        rows = F.pad(normed, (0, 0, 0, missing)) if missing else normed
+        scores = self._router.product(rows)
+        if missing:
+            scores = scores[: len(normed)].contiguous()
+        return scores if self._router_bias is None else self._operations.add_bias(scores, self._router_bias)
 
     def _loras(self, loras: Sequence[LoraRows], part: str) -> list[ExpertLora]:
         return [self._lora(own, part) for own in loras]

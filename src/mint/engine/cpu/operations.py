@@ -114,6 +114,9 @@ class NativeOperations(CpuOperations):
         self._products = NativeProducts(kernels)
         self._loras = NativeLoras(kernels)
         self._gelu = int(activation == "gelu_tanh")
+        is_clamped = activation == "clamped_swiglu"
+        self._swiglu = self._rows.clamped_swiglu if is_clamped else self._rows.swiglu
+        self._swiglu_backward = self._rows.clamped_swiglu_backward if is_clamped else self._rows.swiglu_backward
 
     @staticmethod
     def fit(config: DecoderConfig) -> bool:
@@ -318,9 +321,15 @@ class NativeOperations(CpuOperations):
         return out
 
     @override
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self._rows.add_bias(len(x), x.numel(), x=x, bias=bias, width=x.shape[1], out=out)
+        return out
+
+    @override
     def swiglu(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._rows.swiglu(len(gate_up), gate_up.numel(), wide=gate_up, inner=out.shape[1], gelu=self._gelu, out=out)
+        self._swiglu(len(gate_up), gate_up.numel(), wide=gate_up, inner=out.shape[1], gelu=self._gelu, out=out)
         return out
 
     @override
@@ -330,7 +339,7 @@ class NativeOperations(CpuOperations):
     @override
     def swiglu_backward(self, grad: Tensor, gate_up: Tensor, active_gate: Tensor | None = None) -> Tensor:
         out = torch.empty_like(gate_up)
-        self._rows.swiglu_backward(
+        self._swiglu_backward(
             len(gate_up),
             gate_up.numel(),
             grad=grad,
@@ -390,8 +399,8 @@ class NativeOperations(CpuOperations):
         mixture = config.experts_of(layer)
         if mixture is None or gate_up is None or down is None:
             # by torch alone, although kernels could compute norm and SwiGLU
-            return CpuOperations(self.dtype).mixture(weights, norm, layer, config, loras)
-        return NativeMixtureOfExperts(self, self.kernels, weights.router, gate_up, down, norm, layer, config, mixture)
+            return CpuOperations(self.dtype, self.activation).mixture(weights, norm, layer, config, loras)
+        return NativeMixtureOfExperts(self, self.kernels, weights, gate_up, down, norm, layer, config, mixture)
 
     @override
     def softmax_statistics(self, logits: Tensor, needs_gradient: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:

@@ -84,8 +84,14 @@ class FlexPackedAttention:
             seq_lengths=(self._padded, self._padded),
         )
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """Attended values [T, K·G·D] of `heads` [T, H, D]."""
+    def __call__(self, layer: int, heads: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attended values [T, K·G·D] of `heads` [T, H, D].
+
+        Raises:
+            ValueError: there are sinks, which `engine/devices.py` gives to `PackedAttention`.
+        """
+        if sinks is not None:
+            raise ValueError("FlexAttention is not for heads with sinks")
         window = self._windows.get(layer, 0)
         if window not in self._masks:
             self._masks[window] = self._new_mask(window)

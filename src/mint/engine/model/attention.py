@@ -5,7 +5,8 @@ the batch reaches its arithmetic: not the neighbours, not the length of its sequ
 (a decoded token) or with the rest of its block. So the sampler's logprobs equal the trainer's to the last bit, wherever
 products of at least `MIN_QUERIES` rows treat each row alike (measured for float32 and bfloat16 on CPUs, and tested).
 
-In a layer with a window, keys that lie further back are masked, too.
+In a layer with a window, keys that lie further back are masked, too. Where a query head has a sink, its logit takes
+part in the softmax of each of its queries.
 
 `packed_attention` follows these rules for many rows of a sequence, `sampling/decode_attention` for one.
 """
@@ -43,6 +44,15 @@ def hide_keys(scores: Tensor, positions: Tensor, window: int) -> None:
     """Masks in `scores` [..., keys] what lies before the last `window` keys of queries at `positions` [..., 1]."""
     keys = torch.arange(scores.shape[-1], device=scores.device)
     scores.masked_fill_(keys <= positions - window, -math.inf)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Probabilities of keys [..., keys], contiguous, which share 1 with those of `sinks` [..., 1], if given."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    # Torch's softmax of a row depends on that row alone, which a quotient of its own could not promise.
+    both = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    return torch.softmax(both, dim=-1)[..., :-1].contiguous()
 
 
 def add_parts(parts: Iterable[Tensor]) -> Tensor:

@@ -17,8 +17,12 @@ ALIGNED = 4
 """Widths are multiples of this: 16 bytes in float32."""
 
 
-Activation = Literal["silu", "gelu_tanh"]
-"""The activation function of the gate in an MLP."""
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""The activation function of the gate in an MLP. `clamped_swiglu` is GPT-OSS's, and covers the whole product:
+gate · σ(`SWIGLU_ALPHA` · gate) · (up + 1), with gates up to `SWIGLU_LIMIT` and ups between ± `SWIGLU_LIMIT`. The
+outputs of its gates and ups alternate."""
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,34 @@ class NormNames:
 
 
 @dataclass(frozen=True)
+class ExpertTensors:
+    """How checkpoints hold a mixture of experts, and how its config.json describes it."""
+
+    router: str = "gate"
+    intermediate_size: str = "moe_intermediate_size"
+    always_normed: bool = False
+    """The weights of a token's experts add up to 1, whatever `norm_topk_prob` says."""
+    stacked: bool = False
+    """The matrices of a layer's experts are one tensor [experts, inputs, outputs], and gate and up are one matrix.
+    Router and experts have biases."""
+
+
+@dataclass(frozen=True)
 class Family:
     """How one family of decoders differs from another, and what its config.json may leave out."""
 
     name: str
     qkv_bias: bool = False
+    o_bias: bool = False
+    sinks: bool = False
+    """Each query head has one more logit in its softmax, for which there is no value (arXiv 2309.17453)."""
     head_norms: bool = False
     joint_head_norms: bool = False
     """All query heads are normed together, and all key heads."""
     norms: NormNames = NormNames()
     norms_from_one: bool = False
     """Checkpoints hold the weights of norms less 1."""
-    experts: bool = False
+    experts: ExpertTensors | None = None
     unrotated_layers: bool = False
     multipliers: bool = False
     normal_embeddings: bool = False
@@ -73,6 +93,8 @@ class Family:
     sliding_window: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope: Mapping[str, Any] | None = None
+    """The `rope_parameters` of a config.json without them."""
 
 
 _AFTER = NormNames(
@@ -86,7 +108,7 @@ FAMILIES = {
     "llama": Family("Llama"),
     "qwen2": Family("Qwen2.5", qkv_bias=True),
     "qwen3": Family("Qwen3", head_norms=True),
-    "qwen3_moe": Family("Qwen3-MoE", head_norms=True, experts=True),
+    "qwen3_moe": Family("Qwen3-MoE", head_norms=True, experts=ExpertTensors()),
     "qwen3_5_text": Family(
         "Qwen3.5",
         head_norms=True,
@@ -130,6 +152,20 @@ FAMILIES = {
         sliding_window=4096,
         rms_norm_eps=1e-5,
     ),
+    "gpt_oss": Family(
+        "GPT-OSS",
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        experts=ExpertTensors("router", "intermediate_size", always_normed=True, stacked=True),
+        windows=True,
+        full_every=2,
+        activation="clamped_swiglu",
+        sliding_window=128,
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    ),
     "olmo2": Family("OLMo 2", head_norms=True, joint_head_norms=True, norms=_AFTER, rms_norm_eps=1e-5),
     "olmo3": Family(
         "OLMo 3",
@@ -147,7 +183,6 @@ FAMILIES = {
 """By the `model_type` of config.json."""
 
 _REFUSED_OPTIONS = (
-    "attention_bias",
     "mlp_bias",
     "use_sliding_window",
     "dual_chunk_attention_config",
@@ -156,8 +191,12 @@ _REFUSED_OPTIONS = (
     "use_bidirectional_attention",
 )
 
-_ACTIVATIONS = {"silu": ("hidden_act", "silu"), "gelu_tanh": ("hidden_activation", "gelu_pytorch_tanh")}
-"""Where config.json names them, and how."""
+_ACTIVATIONS: dict[Activation, dict[str, object]] = {
+    "silu": {"hidden_act": "silu"},
+    "gelu_tanh": {"hidden_activation": "gelu_pytorch_tanh"},
+    "clamped_swiglu": {"hidden_act": "silu", "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT},
+}
+"""What config.json has for them, if anything."""
 
 SUPPORTED = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
 """The families, for error messages."""
@@ -371,7 +410,7 @@ def read_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         ropes=_ropes(config, layers, windowed),
         windows=_windows(config, windowed, context),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.is_tied)),
-        experts=_experts(config, layers) if family.experts else None,
+        experts=None if family.experts is None else _experts(config, layers, family.experts),
         delta_net=_delta_net(config, layers) if family.delta_nets else None,
         scales=scales,
     )
@@ -383,9 +422,9 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 def _refuse_options(config: Mapping[str, Any]) -> None:
     family = _family(config)
-    key, usual = _ACTIVATIONS[family.activation]
-    if config.get(key, usual) != usual:
-        raise _unsupported(key, config[key], f"only {usual!r}")
+    for key, usual in {**_ACTIVATIONS[family.activation], "attention_bias": family.o_bias}.items():
+        if config.get(key, usual) != usual:
+            raise _unsupported(key, config[key], f"only {usual!r}")
     for option in _REFUSED_OPTIONS:
         if config.get(option):
             raise _unsupported(option, config[option], "only without")
@@ -446,7 +485,7 @@ def _windows(config: Mapping[str, Any], windowed: frozenset[int], context: int) 
     return dict.fromkeys(sorted(windowed), window) if window < context else NO_WINDOWS
 
 
-def _experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
+def _experts(config: Mapping[str, Any], layers: int, tensors: ExpertTensors) -> ExpertsConfig:
     """The mixture of experts. Transformers 5 writes `num_local_experts` although it reads `num_experts`."""
     count = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
     per_token = _size(config, "num_experts_per_tok")
@@ -458,8 +497,8 @@ def _experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
     return ExpertsConfig(
         count=count,
         per_token=per_token,
-        intermediate_size=_width(config, "moe_intermediate_size"),
-        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        intermediate_size=_width(config, tensors.intermediate_size),
+        norm_topk_prob=tensors.always_normed or bool(config.get("norm_topk_prob", False)),
         layers=mixtures,
     )
 
@@ -540,7 +579,7 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Transformers 5 writes base and scaling to `rope_parameters`, for layers with and without windows apart. Older
     files have the base at the top level and the scaling in `rope_scaling`."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(place) or {}
+    rope = config.get(place) or _family(config).rope or {}
     if _family(config).window_theta is not None and place == "rope_parameters" and rope:
         return f"{place}.full_attention", rope.get("full_attention") or {}
     return place, rope

@@ -27,6 +27,7 @@ from mint.engine.model.config import DecoderConfig, Rope
 from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.functions import pad_rows, rope_tables
 from mint.engine.model.layer_parts import (
+    AddBias,
     AttentionInputs,
     ForwardContext,
     GatedHeads,
@@ -179,6 +180,8 @@ class Decoder:
         mixed = pad_rows(mixed, len(x))
         o = self.loras.linear(f"{index}.o", layer.mixer.o, batch.loras)
         added = x if layer.attention_output_norm is None else None
+        if added is not None and layer.o_bias is not None:
+            added = AddBias.run(added, layer.o_bias, self.operations)
         x = self._add_normed(LoraProduct.run(mixed, added, o, *o.parameters), layer.attention_output_norm, x)
         if isinstance(layer.mlp, MixtureWeights):
             # without the padding, whose rows would go to experts that no token needs
@@ -206,9 +209,10 @@ class Decoder:
         qkv = self.loras.linear(f"{index}.qkv", weights.qkv, batch.loras)
         if not self.config.family.output_gates:
             heads = AttentionInputs.run(x, norm, weights, qkv, context, *qkv.parameters)
-            return batch.attention(index, heads[: batch.count])
+            return batch.attention(index, heads[: batch.count], weights.sinks)
         wide = NormedProduct.run(x, norm, qkv, context, *qkv.parameters)
-        attended = batch.attention(index, GatedHeads.run(wide, weights, context)[: batch.count])
+        heads = GatedHeads.run(wide, weights, context)
+        attended = batch.attention(index, heads[: batch.count], weights.sinks)
         return OutputGate.run(attended, wide[: batch.count], context)
 
     def _run_delta_net(

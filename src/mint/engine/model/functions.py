@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mint.engine.model.config import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
     Activation,
     DecoderConfig,
     LinearScaling,
@@ -54,18 +56,43 @@ def head_norm_gradient(scaled: Tensor, heads: Tensor, inverse: Tensor, joint: in
         scaled[:, run] = found.view_as(scaled[:, run])
 
 
+def split_halves(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """Views of gate and up [T, I] in gate_up [T, 2·I]."""
+    if activation == "clamped_swiglu":
+        return gate_up[:, ::2], gate_up[:, 1::2]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate, up
+
+
 def activate(gate: Tensor, activation: Activation) -> Tensor:
-    """`activation` of each number."""
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    """`activation` of each number, as far as it depends on the gate alone."""
+    if activation == "silu":
+        return F.silu(gate)
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh")
+    clamped = gate.clamp(max=SWIGLU_LIMIT)
+    # As columns of a wider matrix: torch then computes row by row, so that a number gets the same bits in each batch.
+    scaled = torch.empty_strided(gate.shape, (gate.shape[1] + 1, 1), dtype=gate.dtype, device=gate.device)
+    return torch.sigmoid(torch.mul(clamped, SWIGLU_ALPHA, out=scaled)).mul_(clamped)
+
+
+def gated(up: Tensor, activation: Activation) -> Tensor:
+    """What the activated gate is multiplied with."""
+    return up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1) if activation == "clamped_swiglu" else up
 
 
 def swiglu_gradient(grad: Tensor, gate_up: Tensor, active_gate: Tensor, activation: Activation) -> Tensor:
     """The gradient for gate_up [T, 2·I] from grad [T, I] and `activation(gate)`; overwrites `grad`."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = split_halves(gate_up, activation)
     out = torch.empty_like(gate_up)
-    grad_gate, grad_up = out.chunk(2, dim=-1)
+    grad_gate, grad_up = split_halves(out, activation)
     torch.mul(grad, active_gate, out=grad_up)
-    if activation == "silu":
+    if activation == "clamped_swiglu":
+        share = torch.sigmoid(gate.clamp(max=SWIGLU_LIMIT) * SWIGLU_ALPHA)
+        slope = share + SWIGLU_ALPHA * active_gate * (1 - share)  # of the activated gate
+        torch.mul(grad.mul_(gated(up, activation)), slope.masked_fill_(gate > SWIGLU_LIMIT, 0), out=grad_gate)
+        grad_up.masked_fill_(up.abs() > SWIGLU_LIMIT, 0)
+    elif activation == "silu":
         torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
     else:
         torch.ops.aten.gelu_backward.grad_input(grad.mul_(up), gate, approximate="tanh", grad_input=grad_gate)

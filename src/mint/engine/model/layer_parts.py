@@ -78,6 +78,22 @@ class Norm(AutogradFunction):
         return grad_x, None, None, None, grad if ctx.adds else None
 
 
+class AddBias(AutogradFunction):
+    """x + bias, of rows x [T, E] and a frozen bias [E]."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, bias: Tensor, operations: Operations) -> Tensor:
+        return operations.add_bias(x, bias)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient for x."""
+        return grad, None, None
+
+
 class AttentionInputs(AutogradFunction):
     """From rows to the heads that attend: norm, query/key/value product, head norms, rotation."""
 

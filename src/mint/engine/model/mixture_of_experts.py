@@ -19,7 +19,7 @@ from typing_extensions import override  # a dependency of torch; in typing from 
 from mint.engine.lora import LoraRows
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import DecoderConfig, ExpertsConfig
-from mint.engine.model.layer_parts import Norm
+from mint.engine.model.layer_parts import AddBias, Norm
 from mint.engine.model.linear import LoraLinears
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import MixtureWeights, expert_site
@@ -53,6 +53,7 @@ class MixtureOfExperts:
         """x + the weighted sum of the chosen experts of norm(x), both [T, E]."""
         normed = Norm.run(x, self._norm, self._eps, self._operations)
         scores = self._loras.multiply(normed, self._weights.router, f"{self._layer}.router", loras)
+        scores = self._add_bias(scores, self._weights.router_bias)
         routing_weights, chosen = _route(scores, self._mixture)
         order = torch.argsort(chosen.reshape(-1), stable=True)  # pairs by expert, the rows of each in their own order
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
@@ -63,9 +64,13 @@ class MixtureOfExperts:
             weights = self._weights.experts[expert]
             site = expert_site(self._layer, expert)
             wide = self._loras.multiply(rows[start:stop], weights.gate_up, f"{site}.gate_up", own)
-            inner = _SwiGlu.run(wide, self._operations)
-            parts.append(self._loras.multiply(inner, weights.down, f"{site}.down", own))
+            inner = _SwiGlu.run(self._add_bias(wide, weights.gate_up_bias), self._operations)
+            narrow = self._loras.multiply(inner, weights.down, f"{site}.down", own)
+            parts.append(self._add_bias(narrow, weights.down_bias))
         return _Combine.run(torch.cat(parts), routing_weights, x, order, places)
+
+    def _add_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return x if bias is None else AddBias.run(x, bias, self._operations)
 
 
 def _route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,9 @@ from mint.engine.model.weights import DeltaNetWeights, MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
 from mint.engine.quantized.number_formats import QuantizedWeight
 
-Attention = Callable[[int, Tensor], Tensor]
-"""(layer, normed and rotated heads [T, H, D] in the base's dtype) → attended values [T, query heads · D]."""
+Attention = Callable[[int, Tensor, Tensor | None], Tensor]
+"""(layer, normed and rotated heads [T, H, D] in the base's dtype, sinks [query heads], if there are any) → attended
+values [T, query heads · D]."""
 
 DeltaRule = Callable[[int, DeltaNetWeights, Tensor], Tensor]
 """(layer, its weights, products [T, W] with the input of its delta net) → what its heads read [T, U], normed and gated.
@@ -108,6 +109,10 @@ class Operations(Protocol):
 
     # --- between the products ---
 
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        """`x + bias` of x [T, E] and bias [E]."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`x / rms(x) · weight` of x [T, E], plus `residual` [T, E], and 1 / rms(x) [T, 1]."""
         ...
@@ -170,7 +175,7 @@ class Operations(Protocol):
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """`activation(gate) · up` [T, I] of [T, 2·I]."""
+        """`activation(gate) · up` [T, I] of [T, 2·I]; see `Activation`."""
         ...
 
     def swiglu_again(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:

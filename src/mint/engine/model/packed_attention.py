@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.model.attention import BLOCK, MIN_QUERIES, add_parts, cuts, hide_keys
+from mint.engine.model.attention import BLOCK, MIN_QUERIES, add_parts, cuts, hide_keys, softmax
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.config import NO_WINDOWS, Windows
 from mint.engine.packing import AttentionBlock
@@ -93,9 +93,9 @@ class PackedAttention:
         # [T·K·G]: the place of each row's result among the results of all pieces
         self.order = torch.from_numpy(places).to(device)
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """Attended values [T, K·G·D] of `heads` [T, H, D]."""
-        return _Attend.run(heads, self, self._windows.get(layer, 0))
+    def __call__(self, layer: int, heads: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attended values [T, K·G·D] of `heads` [T, H, D], with `sinks` [K·G], if given."""
+        return _Attend.run(heads, self, self._windows.get(layer, 0), sinks)
 
     @cached_property
     def backward(self) -> _Backward:
@@ -139,7 +139,7 @@ class _Attend(AutogradFunction):
 
     @staticmethod
     @override
-    def forward(ctx: Any, heads: Tensor, plan: PackedAttention, window: int) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, plan: PackedAttention, window: int, sinks: Tensor | None) -> Tensor:
         """[T, K·G·D] from heads [T, H, D]."""
         flat = heads.flatten(0, 1)
         mixed = []
@@ -148,7 +148,9 @@ class _Attend(AutogradFunction):
         for block in plan.blocks:
             key, value = (_gather(flat, places, block.products) for places in (block.keys, block.keys + plan.kv_heads))
             for piece in block.pieces:
-                probabilities = _probabilities(_gather_queries(flat, piece, block), key[:, : piece.keys], piece, window)
+                query = _gather_queries(flat, piece, block)
+                own_sinks = _spread_sinks(sinks, piece, block, plan.kv_heads)
+                probabilities = _probabilities(query, key[:, : piece.keys], piece, window, own_sinks)
                 own = probabilities.to(heads.dtype)
                 parts = (_multiply(own[..., a:b], value[:, a:b]) for a, b in cuts(piece.keys))
                 mixed.append(add_parts(parts).view(-1, heads.shape[2]))
@@ -158,7 +160,7 @@ class _Attend(AutogradFunction):
         out = (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).index_select(0, plan.order)
         out = out.view(plan.rows, -1)
         ctx.save_for_backward(heads, out, *saved)
-        ctx.plan, ctx.window = plan, window
+        ctx.plan, ctx.window, ctx.sinks = plan, window, sinks
         return out
 
     @staticmethod
@@ -194,7 +196,8 @@ class _Attend(AutogradFunction):
                 probabilities = next(remaining)
                 if probabilities is None:
                     key = _gather(flat, block.keys, block.products)[:, : piece.keys]
-                    probabilities = _probabilities(query, key, piece, ctx.window)
+                    own_sinks = _spread_sinks(ctx.sinks, piece, block, plan.kv_heads)
+                    probabilities = _probabilities(query, key, piece, ctx.window, own_sinks)
                 own, delta = (
                     x.index_select(0, piece.sources).index_fill_(0, piece.idle, 0).view(block.products, -1, x.shape[1])
                     for x in (grad, deltas)
@@ -210,7 +213,7 @@ class _Attend(AutogradFunction):
         out[:, plan.query_heads :] = summed.view(plan.rows, -1, size)
         for part in prefixes:
             part.add_to(out.view(-1, size))
-        return out.to(heads.dtype), None, None
+        return out.to(heads.dtype), None, None, None
 
 
 class _KeySums:
@@ -263,15 +266,24 @@ def _gather(flat: Tensor, places: Tensor, products: int) -> Tensor:
     return flat.index_select(0, places).view(products, -1, flat.shape[1])
 
 
-def _probabilities(query: Tensor, key: Tensor, piece: _QueryRows, window: int) -> Tensor:
-    """The probabilities [K·n, M, W] in float32."""
+def _spread_sinks(sinks: Tensor | None, piece: _QueryRows, block: _SpanBlock, kv_heads: int) -> Tensor | None:
+    """The sinks [K·n, M, 1] of the queries of a piece, from those of the heads [K·G]."""
+    if sinks is None:
+        return None
+    by_head = sinks.view(kv_heads, 1, -1, 1)
+    spread = by_head.expand(-1, block.products // kv_heads, -1, len(piece.mask))
+    return spread.reshape(block.products, -1, 1)
+
+
+def _probabilities(query: Tensor, key: Tensor, piece: _QueryRows, window: int, sinks: Tensor | None) -> Tensor:
+    """The probabilities [K·n, M, W] in float32; `sinks` [K·n, M, 1]."""
     scores = _multiply(query, key.transpose(1, 2)).float()
     # Keys before the queries' own block are all visible.
     by_query = scores.view(len(query), -1, *piece.mask.shape[:1], piece.keys)
     by_query[..., piece.keys - BLOCK :].add_(piece.mask)
     if window:
         hide_keys(by_query, piece.positions, window)
-    return torch.softmax(scores, dim=-1)
+    return softmax(scores, sinks)
 
 
 def _multiply(rows: Tensor, other: Tensor) -> Tensor:

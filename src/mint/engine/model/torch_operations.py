@@ -18,6 +18,7 @@ from mint.engine.model.delta_net import PackedDeltaRule, StatesOfLayers
 from mint.engine.model.functions import (
     activate,
     exponentials,
+    gated,
     head_inverse_rms,
     head_norm_gradient,
     inverse_rms,
@@ -25,6 +26,7 @@ from mint.engine.model.functions import (
     pad_rows,
     rotate,
     row_blocks,
+    split_halves,
     swiglu_gradient,
 )
 from mint.engine.model.linear import DenseMatrix, Float32Product, LoraLinears, Matrix, min_rows
@@ -115,6 +117,9 @@ class TorchOperations:
 
     # --- between the products ---
 
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         inverse = inverse_rms(x, eps)
         normed = (x * inverse).mul_(weight)
@@ -192,17 +197,17 @@ class TorchOperations:
         return self.by_rows(partial(activate, activation=self.activation), gate)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.activate(gate).mul_(up)
+        gate, up = split_halves(gate_up, self.activation)
+        return self.activate(gate).mul_(gated(up, self.activation))
 
     def swiglu_again(self, gate_up: Tensor) -> tuple[Tensor, Tensor | None]:
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = split_halves(gate_up, self.activation)
         active_gate = self.activate(gate)
-        return active_gate * up, active_gate
+        return active_gate * gated(up, self.activation), active_gate
 
     def swiglu_backward(self, grad: Tensor, gate_up: Tensor, active_gate: Tensor | None = None) -> Tensor:
         if active_gate is None:
-            active_gate = self.activate(gate_up.chunk(2, dim=-1)[0])
+            active_gate = self.activate(split_halves(gate_up, self.activation)[0])
         return swiglu_gradient(grad, gate_up, active_gate, self.activation)
 
     def mlp_parts(self, rows: int, width: int) -> int:

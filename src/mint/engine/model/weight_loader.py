@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mint.engine.model.config import DecoderConfig, DeltaNetConfig, ExpertsConfig
+from mint.engine.model.config import DecoderConfig, DeltaNetConfig, ExpertsConfig, ExpertTensors
 from mint.engine.model.linear import Matrix
 from mint.engine.model.operations import Operations
 from mint.engine.model.weights import (
@@ -78,6 +78,9 @@ class _Loader:
         family = self._config.family
         prefix = f"model.layers.{index}"
         net = config.delta_net_of(index)
+        o_bias = None
+        if family.o_bias:
+            o_bias = self.take(f"{prefix}.self_attn.o_proj.bias", (config.hidden_size,))
         mixture = config.experts_of(index)
         return LayerWeights(
             attention_norm=self._layer_norm(prefix, family.norms.attention_input),
@@ -85,11 +88,12 @@ class _Loader:
             mixer=self._attention(f"{prefix}.self_attn")
             if net is None
             else self._delta_net(f"{prefix}.linear_attn", net),
+            o_bias=o_bias,
             mlp_norm=self._layer_norm(prefix, family.norms.mlp_input),
             mlp_output_norm=self._layer_norm(prefix, family.norms.mlp_output),
             mlp=self._mlp(f"{prefix}.mlp", config.intermediate_size)
-            if mixture is None
-            else self._mixture(f"{prefix}.mlp", mixture),
+            if mixture is None or family.experts is None
+            else self._mixture(f"{prefix}.mlp", mixture, family.experts),
         )
 
     def _attention(self, prefix: str) -> AttentionWeights:
@@ -111,6 +115,7 @@ class _Loader:
             qkv=self._fused(prefix, "qkv", sizes, config.hidden_size),
             qkv_bias=bias,
             head_norms=norms,
+            sinks=self.take(f"{prefix}.sinks", (config.num_attention_heads,)) if family.sinks else None,
             o=self._matrix(f"{prefix}.o_proj.weight", config.hidden_size, config.query_size),
         )
 
@@ -136,14 +141,34 @@ class _Loader:
     def _layer_norm(self, prefix: str, name: str | None) -> Tensor | None:
         return None if name is None else self.norm(f"{prefix}.{name}.weight", self._config.hidden_size)
 
-    def _mixture(self, prefix: str, mixture: ExpertsConfig) -> MixtureWeights:
+    def _mixture(self, prefix: str, mixture: ExpertsConfig, tensors: ExpertTensors) -> MixtureWeights:
         # The router is in float32: with inputs rounded to bfloat16, another of two near experts would be chosen.
-        router = self._operations.matrix(self.take(f"{prefix}.gate.weight", (mixture.count, self._config.hidden_size)))
+        name, shape = f"{prefix}.{tensors.router}", (mixture.count, self._config.hidden_size)
+        router = self._operations.matrix(self.take(f"{name}.weight", shape))
+        if tensors.stacked:
+            bias = self.take(f"{name}.bias", (mixture.count,))
+            return MixtureWeights(router, self._stacked_experts(f"{prefix}.experts", mixture), bias)
         experts = [
             self._mlp(f"{prefix}.experts.{expert}", mixture.intermediate_size) for expert in range(mixture.count)
         ]
         self._operations.release_memory()  # the gaps that so many pieces leave would come to a third of the model
         return MixtureWeights(router, experts)
+
+    def _stacked_experts(self, prefix: str, mixture: ExpertsConfig) -> list[MlpWeights]:
+        hidden, inner, count = self._config.hidden_size, mixture.intermediate_size, mixture.count
+        wide, narrow = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
+        gate_up, down = self._pop(wide, (count, hidden, 2 * inner)), self._pop(narrow, (count, inner, hidden))
+        gate_up_bias = self.take(f"{wide}_bias", (count, 2 * inner))
+        down_bias = self.take(f"{narrow}_bias", (count, hidden))
+        experts = []
+        for expert in range(count):  # one after the other: all of a layer in float32 would take gigabytes
+            matrices = (
+                self._layout(self._read(stored, self._operations.dtype, expert).t().contiguous())
+                for stored in (gate_up, down)
+            )
+            experts.append(MlpWeights(*matrices, gate_up_bias[expert], down_bias[expert]))
+            self._operations.release_memory()
+        return experts
 
     def _mlp(self, prefix: str, inner: int) -> MlpWeights:
         hidden = self._config.hidden_size
@@ -170,12 +195,15 @@ class _Loader:
     def _join(self, outputs: Mapping[str, int], inputs: int) -> Matrix:
         """The tensors `outputs` names, one below the other, as one matrix."""
         stored = [self._pop(name, (size, inputs)) for name, size in outputs.items()]
-        quantized = self._keep_fp8(stored)
+        kept = self._keep_fp8(stored)
+        if kept is not None:
+            return self._operations.quantized_matrix(kept)
+        return self._layout(torch.cat([self._read(tensor, self._operations.dtype) for tensor in stored]))
+
+    def _layout(self, weight: Tensor) -> Matrix:
+        quantized = None if self._quantization is None else quantize(weight, self._quantization)
         if quantized is None:
-            weight = torch.cat([self._read(tensor, self._operations.dtype) for tensor in stored])
-            quantized = None if self._quantization is None else quantize(weight, self._quantization)
-            if quantized is None:
-                return self._operations.matrix(weight)
+            return self._operations.matrix(weight)
         matrix = self._operations.quantized_matrix(quantized)
         self._operations.release_memory()  # quantizing a matrix takes several times its size
         return matrix
@@ -201,8 +229,8 @@ class _Loader:
             raise self._unfit(name, f"is {stored.dtype} {stored.shape}; config.json says a float of {shape}")
         return stored
 
-    def _read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-        tensor: Tensor = stored.read()
+    def _read(self, stored: StoredTensor, dtype: torch.dtype, part: int | None = None) -> Tensor:
+        tensor: Tensor = stored.read(part)
         # A copy: as long as a part of the file is used, all of it would stay in memory, and could still change.
         return tensor.to(device=self._operations.device, dtype=dtype, copy=True)
 

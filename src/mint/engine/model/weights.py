@@ -21,10 +21,12 @@ from mint.engine.protocol import LoraSpec
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """Gate and up as one matrix, and down."""
+    """Gate and up as one matrix, and down. Biases are in float32; None: there is none."""
 
     gate_up: Matrix  # [2·I, E]
     down: Matrix  # [E, I]
+    gate_up_bias: Tensor | None = None  # [2·I]
+    down_bias: Tensor | None = None  # [E]
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,18 @@ class MixtureWeights:
 
     router: Matrix  # [experts, E]
     experts: list[MlpWeights]
+    router_bias: Tensor | None = None  # [experts]
 
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """The matrices of attention in the base's dtype, the bias and the norms of heads in float32. With output gates,
-    each query head's rows of `qkv` are followed by those of its gate."""
+    """The matrices of attention in the base's dtype, the bias, the norms of heads and the sinks in float32. With output
+    gates, each query head's rows of `qkv` are followed by those of its gate."""
 
     qkv: Matrix  # [H·D, E], or [(H + query heads)·D, E] with output gates
     qkv_bias: Tensor | None  # [H·D]
     head_norms: Tensor | None  # [query + key heads, D]
+    sinks: Tensor | None  # [query heads]
     o: Matrix  # [E, query heads · D]
 
 
@@ -61,12 +65,13 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer: what mixes rows, and the MLP. Norms, in float32, stand before both, and behind them; None: there is
-    none."""
+    """One layer: what mixes rows, and the MLP. Norms, in float32, stand before both, and behind them; a bias, too, is
+    added behind the mixer. None: there is none."""
 
     attention_norm: Tensor | None  # [E]
     attention_output_norm: Tensor | None  # [E]
     mixer: AttentionWeights | DeltaNetWeights
+    o_bias: Tensor | None  # [E]
     mlp_norm: Tensor | None  # [E]
     mlp_output_norm: Tensor | None  # [E]
     mlp: MlpWeights | MixtureWeights
@@ -128,7 +133,7 @@ def _mixer_sites(config: DecoderConfig, layer: int) -> list[Site]:
         ]
     module = f"model.layers.{layer}.self_attn"
     return [
-        _fused_site(config, f"{layer}.qkv", module, config.attention_inputs, hidden),
+        _fused_site(f"{layer}.qkv", module, config.attention_inputs, hidden, is_one=config.family.fused),
         Site(f"{layer}.o", (f"{module}.o_proj",), config.query_size, (hidden,)),
     ]
 
@@ -139,12 +144,14 @@ def expert_site(layer: int, expert: int) -> str:
 
 
 def _mlp_sites(config: DecoderConfig, name: str, module: str, inner: int) -> list[Site]:
-    gate_up = _fused_site(config, f"{name}.gate_up", module, {"gate": inner, "up": inner}, config.hidden_size)
+    is_one = config.family.fused or (config.family.experts is not None and config.family.experts.stacked)
+    sizes = {"gate": inner, "up": inner}
+    gate_up = _fused_site(f"{name}.gate_up", module, sizes, config.hidden_size, is_one=is_one)
     return [gate_up, Site(f"{name}.down", (f"{module}.down_proj",), inner, (config.hidden_size,))]
 
 
-def _fused_site(config: DecoderConfig, name: str, module: str, sizes: Mapping[str, int], inputs: int) -> Site:
+def _fused_site(name: str, module: str, sizes: Mapping[str, int], inputs: int, *, is_one: bool) -> Site:
     """One product of several layers, or of one where the family stores them so: PEFT then has one lora for it."""
-    if config.family.fused:
+    if is_one:
         return Site(name, (f"{module}.{name.rsplit('.', 1)[-1]}_proj",), inputs, (sum(sizes.values()),))
     return Site(name, tuple(f"{module}.{part}_proj" for part in sizes), inputs, tuple(sizes.values()))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mint.engine.model.attention import BLOCK, MIN_QUERIES, PAGE_POSITIONS, add_parts, cuts, hide_keys
+from mint.engine.model.attention import BLOCK, MIN_QUERIES, PAGE_POSITIONS, add_parts, cuts, hide_keys, softmax
 from mint.engine.sampling.kv_cache import KVCache
 
 
@@ -97,23 +97,26 @@ class DecodeAttention:
         self._mask = torch.from_numpy(mask).to(self._cache.device)[:, None, None]
         self._positions = torch.from_numpy(positions).to(self._cache.device)[:, None, None, None]
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, sinks: Tensor | None) -> Tensor:
         """Attended values [R, query heads · D] of `heads` [R, all heads, D], whose keys and values are stored."""
         self._cache.write(layer, heads, self._places)
         keys, values = self._cache.planes(layer)
         query = self._spread(heads)
         window = self._cache.windows.get(layer, 0)
-        mixed = [self._attend(run, query[run.start : run.stop], keys, values, window) for run in self._runs]
+        own_sinks = None if sinks is None else self._spread_sinks(sinks)
+        mixed = [self._attend(run, query[run.start : run.stop], keys, values, window, own_sinks) for run in self._runs]
         return self._collect(mixed[0] if len(mixed) == 1 else torch.cat(mixed), heads.shape[-1])
 
-    def _attend(self, run: _EqualRows, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
-        """[rows, K/J, M, J·D] of query of the same shape."""
+    def _attend(
+        self, run: _EqualRows, query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Tensor | None
+    ) -> Tensor:
+        """[rows, K/J, M, J·D] of query of the same shape; `sinks` [K/J, M, 1]."""
         found = [_over(pieces, query, keys, transposed=True) for pieces in run.parts]
         scores = (found[0] if len(found) == 1 else torch.cat(found, dim=-1)).float()
         scores[..., run.keys - BLOCK :].add_(self._mask[run.start : run.stop])
         if window:
             hide_keys(scores, self._positions[run.start : run.stop], window)
-        probabilities = torch.softmax(scores, dim=-1).to(values.dtype)
+        probabilities = softmax(scores, sinks).to(values.dtype)
         return add_parts(
             _over(pieces, probabilities[..., start:stop], values, transposed=False)
             for pieces, (start, stop) in zip(run.parts, cuts(run.keys), strict=True)
@@ -136,6 +139,13 @@ class DecodeAttention:
             out=self._query.diagonal(dim1=3, dim2=5),
         )
         return self._query.view(len(heads), shape[1], copies * side * groups, side * dim)
+
+    def _spread_sinks(self, sinks: Tensor) -> Tensor:
+        """Those of the rows of `_spread`, [K/J, M, 1], from those of the query heads."""
+        cache = self._cache
+        own = sinks.view(cache.kv_heads // cache.side_by_side, 1, -1)
+        copies = -(-MIN_QUERIES // own.shape[-1])
+        return own.expand(-1, copies, -1).reshape(len(own), -1, 1)
 
     def _collect(self, mixed: Tensor, dim: int) -> Tensor:
         """[R, query heads · D] from the columns that belong to each query's own kv head."""

@@ -64,8 +64,9 @@ class DecodeSteps(Protocol):
 class StepAttention(Protocol):
     """The decoder's `Attention` of a step."""
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """Attended values [R, query heads · D] of `heads` [R, H, D], whose keys and values are stored."""
+    def __call__(self, layer: int, heads: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attended values [R, query heads · D] of `heads` [R, H, D], whose keys and values are stored; `sinks` [query
+        heads], if there are any."""
         ...
 
     def fits(self, positions: np.ndarray) -> bool:

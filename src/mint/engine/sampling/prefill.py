@@ -80,14 +80,14 @@ def run_prompts(
         cache.list_places(np.concatenate(pages_before), np.concatenate(positions_before)),
     )
 
-    def attention(layer: int, heads: Tensor) -> Tensor:
+    def attention(layer: int, heads: Tensor, sinks: Tensor | None) -> Tensor:
         cache.write(layer, heads, written)
         if not known:
-            return packed(layer, heads)
+            return packed(layer, heads, sinks)
         extended = heads.new_zeros(known + len(heads), *heads.shape[1:])
         extended[:known, cache.query_heads :] = cache.read(layer, read)
         extended[known:] = heads
-        return packed(layer, extended)
+        return packed(layer, extended, sinks)
 
     loras = rows_of([part.lora for part in parts], counts)
     delta_rule = None if states is None else decoder.delta_rule(_state_spans(parts), states.of_layer)

@@ -4,7 +4,8 @@
    result is a function of its own keys and values alone: a score is the sum, in pairs, of 16 lanes of the head dimension,
    whichever way it is found; the normaliser is one sum over the keys, 16 lanes wide; the mix one over the keys, in order.
    So bits do not depend on what is computed together, on how keys are stored, or on threads. With a window, a query sees
-   its last keys alone: nothing is computed for the others, but for a few beside them whose shares are 0.
+   its last keys alone: nothing is computed for the others, but for a few beside them whose shares are 0. With a sink, the
+   normaliser of a query has one more part, behind those of its keys.
 
    Sums are in float32; heads are float32 or bfloat16. Queries and keys are read as words of 32 bits: a float, or two
    bfloat16 side by side.
@@ -177,21 +178,25 @@ static const Kernels *find_kernels(int64_t dim, int64_t half) {
 }
 
 /* Queries under way: of each, where it lies, its scores [width], and that it sees the keys from `first` on, below `keys`;
-   what is mixed of its values [D]. `turned` is room for keys. */
+   its sink, if `has_sinks`; what is mixed of its values [D]. `turned` is room for keys. */
 typedef struct {
     const Kernels *kernels;
     int64_t dim, half, words, width;
     const int32_t *query[MOST];
-    float *scores[MOST];
+    float *scores[MOST], sink[MOST];
+    int has_sinks;
     int64_t first[MOST], keys[MOST];
     float *mixed, *turned, *memory;
 } Queries;
 
-static int open_queries(Queries *q, int64_t dim, int64_t half, int64_t longest, int64_t most, int64_t keys) {
+static int open_queries(Queries *q, int64_t dim, int64_t half, int has_sinks, int64_t longest, int64_t most,
+                        int64_t keys) {
     q->kernels = find_kernels(dim, half);
     if (!q->kernels) return 1;
     q->dim = dim;
     q->half = half;
+    q->has_sinks = has_sinks;
+    memset(q->sink, 0, sizeof(q->sink));
     q->words = half ? dim / 2 : dim;
     q->width = (((longest + LANES - 1) / LANES + 2) | 1) * LANES; /* an odd number of lines: not all in one cache set */
     q->memory = malloc(sizeof(float) * (most * (q->width + dim) + (keys + LANES - 1) / LANES * LANES * q->words));
@@ -259,7 +264,8 @@ static void share_queries(Queries *q, int64_t count, float *inverse) {
     const int64_t low = lowest(q, 0, count);
     for (int64_t p = 0; p < count; p += LANES) {
         int64_t own = count - p < LANES ? count - p : LANES;
-        *(vf *)(inverse + p) = exponentials(q->scores + p, q->first + p, q->keys + p, own, scale);
+        *(vf *)(inverse + p) = exponentials(q->scores + p, q->first + p, q->keys + p, own, scale,
+                                             q->has_sinks ? q->sink + p : 0);
     }
     for (int64_t p = 0; p < count; p++)
         if (q->first[p] > low) memset(q->scores[p] + low, 0, sizeof(float) * (whole_lanes(q->first[p]) - low));
@@ -309,6 +315,7 @@ static void score_keys(Queries *q, int64_t p, int64_t end, const char *keys, int
 typedef struct {
     const Packed *rows;
     int64_t dim, half, window; /* 0: none */
+    const float *sinks;        /* [K*G], or none */
     const char *heads;
     char *out;
 } AttendPacked;
@@ -328,6 +335,7 @@ static void attend_span(const AttendPacked *in, Queries *q, int64_t r, int64_t e
             q->query[i] = (const int32_t *)(in->heads + (row * wide + head * q->dim) * size);
             q->keys[i] = before + row - own + 1;
             q->first[i] = first_seen(q->keys[i], in->window);
+            if (in->sinks) q->sink[i] = in->sinks[head];
         }
         const int64_t low = lowest(q, 0, count), all = q->keys[count - 1];
         const int64_t skipped = low < before ? low : before, more = low < before ? 0 : whole_lanes(low - before);
@@ -349,7 +357,7 @@ int attend_packed(const AttendPacked *in, int64_t first, int64_t last) {
     const Packed *p = in->rows;
     const int64_t size = in->half ? 2 : 4, wide = p->total_heads * in->dim;
     Queries q;
-    int code = open_queries(&q, in->dim, in->half, p->longest, QUERIES, p->longest + LANES);
+    int code = open_queries(&q, in->dim, in->half, in->sinks != 0, p->longest, QUERIES, p->longest + LANES);
     if (code) return code;
     const int64_t room = (p->longest + LANES) * q.words;
     float *prefix = malloc(sizeof(float) * room * p->kv_heads);
@@ -381,6 +389,7 @@ typedef struct {
 typedef struct {
     const Decode *rows;
     int64_t dim, half, window; /* 0: none */
+    const float *sinks;        /* [K*G], or none */
     const char *heads, *keys, *values;
     char *out;
 } AttendPages;
@@ -420,6 +429,7 @@ static void attend_rows(const AttendPages *in, Queries *q, int64_t r, int64_t st
         q->query[i] = (const int32_t *)(in->heads + (own * wide + head * q->dim) * size);
         q->keys[i] = p->positions[own] + 1;
         q->first[i] = first_seen(q->keys[i], in->window);
+        if (in->sinks) q->sink[i] = in->sinks[head];
     }
     for (int pass = 0; pass < 2; pass++) {
         for (const Shared *own = shared; own < shared + shared_count; own++) {
@@ -456,7 +466,7 @@ int attend_pages(const AttendPages *in, int64_t first, int64_t last) {
     int64_t most = CACHED_SCORES / (p->longest + LANES);
     most = most < MOST ? most : MOST;
     int64_t rows = most / groups > 1 ? most / groups : 1, queries = rows * groups < MOST ? rows * groups : MOST;
-    int code = open_queries(&q, in->dim, in->half, p->longest, queries, p->chunk);
+    int code = open_queries(&q, in->dim, in->half, in->sinks != 0, p->longest, queries, p->chunk);
     if (code) return code;
     Shared *shared = malloc(sizeof(Shared) * rows * p->columns);
     if (!shared) {

@@ -89,8 +89,8 @@ static void add_outer(const float *factors, int64_t width, const float *rows, in
 /* Of up to 8 queries: from scores to shares, and from d / d share to d / d score; zeros from `low` to their own `firsts`,
    and from their own `keys` to `padded`. */
 static void softmax_backward(float *const *shares, float *const *slopes, const int64_t *firsts, const int64_t *keys,
-                             int64_t count, int64_t low, int64_t padded) {
-    vf total[LANES] = {{0}}, inverse = exponentials(shares, firsts, keys, count, 1.0f);
+                             const float *sinks, int64_t count, int64_t low, int64_t padded) {
+    vf total[LANES] = {{0}}, inverse = exponentials(shares, firsts, keys, count, 1.0f, sinks);
     for (int64_t p = 0; p < count; p++) {
         int64_t start = whole_lanes(firsts[p]), last = whole_lanes(keys[p] - 1);
         *(vf *)(slopes[p] + last) = first_lanes(*(vf *)(slopes[p] + last), keys[p] - last, 0);
@@ -153,7 +153,8 @@ static void add_span(const Packed *p, int64_t last, int64_t k, const Span *span,
 
 /* `count` rows from r on and `heads_taken` query heads from `head` on, at most 8 queries; the rest are zeros. */
 static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, int64_t heads_taken, const char *heads,
-                      const char *grad_out, int half, int64_t window, Span *span, Block *block, float *grads) {
+                      const char *grad_out, int half, int64_t window, const float *sinks, Span *span, Block *block,
+                      float *grads) {
     int64_t dim = span->dim, width = span->width, used = count * heads_taken;
     int64_t low = whole_lanes(first_seen(keys_of(p, r), window));
     int64_t padded = whole_lanes(keys_of(p, r + count - 1) + LANES - 1), seen = padded - low;
@@ -170,15 +171,16 @@ static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, i
     memset(block->grads + used * dim, 0, sizeof(float) * (QUERIES - used) * dim);
     times_turned(block->queries, dim, span->turned_keys + low * dim, seen, block->shares + low, width);
     times_turned(block->grads, dim, span->turned_values + low * dim, seen, block->slopes + low, width);
-    float *shares[QUERIES], *slopes[QUERIES];
+    float *shares[QUERIES], *slopes[QUERIES], own_sinks[LANES] = {0};
     int64_t firsts[QUERIES], keys[QUERIES];
     for (int64_t i = 0; i < QUERIES; i++) {
         shares[i] = block->shares + i * width;
         slopes[i] = block->slopes + i * width;
         if (i < used) keys[i] = keys_of(p, r + i / heads_taken), firsts[i] = first_seen(keys[i], window);
-        else memset(shares[i], 0, sizeof(float) * padded), memset(slopes[i], 0, sizeof(float) * padded);
+        if (i < used && sinks) own_sinks[i] = sinks[head + i % heads_taken];
+        if (i >= used) memset(shares[i], 0, sizeof(float) * padded), memset(slopes[i], 0, sizeof(float) * padded);
     }
-    softmax_backward(shares, slopes, firsts, keys, used, low, padded);
+    softmax_backward(shares, slopes, firsts, keys, sinks ? own_sinks : 0, used, low, padded);
     mix_keys(block->slopes + low, width, span->keys + low * dim, seen, dim, block->found);
     add_outer(block->slopes + low, width, block->queries, seen, dim, span->key_grads + low * dim);
     add_outer(block->shares + low, width, block->grads, seen, dim, span->value_grads + low * dim);
@@ -192,6 +194,7 @@ static void run_block(const Packed *p, int64_t r, int64_t count, int64_t head, i
 typedef struct {
     const Packed *rows;
     int64_t dim, half, window; /* 0: none */
+    const float *sinks;        /* [K*G], or none */
     const char *heads, *grad_out;
     float *grads;
 } AttendPackedBackward;
@@ -222,8 +225,8 @@ int attend_packed_backward(const AttendPackedBackward *in, int64_t first, int64_
             for (int64_t own = r; own < end; own += rows)
                 for (int64_t g = 0; g < groups; g += together)
                     run_block(p, own, own + rows < end ? rows : end - own, k * groups + g,
-                              g + together < groups ? together : groups - g, heads, grad_out, half, in->window, &span, &block,
-                              grads);
+                              g + together < groups ? together : groups - g, heads, grad_out, half, in->window, in->sinks,
+                              &span, &block, grads);
             add_span(p, end - 1, k, &span, grads);
         }
     }

@@ -28,7 +28,7 @@ int route_rows(const Route *in, int64_t first, int64_t last) {
         float *weights = in->weights + t * per_token, total = 0;
         int64_t *chosen = in->chosen + t * per_token;
         memcpy(own, in->scores + t * experts, sizeof(float) * experts);
-        float inverse = exponentials(&own, &(int64_t){0}, &experts, 1, 1.0f)[0];
+        float inverse = exponentials(&own, &(int64_t){0}, &experts, 1, 1.0f, 0)[0];
         for (int64_t k = 0; k < per_token; k++) {
             int64_t best = -1;
             for (int64_t e = 0; e < experts; e++) /* -1: taken; where all are NaN, the first that is not */
@@ -151,6 +151,22 @@ int multiply_experts(const MultiplyExperts *in, int64_t first, int64_t last) {
         if (rows) code = in->product(&own, first, last);
     }
     return code;
+}
+
+typedef struct {
+    const float *biases; /* [N, O] */
+    const int64_t *borders;
+    int64_t experts, outputs;
+    float *out;
+} AddBiases;
+
+/* Adds to out [P, O] the biases of the experts. For pairs `first` to `last`. */
+int add_biases(const AddBiases *in, int64_t first, int64_t last) {
+    int64_t width = in->outputs;
+    for (int64_t e = 0, p = first; e < in->experts; e++)
+        for (; p < last && p < in->borders[e + 1]; p++)
+            for (int64_t i = 0; i < width; i++) in->out[p * width + i] += in->biases[e * width + i];
+    return 0;
 }
 
 typedef struct {

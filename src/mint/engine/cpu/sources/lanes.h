@@ -176,8 +176,10 @@ INLINE vf sigmoid(vf x, vf *rest) {
 INLINE int64_t whole_lanes(int64_t key) { return key / LANES * LANES; }
 
 /* Of up to 16 rows p: scores[p] from firsts[p] to keys[p] -> exp(scale * (scores - max)), with zeros on both sides up to
-   multiples of LANES. Lane p of the result is 1 / their sum. */
-INLINE vf exponentials(float *const *scores, const int64_t *firsts, const int64_t *keys, int64_t count, float scale) {
+   multiples of LANES. Lane p of the result is 1 / their sum, to which exp(sinks[p] - scale * max) is added if there are
+   sinks, 16 of them; they belong to the max, too. */
+INLINE vf exponentials(float *const *scores, const int64_t *firsts, const int64_t *keys, int64_t count, float scale,
+                       const float *sinks) {
     vf highest[LANES] = {{0}}, total[LANES] = {{0}};
     for (int64_t p = 0; p < count; p++) {
         float *own = scores[p];
@@ -188,13 +190,16 @@ INLINE vf exponentials(float *const *scores, const int64_t *firsts, const int64_
         for (int64_t j = start; j < last; j += LANES) highest[p] = larger(*(vf *)(own + j), highest[p]);
     }
     vf most = maxima(highest);
+    if (sinks) most = larger(*(const vf *)sinks / scale, most);
     for (int64_t p = 0; p < count; p++)
         for (int64_t j = whole_lanes(firsts[p]); j < keys[p]; j += LANES) {
             vf e = exponential((*(vf *)(scores[p] + j) - most[p]) * scale);
             *(vf *)(scores[p] + j) = e;
             total[p] += e;
         }
-    return 1.0f / sums(total);
+    vf all = sums(total);
+    if (sinks) all += exponential(*(const vf *)sinks - most * scale);
+    return 1.0f / all;
 }
 
 /* The first of `keys` keys that a query sees: all of them, or the last `window` ones. */

@@ -1,4 +1,5 @@
-/* What a decoder does between its products and attention, on a CPU: norms, rotated heads and SwiGLU, and the way back.
+/* What a decoder does between its products and attention, on a CPU: biases, norms, rotated heads and SwiGLU, and the
+   way back.
 
    A row's result is a function of that row alone. Sums are in float32.
 
@@ -10,6 +11,23 @@ INLINE float inverse_rms(const float *x, int64_t width, float eps) {
     vf total = {0};
     for (int64_t i = 0; i < width; i += LANES) total += *(const vf *)(x + i) * *(const vf *)(x + i);
     return 1.0f / sqrtf(sum(total) / width + eps);
+}
+
+typedef struct {
+    const float *x, *bias;
+    int64_t width;
+    float *out;
+} AddBias;
+
+/* out [T, width] = x [T, width] + bias [width]. */
+int add_bias(const AddBias *in, int64_t first, int64_t last) {
+    const float *bias = in->bias;
+    for (int64_t t = first; t < last; t++) {
+        const float *x = in->x + t * in->width;
+        float *out = in->out + t * in->width;
+        for (int64_t i = 0; i < in->width; i++) out[i] = x[i] + bias[i];
+    }
+    return 0;
 }
 
 typedef struct {
@@ -175,6 +193,45 @@ int gate_backward(const GateBackward *in, int64_t first, int64_t last) {
         vf rest, share = sigmoid(*(const vf *)(in->gates + i), &rest), slope = *(const vf *)(in->grad + i) * share;
         *(vf *)(in->out + i) = slope;
         *(vf *)(in->gates_out + i) = slope * *(const vf *)(in->x + i) * rest;
+    }
+    return 0;
+}
+
+#define ALPHA 1.702f
+#define LIMIT 7.0f
+
+/* From 16 pairs of gate and up: the gate up to LIMIT, and 1 + up within +-LIMIT. */
+INLINE void clamp_pairs(const float *wide, vf *gate, vf *up) {
+    const vf limit = (vf){0} + LIMIT;
+    vf a = *(const vf *)wide, b = *(const vf *)(wide + LANES);
+    *gate = -larger(-limit, -firsts(a, b));
+    *up = 1.0f - larger(-limit, -larger(-limit, seconds(a, b)));
+}
+
+/* out [T, I] = gate * sigmoid(ALPHA * gate) * up of wide [T, I, 2] as `clamp_pairs` gives them. */
+int clamped_swiglu(const Swiglu *in, int64_t first, int64_t last) {
+    for (int64_t i = first * in->inner; i < last * in->inner; i += LANES) {
+        vf gate, up, rest;
+        clamp_pairs(in->wide + 2 * i, &gate, &up);
+        *(vf *)(in->out + i) = gate * sigmoid(gate * ALPHA, &rest) * up;
+    }
+    return 0;
+}
+
+/* out [T, I, 2]: the gradient for wide of `clamped_swiglu`, from grad [T, I]. */
+int clamped_swiglu_backward(const SwigluBackward *in, int64_t first, int64_t last) {
+    for (int64_t i = first * in->inner; i < last * in->inner; i += LANES) {
+        const float *own = in->wide + 2 * i;
+        vf a = *(const vf *)own, b = *(const vf *)(own + LANES), slope = *(const vf *)(in->grad + i), gate, up, rest;
+        clamp_pairs(own, &gate, &up);
+        vf share = sigmoid(gate * ALPHA, &rest);
+        vi clamped = firsts(a, b) > LIMIT, outside = (seconds(a, b) > LIMIT) | (seconds(a, b) < -LIMIT);
+        vf for_gate = (vf)((vi)(slope * up * share * (1.0f + ALPHA * gate * rest)) & ~clamped);
+        vf for_up = (vf)((vi)(slope * gate * share) & ~outside);
+        *(vf *)(in->out + 2 * i) =
+            SHUFFLED(for_gate, for_up, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        *(vf *)(in->out + 2 * i + LANES) =
+            SHUFFLED(for_gate, for_up, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }
     return 0;
 }
