@@ -118,6 +118,8 @@ def test_without_names_every_registered_model_is_offered_and_no_folder_of_the_ma
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINT_MODELS", "mine=mint/tiny")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # without models that were pulled
+    monkeypatch.setenv("MINT_NATIVE", "0")  # the compiled kernels are in that cache, too
     with running(tmp_path) as server:
         folder = str(server.service.base_models.folder(BASE))
         assert offered(server) == ["mine", BASE]
