@@ -119,7 +119,7 @@ def test_a_lora_s_part_is_that_of_float64_and_a_row_s_is_the_same_in_every_compa
         pytest.skip("this processor has no vectors of 16 numbers")
     x, before = torch.randn(131, inputs, generator=generator), torch.randn(131, sum(outputs), generator=generator)
     whole = before.clone()
-    loras.add(whole, x, [(slice(0, 131), lora, 0.75)])
+    loras.add(whole, x, lora, 0.75)
     down = (x.double() @ a.double().t()).split(rank, dim=1)
     parts = [own @ b.double().t() for own, b in zip(down, bs, strict=True)]
     exact = before + 0.75 * torch.cat(parts, dim=1)
@@ -138,7 +138,7 @@ def test_a_lora_s_part_is_that_of_float64_and_a_row_s_is_the_same_in_every_compa
         (0, 100),
     ):
         own = before[start : start + count].clone()
-        loras.add(own, x[start : start + count], [(slice(0, count), lora, 0.75)])
+        loras.add(own, x[start : start + count], lora, 0.75)
         assert torch.equal(own, whole[start : start + count]), f"{count} rows from {start}"
 
 
@@ -193,55 +193,3 @@ def test_what_x_gets_for_a_row_is_the_same_in_every_company(loras: NativeLoras) 
 def test_loras_of_other_widths_are_not_added(loras: NativeLoras) -> None:
     assert not loras.fits(SiteWeights(torch.zeros(4, 24), (torch.zeros(16, 4),)))
     assert not loras.fits(SiteWeights(torch.zeros(4, 32), (torch.zeros(12, 4),)))
-
-
-def _exact(x: torch.Tensor, lora: SiteWeights, scale: float) -> torch.Tensor:
-    """What a lora adds to rows, in float64."""
-    rank = lora.bs[0].shape[1]
-    parts = (b.double() @ lora.a.double()[rank * index :][:rank] for index, b in enumerate(lora.bs))
-    return scale * x.double() @ torch.cat(list(parts)).t()
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("outputs", [(48,), (64, 16, 32)])
-def test_loras_side_by_side_are_sums_in_float32_and_a_row_s_are_the_same_in_every_company(
-    loras: NativeLoras, outputs: tuple[int, ...], threads: int
-) -> None:
-    torch.set_num_threads(threads)
-    generator = torch.Generator().manual_seed(3)
-    inputs = 1040
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    sites = [
-        SiteWeights(draw(rank * len(outputs), inputs), tuple(draw(o, rank) for o in outputs)) for rank in (16, 3, 40)
-    ]
-    if not loras.fits(sites[0]):
-        pytest.skip("this processor has no vectors of 16 numbers")
-    x, before = draw(500, inputs), draw(500, sum(outputs))
-    runs = [slice(0, 1), slice(1, 130), slice(135, 500)]  # five rows have none
-    parts = [(rows, site, 0.5 + index) for index, (rows, site) in enumerate(zip(runs, sites, strict=True))]
-    out = before.clone()
-    loras.add(out, x, parts)
-    expected = before.double()
-    for rows, site, scale in parts:
-        expected[rows] += _exact(x[rows], site, scale)
-        for row in (rows.start, rows.stop - 1):
-            alone = before[row : row + 1].clone()
-            loras.add(alone, x[row : row + 1].contiguous(), [(slice(0, 1), site, scale)])
-            assert torch.equal(alone[0], out[row])
-    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=2e-3)
-    assert torch.equal(out[130:135], before[130:135])
-
-
-def test_a_lora_that_has_changed_is_packed_again(loras: NativeLoras) -> None:
-    site = SiteWeights(torch.ones(16, 32), (torch.ones(16, 16),))
-    if not loras.fits(site):
-        pytest.skip("this processor has no vectors of 16 numbers")
-    for factor in (1.0, 3.0):
-        out = torch.zeros(2, 16)
-        loras.add(out, torch.ones(2, 32), [(slice(0, 2), site, 1.0)])
-        assert torch.equal(out, torch.full((2, 16), 512 * factor))
-        site.bs[0].mul_(3)
-        site.a.view(-1)[0] = 1.0  # a view, as those of a flat vector are

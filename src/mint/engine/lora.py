@@ -33,17 +33,12 @@ class Site:
     outputs: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SiteWeights:
-    """The trained matrices of a site: `a` [S·r, I] and one `b` [O, r] per layer. Two are never equal."""
+    """The trained matrices of a site: `a` [S·r, I] and one `b` [O, r] per layer."""
 
     a: Tensor
     bs: tuple[Tensor, ...]
-
-    @property
-    def version(self) -> int:
-        """As that of `LoraWeights`."""
-        return self.a._version
 
     def parts(self) -> list[tuple[slice, slice, Tensor]]:
         """For each layer: its columns among the S·r ranks, its slice of the outputs, and its b."""
@@ -71,15 +66,6 @@ class LoraWeights:
         self._sites = sites
         self.flat = torch.zeros(parameter_count(sites, lora.rank), device=device)
         self.sites = self._cut(self.flat)
-
-    @property
-    def version(self) -> int:
-        """A number that grows with every change of the weights.
-
-        torch counts each in-place change of a tensor, also through a view, for autograd's check of saved tensors. It
-        has no public name for that count. A count of our own would miss a change that does not announce itself.
-        """
-        return self.flat._version
 
     @property
     def module_names(self) -> list[str]:

@@ -84,7 +84,7 @@ class DecoderBase(BaseModel):
         return Sampler(self._decoder, self._memory)
 
     def kept_bytes(self, lora: LoraSpec, *, with_gradient: bool) -> int:
-        return self._decoder.loras.kept_bytes(self.sites(lora), lora.rank, with_gradient=with_gradient)
+        return self._decoder.loras.kept_bytes(self.sites(lora), with_gradient=with_gradient)
 
     def forget(self, lora: LoraWeights) -> None:
         self._decoder.loras.forget(lora)

@@ -24,8 +24,8 @@ from mint.engine.lora import SiteWeights
 from mint.engine.model.config import Activation, DecoderConfig, Windows
 from mint.engine.model.delta_net import StatesOfLayers
 from mint.engine.model.linear import LoraLinears, Matrix
-from mint.engine.model.lora_linear import MergedLoras, SeparateLoras
-from mint.engine.model.operations import Attention, DeltaRule, FeedForward, LoraPart
+from mint.engine.model.lora_linear import MergedLoras
+from mint.engine.model.operations import Attention, DeltaRule, FeedForward
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
@@ -147,17 +147,11 @@ class NativeOperations(CpuOperations):
         return self.quantized_matrix(weight)
 
     @override
-    def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
-        # Never merged: a batch of many loras would read as many copies of the base.
-        return SeparateLoras(self, copies=True)
-
-    @override
-    def add_loras(self, out: Tensor, x: Tensor, loras: Sequence[LoraPart]) -> None:
-        # All loras of a site have its widths.
-        if loras and self._loras.fits(loras[0][1]):
-            self._loras.add(out, x.float().contiguous(), loras)
+    def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
+        if self._loras.fits(lora):
+            self._loras.add(out, x.float(), lora, scale)
         else:
-            super().add_loras(out, x, loras)
+            super().add_lora(out, x, lora, scale)
 
     @override
     def lora_gradient(

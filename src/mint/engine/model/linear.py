@@ -102,7 +102,7 @@ class LoraLinears(Protocol):
         """Numbers that change when the matrices of the same `loras` have changed."""
         ...
 
-    def kept_bytes(self, sites: Sequence[Site], rank: int, *, with_gradient: bool) -> int:
+    def kept_bytes(self, sites: Sequence[Site], *, with_gradient: bool) -> int:
         """The memory of what is kept for a lora that trains `sites`, beside its own weights."""
         ...
 

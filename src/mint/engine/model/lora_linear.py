@@ -2,7 +2,7 @@
 
 Two ways, chosen once for a base: a lora is computed beside the base (`SeparateLoras`), or merged into a copy of the
 base's matrix after every change, `W + scale · B · A`, so that one product is left of three (`MergedLoras`, for small
-bases without kernels in C). Sampling and training multiply with the same matrix, so their bits agree.
+bases). Sampling and training multiply with the same matrix, so their bits agree.
 
 Letters: T rows · I inputs · O outputs.
 """
@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override  # a dependency of torch; in typing from Python 3.12 on
 
-from mint.engine.lora import LoraRows, LoraWeights, Site, SiteWeights, parameter_count
+from mint.engine.lora import LoraRows, LoraWeights, Site, SiteWeights
 from mint.engine.model.autograd import AutogradFunction
 from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import Linear, Matrix, min_rows
-from mint.engine.model.operations import LoraPart, Operations
+from mint.engine.model.operations import Operations
 
 MAX_MERGED_LORAS = 32
 """Loras whose merged matrices are cached; beyond that the least recently used are dropped."""
@@ -36,7 +36,8 @@ class SeparateLinear:
 
     operations: Operations
     matrix: Matrix
-    loras: Sequence[LoraPart]
+    loras: Sequence[tuple[slice, SiteWeights, float]]
+    """Rows, matrices and scale of each lora that trains this site."""
 
     @property
     def outputs(self) -> int:
@@ -51,7 +52,8 @@ class SeparateLinear:
 
     def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         out = self.matrix.product(x, residual)
-        self.operations.add_loras(out, x, self.loras)
+        for rows, lora, scale in self.loras:
+            self.operations.add_lora(out[rows], x[rows], lora, scale)
         return out
 
     def gradient(self, grad: Tensor, x: Tensor, *, for_input: bool = True) -> tuple[Tensor | None, list[Tensor]]:
@@ -117,10 +119,8 @@ class MixedLinear:
 class SeparateLoras:
     """`LoraLinears` of a base whose loras are computed beside it."""
 
-    def __init__(self, operations: Operations, *, copies: bool = False) -> None:
-        """`copies`: the operations keep a copy of each lora's matrices."""
+    def __init__(self, operations: Operations) -> None:
         self.operations = operations
-        self._copies = copies
 
     def linear(self, site: str, matrix: Matrix, loras: Sequence[LoraRows]) -> Linear:
         found = []
@@ -137,10 +137,10 @@ class SeparateLoras:
         return LoraProduct.run(x, None, linear, *linear.parameters)[:count]
 
     def versions(self, loras: Sequence[LoraRows]) -> list[int]:
-        return [own.weights.version for own in loras if own.weights is not None]
+        return []
 
-    def kept_bytes(self, sites: Sequence[Site], rank: int, *, with_gradient: bool) -> int:
-        return 4 * parameter_count(sites, rank) if self._copies else 0
+    def kept_bytes(self, sites: Sequence[Site], *, with_gradient: bool) -> int:
+        return 0
 
     def forget(self, lora: LoraWeights) -> None:
         """Nothing is kept for it."""
@@ -172,7 +172,11 @@ class MergedLoras(SeparateLoras):
         return MixedLinear(self.operations, runs)
 
     @override
-    def kept_bytes(self, sites: Sequence[Site], rank: int, *, with_gradient: bool) -> int:
+    def versions(self, loras: Sequence[LoraRows]) -> list[int]:
+        return [_version(own.weights) for own in loras if own.weights is not None]
+
+    @override
+    def kept_bytes(self, sites: Sequence[Site], *, with_gradient: bool) -> int:
         merged = [self._matrices[site.name] for site in sites if site.name in self._matrices]
         return sum(matrix.size_bytes + with_gradient * matrix.gradient_bytes for matrix in merged)
 
@@ -184,7 +188,7 @@ class MergedLoras(SeparateLoras):
         """The merged matrices of those sites that `lora` trains."""
         if lora is None:
             return {}
-        version = lora.version
+        version = _version(lora)
         found = self._sets.get(lora)
         if found is None or found[0] != version:
             # Tensors made in inference mode could not be used in a training pass.
@@ -202,6 +206,15 @@ class MergedLoras(SeparateLoras):
         for columns, own, b in site.parts():
             merged[own].addmm_(b, site.a[columns], alpha=lora.scale)
         return MergedLinear(self.operations, self.operations.matrix(merged), site, lora.scale)
+
+
+def _version(lora: LoraWeights) -> int:
+    """A number that grows with every change of the weights.
+
+    torch counts each in-place change of a tensor, also through a view, for autograd's check of saved tensors. It has no
+    public name for that count. A count of our own would miss a change that does not announce itself.
+    """
+    return lora.flat._version
 
 
 class LoraProduct(AutogradFunction):

@@ -32,9 +32,6 @@ DeltaRule = Callable[[int, DeltaNetWeights, Tensor], Tensor]
 """(layer, its weights, products [T, W] with the input of its delta net) → what its heads read [T, U], normed and gated.
 Letters as in `delta_net`."""
 
-LoraPart = tuple[slice, SiteWeights, float]
-"""The rows of a batch with one lora, its matrices at a site, and its scale."""
-
 FeedForward = Callable[[Tensor, Sequence[LoraRows]], Tensor]
 """(rows x [T, E], loras that cover them) → x + the result of a layer's experts for norm(x)."""
 
@@ -82,9 +79,9 @@ class Operations(Protocol):
         """How loras are applied to the `matrices` of the layers, by site."""
         ...
 
-    def add_loras(self, out: Tensor, x: Tensor, loras: Sequence[LoraPart]) -> None:
-        """Adds `scale · x @ a.T @ b.T` of each lora to its rows of `out` [T, O] in place: a row gets the same bits
-        whatever other rows and loras are in the batch.
+    def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
+        """Adds `scale · x @ a.T @ b.T` to `out` [T, O] in place: a row gets the same bits whatever other rows are in
+        the batch.
 
         The S parts of a fused product (query, key, value) share one `a` [S·r, I] and write side by side into `out`.
         """

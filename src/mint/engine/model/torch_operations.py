@@ -32,7 +32,7 @@ from mint.engine.model.functions import (
 from mint.engine.model.linear import DenseMatrix, Float32Product, LoraLinears, Matrix, min_rows
 from mint.engine.model.lora_linear import SeparateLoras
 from mint.engine.model.mixture_of_experts import MixtureOfExperts
-from mint.engine.model.operations import Attention, DeltaRule, FeedForward, LoraPart
+from mint.engine.model.operations import Attention, DeltaRule, FeedForward
 from mint.engine.model.packed_attention import PackedAttention
 from mint.engine.model.weights import MixtureWeights
 from mint.engine.packing import AttentionBlock, StateSpans
@@ -76,11 +76,7 @@ class TorchOperations:
     def loras(self, matrices: Mapping[str, Matrix]) -> LoraLinears:
         return SeparateLoras(self)
 
-    def add_loras(self, out: Tensor, x: Tensor, loras: Sequence[LoraPart]) -> None:
-        for rows, lora, scale in loras:
-            self._add_lora(out[rows], x[rows], lora, scale)
-
-    def _add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
+    def add_lora(self, out: Tensor, x: Tensor, lora: SiteWeights, scale: float) -> None:
         least = min_rows()
         target, x = pad_rows(out, least), pad_rows(x.float(), least)
         down = x @ lora.a.t()

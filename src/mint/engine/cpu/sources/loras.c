@@ -6,10 +6,10 @@
 #include <string.h>
 
 #include "calls.h"
-#include "product_tiles.h"
+#include "tiles.h"
 
 #ifdef __AVX512F__
-#define CHUNK 96     /* rows of a lora that are computed together */
+#define CHUNK 64     /* rows of a lora that are computed together */
 #define SEGMENT 512  /* and outputs, so that each row's lie side by side */
 
 /* down [rows, ranks] = x [rows, I] times `wide` rows of a [ranks, I] from `j` on; those past the last are the last
@@ -130,59 +130,7 @@ int add_lora(const AddLora *in, int64_t first, int64_t last) {
     return 0;
 }
 
-TILES(floats, 0)
-
-/* Loras side by side: of each the rows from `starts` to `stops`, which ascend, its rank and scale, and its matrices in
-   panels: a [parts, rank / 16 rounded up, I, 16] and b [O / 16, rank, 16]. */
-typedef struct {
-    const float *x;
-    int64_t loras;
-    const int64_t *starts, *stops, *ranks;
-    const double *scales;
-    const float *const *a, *const *b;
-    const int64_t *widths;
-    int64_t parts, inputs, outputs;
-    float *out;
-} AddLoras;
-
-/* out [count, O] += scale * x [count, I] times lora `l` of `in`. down: room for [count, ranks of all parts]. */
-static void add_panels(const AddLoras *in, int64_t l, int64_t start, int64_t count, float *down) {
-    const int64_t rank = in->ranks[l], wide = (rank + LANES - 1) / LANES * LANES, ranks = in->parts * wide;
-    Piece narrowed = {(const int32_t *)(in->x + start * in->inputs), in->inputs, in->inputs, in->inputs * LANES, 1, 1,
-                      ranks, 0, down};
-    multiply(floats_tiles, &narrowed, (const int32_t *)in->a[l], count, 0, 0, ranks / LANES);
-    for (int64_t i = 0; i < count * ranks; i++) down[i] *= (float)in->scales[l];
-    const float *b = in->b[l];
-    for (int64_t part = 0, o = 0; part < in->parts; b += in->widths[part] * rank, o += in->widths[part++]) {
-        Piece widened = {(const int32_t *)(down + part * wide), ranks, rank, rank * LANES, 0, 1, in->outputs, 0, in->out};
-        multiply(floats_tiles, &widened, (const int32_t *)b, count, start * in->outputs + o, 0, in->widths[part] / LANES);
-    }
-}
-
-/* The matrices of lora `l` will be wanted next: few rows read them once, from memory. */
-static void fetch_panels(const AddLoras *in, int64_t l) {
-    const int64_t rank = in->ranks[l], wide = (rank + LANES - 1) / LANES * LANES;
-    const int64_t a = in->parts * wide * in->inputs, b = rank * in->outputs;
-    for (int64_t i = 0; i < a; i += LANES) _mm_prefetch((const char *)(in->a[l] + i), _MM_HINT_T1);
-    for (int64_t i = 0; i < b; i += LANES) _mm_prefetch((const char *)(in->b[l] + i), _MM_HINT_T1);
-}
-
-/* out [T, O] += what each lora adds to its rows of x [T, I], of rows `first` to `last`. */
-int add_loras(const AddLoras *in, int64_t first, int64_t last) {
-    int64_t widest = 0;
-    for (int64_t l = 0; l < in->loras; l++) widest = in->ranks[l] > widest ? in->ranks[l] : widest;
-    float *down = malloc(sizeof(float) * CHUNK * in->parts * ((widest + LANES - 1) / LANES * LANES));
-    if (!down) return 2;
-    for (int64_t l = 0; l < in->loras; l++) {
-        int64_t stop = in->stops[l] < last ? in->stops[l] : last;
-        if (l + 1 < in->loras && stop > first && in->starts[l + 1] < last) fetch_panels(in, l + 1);
-        for (int64_t start = in->starts[l] > first ? in->starts[l] : first; start < stop; start += CHUNK)
-            add_panels(in, l, start, stop - start < CHUNK ? stop - start : CHUNK, down);
-    }
-    free(down);
-    return 0;
-}
-
+#define ROWS 6    /* of a tile that reads its inputs as they lie: 8 at a distance of 4 KB would fill a set of the cache */
 #define BLOCK 36  /* rows of a gradient that are done with before the next ones: they stay in the second cache */
 
 /* Gradients of a lora. Sums over rows are those of blocks in order, blocks being those of a group, whatever the thread.
@@ -343,5 +291,4 @@ int lora_gradient(const LoraGradient *in, int64_t first, int64_t last) {
 #else
 int lora_gradient(const void *arguments, int64_t first, int64_t last) { return 1; }
 int add_lora(const void *arguments, int64_t first, int64_t last) { return 1; }
-int add_loras(const void *arguments, int64_t first, int64_t last) { return 1; }
 #endif

@@ -6,7 +6,6 @@
 #include "tiles.h"
 
 #ifdef __AVX512F__
-#define LINE 64        /* bytes */
 #define ROWS 6         /* of a tile, and */
 #define PANELS 4       /* so many panels: 24 sums, 4 vectors of weights and a row's number fit into 32 registers */
 
@@ -79,25 +78,6 @@ typedef void Tile(const Piece *piece, const int32_t *x, const int32_t *panel, in
     WIDTHS(KIND, HALF, 4) WIDTHS(KIND, HALF, 5) WIDTHS(KIND, HALF, 6) \
     static Tile *const KIND##_tiles[ROWS][3] = {NAMES(KIND, 1), NAMES(KIND, 2), NAMES(KIND, 3), \
                                                 NAMES(KIND, 4), NAMES(KIND, 5), NAMES(KIND, 6)};
-
-/* `count` rows of a piece times panels `first` to `last`, from place `at` on. */
-INLINE void multiply(Tile *const tiles[ROWS][3], const Piece *piece, const int32_t *packed, int64_t count, int64_t at,
-                     int64_t first, int64_t last) {
-    /* together the tiles of some panels fetch the next ones; few tiles not all of them, but without gaps */
-    const int64_t tiles_of_rows = (count + ROWS - 1) / ROWS, bytes = LINE * piece->words;
-    const int64_t step = LINE * PANELS / (tiles_of_rows < PANELS ? PANELS : tiles_of_rows);
-    for (int64_t p = first, wide; p < last; p += wide) {
-        wide = last - p < 2 ? 1 : last - p < PANELS ? 2 : PANELS;
-        const int32_t *panel = packed + p * piece->panel, *next = panel + wide * piece->panel;
-        for (int64_t r = 0, rows, ahead = 0; r < count; r += rows, ahead += step * piece->words) {
-            rows = count - r < ROWS ? count - r : ROWS;
-            const char *wanted = (const char *)(next + ahead / bytes * piece->panel) + ahead % bytes;
-            tiles[rows - 1][wide / 2](piece, piece->x + r * piece->stride, panel, at + r * piece->outputs + p * LANES,
-                                      wanted, step);
-        }
-    }
-}
-
 #endif
 
 #ifdef __AVX512BF16__

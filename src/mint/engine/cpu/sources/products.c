@@ -11,6 +11,7 @@
 
 #ifdef __AVX512F__
 #define TURNED 8       /* panels that are turned side by side: each write or each read alone would jump */
+#define LINE 64
 #define DEPTH 1024     /* words, and */
 #define CACHED 400000  /* bytes of rows that stay in the second cache while the panels pass by, which take as much */
 
@@ -44,6 +45,24 @@ int turn_floats(const Turn *in, int64_t first, int64_t last) {
                 transpose(in->source + o * in->inputs + own * LANES * LANES, LANES,
                           in->target + (own * in->outputs + o) * LANES, LANES);
     return 0;
+}
+
+/* `count` rows of a piece times panels `first` to `last`, from place `at` on. */
+static void multiply(Tile *const tiles[ROWS][3], const Piece *piece, const int32_t *packed, int64_t count, int64_t at,
+                     int64_t first, int64_t last) {
+    /* together the tiles of some panels fetch the next ones; few tiles not all of them, but without gaps */
+    const int64_t tiles_of_rows = (count + ROWS - 1) / ROWS, bytes = LINE * piece->words;
+    const int64_t step = LINE * PANELS / (tiles_of_rows < PANELS ? PANELS : tiles_of_rows);
+    for (int64_t p = first, wide; p < last; p += wide) {
+        wide = last - p < 2 ? 1 : last - p < PANELS ? 2 : PANELS;
+        const int32_t *panel = packed + p * piece->panel, *next = panel + wide * piece->panel;
+        for (int64_t r = 0, rows, ahead = 0; r < count; r += rows, ahead += step * piece->words) {
+            rows = count - r < ROWS ? count - r : ROWS;
+            const char *wanted = (const char *)(next + ahead / bytes * piece->panel) + ahead % bytes;
+            tiles[rows - 1][wide / 2](piece, piece->x + r * piece->stride, panel, at + r * piece->outputs + p * LANES,
+                                      wanted, step);
+        }
+    }
 }
 
 /* How the rows and inputs of a product are taken so that rows and panels stay in the second cache meanwhile. */
