@@ -26,8 +26,10 @@ from mint.engine.model.functions import pad_rows
 from mint.engine.model.linear import Linear, Matrix, min_rows
 from mint.engine.model.operations import Operations
 
-MAX_MERGED_LORAS = 32
-"""Loras whose merged matrices are cached; beyond that the least recently used are dropped."""
+MAX_MERGED_LORAS = 64
+"""Loras whose merged matrices are cached; beyond that the least recently used are dropped.
+
+A batch with more loras than this merges all of them again at every step."""
 
 
 @dataclass(frozen=True)
