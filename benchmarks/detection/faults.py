@@ -385,11 +385,13 @@ class Fault:
     settings: tuple[tuple[str, Any], ...] = ()
     trainer: Callable[[Client], Client] | None = None
     patched: tuple[str, Callable[..., Any]] | None = None
+    also: tuple[str, ...] = ()
+    """Errors that are true of it, too."""
 
 
 def fault(name: str, code: str, task: Callable[[], RLAdapter | MessageEnvAdapter] = Sums, **fields: Any) -> Fault:
     """A `Fault`; other names are settings."""
-    own = {key: fields.pop(key) for key in ("trainer", "patched") if key in fields}
+    own = {key: fields.pop(key) for key in ("trainer", "patched", "also") if key in fields}
     return Fault(name, code, task, tuple(fields.items()), **own)
 
 
@@ -409,7 +411,7 @@ FAULTS: tuple[Fault, ...] = (
     fault("learning rate 0.1", "learning_rate_too_high", learning_rate=0.1),
     fault("learning rate 1e-7", "learning_rate_too_low", learning_rate=1e-7, steps=9),
     fault("1 token", "truncation", max_tokens=1, steps=5),
-    fault("reward changes its sign", "reward_collapse", graded(sign_flips)),
+    fault("reward changes its sign", "reward_collapse", graded(sign_flips), also=("falling_reward",)),
     fault("grader lets all pass from step 7", "reward_spike", graded(lets_all_pass)),
     fault("grader wants curt replies", "suspected_reward_hacking", Curt, steps=20, max_tokens=32),
     fault("grader counts letters", "suspected_reward_hacking", Wordy, steps=20, max_tokens=48),
@@ -465,7 +467,7 @@ def findings(fault: Fault, folder: Path, *, seed: int = 0) -> list[Finding]:
 def is_right(fault: Fault, found: Sequence[Finding]) -> bool:
     """Whether the planted fault was found and no other error with it."""
     errors = {finding.code for finding in found if finding.severity == "error"}
-    return (not fault.code or fault.code in {finding.code for finding in found}) and errors <= {fault.code}
+    return (not fault.code or fault.code in {finding.code for finding in found}) and errors <= {fault.code, *fault.also}
 
 
 def main() -> int:
