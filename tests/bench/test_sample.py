@@ -90,7 +90,7 @@ def test_fewer_tokens_in_less_time_are_not_faster() -> None:
 
 def test_every_peer_has_an_environment_and_a_worker() -> None:
     for peer in (PEERS | GRPO_PEERS).values():
-        assert peer.environment in ENVIRONMENTS
+        assert peer.environment in ENVIRONMENTS or (peer.environment is None and peer.worker == "mint_service")
         assert (ROOT / "benchmarks" / "peers" / f"{peer.worker}.py").is_file()
 
 

@@ -39,7 +39,10 @@ def every_bit(client: mint.ServiceClient) -> list[Any]:
         sampler = training.save_weights_and_get_sampling_client()
         prompt = tokenizer.encode("Q: 3 + 4\nA:")
         group = sampler.sample(ModelInput.from_ints(prompt), 4, SamplingParams(max_tokens=6)).result()
-        seen += [group.model_dump(), sampler.compute_logprobs(ModelInput.from_ints(prompt)).result()]
+        seen += [
+            [(one.tokens, one.logprobs, one.stop_reason) for one in group.sequences],
+            sampler.compute_logprobs(ModelInput.from_ints(prompt)).result(),
+        ]
         datums = []
         for place, sequence in enumerate(group.sequences):
             full = [*prompt, *sequence.tokens]

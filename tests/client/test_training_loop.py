@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,8 +269,12 @@ def test_the_tokenizer_is_a_hugging_face_one(client: mint.ServiceClient) -> None
     assert client.create_sampling_client(base_model="mint/tiny").get_tokenizer() is tokenizer
 
 
-def test_a_base_model_s_name_may_stand_for_other_weights(make_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_model_s_name_may_stand_for_other_weights(
+    make_client: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MINT_MODELS", "Qwen/Qwen3-0.6B=mint/tiny")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # without models that were pulled
+    monkeypatch.setenv("MINT_NATIVE", "0")  # the compiled kernels are in that cache, too
     client = make_client()
     training = client.create_lora_training_client("Qwen/Qwen3-0.6B")
     assert training.get_info().model_data.model_name == "Qwen/Qwen3-0.6B"
