@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from service_harness import Harness, open_service
 
+from mint.server.service.service import Service
 from mint.server.worker import snapshot_policy
 
 
@@ -21,4 +22,12 @@ def small_states_are_saved_after_every_step(monkeypatch: pytest.MonkeyPatch) -> 
 def harness(tmp_path: Path) -> Iterator[Harness]:
     service = open_service(tmp_path / "data")
     yield Harness(service)
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def shared_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One service for all tests of a module."""
+    service = open_service(tmp_path_factory.mktemp("data"))
+    yield service
     service.stop()

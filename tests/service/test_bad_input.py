@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from service_harness import BASE, GOOD_PASS, STEP, Harness, datum, failure, open_service, pass_body
+from service_harness import BASE, GOOD_PASS, STEP, Harness, datum, failure, pass_body
 
 from mint.errors import InvalidRequestError, MintError, NotFoundError, PromptTooLongError, UnknownBaseModelError
 from mint.server.callers import LOCAL
@@ -19,17 +18,10 @@ IDS, INPUTS = "data[0].model_input", "data[0].loss_fn_inputs"
 POLICY = {"logprobs": [-1.0, -1.0], "advantages": [0.5, 0.5], "weights": [1.0, 1.0]}
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = open_service(tmp_path_factory.mktemp("data"))
-    yield service
-    service.stop()
-
-
 @pytest.fixture
-def harness(service: Service) -> Harness:
+def harness(shared_service: Service) -> Harness:
     """A session of its own on one service: what one user does wrong is nobody else's trouble."""
-    return Harness(service)
+    return Harness(shared_service)
 
 
 def policy(**changed: Any) -> dict[str, Any]:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from service_harness import STEP, Harness, failure, make_sampler, open_service
+from service_harness import STEP, Harness, failure, make_sampler
 
 from mint.errors import InvalidRequestError
 from mint.server.service.service import Service
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = open_service(tmp_path_factory.mktemp("data"))
-    yield service
-    service.stop()
-
-
 @pytest.fixture
-def harness(service: Service) -> Harness:
-    return Harness(service)
+def harness(shared_service: Service) -> Harness:
+    return Harness(shared_service)
 
 
 def span(kind: str, length: int, offset: int = 0) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
     total = 0
     for layer in range(config.num_hidden_layers):
         total += 8 * hidden + _mixer_bytes(config, layer, dtype)  # with the inputs of both blocks in float32
-        # What attention and MLP give, where it is normed.
+        # The results of attention and MLP, where they are normed.
         norms = config.family.norms
         total += 4 * hidden * ((norms.attention_output is not None) + (norms.mlp_output is not None))
         experts = config.experts_of(layer)
@@ -41,7 +41,7 @@ def bytes_per_row(config: DecoderConfig, dtype: torch.dtype) -> int:
 
 
 def _mixer_bytes(config: DecoderConfig, layer: int, dtype: torch.dtype) -> int:
-    """Of attention or of a delta net."""
+    """The bytes of a row's activations in the attention, or the delta net, of a layer."""
     net = config.delta_net_of(layer)
     query, key_value = config.query_size, 2 * config.key_value_size
     if net is not None:  # the products with its input, what its heads read, and the input of its output

@@ -93,7 +93,7 @@ class NativeDeltaRule:
         return not net.key_dim % LANES and not net.value_dim % LANES
 
     def __call__(self, layer: int, weights: DeltaNetWeights, wide: Tensor) -> Tensor:
-        """What heads read [T, U] of products [T, W]."""
+        """The normed and gated values [T, U] that the heads read from their states, from the input products [T, W]."""
         states = self.own_states() if self._states is None else self._states(layer)
         return _Mix.run(wide, weights, self, states)
 
@@ -120,7 +120,7 @@ class NativeDeltaRule:
         return out
 
     def read(self, wide: Tensor, weights: DeltaNetWeights, states: RecurrentStates) -> Tensor:
-        """What queries read [T, U]; the states of spans go to their slots."""
+        """The values [T, U] that the queries read from the states; writes the last state of each span to its slot."""
         out = wide.new_empty(len(wide), self.net.value_size)
         self.library.delta_forward(
             self.parts,

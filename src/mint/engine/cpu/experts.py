@@ -58,7 +58,7 @@ class ExpertMatrices:
         self.turn = turn.address
         self.transposed_product = (products.product_halves if is_half else products.product_floats).address
         self.places = (ctypes.c_void_p * len(matrices))(*(matrix.address for matrix in matrices))
-        """What the kernels read of each expert."""
+        """The addresses of the experts' weights, in the order of the experts."""
         own = [bias for bias in biases if bias is not None]
         self.biases = torch.stack(own) if own else None  # [N, O]
 

@@ -84,7 +84,7 @@ class PanelMatrix:
 
     @property
     def address(self) -> int:
-        """What kernels read."""
+        """The address of the panels, as the kernels take it."""
         return self.panels.data_ptr()
 
     @property

@@ -72,7 +72,7 @@ class Family:
     delta_nets: bool = False
     """Layers that `layer_types` calls `linear_attention` are gated delta nets."""
     output_gates: bool = False
-    """What a query head gives is multiplied with the sigmoid of a gate of its own."""
+    """The attended values of each query head are multiplied with the sigmoid of a gate of its own."""
     fused: bool = False
     """Query, key and value are one layer, and gate and up."""
     partial_rotation: bool = False

@@ -108,7 +108,7 @@ class PackedDeltaRule:
         self._device = device
 
     def __call__(self, layer: int, weights: DeltaNetWeights, wide: Tensor) -> Tensor:
-        """What heads read [T, U] of products [T, W]."""
+        """The normed and gated values [T, U] that the heads read from their states, from the input products [T, W]."""
         states = self.own_states() if self._states is None else self._states(layer)
         levels = [_move(self._spans, level, self._device) for level in self._spans.levels()]
         return _Mix.run(wide, weights, self, levels, states)
@@ -288,7 +288,7 @@ def _prepare(
 
 
 def _scan(inputs: _Inputs, heads: Tensor, net: DeltaNetConfig) -> tuple[Tensor, Tensor]:
-    """What queries read [n, L, N, D], and the states after the last row."""
+    """The values [n, L, N, D] that the queries read from the states, and the states after the last row."""
     overlap = (inputs.query * inputs.key).sum(-1, keepdim=True)
     shape = heads.shape
     state = heads.flatten(0, 1)

@@ -58,7 +58,7 @@ class QuantizedPanels:
 
     @property
     def address(self) -> int:
-        """What kernels read."""
+        """The address of the struct that the kernels take: codes, scales and their table."""
         return ctypes.addressof(self._panels)
 
     def dense(self) -> Tensor:

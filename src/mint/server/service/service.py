@@ -113,9 +113,8 @@ class Service:
         """Opens the data directory; `start` begins to work.
 
         `offered` are the names of the base models, None for any. `logprobs_mode` is that of samples for which neither
-        the request nor the caller's key has one. `is_server`: clients reach it over a socket, and come
-        back after its death. `clock` counts seconds and does not jump: by it the engine's time is shared, and sessions
-        are suspended.
+        the request nor the caller's key has one. `is_server`: clients reach it over a socket, and come back after its
+        death. `clock` counts seconds and does not jump: by it the engine's time is shared, and sessions are suspended.
         """
         try:
             open_data_dir(data_dir)
