@@ -178,6 +178,22 @@ def test_all_owners_together_never_have_more_bytes_than_the_total_and_what_waits
     queue.require_capacity_for_next("m2", "owner 2", 1)
 
 
+def test_a_suspended_session_returns_with_its_requests_only_where_they_fit_or_nothing_else_waits() -> None:
+    queue = RequestQueue(QueueLimits(owner_requests=4, owner_bytes=100, total_bytes=300))
+    queue.require_capacity_for_return("one", 1000, 1000)  # nothing waits
+    queue.add_training(job("a", 1, 60), next_seq=1)
+    queue.require_capacity_for_return("one", 7, 140)
+    queue.require_capacity_for_return("two", 1000, 240)
+    for owner, requests, size, named in (
+        ("one", 8, 1, "max_waiting_requests"),
+        ("one", 1, 141, "max_waiting_bytes"),
+        ("two", 1, 241, "max_waiting_bytes of this server"),
+    ):
+        with pytest.raises(OverloadedError) as caught:
+            queue.require_capacity_for_return(owner, requests, size)
+        assert caught.value.field == named
+
+
 # --- results -----------------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,9 @@ from service_harness import BASE, GOOD_PASS, STEP, Harness, datum, failure, make
 from waiting import HANG_S, wait_until
 
 from mint.engine.fake_engine import FakeEngine
-from mint.errors import NotFoundError, SessionEndedError
+from mint.errors import NotFoundError, OverloadedError, SessionEndedError
 from mint.server.callers import LOCAL, Caller, Quotas
+from mint.server.queue.queue import QueueLimits, RequestQueue
 from mint.server.service.service import Service
 from mint.server.service.sessions import SILENCE_S, SUSPENDED_S
 from mint.server.store.journal import JOURNAL_FILE
@@ -184,6 +185,47 @@ def test_a_suspended_session_does_not_count_in_quotas_and_may_always_come_back(t
     for body in bodies:
         service.sessions.heartbeat(caller, body)
     assert len(service.session_owners) == 2
+    service.stop()
+
+
+def test_a_session_that_comes_back_waits_for_room_in_the_queue_and_loses_nothing(tmp_path: Path) -> None:
+    large = pass_body(*[datum(*[3] * 100)] * 4)
+    clock = Clock()
+    queue = RequestQueue(QueueLimits(total_bytes=15_000))
+    service = open_service(tmp_path, clock=clock, queue=queue, gap_timeout_s=1e12)
+    owners = [Harness(service, caller=Caller(name)) for name in ("ann", "bob", "cat")]
+    models, waiting = [], []
+    for harness in owners:  # each one after the one before is suspended, as the queue has no room for all
+        models.append(harness.create_model())
+        waiting.append([harness.send("forward_backward", models[-1], seq_id, large) for seq_id in (2, 3)])
+        assert sum(job.size_bytes for job in service.pending.training) > 15_000 / 3
+        clock.wait(service, SILENCE_S + 60)
+    *back, cat = owners
+    beats = {harness: json.dumps({"session_id": harness.session_id}).encode() for harness in owners}
+    for _ in range(int(1.1 * SUSPENDED_S / 600)):  # in which cat's session does not end: its client is there
+        for harness in back:
+            service.sessions.heartbeat(harness.caller, beats[harness])
+        error = failure(lambda: service.sessions.heartbeat(cat.caller, beats[cat]))
+        assert isinstance(error, OverloadedError) and error.field == "max_waiting_bytes of this server"
+        clock.wait(service, 600)
+    for harness, model_id, names in zip(owners, models, waiting, strict=True):
+        harness.run("forward_backward", model_id, 1, GOOD_PASS)
+        assert all(harness.wait(name)["loss_fn_outputs"] for name in names)
+    service.stop()
+
+
+def test_a_suspended_session_is_closed_though_the_queue_is_full(tmp_path: Path) -> None:
+    clock = Clock()
+    queue = RequestQueue(QueueLimits(owner_bytes=2_000, total_bytes=2_000))
+    service = open_service(tmp_path, clock=clock, queue=queue, gap_timeout_s=1e12)
+    silent = Harness(service)
+    silent.send("forward_backward", silent.create_model(), 2, GOOD_PASS)
+    clock.wait(service, SILENCE_S + 60)
+    busy = Harness(service)
+    busy.send("forward_backward", busy.create_model(), 2, pass_body(*[datum(*[3] * 100)]))
+    service.sessions.finish(silent.caller, silent.session_id)
+    ended = failure(lambda: service.sessions.finish(silent.caller, silent.session_id))
+    assert isinstance(ended, SessionEndedError)
     service.stop()
 
 

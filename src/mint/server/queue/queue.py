@@ -28,6 +28,9 @@ OWNER_BYTES = 256 * 1024 * 1024
 AWAITED_FACTOR = 2
 """How many times an owner's limit on bytes a request may use for which later ones of its model wait."""
 
+RETURN_FACTOR = 2
+"""How many times an owner's limits the requests may use with which a suspended session comes back."""
+
 NEXT_SHARE = 2
 """This part of all bytes is kept for the requests that a model runs next: they can always run, and so make room."""
 
@@ -94,6 +97,25 @@ class RequestQueue:
             is_awaited = any(waiting == model_id for waiting, _ in self._training)
             factor = AWAITED_FACTOR if is_awaited else 1
             self._require_owner_bytes(owner, size_bytes, factor * self._limits.owner_bytes)
+
+    def require_capacity_for_return(self, owner: str, requests: int, size_bytes: int) -> None:
+        """Checks that so many requests of a suspended session, which were accepted earlier, may wait again together.
+
+        The owner's limits are `RETURN_FACTOR` times as high for them, because others of the owner may wait by now. They
+        may always return while nothing of this owner waits and the bytes of all owners allow it, or nothing waits at
+        all.
+
+        Raises:
+            OverloadedError: they may not; names the limit.
+        """
+        limits = self._limits
+        with self._changed:
+            if self._bytes.total():
+                self._require_total_bytes(size_bytes, limits.total_bytes)
+            if self._requests[owner]:
+                used = self._requests[owner] + requests
+                _require_at_most("max_waiting_requests", used, RETURN_FACTOR * limits.owner_requests)
+                self._require_owner_bytes(owner, size_bytes, RETURN_FACTOR * limits.owner_bytes)
 
     def _require_owner_bytes(self, owner: str, size_bytes: int, limit: int) -> None:
         _require_at_most("max_waiting_bytes", self._bytes[owner] + size_bytes, limit)

@@ -11,7 +11,7 @@ import threading
 import time
 
 import mint.wire as wire
-from mint.errors import InvalidRequestError, NotFoundError, SessionEndedError
+from mint.errors import InvalidRequestError, NotFoundError, OverloadedError, SessionEndedError
 from mint.server.callers import Caller
 from mint.server.ids import keyed_session_id, new_session_id, request_id, session_of
 from mint.server.queue.futures import FutureResult, Futures
@@ -61,6 +61,7 @@ class SessionLifetime:
         self._worker = worker
         self._instance = instance
         self._accepting = accepting
+        self._turned_away: set[str] = set()  # suspended sessions for which the queue had no room, since `expire`
         sessions.on_return = self._resume
 
     def create(self, caller: Caller, body: bytes) -> CreateSessionResponse:
@@ -97,7 +98,8 @@ class SessionLifetime:
     def finish(self, caller: Caller, session_id: str) -> None:
         """Ends a session: its models, futures, published weights and snapshots go; named checkpoints stay."""
         session_id = self._sessions.stored_id(session_id, caller.owner)
-        self._sessions.require(session_id, caller.owner)
+        if self._sessions.suspended().get(session_id) != caller.owner:  # a suspended one need not come back for this
+            self._sessions.require(session_id, caller.owner)
         self._end(session_id)
 
     def unload_model(self, caller: Caller, model_id: str) -> UntypedPromise:
@@ -137,10 +139,12 @@ class SessionLifetime:
     def expire(self, running_s: float) -> None:
         """Counts `running_s` for suspended sessions, ends those whose time is over, and suspends silent ones.
 
-        For the worker's thread.
+        It does not count for a session whose client has come back and found the queue full. For the worker's thread.
         """
         self._journal.touch_sessions(self._sessions.last_seen())
-        suspended = list(self._sessions.suspended())
+        with self._accepting:
+            turned_away, self._turned_away = self._turned_away, set()
+        suspended = [session_id for session_id in self._sessions.suspended() if session_id not in turned_away]
         if suspended:
             for session_id in self._journal.add_suspended_time(suspended, running_s, limit_s=SUSPENDED_S):
                 log.warning("session %s ends: its client has not come back", session_id)
@@ -174,11 +178,20 @@ class SessionLifetime:
         log.info("session %s is suspended: its client is silent", session_id)
 
     def _resume(self, session_id: str) -> None:
-        """Resumes a suspended session, whose client has come back, as after a restart."""
+        """Resumes a suspended session, whose client has come back, as after a restart.
+
+        Raises:
+            OverloadedError: the queue has no room for its unfinished requests; it stays suspended.
+        """
         with self._accepting:
             owner = self._sessions.suspended().get(session_id)
             if owner is None:
                 return
+            try:
+                self._queue.require_capacity_for_return(owner, *self._journal.unfinished_size(session_id))
+            except OverloadedError:
+                self._turned_away.add(session_id)
+                raise
             self._journal.resume_session(session_id)
             # before the session counts as resumed: a client that asks for a result must find that one is expected
             self._enqueue_unfinished(owner, unfinished_jobs(self._journal, session_id, self._reader.decode))

@@ -57,7 +57,7 @@ class Sessions:
         self._limits = limits
         self._clock = clock
         self.on_return: Callable[[str], None] = lambda session_id: None
-        """Called with a suspended session whose client has come back: resumes it with its work."""
+        """Called with a suspended session whose client has come back: resumes it with its work, or refuses to."""
         self._lock = threading.Lock()
         self._heard_at: dict[str, float] = {}  # by the clock
         self._owners: dict[str, str] = {}
@@ -147,6 +147,7 @@ class Sessions:
         Raises:
             NotFoundError: there never was such a session of this owner, or another process serves it.
             SessionEndedError: it has ended.
+            OverloadedError: it is suspended, and the queue has no room for its unfinished requests now.
         """
         if self.touch(session_id, owner):
             return

@@ -307,6 +307,15 @@ class Journal:
             status=list(status),
         )
 
+    def unfinished_size(self, session_id: str) -> tuple[int, int]:
+        """How many accepted requests of a session have no result, and how many bytes their payloads have."""
+        found = self.database.values(
+            "SELECT coalesce(length(payload), 0) FROM models JOIN jobs USING (model_id) "
+            "WHERE session_id = :id AND seq_id > applied_seq AND status = 'pending'",
+            id=session_id,
+        )
+        return len(found), sum(found)
+
     def steps_before(self, model_id: str, seq_id: int, *, limit: int) -> list[JobRow]:
         """The finished optimizer steps before a request, the latest first."""
         return self.database.rows(
