@@ -27,6 +27,7 @@ from mint.errors import InvalidRequestError, MissingExtraError
 from mint.recipes.question_task import DEMO
 from mint.rl import RLConfig
 from mint.rl.adapter import Task
+from mint.rl.objective import is_recorded_function
 from mint.runs.reader import read_config
 
 RECIPES = {
@@ -107,7 +108,12 @@ def open_task_of_run(run: Path, task: str | None) -> Generator[TaskChoice]:
             value=str(run),
             remedy="Name it: --task path.py:Class",
         )
-    settings = {key: value for key, value in described.items() if key in RLConfig.model_fields}
+    # A function of the user's own objective is in the record by name alone; sampling and grading do not need it.
+    settings = {
+        key: value
+        for key, value in described.items()
+        if key in RLConfig.model_fields and not is_recorded_function(value)
+    }
     with open_task(spec["task"], {**settings, **spec["options"], "seed": spec["seed"]}) as choice:
         yield choice
 

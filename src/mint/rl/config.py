@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_serializer, field_validator, model_validator
 
 from mint.config import rl_variables
 from mint.errors import InvalidRequestError
+from mint.rl.objective import (
+    AdvantageFunction,
+    BaselineFunction,
+    FilterFunction,
+    LossFunction,
+    MetricsFunction,
+    WeightFunction,
+    check_function,
+    recorded,
+)
 from mint.rl.run_config import RunConfig
 from mint.types import LossName, SamplingParams
 from mint.types.checkpoint_path import is_checkpoint_path
 from mint.types.loss_settings import loss_settings
 
 AdvantageName = Literal["center", "rloo", "std", "std_batch"]
+BaselineName = Literal["group", "batch"]
 CreditName = Literal["rollout", "turn"]
 NormalizationName = Literal["sum", "constant", "token", "sequence"]
 TruncationName = Literal["keep", "mask", "penalize"]
@@ -33,11 +44,12 @@ class RLConfig(RunConfig):
     """
 
     not_in_the_result: ClassVar[frozenset[str]] = RunConfig.not_in_the_result | {
-        "grader_concurrency", "grader_threads", "grader_retries", "grader_backoff_s"
+        "grader_concurrency", "grader_threads", "grader_retries", "grader_backoff_s", "metrics"
     }  # fmt: skip
 
     # The algorithm. Names and defaults are those of the parameter table in MinT's overview of RL.
-    loss_fn: LossName = "importance_sampling"
+    loss_fn: LossName | LossFunction = "importance_sampling"
+    """A loss of the server, or your own function of logprobs, the sampler's logprobs, advantages and weights."""
     group_size: int = Field(4, ge=2, le=1024)
     """Completions per prompt."""
     batch_size: int = Field(8, ge=1, validation_alias=AliasChoices("batch_size", "groups_per_batch"))
@@ -51,9 +63,13 @@ class RLConfig(RunConfig):
     # The objective.
     loss_fn_config: dict[str, float] | None = None
     """Sent unchanged, for example `{"clip_high_threshold": 1.28}` for ppo (clip-higher, arXiv 2503.14476)."""
-    advantage: AdvantageName = "center"
+    advantage: AdvantageName | AdvantageFunction = "center"
     """`center`: r − mean. `rloo`: r − mean of the others. `std`: (r − mean) / (std of the group + 1e-4). `std_batch`:
-    the same with the deviation over the whole batch."""
+    the same with the deviation over the whole batch. A function gets the rewards of a group less the baseline."""
+    baseline: BaselineName | BaselineFunction = "group"
+    """What is subtracted from a reward. `group`: the mean of its group. `batch`: the mean of all rewards of the batch.
+    A function of the group gives a number, or one for each rollout. With a function as `advantage`, `group` leaves
+    the rewards unchanged."""
     credit: CreditName = "rollout"
     """Of episodes. `rollout`: all tokens have the advantage of the whole reward. `turn`: the tokens of a turn have that
     of the rewards from this turn on, compared with the same turn of the other episodes of the group."""
@@ -61,6 +77,10 @@ class RLConfig(RunConfig):
     """What a token's loss is divided by. `sum`: nothing. `constant`: prompts · group_size · max_tokens (Dr. GRPO).
     `token`: the trained tokens of the batch (DAPO). `sequence`: first the tokens of its own rollout (GRPO; favours
     short answers when right and long ones when wrong)."""
+    loss_weighting: WeightFunction | None = None
+    """A function of a rollout and its advantage: a factor of its tokens' weights, besides `loss_normalization`."""
+    group_filter: FilterFunction | None = None
+    """A function of a group: whether it is trained on. With `dynamic_sampling`, the others are replaced, too."""
     kl_reference: str | None = None
     """The reference of the KL penalty. None: the policy at the start of the run, which is `init_from` or else the base
     model. `"base"`: the base model. A checkpoint (`mint://…`): its weights."""
@@ -120,11 +140,51 @@ class RLConfig(RunConfig):
     """Completions per held-out item at temperature 1, for pass@k."""
     eval_every: int = Field(0, ge=0)
     """Steps between held-out evaluations; 0: only before and after. The weights of the best one are saved."""
+    metrics: tuple[MetricsFunction, ...] = Field((), strict=False)
+    """Functions of the groups of a step; the numbers that they return are in `metrics.jsonl` as `custom/NAME`."""
     print_samples: int = Field(0, ge=0)
     """Rollouts to print per step."""
 
+    @field_serializer("loss_fn", "advantage", "baseline", "loss_weighting", "group_filter", when_used="json")
+    def _function_by_name(self, value: Any) -> Any:
+        return recorded(value)
+
+    @model_validator(mode="after")
+    def _functions_fit(self) -> Self:
+        arguments = {
+            "loss_fn": ("logprobs", "sampled_logprobs", "advantages", "weights"),
+            "advantage": ("rewards",),
+            "baseline": ("group",),
+            "loss_weighting": ("rollout", "advantage"),
+            "group_filter": ("group",),
+        }
+        for name, wanted in arguments.items():
+            given = getattr(self, name)
+            if callable(given):
+                check_function(f"RLConfig.{name}", given, wanted)
+        for given in self.metrics:
+            check_function("RLConfig.metrics", given, ("groups",))
+        if self.baseline != "group" and (self.advantage == "rloo" or self.credit == "turn"):
+            other = "advantage = rloo" if self.advantage == "rloo" else "credit = turn"
+            raise InvalidRequestError(
+                f"cannot be combined with {other}, which has a baseline of its own",
+                field="RLConfig.baseline",
+                value=recorded(self.baseline),
+                remedy='Leave out the baseline, or set advantage="center" and credit="rollout"',
+            )
+        return self
+
     @model_validator(mode="after")
     def _loss_is_known(self) -> Self:
+        if callable(self.loss_fn):
+            if self.loss_fn_config is not None:
+                raise InvalidRequestError(
+                    "is for the losses of the server, and loss_fn is a function",
+                    field="RLConfig.loss_fn_config",
+                    value=self.loss_fn_config,
+                    remedy="Give the function its settings with functools.partial",
+                )
+            return self
         if self.loss_fn == "cross_entropy":
             raise InvalidRequestError(
                 "is for demonstrations: it has no advantages",

@@ -250,7 +250,7 @@ class _RLRun:
             if rate is not None:
                 self.order.curriculum.record(group.index, rate, step)
         metrics = {
-            **step_metrics(self.task, batch, update),
+            **step_metrics(self.task, batch, update, config.metrics),
             **self.order.curriculum.metrics(),
             "learning_rate": config.learning_rate_at(step, config.steps),
             "staleness/mean": float(lag),

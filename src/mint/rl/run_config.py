@@ -138,7 +138,9 @@ class RunConfig(BaseModel):
         if first["type"] == "extra_forbidden":
             refusal.remedy = f"Did you mean {similar[0]}?" if similar else refusal.remedy
         elif first["type"] == "literal_error":
-            refusal.remedy = "Choose one of these"
+            refusal.field = f"{cls.__name__}.{given}"  # without the name of the branch where a function is allowed, too
+            takes_function = any(other["type"] == "callable_type" for other in error.errors())
+            refusal.remedy = "Choose one of these" + (", or give a function" if takes_function else "")
         elif wrong_type or refusal.remedy is None:
             fields = [field for name, field in cls.model_fields.items() if given in cls._names(name)]
             refusal.remedy = f"Give {allowed_values(fields[0])}" if fields else None

@@ -77,7 +77,7 @@ def open_run(
             require_installed(config.trackers)
             trainer = make_trainer(service, config, None)
         log = RunLog(config.run_dir or default_run_dir(name))
-        content = {**config.model_dump(exclude=set(config.not_in_the_result)), **described}
+        content = {**config.model_dump(mode="json", exclude=set(config.not_in_the_result)), **described}
         point = log.start(content, resume=resume)
         lines = LiveProgress(int(content["steps"]), title=f"{name}: {log.folder}", plain=True)
         printed = nullcontext(on_progress) if on_progress is not None or not config.print_progress else lines

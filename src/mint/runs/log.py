@@ -131,11 +131,12 @@ class RunLog:
         # A setting that the folder does not have is newer than its run, which was made with the default.
         changed = sorted(key for key, value in before.items() if value != now.get(key))
         if changed:
+            told = "; ".join(f"{key} = {before[key]}, not {now.get(key)}" for key in changed)
             raise InvalidRequestError(
                 "belongs to a run with another " + ", ".join(changed),
                 field="run_dir",
                 value=str(self.folder),
-                remedy="Resume with the settings in its config.json, or start a new run_dir",
+                remedy=f"Resume with the settings in its config.json ({told}), or start a new run_dir",
             )
 
     def _drop_after(self, step: int) -> None:

@@ -106,5 +106,6 @@ export const CHARTS = [
 /** A chart of one metric. @param {string} name @returns {ChartSpec} */
 export const chartOf = (name) => ({ id: `metric:${name}`, title: name, series: always(metric(name, name.split("/").at(-1))) });
 
-/** What a task reports by itself: one chart for each number. @param {RunData[]} runs @returns {ChartSpec[]} */
-export const taskCharts = (runs) => below("info/")(runs).map(({ key, label }) => ({ ...chartOf(key), id: `task:${label}`, title: label }));
+/** What a task or a user's own metric reports: one chart for each number. @param {RunData[]} runs @returns {ChartSpec[]} */
+export const taskCharts = (runs) =>
+  [...below("info/")(runs), ...below("custom/")(runs)].map(({ key, label }) => ({ ...chartOf(key), id: `task:${key}`, title: label }));

@@ -12,7 +12,7 @@ from mint.rl.rollout import Group, GroupRequest, RolloutBatch
 from mint.rl.rollouts.item_order import ItemOrder
 from mint.rl.rollouts.rollout_worker import RolloutWorker
 from mint.rl.seeds import mix_seed
-from mint.rl.training.advantages import apply_truncation_penalty, has_unequal_rewards
+from mint.rl.training.advantages import apply_truncation_penalty, has_unequal_rewards, passes_filter
 
 
 class BatchCollector:
@@ -25,8 +25,8 @@ class BatchCollector:
         self.config = config
 
     def collect(self, step: int, sampling_client: SamplingClient, policy_step: int) -> RolloutBatch:
-        """The rollouts of `step`. With `dynamic_sampling`, groups with equal rewards are replaced by groups of other
-        items, up to `max_refill`.
+        """The rollouts of `step`. With `dynamic_sampling`, groups with equal rewards, and those that `group_filter`
+        refuses, are replaced by groups of other items, up to `max_refill`.
 
         Raises:
             RequestFailedError: not one prompt could be sampled.
@@ -37,12 +37,12 @@ class BatchCollector:
         if all(group.error for group in groups):
             raise RequestFailedError(f"step {step}: no prompt could be sampled; the first said: {groups[0].error}")
         while config.dynamic_sampling:
-            missing = wanted - sum(has_unequal_rewards(group, config) for group in groups)
+            missing = wanted - sum(self._is_informative(group) for group in groups)
             missing = min(missing, wanted + int(config.max_refill * wanted) - len(groups))
             if missing <= 0:
                 break
             groups += self._roll_out(step, sampling_client, policy_step, first=len(groups), count=missing)
-        informative_first = sorted(groups, key=lambda group: not has_unequal_rewards(group, config))
+        informative_first = sorted(groups, key=lambda group: not self._is_informative(group))
         chosen = {id(group) for group in informative_first[:wanted]}
         return RolloutBatch(
             step,
@@ -51,6 +51,9 @@ class BatchCollector:
             policy_step=policy_step,
             temperature=config.temperature_at(step),
         )
+
+    def _is_informative(self, group: Group) -> bool:
+        return has_unequal_rewards(group, self.config) and passes_filter(group, self.config)
 
     def _roll_out(
         self, step: int, sampling_client: SamplingClient, policy_step: int, *, first: int, count: int

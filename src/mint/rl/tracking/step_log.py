@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from mint.errors import InvalidRequestError
 from mint.rl.adapter import Task
+from mint.rl.objective import MetricsFunction, finite_numbers, function_name
 from mint.rl.rollout import Group, Rollout, RolloutBatch, Span
 from mint.rl.tracking.token_counts import token_metrics
 from mint.rl.training.policy_update import PolicyUpdate, TrainedRollout
@@ -20,8 +22,16 @@ def success_rate(task: Task, group: Group) -> float | None:
     return sum(solved) / len(solved) if solved else None
 
 
-def step_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> dict[str, float]:
-    """The metrics of a step by the names of the run folder, those of the optimizer included."""
+def step_metrics(
+    task: Task, batch: RolloutBatch, update: PolicyUpdate, custom: Sequence[MetricsFunction] = ()
+) -> dict[str, float]:
+    """The metrics of a step by the names of the run folder, those of the optimizer included.
+
+    `custom` are the user's own, logged as `custom/NAME`.
+
+    Raises:
+        InvalidRequestError: one of `custom` returned something else than finite numbers by name.
+    """
     rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
     return {
         "step": float(batch.step),
@@ -34,7 +44,24 @@ def step_metrics(task: Task, batch: RolloutBatch, update: PolicyUpdate) -> dict[
         **token_metrics(batch, update),
         "datums": float(update.datums),
         **update.metrics,
+        **_custom_metrics(batch, custom),
     }
+
+
+def _custom_metrics(batch: RolloutBatch, custom: Sequence[MetricsFunction]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for function in custom:
+        numbers = function(batch.all_groups)
+        if not isinstance(numbers, Mapping):
+            raise InvalidRequestError(
+                f"returned {str(numbers)[:80]}",
+                field="RLConfig.metrics",
+                value=function_name(function),
+                remedy="Return a dict of numbers by name",
+            )
+        for name, number in numbers.items():
+            found[f"custom/{name}"] = float(finite_numbers("RLConfig.metrics", function, number, None))
+    return found
 
 
 def _reward_metrics(task: Task, batch: RolloutBatch, rollouts: Sequence[Rollout]) -> dict[str, float]:

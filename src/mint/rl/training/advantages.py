@@ -2,7 +2,8 @@
 
 The mean-centred advantage, summed over tokens and not divided by the length or the deviation, is the unbiased
 estimator (Dr. GRPO, arXiv 2503.20783). `rloo` is leave-one-out (arXiv 2402.14740), `std` the original GRPO
-(arXiv 2402.03300), `std_batch` divides by the deviation over the whole batch (Lite PPO, arXiv 2508.08221).
+(arXiv 2402.03300), `std_batch` divides by the deviation over the whole batch (Lite PPO, arXiv 2508.08221). Where the
+settings hold a function of the user, it is called here, and what it returns is checked.
 
 Letters: B groups of a batch · G rollouts of one prompt · T tokens of one completion.
 """
@@ -17,6 +18,7 @@ import numpy as np
 
 from mint.errors import InvalidRequestError
 from mint.rl.config import AdvantageName, RLConfig
+from mint.rl.objective import AdvantageFunction, finite_numbers
 from mint.rl.rollout import Group, Rollout
 
 STD_EPS = 1e-4
@@ -42,33 +44,47 @@ class RolloutAdvantage:
 
 
 def group_advantages(
-    rewards_G: Sequence[float], estimator: AdvantageName = "center", *, batch_std: float = 1.0
+    rewards_G: Sequence[float],
+    estimator: AdvantageName | AdvantageFunction = "center",
+    *,
+    batch_std: float = 1.0,
+    baseline: float | np.ndarray | None = None,
 ) -> np.ndarray:
-    """Advantages float64 [G]; all zero exactly where all rewards are equal, and where G is 1.
+    """Advantages float64 [G].
 
-    `batch_std` is the sample deviation of all rewards of the batch, for `std_batch`.
+    `batch_std` is the sample deviation of all rewards of the batch, for `std_batch`. `baseline` None is the mean of the
+    group; then all are zero exactly where all rewards are equal, and where G is 1. A function as `estimator` gets the
+    rewards less the baseline, or unchanged where that is None.
 
     Raises:
-        InvalidRequestError: there is no such estimator.
+        InvalidRequestError: there is no such estimator, or the function did not return G finite numbers.
     """
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    if callable(estimator):
+        if not len(rewards):
+            return rewards
+        given = estimator(rewards if baseline is None else rewards - baseline)
+        return finite_numbers("RLConfig.advantage", estimator, given, len(rewards))
     if estimator not in get_args(AdvantageName):
         names = ", ".join(get_args(AdvantageName))
         raise InvalidRequestError("is unknown", field="advantage", value=estimator, remedy=f"Choose one of {names}")
-    rewards = np.asarray(rewards_G, dtype=np.float64)
-    if len(rewards) < 2 or bool((rewards == rewards[0]).all()):
+    if baseline is None and (len(rewards) < 2 or bool((rewards == rewards[0]).all())):
         return np.zeros_like(rewards)
-    centred = rewards - rewards.mean()
+    centred = rewards - (rewards.mean() if baseline is None else baseline)
     if estimator == "rloo":
         return centred * (len(rewards) / (len(rewards) - 1))
     if estimator == "std":
-        return centred / (rewards.std(ddof=1) + STD_EPS)
+        return centred / ((rewards.std(ddof=1) if len(rewards) > 1 else 0.0) + STD_EPS)
     if estimator == "std_batch":
         return centred / (batch_std + STD_EPS)
     return centred
 
 
 def turn_advantages(
-    rewards_GN: Sequence[Sequence[float]], estimator: AdvantageName = "center", *, batch_std: float = 1.0
+    rewards_GN: Sequence[Sequence[float]],
+    estimator: AdvantageName | AdvantageFunction = "center",
+    *,
+    batch_std: float = 1.0,
 ) -> list[np.ndarray]:
     """Advantages of the turns of G episodes, float64 [N] for an episode of N turns.
 
@@ -115,15 +131,28 @@ def has_unequal_rewards(group: Group, config: RLConfig) -> bool:
     return len(rewards) > 1 and any(reward != rewards[0] for reward in rewards)
 
 
+def passes_filter(group: Group, config: RLConfig) -> bool:
+    """Whether `RLConfig.group_filter` keeps a group; it sees the rollouts that count."""
+    if config.group_filter is None:
+        return True
+    return bool(config.group_filter(replace(group, rollouts=counted_rollouts(group, config))))
+
+
 def rollout_advantages(groups: Sequence[Group], config: RLConfig) -> list[RolloutAdvantage]:
-    """The counted rollouts of all groups with their advantages (0 in a group with equal rewards)."""
+    """The counted rollouts of all groups with their advantages.
+
+    With the baseline `group`, they are 0 in a group with equal rewards.
+    """
     rewards_B = [[float(rollout.reward or 0.0) for rollout in counted_rollouts(group, config)] for group in groups]
     joined = np.concatenate([np.asarray(rewards) for rewards in rewards_B]) if rewards_B else np.zeros(0)
     batch_std = float(joined.std(ddof=1)) if len(joined) > 1 else 0.0
+    batch_mean = float(joined.mean()) if len(joined) else 0.0
     found: list[RolloutAdvantage] = []
     for group, rewards_G in zip(groups, rewards_B, strict=True):
         rollouts = counted_rollouts(group, config)
-        advantages_G = group_advantages(rewards_G, config.advantage, batch_std=batch_std).tolist()
+        advantages_G = group_advantages(
+            rewards_G, config.advantage, batch_std=batch_std, baseline=_baseline(group, rollouts, batch_mean, config)
+        ).tolist()
         by_turn_G: Sequence[Sequence[float]] = [()] * len(rollouts)
         if config.credit == "turn" and all(rollout.turn_rewards for rollout in rollouts):
             rewards_GN = [rollout.turn_rewards for rollout in rollouts]
@@ -132,8 +161,36 @@ def rollout_advantages(groups: Sequence[Group], config: RLConfig) -> list[Rollou
     return found
 
 
+def _baseline(
+    group: Group, rollouts: Sequence[Rollout], batch_mean: float, config: RLConfig
+) -> float | np.ndarray | None:
+    """What is subtracted from each reward of a group; None: the estimator's own, the mean of the group."""
+    if config.baseline == "group" or not rollouts:
+        return None
+    if not callable(config.baseline):
+        return batch_mean
+    given = config.baseline(replace(group, rollouts=list(rollouts)))
+    return finite_numbers("RLConfig.baseline", config.baseline, given, None if np.ndim(given) == 0 else len(rollouts))
+
+
 def loss_weights(chosen: Sequence[RolloutAdvantage], config: RLConfig) -> list[float]:
-    """Per rollout, the weight of each of its tokens in the summed loss (see `RLConfig.loss_normalization`)."""
+    """Per rollout, the weight of each of its tokens in the summed loss: `loss_normalization` times `loss_weighting`."""
+    weights = _normalization(chosen, config)
+    if config.loss_weighting is None:
+        return weights
+    factors = [
+        finite_numbers(
+            "RLConfig.loss_weighting",
+            config.loss_weighting,
+            config.loss_weighting(one.rollout, one.advantage),
+            None,
+        )
+        for one in chosen
+    ]
+    return [weight * float(factor) for weight, factor in zip(weights, factors, strict=True)]
+
+
+def _normalization(chosen: Sequence[RolloutAdvantage], config: RLConfig) -> list[float]:
     lengths = [len(one.rollout.tokens) for one in chosen]
     if config.loss_normalization == "constant":
         return [1.0 / (config.batch_size * config.group_size * config.max_tokens)] * len(chosen)

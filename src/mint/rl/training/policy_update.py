@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from mint.client.futures import APIFuture
 from mint.client.metric_reduction import reduce_metrics
 from mint.client.training_client import TrainingClient
 from mint.rl.config import RLConfig
 from mint.rl.finding import Finding
 from mint.rl.rollout import Rollout, RolloutBatch
-from mint.rl.training.advantages import RolloutAdvantage, loss_weights, rollout_advantages
+from mint.rl.training.advantages import RolloutAdvantage, loss_weights, passes_filter, rollout_advantages
+from mint.rl.training.custom_loss import custom_loss
 from mint.rl.training.datum_check import check_datums
 from mint.rl.training.datums import rollout_datums
 from mint.rl.training.kl_reference import KLReference
@@ -66,12 +68,21 @@ class PolicyTrainer:
     def train(self, batch: RolloutBatch, *, on_policy: bool) -> PolicyUpdate:
         """Takes the optimizer steps of one batch.
 
-        A group with equal rewards is left out, unless there is a KL penalty. `on_policy`: the weights to train are
+        A group without an advantage is left out, unless there is a KL penalty; so is one that `group_filter` refuses.
+        `on_policy`: the weights to train are
         those that sampled, so that sampler and trainer must agree on every logprob.
+
+        Raises:
+            InvalidRequestError: a function of the settings returned something that it must not.
         """
         counted = rollout_advantages(batch.groups, self.config)
         with_signal = {id(one.group) for one in counted if one.advantages_T.any()}
-        used = [one for one in counted if self.reference is not None or id(one.group) in with_signal]
+        refused = {id(group) for group in batch.groups if not passes_filter(group, self.config)}
+        used = [
+            one
+            for one in counted
+            if (self.reference is not None or id(one.group) in with_signal) and id(one.group) not in refused
+        ]
         if not used:
             return PolicyUpdate(counted)
         advantages, metrics = self._token_advantages(used)
@@ -139,13 +150,19 @@ class PolicyTrainer:
         sent = [
             (
                 minibatch,
-                self.training_client.forward_backward(minibatch, config.loss_fn, config.loss_fn_config),
+                self._pass(minibatch),
                 self.training_client.optim_step(config.adam_params(step, config.steps)),
             )
             for minibatch in minibatches
         ]
         outputs = [(minibatch, passed.result()) for minibatch, passed, _ in sent]
         return outputs, [stepped.result() for _, _, stepped in sent]
+
+    def _pass(self, minibatch: list[Datum]) -> APIFuture[ForwardBackwardOutput]:
+        loss = self.config.loss_fn
+        if callable(loss):
+            return self.training_client.forward_backward_custom(minibatch, custom_loss(loss))
+        return self.training_client.forward_backward(minibatch, loss, self.config.loss_fn_config)
 
 
 def logprob_mismatch(datums: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:

@@ -1,0 +1,104 @@
+"""The functions of a user's own objective, and the names under which a run's record keeps them.
+
+A setting of `RLConfig` that names a known advantage, baseline or loss may hold such a function instead. A run with
+functions is resumed with functions of the same names.
+
+Letters: G rollouts of one prompt · T trained tokens of one datum.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mint.errors import InvalidRequestError
+from mint.rl.rollout import Group, Rollout
+
+AdvantageFunction = Callable[[np.ndarray], np.ndarray]
+"""Rewards of a group, float64 [G] → advantages [G]. The rewards are less the baseline, if the settings name one."""
+
+BaselineFunction = Callable[[Group], float | Sequence[float] | np.ndarray]
+"""A group of the rollouts that count → what is subtracted from each reward: one number, or [G]."""
+
+WeightFunction = Callable[[Rollout, float], float]
+"""A rollout and its advantage → a factor of the weight of its tokens in the loss."""
+
+FilterFunction = Callable[[Group], bool]
+"""A group of the rollouts that count → whether it is trained on."""
+
+LossFunction = Callable[[Any, Any, Any, Any], Any]
+"""Torch tensors of the trained tokens of one datum, each [T]: logprobs (with a gradient), logprobs of the sampler,
+advantages, weights → the loss of each token [T], or their sum."""
+
+MetricsFunction = Callable[[Sequence[Group]], Mapping[str, float]]
+"""All groups of a step → numbers for `metrics.jsonl`."""
+
+RECORDED = "function "
+"""Begins the recorded value of a setting that holds a function."""
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The name of a function in messages and in a run's record; a `partial` has its arguments in it."""
+    if isinstance(function, partial):
+        given = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
+        return f"{function_name(function.func)}({', '.join(given)})"
+    return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+
+
+def recorded(value: Any) -> Any:
+    """The value of a setting as a run's record has it."""
+    return RECORDED + function_name(value) if callable(value) else value
+
+
+def is_recorded_function(value: Any) -> bool:
+    """Whether a recorded setting held a function, which the record cannot give back."""
+    return isinstance(value, str) and value.startswith(RECORDED)
+
+
+def check_function(field: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
+    """Refuses a function that a run could not name, or that does not take `arguments`.
+
+    Raises:
+        InvalidRequestError: a lambda, a coroutine function, or another number of arguments.
+    """
+    name = function_name(function)
+    if name.startswith("<lambda>"):
+        raise InvalidRequestError(
+            "has no name for the record of the run", field=field, value=name, remedy="Define it with def"
+        )
+    if inspect.iscoroutinefunction(function):
+        raise InvalidRequestError("is async", field=field, value=name, remedy="Define it with def alone")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"cannot be called with its arguments ({error})",
+            field=field,
+            value=name,
+            remedy=f"Let it take ({', '.join(arguments)})",
+        ) from error
+    except ValueError:  # a builtin without a signature
+        return
+
+
+def finite_numbers(field: str, function: Callable[..., Any], given: Any, count: int | None) -> np.ndarray:
+    """What a function returned, as float64 [count], or one number [] where that is also allowed.
+
+    Raises:
+        InvalidRequestError: it is of another shape, or not finite.
+    """
+    try:
+        values = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        values = np.full(1, np.nan)
+    shapes = [()] if count is None else [(count,)]
+    if values.shape not in shapes or not np.isfinite(values).all():
+        wanted = "one finite number" if count is None else f"{count} finite numbers, one for each rollout"
+        raise InvalidRequestError(
+            f"returned {str(given)[:80]}", field=field, value=function_name(function), remedy=f"Return {wanted}"
+        )
+    return values

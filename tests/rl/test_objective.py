@@ -1,0 +1,201 @@
+"""Functions of a user's own objective: checked when the config is made, composed with what exists, kept by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mint.errors import InvalidRequestError
+from mint.recipes.task_registry import open_task_of_run
+from mint.rl import Group, RLAdapter, RLConfig, Rollout, run_grpo
+from mint.rl.objective import function_name
+from mint.rl.rollout import Turn
+from mint.rl.training.advantages import loss_weights, passes_filter, rollout_advantages
+
+SMALL = RLConfig(
+    base_model="mint/tiny", steps=2, batch_size=3, group_size=4, max_tokens=6, temperature=1.0, learning_rate=2e-3,
+    heldout_size=0, print_progress=False,
+)  # fmt: skip
+
+
+class ManyDigits(RLAdapter):
+    """More digits, more reward."""
+
+    def build_dataset(self) -> Sequence[str]:
+        return ["1 + 1", "2 + 2", "3 + 3"]
+
+    def make_prompt(self, item: str, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(f"Q: What is {item}?\nA:")
+
+    def compute_reward(self, response: str, item: str) -> float:
+        return sum(character.isdigit() for character in response) / 16
+
+
+def rollout(reward: float, length: int = 2) -> Rollout:
+    return Rollout([Turn([1], [2] * length, [-1.0] * length)], "x", "stop", reward=reward)
+
+
+def group(*rewards: float) -> Group:
+    return Group("item", 0, [1], [rollout(reward, place + 1) for place, reward in enumerate(rewards)])
+
+
+def advantages(groups: Sequence[Group], config: RLConfig) -> list[float]:
+    return [one.advantage for one in rollout_advantages(groups, config)]
+
+
+def ranks(rewards: np.ndarray) -> np.ndarray:
+    return np.argsort(np.argsort(rewards)) - (len(rewards) - 1) / 2
+
+
+def best_of_group(group: Group) -> float:
+    return max(group.rewards)
+
+
+def short_ones(rollout: Rollout, advantage: float, scale: float = 1.0) -> float:
+    return scale / len(rollout.tokens)
+
+
+def positive(group: Group) -> bool:
+    return max(group.rewards) > 0
+
+
+def reinforce(logprobs: Any, sampled: Any, advantages: Any, weights: Any) -> Any:
+    return -(logprobs - sampled).exp() * advantages * weights
+
+
+def spread(groups: Sequence[Group]) -> Mapping[str, float]:
+    return {"spread": max(max(group.rewards) for group in groups) - min(min(group.rewards) for group in groups)}
+
+
+def test_an_advantage_function_gets_the_rewards_of_a_group() -> None:
+    config = RLConfig(advantage=ranks)
+    assert advantages([group(0.1, 0.9, 0.5), group(3.0, 2.0)], config) == [-1.0, 1.0, 0.0, 0.5, -0.5]
+
+
+def test_a_baseline_is_subtracted_before_every_estimator() -> None:
+    groups = [group(0.0, 1.0, 0.5), group(1.0, 1.0, 1.0)]
+    rewards = np.array([0, 1, 0.5, 1, 1, 1])
+    less_best = rewards - 1.0
+    of_group = np.repeat([np.std([0, 1, 0.5], ddof=1), 0.0], 3)
+    expected = {
+        "center": less_best,
+        "std": less_best / (of_group + 1e-4),
+        "std_batch": less_best / (rewards.std(ddof=1) + 1e-4),
+    }
+    for name, values in expected.items():
+        assert advantages(groups, RLConfig(advantage=name, baseline=best_of_group)) == pytest.approx(values)
+    assert advantages(groups, RLConfig(baseline="batch")) == pytest.approx(rewards - rewards.mean())
+    assert advantages(groups, RLConfig(advantage=np.sign, baseline="batch")) == np.sign(rewards - 0.75).tolist()
+
+
+def test_a_weight_multiplies_the_normalization() -> None:
+    chosen = rollout_advantages([group(0.0, 1.0, 0.5)], RLConfig())
+    assert loss_weights(chosen, RLConfig(loss_weighting=short_ones)) == [1.0, 1 / 2, 1 / 3]
+    config = RLConfig(loss_weighting=partial(short_ones, scale=2.0), loss_normalization="token")
+    assert loss_weights(chosen, config) == pytest.approx([2 / 6, 1 / 6, 2 / 18])
+
+
+def test_a_filter_sees_the_rollouts_that_count() -> None:
+    config = RLConfig(group_filter=positive, truncation="mask")
+    cut = Rollout([Turn([1], [2], [-1.0])], "x", "length", reward=1.0)
+    assert passes_filter(group(0.0, 1.0), config)
+    assert not passes_filter(Group("item", 0, [1], [cut, rollout(0.0)]), config)
+
+
+def two_arguments(one: Any, two: Any) -> Any:
+    return one
+
+
+async def waits(group: Group) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"advantage": lambda rewards: rewards}, r"RLConfig\.advantage = <lambda>: has no name.*def"),
+        ({"advantage": two_arguments}, r"advantage = two_arguments: cannot be called.*Let it take \(rewards\)"),
+        ({"group_filter": waits}, r"RLConfig\.group_filter = waits: is async"),
+        ({"loss_fn": ranks}, r"loss_fn = ranks: cannot.*\(logprobs, sampled_logprobs, advantages, weights\)"),
+        ({"loss_fn": reinforce, "loss_fn_config": {"tis_cap": 2.0}}, r"loss_fn_config = .*functools\.partial"),
+        ({"advantage": "rloo", "baseline": best_of_group}, r"baseline = function best_of_group: .*advantage = rloo"),
+        ({"credit": "turn", "baseline": "batch"}, r"RLConfig\.baseline = batch: .*credit = turn"),
+        ({"baseline": "median"}, r"RLConfig\.baseline = median: .*'group' or 'batch'.*or give a function"),
+        ({"metrics": (two_arguments,)}, r"RLConfig\.metrics = two_arguments: .*\(groups\)"),
+    ],
+)
+def test_a_function_that_cannot_work_is_refused_when_the_config_is_made(fields: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(InvalidRequestError, match=refusal):
+        RLConfig(**fields)
+
+
+def nan(rewards: np.ndarray) -> np.ndarray:
+    return rewards * np.nan
+
+
+def too_few(rewards: np.ndarray) -> np.ndarray:
+    return rewards[1:]
+
+
+@pytest.mark.parametrize("wrong", [nan, too_few])
+def test_what_a_function_must_not_return_is_refused_by_its_name(wrong: Callable[[np.ndarray], np.ndarray]) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"advantage = {wrong.__name__}: returned .*Return 3 finite numbers"):
+        advantages([group(0.0, 1.0, 2.0)], RLConfig(advantage=wrong))
+
+
+def test_a_function_is_recorded_by_its_name() -> None:
+    config = RLConfig(advantage=ranks, loss_weighting=partial(short_ones, scale=2.0))
+    written = config.model_dump(mode="json")
+    assert (written["advantage"], written["loss_weighting"]) == ("function ranks", "function short_ones(scale=2.0)")
+    assert config.changed(steps=3).advantage is ranks
+    assert function_name(ManyDigits()) == "ManyDigits"
+
+
+@pytest.mark.learns
+def test_a_loss_function_takes_the_steps_of_the_servers_own_loss() -> None:
+    """Equal in every step: gradient norm, metrics of the ratio, and rewards of the next step."""
+
+    def steps(config: RLConfig) -> list[dict[str, float]]:
+        result = run_grpo(ManyDigits(), config)
+        return [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    server = steps(SMALL.changed(optim_steps_per_batch=2))
+    own = steps(SMALL.changed(optim_steps_per_batch=2, loss_fn=reinforce))
+    names = ("reward/mean", "optim/grad_norm", "train/loss", "train/ratio", "train/kl_k3", "train/ess", "train/entropy")
+    for one, other in zip(server, own, strict=True):
+        assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
+        assert other["mismatch/max_abs_logprob_diff"] == 0
+
+
+def constant(logprobs: Any, sampled: Any, advantages: Any, weights: Any) -> Any:
+    return torch.ones(())
+
+
+@pytest.mark.learns
+def test_a_loss_that_does_not_depend_on_the_policy_is_refused_by_its_name() -> None:
+    with pytest.raises(InvalidRequestError, match=r"loss_fn = constant: returned a value that does not depend"):
+        run_grpo(ManyDigits(), SMALL.changed(loss_fn=constant))
+
+
+@pytest.mark.learns
+def test_a_run_with_functions_is_resumed_only_with_functions_of_the_same_names(tmp_path: Path) -> None:
+    config = SMALL.changed(
+        run_dir=tmp_path, advantage=ranks, loss_weighting=short_ones, group_filter=positive, metrics=(spread,)
+    )
+    result = run_grpo(ManyDigits(), config)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["custom/spread"] == pytest.approx(row["reward/max"] - row["reward/min"]) for row in rows)
+    with pytest.raises(InvalidRequestError, match=r"another advantage.*advantage = function ranks, not center"):
+        run_grpo(ManyDigits(), config.changed(advantage="center"), resume=True)
+    with pytest.raises(InvalidRequestError, match=r"function ranks, not function nan"):
+        run_grpo(ManyDigits(), config.changed(advantage=nan), resume=True)
+    assert run_grpo(ManyDigits(), config, resume=True).state_digest == result.state_digest
+    with open_task_of_run(tmp_path, "sums") as choice:
+        assert (choice.config.advantage, choice.config.max_tokens) == ("center", 6)
