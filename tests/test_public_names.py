@@ -143,7 +143,7 @@ def test_the_public_names_of_the_rl_library_are_exactly_these() -> None:
         "Costs", "Estimate", "Examination", "Finding", "Group", "LiveProgress", "LoadedRun", "Message", "MessageEnv",
         "MessageEnvAdapter", "MessageStepResult", "PairwiseJudge", "RLAdapter", "RLConfig", "Reward", "Rollout",
         "Rubric", "RunRecord", "RunResult", "Search", "Task", "Tool", "ToolEnv", "Turn", "UnsupportedError",
-        "calculator", "diagnose", "examine", "load_run", "run_grpo", "tool",
+        "calculator", "diagnose", "examine", "load_run", "mixture", "run_grpo", "tool",
     ]  # fmt: skip
 
 

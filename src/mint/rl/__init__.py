@@ -14,6 +14,7 @@ from mint.rl.rollout import Group, Rollout, Turn
 from mint.rl.run_result import RunResult
 from mint.rl.tasks.calculator import calculator
 from mint.rl.tasks.judges import PairwiseJudge
+from mint.rl.tasks.mixture import mixture
 from mint.rl.tasks.rubric import Rubric
 from mint.rl.tasks.search import Search
 from mint.rl.tasks.tool_calls import Tool, tool
@@ -51,6 +52,7 @@ __all__ = [
     "diagnose",
     "examine",
     "load_run",
+    "mixture",
     "run_grpo",
     "tool",
 ]

@@ -53,6 +53,10 @@ class Task(ABC):
         """The text that identifies an item: two items with equal keys are the same. `repr` by default."""
         return repr(item)
 
+    def category(self, item: Any, /) -> str | None:
+        """A name under which the reward and the success of this item are logged, besides those of all items."""
+        return None
+
     def is_success(self, reward: float) -> bool:
         """Whether a rollout with this reward has solved its item."""
         return reward >= self.success_reward - SUCCESS_TOLERANCE
@@ -168,6 +172,9 @@ class _WrappedAdapter(RLAdapter):
 
     def build_heldout(self) -> Sequence[Any]:
         return self.inner.build_heldout() if hasattr(self.inner, "build_heldout") else ()
+
+    def category(self, item: Any) -> str | None:
+        return self.inner.category(item) if hasattr(self.inner, "category") else None
 
     def evaluate(self, step: int, rewards: list[float], num_datums: int) -> None:
         if hasattr(self.inner, "evaluate"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ class Estimate:
     """A mean reward over `n` items with its 95 % interval; `ungraded` completions count as 0.
 
     `pass_at["4"]` estimates the chance that at least one of 4 completions is a success; `parts` are the means of the
-    reward's named parts.
+    reward's named parts; `categories` are mean, low, high, n and success of the items of each `Task.category`.
     """
 
     mean: float
@@ -35,6 +35,7 @@ class Estimate:
     success: float = 0.0
     pass_at: Mapping[str, float] = field(default_factory=dict)
     parts: Mapping[str, float] = field(default_factory=dict)
+    categories: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -104,6 +105,22 @@ def pass_at_k(successes: int, n: int, k: int) -> float:
 
 def estimate(task: Task, groups: Sequence[Group], *, completions: int, temperature: float) -> Estimate:
     """The estimate from groups that should have `completions` rollouts each; missing and ungraded ones count as 0."""
+    total = _estimate(task, groups, completions=completions, temperature=temperature)
+    by_category: dict[str, list[Group]] = {}
+    for group in groups:
+        name = task.category(group.item)
+        if name is not None:
+            by_category.setdefault(name, []).append(group)
+    categories = {}
+    for name, own in sorted(by_category.items()):
+        found = _estimate(task, own, completions=completions, temperature=temperature)
+        numbers = {"mean": found.mean, "low": found.low, "high": found.high}
+        categories[name] = {**numbers, "n": float(found.n), "success": found.success}
+    return replace(total, categories=categories)
+
+
+def _estimate(task: Task, groups: Sequence[Group], *, completions: int, temperature: float) -> Estimate:
+    """That of all groups, without categories."""
     rewards_NK = [_padded([rollout.reward or 0.0 for rollout in group.rollouts], completions) for group in groups]
     graded = [rollout for group in groups for rollout in group.rollouts if rollout.reward is not None]
     solved_N = [sum(map(task.is_success, rewards)) for rewards in rewards_NK]

@@ -77,6 +77,7 @@ export const CHARTS = [
   { id: "loss", title: "Loss", isWide: true, series: losses },
   { id: "heldout-metrics", title: "Held-out loss and accuracy, 95 % intervals", isWide: true, series: heldoutMetrics },
   { id: "parts", title: "Reward by part", include: [0], series: below("reward/part/") },
+  { id: "categories", title: "Reward by category", include: [0], series: below("category/", "/reward") },
   { id: "groups", title: "Groups by signal", unit: "share", include: [0, 1],
     series: always(share("groups/used", "informative", "groups/total"), share("groups/all_good", "all good", "groups/total"),
       share("groups/all_bad", "all bad", "groups/total")) },

@@ -38,6 +38,7 @@ def step_metrics(
         "temperature": batch.temperature,
         **_reward_metrics(task, batch, rollouts),
         **_group_metrics(task, batch),
+        **_category_metrics(task, batch),
         **_rollout_metrics(rollouts),
         **_info_metrics(rollouts),
         **_grader_metrics(batch, rollouts),
@@ -96,6 +97,24 @@ def _group_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
         "groups/failed": float(len(batch.all_groups) - len(ends)),
         "groups/refilled": float(len(batch.replaced)),
     }
+
+
+def _category_metrics(task: Task, batch: RolloutBatch) -> dict[str, float]:
+    """Reward, success and groups with a signal of the items of each `Task.category`."""
+    by_name: dict[str, list[Group]] = {}
+    for group in batch.all_groups:
+        name = task.category(group.item)
+        if name is not None:
+            by_name.setdefault(name, []).append(group)
+    found: dict[str, float] = {}
+    for name, groups in sorted(by_name.items()):
+        rewards = [reward for group in groups for reward in group.rewards]
+        found[f"category/{name}/groups"] = float(len(groups))
+        found[f"category/{name}/groups_used"] = float(sum(len(set(group.rewards)) > 1 for group in groups))
+        if rewards:
+            found[f"category/{name}/reward"] = float(np.mean(rewards))
+            found[f"category/{name}/success"] = float(np.mean([task.is_success(reward) for reward in rewards]))
+    return found
 
 
 def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -1,0 +1,169 @@
+"""A mixture of tasks: the items of several tasks in the shares of their weights, each graded by its own task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mint.errors import InvalidRequestError
+from mint.rl.adapter import MessageEnvAdapter, RLAdapter, Task
+from mint.rl.message_env import MessageEnv
+
+MAX_ITEMS = 1_000_000
+"""The most items of a mixture's dataset; a large task with a small weight then gives only some of its items."""
+
+
+@dataclass(frozen=True)
+class MixedItem:
+    """An item with the name of its task."""
+
+    task: str
+    item: Any
+
+    def __str__(self) -> str:
+        return f"{self.task}: {self.item}"
+
+
+class _Mixture(Task):
+    """What both kinds of mixture share. `tasks` by name; `weights` by name, 1 where none is given."""
+
+    def __init__(self, tasks: Mapping[str, Task], weights: Mapping[str, float], seed: int) -> None:
+        self.tasks = dict(tasks)
+        self.weights = {name: float(weights.get(name, 1.0)) for name in tasks}
+        self.seed = seed
+        self.success_reward = next(iter(self.tasks.values())).success_reward
+        ranges = [task.reward_range for task in self.tasks.values()]
+        declared = [one for one in ranges if one is not None]
+        if len(declared) == len(ranges):
+            self.reward_range = min(low for low, _ in declared), max(high for _, high in declared)
+
+    def build_dataset(self) -> Sequence[MixedItem]:
+        """Each task's items in its share, repeated as often as needed; whole rounds of a task come in a drawn order."""
+        total_weight = sum(self.weights.values())
+        shares = {name: weight / total_weight for name, weight in self.weights.items() if weight}
+        items = {name: list(self.tasks[name].build_dataset()) for name in shares}
+        empty = [name for name, own in items.items() if not own]
+        if empty:
+            raise InvalidRequestError(
+                "has no items", field="mixture.tasks", value=empty[0], remedy="Return at least one, or leave it out"
+            )
+        size = min(MAX_ITEMS, max(len(items[name]) / share for name, share in shares.items()))
+        random = np.random.default_rng(self.seed)
+        mixed = []
+        for name, share in shares.items():
+            count = max(1, round(size * share))
+            rounds = math.ceil(count / len(items[name]))
+            order = np.concatenate([random.permutation(len(items[name])) for _ in range(rounds)])[:count]
+            mixed += [MixedItem(name, items[name][place]) for place in order]
+        return mixed
+
+    def build_heldout(self) -> Sequence[MixedItem]:
+        """The held-out items of all tasks in turn, so that a part of them has some of each task."""
+        of_tasks = [[MixedItem(name, item) for item in task.build_heldout()] for name, task in self.tasks.items()]
+        longest = max(map(len, of_tasks))
+        return [own[place] for place in range(longest) for own in of_tasks if place < len(own)]
+
+    def item_key(self, item: MixedItem, /) -> str:
+        """The key that its own task gives it."""
+        return f"{item.task}\0{self.tasks[item.task].item_key(item.item)}"
+
+    def category(self, item: MixedItem, /) -> str:
+        """The name of its task."""
+        return item.task
+
+    def demonstrate(self, item: MixedItem, /) -> str | None:
+        """That of its own task."""
+        return self.tasks[item.task].demonstrate(item.item)
+
+    def close(self) -> None:
+        """Closes every task."""
+        for task in self.tasks.values():
+            task.close()
+
+
+class _PromptMixture(_Mixture, RLAdapter):
+    """A mixture of tasks of one prompt and one completion."""
+
+    tasks: dict[str, RLAdapter]
+
+    def make_prompt(self, item: MixedItem, tokenizer: Any, /) -> list[int]:
+        return self.tasks[item.task].make_prompt(item.item, tokenizer)
+
+    def compute_reward(self, response: str, item: MixedItem, /) -> Any:
+        return self.tasks[item.task].compute_reward(response, item.item)
+
+    def compute_group_rewards(self, responses: Sequence[str], item: MixedItem, /) -> Any:
+        return self.tasks[item.task].compute_group_rewards(responses, item.item)
+
+
+class _EpisodeMixture(_Mixture, MessageEnvAdapter):
+    """A mixture of tasks of many turns."""
+
+    tasks: dict[str, MessageEnvAdapter]
+
+    def make_env(self, item: MixedItem, /) -> MessageEnv:
+        return self.tasks[item.task].make_env(item.item)
+
+
+def mixture(
+    tasks: Mapping[str, Task], *, weights: Mapping[str, float] | None = None, seed: int = 0
+) -> RLAdapter | MessageEnvAdapter:
+    """A task whose items come from `tasks` in the shares of `weights` (1 where none is given).
+
+    An epoch has every item of at least one task, and repeats the items of tasks that are too small for their share. The
+    metrics of each task are logged under its name (`Task.category`). `seed` draws the order of repeated items.
+
+    Raises:
+        InvalidRequestError: no tasks, tasks of one turn and of many together, another `success_reward`, a task with
+            `compute_batch_rewards`, or a weight that is negative or of no task, or all 0.
+    """
+    weights = weights or {}
+    wrong = _refusal(tasks, weights)
+    if wrong is not None:
+        raise wrong
+    if all(isinstance(task, RLAdapter) for task in tasks.values()):
+        return _PromptMixture(tasks, weights, seed)
+    return _EpisodeMixture(tasks, weights, seed)
+
+
+def _refusal(tasks: Mapping[str, Task], weights: Mapping[str, float]) -> InvalidRequestError | None:
+    if not tasks:
+        return InvalidRequestError("has no tasks", field="mixture.tasks", value={}, remedy="Name at least one task")
+    kinds = {isinstance(task, RLAdapter) for task in tasks.values()}
+    if len(kinds) > 1 or not all(isinstance(task, RLAdapter | MessageEnvAdapter) for task in tasks.values()):
+        return InvalidRequestError(
+            "mixes tasks of one turn and of many",
+            field="mixture.tasks",
+            value={name: type(task).__name__ for name, task in tasks.items()},
+            remedy="Give only RLAdapters, or only MessageEnvAdapters",
+        )
+    successes = {name: task.success_reward for name, task in tasks.items()}
+    if len(set(successes.values())) > 1:
+        return InvalidRequestError(
+            "have different success_reward", field="mixture.tasks", value=successes, remedy="Scale their rewards alike"
+        )
+    batched = [name for name, task in tasks.items() if isinstance(task, RLAdapter) and _grades_batches(task)]
+    if batched:
+        return InvalidRequestError(
+            "grades whole batches, and a batch of a mixture has items of other tasks, too",
+            field="mixture.tasks",
+            value=batched[0],
+            remedy="Let it have compute_reward or compute_group_rewards instead",
+        )
+    bad = {name: weight for name, weight in weights.items() if name not in tasks or not 0 <= weight < math.inf}
+    if bad or not any(weights.get(name, 1.0) for name in tasks):
+        return InvalidRequestError(
+            "must be numbers of at least 0, by the names of the tasks, and not all 0",
+            field="mixture.weights",
+            value=bad or dict(weights),
+            remedy=f"The tasks are {', '.join(tasks)}",
+        )
+    return None
+
+
+def _grades_batches(task: RLAdapter) -> bool:
+    return type(task).compute_batch_rewards is not RLAdapter.compute_batch_rewards

@@ -1,0 +1,133 @@
+"""Mixtures of tasks: shares by weight, every item graded by its own task, readings for each task."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_policy import roll_out, says
+
+from mint.errors import InvalidRequestError
+from mint.rl import MessageEnv, MessageEnvAdapter, RLAdapter, RLConfig, Task, mixture, run_grpo
+from mint.rl.message_env import Message, MessageStepResult
+
+
+class Digits(RLAdapter):
+    """Rewards one digit; its items are the numbers below `count`."""
+
+    reward_range = (0.0, 1.0)
+
+    def __init__(self, digit: str, count: int) -> None:
+        self.digit, self.count, self.closed = digit, count, False
+
+    def build_dataset(self) -> Sequence[int]:
+        return range(self.count)
+
+    def build_heldout(self) -> Sequence[int]:
+        return range(1000, 1003)
+
+    def make_prompt(self, item: int, tokenizer: Any) -> list[int]:
+        return tokenizer.encode(f"Q: What is {item} + {self.digit}?\nA:")
+
+    def compute_reward(self, response: str, item: int) -> float:
+        return min(1.0, response.count(self.digit) / 4)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Says(MessageEnvAdapter):
+    """One turn; the reward is whether the reply has the item."""
+
+    def build_dataset(self) -> Sequence[str]:
+        return ["yes"]
+
+    def make_env(self, item: str) -> MessageEnv:
+        class Once(MessageEnv):
+            def initial_observation(self) -> Sequence[Message]:
+                return [{"role": "user", "content": "?"}]
+
+            def step(self, message: Message) -> MessageStepResult:
+                return MessageStepResult(float(item in message["content"]))
+
+        return Once()
+
+
+def test_an_epoch_has_the_shares_of_the_weights_and_every_item_of_a_task() -> None:
+    mixed = mixture({"ones": Digits("1", 30), "twos": Digits("2", 7)}, weights={"ones": 3.0}, seed=4)
+    items = mixed.build_dataset()
+    counts = Counter(item.task for item in items)
+    assert counts == {"ones": 30, "twos": 10}
+    assert sorted(item.item for item in items if item.task == "ones") == list(range(30))
+    repeated = Counter(item.item for item in items if item.task == "twos")
+    assert len(repeated) == 7, "a whole round before any item comes twice"
+    assert [str(item) for item in items] == [str(item) for item in mixed.build_dataset()]
+
+
+def test_a_weight_of_zero_leaves_a_task_to_the_heldout_set() -> None:
+    mixed = mixture({"ones": Digits("1", 5), "twos": Digits("2", 5)}, weights={"twos": 0})
+    assert {item.task for item in mixed.build_dataset()} == {"ones"}
+    assert [item.task for item in mixed.build_heldout()] == ["ones", "twos"] * 3
+    assert len({mixed.item_key(item) for item in mixed.build_heldout()}) == 6, "equal items of two tasks differ"
+
+
+class Batches(Digits):
+    """Grades whole batches."""
+
+    def compute_batch_rewards(self, responses: Sequence[Sequence[str]], items: Sequence[Any]) -> list[list[float]]:
+        return [[0.0] * len(each) for each in responses]
+
+
+class Scaled(Digits):
+    """A success earns 10."""
+
+    success_reward = 10.0
+
+
+@pytest.mark.parametrize(
+    ("tasks", "weights", "refusal"),
+    [
+        ({}, {}, r"mixture\.tasks = .*has no tasks"),
+        ({"a": Digits("1", 2), "b": Says()}, {}, "mixes tasks of one turn and of many"),
+        ({"a": Digits("1", 2), "b": Scaled("1", 2)}, {}, "different success_reward"),
+        ({"a": Batches("1", 2)}, {}, "grades whole batches"),
+        ({"a": Digits("1", 2)}, {"b": 1.0}, r"weights = .*'b'.*The tasks are a"),
+        ({"a": Digits("1", 2)}, {"a": 0.0}, "not all 0"),
+        ({"a": Digits("1", 2)}, {"a": -1.0}, "at least 0"),
+    ],
+)
+def test_a_mixture_that_cannot_work_is_refused(tasks: dict[str, Task], weights: dict[str, float], refusal: str) -> None:
+    with pytest.raises(InvalidRequestError, match=refusal):
+        mixture(tasks, weights=weights)
+
+
+def test_tasks_of_many_turns_are_mixed_too() -> None:
+    mixed = mixture({"a": Says(), "b": Says()})
+    assert isinstance(mixed, MessageEnvAdapter)
+    items = list(mixed.build_dataset())
+    groups = roll_out(says("yes"), mixed, items=items)
+    assert [(group.item.task, group.rewards) for group in groups] == [("a", [1.0]), ("b", [1.0])]
+
+
+@pytest.mark.learns
+def test_each_task_has_its_own_reward_success_and_heldout_estimate() -> None:
+    ones, twos = Digits("1", 8), Digits("2", 8)
+    config = RLConfig(
+        base_model="mint/tiny", steps=2, batch_size=6, max_tokens=6, learning_rate=2e-3, print_progress=False
+    )
+    result = run_grpo(mixture({"ones": ones, "twos": twos}), config)
+    assert ones.closed and twos.closed
+    steps = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rollouts = [json.loads(line) for line in (result.run_dir / "rollouts.jsonl").read_text().splitlines()]
+    for row in steps:
+        for name in ("ones", "twos"):
+            own = [each for each in rollouts if each["step"] == row["step"] and each["sample"].startswith(name)]
+            assert row[f"category/{name}/reward"] == pytest.approx(np.mean([each["reward"] for each in own]))
+            assert row[f"category/{name}/groups"] == len(own) / 4
+    (after,) = [result.heldout_after[temperature] for temperature in (1.0,)]
+    assert {name: numbers["n"] for name, numbers in after.categories.items()} == {"ones": 3.0, "twos": 3.0}
+    assert np.mean([numbers["mean"] for numbers in after.categories.values()]) == pytest.approx(after.mean)
