@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mint.cli.main import app
+from mint.version import VERSION
 
 ROWS = [{"prompt": f"Q: What is {a} + {b}?\nA:", "answer": str(a + b)} for a in range(12, 24) for b in range(30, 38)]
 PAIRS = [{"prompt": row["prompt"], "chosen": f" {row['answer']}", "rejected": " 7"} for row in ROWS]
@@ -138,7 +139,7 @@ def test_sft_dpo_and_distillation_run_from_the_command_line(home: Path, prompts:
         (("train", "dpo", "data=pairs.jsonl", "betta=1"), "Did you mean beta"),
         (("train", "distill", "task=math", "teacher=mint/tiny", "steps=few"), "DistillConfig.steps"),
         (("train", "dpo"), "data"),
-        (("diagnose", "nowhere"), "holds no run"),
+        (("diagnose", "nowhere"), "is not a run"),
         (("eval", "mint://nobody:train:0/weights/none", "math"), "nobody"),
     ],
 )
@@ -158,3 +159,8 @@ def test_a_misspelt_variable_ends_a_command_and_an_unknown_one_is_named(monkeypa
     refused = CliRunner().invoke(app, ["plan", "--pass-rate", "0.1"])
     assert refused.exit_code == 1
     assert "Did you mean MINT_KV_CACHE_MIB?" in refused.stderr
+
+
+def test_the_version_is_printed() -> None:
+    answer = mint("--version")
+    assert (answer.exit_code, answer.stdout) == (0, f"mint {VERSION}\n")

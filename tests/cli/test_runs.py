@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from mint.cli.main import app
+from mint.cli.run_names import find_run
+from mint.errors import InvalidRequestError
 from mint.recipes.task_registry import load_task
 from mint.rl import run_grpo
 from mint.runs.log import RunLog
@@ -92,6 +95,51 @@ def test_a_misspelled_run_is_guessed(home: Path) -> None:
     assert answer.exit_code == 1 and "Did you mean looked-at?" in answer.stderr
 
 
+@pytest.mark.parametrize("name", ["looked-at", "look", "1", "latest"])
+def test_a_run_is_named_in_one_way_everywhere(home: Path, name: str, tmp_path: Path) -> None:
+    for arguments in (
+        ["runs", "show", name, "--json"],
+        ["rollouts", name, "--json"],
+        ["plot", name, "-o", str(tmp_path / "curve.png")],
+        ["diagnose", name, "--json"],
+    ):
+        answer = mint(*arguments)
+        assert answer.exit_code == 0, answer.output
+    assert json.loads(mint("runs", "show", name, "--json").stdout)["name"] == "looked-at"
+
+
+def test_numbers_and_latest_count_from_the_run_that_was_written_last(tmp_path: Path) -> None:
+    for place, run in enumerate(("first", "second", "3")):
+        folder = tmp_path / "runs" / run
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        os.utime(folder / "config.json", (place, place))
+    assert [find_run(name, tmp_path).name for name in ("latest", "2", "sec")] == ["3", "second", "second"]
+    assert find_run("3", tmp_path).name == "3"  # a whole name counts before a number
+
+
+def test_the_beginning_of_several_names_is_refused_with_the_names(tmp_path: Path) -> None:
+    for run in ("sums-1", "sums-2"):
+        folder = tmp_path / "runs" / run
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(InvalidRequestError, match=r"run = sums: is the beginning of several runs.*sums-1") as refusal:
+        find_run("sums", tmp_path)
+    assert "sums-2" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["", "0", "2", "loked-at", "latest-"])
+@pytest.mark.parametrize("command", [["runs", "show"], ["diagnose"], ["bisect"], ["rollouts"]])
+def test_a_name_that_is_no_run_is_told_as_such(home: Path, command: list[str], name: str) -> None:
+    answer = mint(*command, name)
+    assert answer.exit_code == 1 and f"run = {name}: is not a run" in answer.stderr
+
+
+def test_paths_are_not_broken_so_that_they_can_be_copied(home: Path) -> None:
+    answer = CliRunner().invoke(app, ["runs", "show", "latest"], env={"COLUMNS": "40"})
+    assert str(home / "runs" / "looked-at") in answer.stdout
+
+
 def test_a_run_is_shown_with_state_evaluations_and_checkpoints(home: Path, log: RunLog) -> None:
     answer = mint("runs", "show", "looked-at", "--json")
     assert answer.exit_code == 0, answer.output
@@ -121,6 +169,13 @@ def test_a_plot_is_a_picture_of_the_run(home: Path, tmp_path: Path, metrics: lis
     answer = mint("plot", "looked-at", "-o", str(picture), *metrics)
     assert answer.exit_code == 0, answer.output
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("output", ["missing/x.png", "x.unknown"])
+def test_a_picture_that_cannot_be_written_is_one_sentence(home: Path, tmp_path: Path, output: str) -> None:
+    answer = mint("plot", "latest", "-o", str(tmp_path / output))
+    assert answer.exit_code == 1
+    assert "InvalidRequestError: output = " in answer.stderr and "Name a .png" in answer.stderr
 
 
 def test_an_unknown_metric_is_answered_with_those_that_are_like_it(home: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import mint
-from mint.cli.recipe_runs import print_report, teacher_sampler
+from mint.cli.recipes.recipe_runs import print_report, teacher_sampler
 from mint.errors import InvalidRequestError
 from mint.recipes.datasets.arithmetic import Problem, draw_problems
 from mint.recipes.distill import DistillConfig, DistillResult, run_distill

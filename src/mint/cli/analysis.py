@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from mint.cli.assignments import Assignments, parse_assignments
+from mint.cli.run_names import Run, find_run
 from mint.cli.terminal import fail
 from mint.cli.train import Json
 from mint.errors import MintError
@@ -46,7 +46,7 @@ def evaluate(
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="a run folder")],
+    run: Run,
     as_json: Json = False,
 ) -> None:
     """Why a run does not learn: every finding with its evidence and a remedy, and where the tokens went."""
@@ -54,8 +54,9 @@ def diagnose(
     from mint.rl.analysis.run_analysis import diagnose_run, run_token_counts  # deferred: `mint --help` answers at once
 
     try:
-        findings = diagnose_run(run)
-        ledger, items = run_token_counts(run)
+        folder = find_run(run)
+        findings = diagnose_run(folder)
+        ledger, items = run_token_counts(folder)
     except MintError as error:
         fail(error, as_json=as_json)
     people = Console(stderr=as_json)
@@ -66,7 +67,7 @@ def diagnose(
 
 
 def bisect(
-    run: Annotated[Path, typer.Argument(help="a run folder")],
+    run: Run,
     metric: Annotated[str, typer.Option(help="heldout, heldout_sampled or success")] = "heldout",
     task: Annotated[str | None, typer.Option(help="the task, if the run folder does not name it")] = None,
     as_json: Json = False,
@@ -79,9 +80,10 @@ def bisect(
     from mint.rl.heldout_evaluation import evaluate_checkpoint
 
     try:
-        with open_task_of_run(run, task) as choice, ServiceClient() as service:
+        folder = find_run(run)
+        with open_task_of_run(folder, task) as choice, ServiceClient() as service:
             regression = bisect_run(
-                run,
+                folder,
                 metric,
                 lambda path: evaluate_checkpoint(path, choice.adapter, config=choice.config, service=service),
             )

@@ -25,7 +25,7 @@ FORMAT_HELP = "peft: the lora alone, for PEFT and vLLM; hf: a merged model; gguf
 
 def export(
     checkpoint: Annotated[str, typer.Argument(help="mint://MODEL_ID/weights/NAME or …/sampler_weights/NAME")],
-    output: Annotated[Path, typer.Option(help="the folder to write; must not exist")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the folder to write; must not exist")],
     format: Annotated[ExportFormat, typer.Option(help=FORMAT_HELP)] = ExportFormat.PEFT,
     data_dir: Annotated[
         Path | None, typer.Option(help="where it is; if not given the server at MINT_BASE_URL, else MINT_HOME")

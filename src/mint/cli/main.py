@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from mint.cli import analysis, dashboard, export, runs, serve, train
@@ -12,10 +14,10 @@ from mint.cli.storage import commands as storage
 from mint.cli.terminal import fail
 from mint.config import unknown_variables
 from mint.errors import MintError
+from mint.version import VERSION
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="LoRA fine-tuning and reinforcement learning of language models, on any machine.",
 )
@@ -41,8 +43,18 @@ app.command()(bench)
 app.command()(chaos)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mint {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
     """LoRA fine-tuning and reinforcement learning of language models, on any machine."""
     try:
         unknown = unknown_variables()

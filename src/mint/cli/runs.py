@@ -10,17 +10,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from mint.cli.terminal import fail
-from mint.config import read_settings
+from mint.cli.run_names import Run, find_run, newest_folders
+from mint.cli.terminal import fail, print_pairs
 from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.rl.tracking.terminal_text import evaluation_name, head, interval_text, one_line, paragraph, sparkline
 
@@ -31,9 +29,8 @@ SHOWN_CHARACTERS = 2_000
 CURVE_WIDTH = 48
 ROLLOUTS = 4
 
-RUN_COLUMNS = ("run", "state", "task", "steps", "reward", "held-out (95 %)", "findings", "last written (UTC)")
+RUN_COLUMNS = ("number", "run", "state", "task", "steps", "reward", "held-out (95 %)", "findings", "last written (UTC)")
 
-Run = Annotated[str, typer.Argument(help="a run folder, or its name below MINT_HOME/runs")]
 Json = Annotated[bool, typer.Option("--json", help="for scripts: one JSON document")]
 
 
@@ -115,66 +112,31 @@ def show_run_folder(folder: Path, *, as_json: bool) -> None:
         "success": _number(summary.success),
         "tokens/s": None if summary.tokens_per_s is None else f"{summary.tokens_per_s:.0f}",
     }
-    table = Table(show_header=False, box=None)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        if value is not None:
-            table.add_row(name, Text(one_line(str(value))))
+    pairs = [(name, Text(one_line(str(value)))) for name, value in facts.items() if value is not None]
     for row in evaluations:
         line = f"{row['when']} (step {row['step']}), {evaluation_name(row)}: {interval_text(row)}, n = {row['n']}"
-        table.add_row("held-out", Text(line))
+        pairs.append(("held-out", Text(line)))
     for row in findings:
-        line = Text.assemble(
-            (row["code"], COLORS[row["severity"]]), f" (step {row['step']}): {one_line(row['evidence'])}"
-        )
-        table.add_row("finding", line)
-    for row in saved:
-        table.add_row("checkpoint", Text(f"step {row['step']}: {one_line(row['checkpoint'])}"))
-    Console(highlight=False).print(table)
+        line = f" (step {row['step']}): {one_line(row['evidence'])}"
+        pairs.append(("finding", Text.assemble((row["code"], COLORS[row["severity"]]), line)))
+    pairs += [("checkpoint", Text(f"step {row['step']}: {one_line(row['checkpoint'])}")) for row in saved]
+    print_pairs(pairs)
 
 
 def newest_runs(data_dir: Path | None, limit: int) -> list[dict[str, Any]]:
     """The newest runs of a data directory (None: `MINT_HOME`), one dict each."""
-    from mint.dashboard.run_folders import RunFolders  # deferred: `mint --help` answers at once
-    from mint.runs.reader import RunReader
+    from mint.runs.reader import RunReader  # deferred: `mint --help` answers at once
 
-    folders = RunFolders([data_dir or read_settings().home_dir]).find().values()
-    newest = sorted((RunReader(folder).summary() for folder in folders), key=lambda run: run.updated_at, reverse=True)
-    return [asdict(summary) for summary in newest[:limit]]
+    return [asdict(RunReader(folder).summary()) for folder in list(newest_folders(data_dir).values())[:limit]]
 
 
-def run_row(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """A run as a row of a table with `RUN_COLUMNS`."""
+def run_row(number: int, run: Mapping[str, Any]) -> tuple[str, ...]:
+    """A run as a row of a table with `RUN_COLUMNS`; the newest has number 1."""
     heldout = "" if run["heldout"] is None else interval_text(run["heldout"])
     findings = ", ".join(f"{count} {severity}" for severity, count in run["findings"].items() if count)
     steps = f"{run['step']} of {run['steps']}"
     at = f"{datetime.fromtimestamp(run['updated_at'], UTC):%Y-%m-%d %H:%M}"
-    return (run["name"], run["state"], run["task"], steps, _number(run["reward"]), heldout, findings, at)
-
-
-def find_run(name: str) -> Path:
-    """The folder of a run, by its path or its name below `MINT_HOME/runs`.
-
-    Raises:
-        NotFoundError: neither holds a run.
-    """
-    found = run_folder(name)
-    if found is not None:
-        return found
-    below = read_settings().home_dir / "runs"
-    names = [folder.name for folder in below.iterdir()] if below.is_dir() else []
-    close = get_close_matches(name, names, n=1)
-    remedy = f"Did you mean {close[0]}?" if close else f"Name a folder with a config.json, or one below {below}"
-    raise NotFoundError("is not a run", field="run", value=name, remedy=remedy)
-
-
-def run_folder(name: str) -> Path | None:
-    """The folder of a run by its path or name; None if there is no such run."""
-    for folder in (Path(name), read_settings().home_dir / "runs" / name):
-        if (folder / "config.json").is_file():
-            return folder
-    return None
+    return (str(number), run["name"], run["state"], run["task"], steps, _number(run["reward"]), heldout, findings, at)
 
 
 def _select(

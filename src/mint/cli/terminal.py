@@ -1,8 +1,9 @@
-"""Errors on the terminal, the same for all commands."""
+"""Errors, and names with values, on the terminal: the same for all commands."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import NoReturn
 
 import typer
@@ -21,3 +22,11 @@ def fail(error: MintError, *, as_json: bool = False) -> NoReturn:
         typer.echo(json.dumps(error.to_wire()))
     Console(stderr=True).print(Text.assemble((type(error).__name__, "red"), f": {error}"), soft_wrap=True)
     raise typer.Exit(1) from error
+
+
+def print_pairs(pairs: Sequence[tuple[str, Text]]) -> None:
+    """Prints a name and a value per line. No line is broken, so that a path can be copied from it."""
+    width = max((len(name) for name, _ in pairs), default=0) + 2
+    console = Console(highlight=False)
+    for name, value in pairs:
+        console.print(Text.assemble((name.ljust(width), "bold"), value), soft_wrap=True)

@@ -47,7 +47,7 @@ def demo(
     seed: Seed = 0,
     run_dir: RunDir = None,
     resume: Resume = False,
-    track: Annotated[
+    trackers: Annotated[
         list[str] | None, typer.Option(help="mirror it: tensorboard, wandb or trackio; repeatable")
     ] = None,
     yes: Yes = False,
@@ -55,7 +55,7 @@ def demo(
 ) -> None:
     """RL end to end in this process: no GPU, no key. All tasks but `sums` train the bundled model and need no network;
     `sums` trains SmolLM2-135M-Instruct."""
-    from mint.cli.recipe_runs import run_demo  # deferred: `mint --help` answers at once
+    from mint.cli.recipes.recipe_runs import run_demo  # deferred: `mint --help` answers at once
     from mint.rl.analysis.report import print_run
     from mint.runs.log import RunLog
 
@@ -67,7 +67,7 @@ def demo(
             run_dir=run_dir,
             resume=resume,
             console=Console(stderr=True),
-            trackers=track or (),
+            trackers=trackers or (),
             yes=yes,
         )
     except MintError as error:
@@ -89,7 +89,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """A recipe on any model and data: `mint train rl task=reasoning_gym:chain_sum base_model=… steps=50`."""
-    from mint.cli.recipe_runs import train_recipe  # deferred: `mint --help` answers at once
+    from mint.cli.recipes.recipe_runs import train_recipe  # deferred: `mint --help` answers at once
 
     try:
         arguments = parse_assignments(assignments or [])

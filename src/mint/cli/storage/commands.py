@@ -15,7 +15,8 @@ import typer
 from rich.filesize import decimal
 
 from mint.cli.base_models import pull
-from mint.cli.runs import RUN_COLUMNS, newest_runs, run_folder, run_row, show_run_folder
+from mint.cli.run_names import RUN_HELP, find_run
+from mint.cli.runs import RUN_COLUMNS, newest_runs, run_row, show_run_folder
 from mint.cli.storage.tables import (
     checkpoint_json,
     metadata_text,
@@ -30,7 +31,7 @@ from mint.cli.storage.tables import (
     time_text,
 )
 from mint.cli.terminal import fail
-from mint.errors import InvalidRequestError, MintError
+from mint.errors import InvalidRequestError, MintError, NotFoundError
 from mint.rl.tracking.terminal_text import paragraph
 from mint.types.records import (
     AccessScope,
@@ -90,41 +91,55 @@ def list_runs(
         print_table(columns, rows, f"{len(rows)} of {page.cursor.total_count} models")
         found = newest_runs(data_dir, limit)
         if found:
-            print_table(RUN_COLUMNS, [run_row(run) for run in found], f"runs on this machine: {len(found)}")
+            print_table(
+                RUN_COLUMNS,
+                [run_row(number, run) for number, run in enumerate(found, 1)],
+                f"runs on this machine: {len(found)}",
+            )
 
 
 @runs_app.command(name="show")
 def show_run(
-    run_id: Annotated[str, typer.Argument(help="a model's id, or the folder or name of a run")],
+    run_id: Annotated[str, typer.Argument(help=f"{RUN_HELP}; or a model's id")],
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """A model and its checkpoints; or a run: its state, curve, evaluations, findings and checkpoints."""
-    folder = run_folder(run_id) if data_dir is None else None
-    if folder is not None:
-        try:
-            show_run_folder(folder, as_json=as_json)
-        except MintError as error:
-            fail(error, as_json=as_json)
+    try:
+        show_run_folder(find_run(run_id, data_dir), as_json=as_json)
+    except NotFoundError as error:
+        _show_model(run_id, data_dir, no_run=error, as_json=as_json)
+    except MintError as error:
+        fail(error, as_json=as_json)
+
+
+def _show_model(model_id: str, data_dir: Path | None, *, no_run: NotFoundError, as_json: bool) -> None:
+    """Prints a model; fails with `no_run` if there is none, because most names are meant for runs."""
+    from mint.cli.storage.storage import open_storage  # deferred: loads the SDK, or the server
+
+    try:
+        with open_storage(data_dir) as storage:
+            model = storage.run(model_id)
+            saved = storage.checkpoints_of(model_id).checkpoints
+    except NotFoundError:
+        fail(no_run, as_json=as_json)
+    except MintError as error:
+        fail(error, as_json=as_json)
+    if as_json:
+        print_json({**run_json(model), "checkpoints": [checkpoint_json(one) for one in saved]})
         return
-    with _storage(data_dir, as_json) as storage:
-        run = storage.run(run_id)
-        saved = storage.checkpoints_of(run_id).checkpoints
-        if as_json:
-            print_json({**run_json(run), "checkpoints": [checkpoint_json(one) for one in saved]})
-            return
-        print_facts(
-            {
-                "model": run.training_run_id,
-                "base model": run.base_model,
-                "rank": run.lora_rank,
-                "owner": run.model_owner,
-                "last request": time_text(run.last_request_time),
-                "metadata": metadata_text(run.user_metadata),
-                "diverged": "yes: its replay gave other bits" if run.corrupted else None,
-            }
-        )
-        print_checkpoints(saved, len(saved))
+    print_facts(
+        {
+            "model": model.training_run_id,
+            "base model": model.base_model,
+            "rank": model.lora_rank,
+            "owner": model.model_owner,
+            "last request": time_text(model.last_request_time),
+            "metadata": metadata_text(model.user_metadata),
+            "diverged": "yes: its replay gave other bits" if model.corrupted else None,
+        }
+    )
+    print_checkpoints(saved, len(saved))
 
 
 @checkpoints_app.command(name="list")

@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from mint.cli.terminal import print_pairs
 from mint.rl.tracking.terminal_text import paragraph
 from mint.types.records import Checkpoint, TrainingRun
 
@@ -82,13 +83,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: 
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        if value is not None:
-            table.add_row(name, _text(str(value)))
-    _console().print(table)
+    print_pairs([(name, _text(str(value))) for name, value in facts.items() if value is not None])
 
 
 def print_sentence(sentence: str) -> None:

@@ -20,6 +20,7 @@ def plot_run(
     """Mean training reward per step, and the held-out evaluations with their 95 % intervals.
 
     Raises:
+        InvalidRequestError: the picture cannot be written to `path`.
         MissingExtraError: matplotlib is not installed.
     """
     figure, axes = _axes()
@@ -41,14 +42,14 @@ def plot_run(
     axes.set(xlabel="step", ylabel="reward", title=title)
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right", frameon=False)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def plot_metrics(path: Path, metrics: Sequence[Mapping[str, float]], names: Sequence[str], *, title: str) -> None:
     """Metrics by name over the steps, one chart below the other.
 
     Raises:
-        InvalidRequestError: no step has such a metric.
+        InvalidRequestError: no step has such a metric, or the picture cannot be written to `path`.
         MissingExtraError: matplotlib is not installed.
     """
     known = sorted({name for row in metrics for name in row} - {"step"})
@@ -65,7 +66,19 @@ def plot_metrics(path: Path, metrics: Sequence[Mapping[str, float]], names: Sequ
         axes.grid(alpha=0.25)
     every[0].set(title=title)
     every[-1].set(xlabel="step")
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib cannot write
+        raise InvalidRequestError(
+            f"cannot be written ({error})",
+            field="output",
+            value=str(path),
+            remedy="Name a .png in a folder that exists",
+        ) from error
 
 
 def _axes(count: int = 1) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 import mint
 from mint.cli.base_models import require_base_model
-from mint.cli.recipe_data import read_pairs, single_turn_task, split_arguments, split_items, take
+from mint.cli.recipes.recipe_data import read_pairs, single_turn_task, split_arguments, split_items, take
 from mint.errors import InvalidRequestError, NotFoundError
 from mint.recipes.distill import DistillConfig, run_distill
 from mint.recipes.dpo import DPOConfig, Preference, run_dpo

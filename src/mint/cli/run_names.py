@@ -1,0 +1,59 @@
+"""One way to name a run in all commands: a folder, a name, the beginning of a name, a number, or `latest`."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mint.config import read_settings
+from mint.errors import InvalidRequestError, NotFoundError
+
+LATEST = "latest"
+
+RUN_HELP = "a run folder, the name of a run or its beginning, its number in `mint runs list`, or latest"
+Run = Annotated[str, typer.Argument(help=RUN_HELP)]
+
+
+def find_run(name: str, data_dir: Path | None = None) -> Path:
+    """The folder of a run of a data directory (None: `MINT_HOME`).
+
+    `name` is the path of its folder, its whole name, `latest`, the beginning of one name only, or its number in
+    `mint runs list`. The first of these that fits counts.
+
+    Raises:
+        NotFoundError: no run fits.
+        InvalidRequestError: `name` is the beginning of several names.
+    """
+    if (Path(name) / "config.json").is_file():
+        return Path(name)
+    folders = newest_folders(data_dir)
+    if name in folders:
+        return folders[name]
+    if name == LATEST and folders:
+        return next(iter(folders.values()))
+    begun = [run for run in folders if run.startswith(name)] if name else []
+    if len(begun) == 1:
+        return folders[begun[0]]
+    if name.isascii() and name.isdecimal() and 1 <= int(name) <= len(folders):
+        return list(folders.values())[int(name) - 1]
+    if begun:
+        names = ", ".join(begun[:5]) + (", …" if len(begun) > 5 else "")
+        raise InvalidRequestError(
+            "is the beginning of several runs", field="run", value=name, remedy=f"Name one: {names}"
+        )
+    close = get_close_matches(name, folders, n=1)
+    below = (data_dir or read_settings().home_dir) / "runs"
+    remedy = f"Did you mean {close[0]}?" if close else f"`mint runs list` shows the runs below {below}"
+    raise NotFoundError("is not a run", field="run", value=name, remedy=remedy)
+
+
+def newest_folders(data_dir: Path | None = None) -> dict[str, Path]:
+    """The run folders of a data directory (None: `MINT_HOME`) by name, the one that was written last first."""
+    from mint.dashboard.run_folders import RunFolders, stamp_of  # deferred: `mint --help` answers at once
+
+    folders = RunFolders([data_dir or read_settings().home_dir]).find()
+    written = {name: max(changed_ns for _, changed_ns in stamp_of(folder)) for name, folder in folders.items()}
+    return dict(sorted(folders.items(), key=lambda run: (-written[run[0]], run[0])))
