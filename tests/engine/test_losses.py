@@ -23,7 +23,12 @@ REFERENCE: dict[str, Callable[[float, float, float, float, float, float], float]
     "ppo": lambda p, q, a, low, high, beta: -min(np.exp(p - q) * a, min(max(np.exp(p - q), low), high) * a),
     "cispo": lambda p, q, a, low, high, beta: -min(max(np.exp(p - q), low), high) * a * p,
     "dro": lambda p, q, a, low, high, beta: -(a * p - beta / 2 * (p - q) ** 2),
+    "sapo": lambda p, q, a, low, high, beta: -4 * a / _tau(a) / (1 + np.exp(-_tau(a) * (np.exp(p - q) - 1))),
 }
+
+
+def _tau(advantage: float) -> float:
+    return 1.0 if advantage > 0 else 1.05
 
 
 def _example(logprobs: np.ndarray, sampler: np.ndarray, advantages: np.ndarray, weights: np.ndarray) -> TrainDatum:
@@ -77,6 +82,45 @@ def test_ppo_stops_the_gradient_only_beyond_the_bound_that_the_advantage_pushes_
     loss, slope = loss_and_slope(spec, _example(p, q, np.array([advantage]), np.ones(1)), p)
     assert slope[0] == pytest.approx(-ratio * advantage if flows else 0.0, rel=1e-15)
     assert loss[0] == pytest.approx(-min(ratio * advantage, min(max(ratio, 0.75), 1.25) * advantage), rel=1e-15)
+
+
+def test_sapo_gates_as_its_paper_says_and_leaves_a_finite_gradient_at_any_ratio() -> None:
+    """The published form of the gate, 4/τ·sigmoid(τ·(r - 1)), differentiated by torch."""
+    rng = np.random.default_rng(3)
+    p, q, a, w = rng.normal(-2, 1, 200), rng.normal(-2, 1, 200), rng.normal(0, 2, 200), rng.normal(0, 1, 200)
+    loss, slope = loss_and_slope(
+        resolve_loss("sapo", {"tau_positive": 2.0, "tau_negative": 3.0}), _example(p, q, a, w), p
+    )
+    own = torch.tensor(p, dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor(a)
+    tau = torch.where(advantages > 0, 2.0, 3.0).double()
+    expected = -(torch.sigmoid(tau * ((own - torch.tensor(q)).exp() - 1)) * 4 / tau * advantages * torch.tensor(w))
+    expected.sum().backward()
+    np.testing.assert_allclose(loss, expected.detach().numpy(), rtol=1e-12)
+    np.testing.assert_allclose(slope, own.grad.numpy(), rtol=1e-9, atol=1e-14)
+    far = np.array([-1000.0, 0.0, 1000.0])
+    _, slope = loss_and_slope(resolve_loss("sapo"), _example(far, np.zeros(3), np.ones(3), np.ones(3)), far)
+    assert np.isfinite(slope).all()
+    assert slope[1] == -1.0, "at r = 1 it is the gradient of importance sampling"
+
+
+def test_dual_clip_bounds_the_loss_of_a_token_that_is_pushed_down() -> None:
+    """max(min(r·A, clip(r)·A), c·A) where A < 0, and ppo's own elsewhere."""
+    rng = np.random.default_rng(4)
+    p, q, a = rng.normal(-2, 1.5, 500), rng.normal(-2, 1.5, 500), rng.normal(0, 2, 500)
+    spec = resolve_loss("ppo", {"dual_clip": 3.0})
+    example = _example(p, q, a, np.ones(500))
+    loss, slope = loss_and_slope(spec, example, p)
+    ratio = np.exp(p - q)
+    objective = np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
+    expected = np.where(a < 0, np.maximum(objective, 3.0 * a), objective)
+    np.testing.assert_allclose(loss, -expected, rtol=1e-12)
+    step = 1e-6
+    above, below = (loss_and_slope(spec, example, p + shift)[0] for shift in (step, -step))
+    kink = np.min([abs(ratio - bound) for bound in (0.8, 1.2, 3.0)], axis=0) < 1e-4
+    np.testing.assert_allclose(slope[~kink], ((above - below) / (2 * step))[~kink], rtol=1e-5, atol=1e-7)
+    assert (slope[(a < 0) & (ratio > 3)] == 0).all()
+    assert (slope[(a < 0) & (ratio > 1.3) & (ratio < 3)] != 0).all()
 
 
 def test_cispo_keeps_a_gradient_at_every_token() -> None:
@@ -299,8 +343,8 @@ def test_with_nothing_trained_there_are_no_means() -> None:
 
 def test_defaults_are_filled_in() -> None:
     clip = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    common = {"trained_only": 0.0, "temperature": 1.0}
-    assert resolve_loss("ppo") == LossSpec("ppo", {**common, **clip})
+    common = {"trained_only": 0.0, "temperature": 1.0, "entropy_coef": 0.0}
+    assert resolve_loss("ppo") == LossSpec("ppo", {**common, **clip, "dual_clip": np.inf})
     assert resolve_loss("dro", {"beta": 1}) == LossSpec("dro", {**common, "beta": 1.0})
     assert resolve_loss("importance_sampling").config == {**common, "tis_cap": np.inf}
     assert resolve_loss("cross_entropy", {}) == LossSpec("cross_entropy", {"trained_only": 0.0})
@@ -317,6 +361,9 @@ def test_defaults_are_filled_in() -> None:
         ("ppo", {"tis_cap": 2.0}, ["tis_cap", "ppo"]),
         ("gspo", {"clip_low_threshold": 1.2}, ["clip_low_threshold", "1.2", "0.9997"]),
         ("dro", {"beta": float("nan")}, ["beta", "nan"]),
+        ("ppo", {"dual_clip": 1.1}, ["dual_clip", "1.1", "clip_high_threshold = 1.2"]),
+        ("sapo", {"tau_positive": 0}, ["tau_positive", "above 0"]),
+        ("cross_entropy", {"entropy_coef": 0.1}, ["entropy_coef", "trained_only"]),
         ("stable_reinforce", {"beta": 0.1}, ["beta", "stable_reinforce", "kl_coeff"]),
         ("ppo", {"clip_high_threshold": -1.0}, ["clip_high_threshold", "-1"]),
         ("ppo", {"clip_low_threshold": 1.3}, ["clip_low_threshold", "1.3", "1.2"]),

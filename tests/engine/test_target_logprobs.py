@@ -69,6 +69,31 @@ def test_logprobs_entropies_and_gradients_equal_those_in_float64(
     assert float((deviation / matrix.norm(dim=1).mean()).max()) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1 << 20, 97 * 20], ids=["at once", "in pieces"])
+def test_the_gradient_of_entropies_equals_that_in_float64(
+    tied: tuple[Path, PreTrainedModel], temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together with that of logprobs; some rows have only one of the two."""
+    monkeypatch.setattr(target_logprobs, "MIN_CHUNK_ROWS", 16)
+    monkeypatch.setattr(CpuOperations, "logits_at_once", chunk)
+    decoder = open_decoder(tied[0], torch.float32)
+    rng = np.random.default_rng(5)
+    rows, targets, slopes, _ = _pairs(rng, 75)
+    entropy_slopes = (rng.normal(0, 1, 75) * (rng.random(75) < 0.5)).astype(np.float32)
+    matrix = decoder.weights.unembedding.dense().double()
+    hidden = torch.from_numpy(rng.normal(0, 5, (75, matrix.shape[1]))).float()
+    pairs = TargetLogprobs(decoder, hidden, rows, targets, [LoraRows(0, 75, None)], temperature=temperature)
+    exact = hidden.double().requires_grad_()
+    logprobs = torch.log_softmax(exact @ matrix.t() / temperature, 1)
+    chosen = logprobs[torch.from_numpy(rows), torch.from_numpy(targets)]
+    entropies = -(logprobs.exp() * logprobs).sum(1)
+    ((chosen * torch.from_numpy(slopes)).sum() + (entropies * torch.from_numpy(entropy_slopes)).sum()).backward()
+    assert exact.grad is not None
+    deviation = (pairs.hidden_gradient(slopes, entropy_slopes).double() - exact.grad).norm(dim=1)
+    assert float((deviation / matrix.norm(dim=1).mean()).max()) < BOUNDS["float32"]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("width", [97, 70_000])
 def test_a_lone_rows_normaliser_has_the_bits_it_has_among_others(threads: int, width: int) -> None:

@@ -160,6 +160,28 @@ def test_the_gradient_at_a_temperature_is_the_slope_of_the_loss(
     assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(length, rel=0.02)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_with_an_entropy_bonus_is_the_slope_of_the_loss(model: TorchEngine, temperature: float) -> None:
+    """A finite difference along the gradient; the loss is the plain one less coef · w · H of each trained token."""
+    config = {"entropy_coef": 0.5, "temperature": temperature}
+    data = random_data(9, policy=True)
+    spec = resolve_loss("importance_sampling", config)
+    result = model.forward_backward("m", data, spec)
+    gradient = take_gradient(model, "m")
+    plain = model.forward("m", data, resolve_loss("importance_sampling", {"temperature": temperature}))
+    bonus = sum(float((datum.weights * own).sum()) for datum, own in zip(data, plain.entropies, strict=True)) * 0.5
+    assert result.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"] - bonus, rel=1e-5)
+    length = np.linalg.norm(flat(gradient))
+    before = model.read_state("m")
+    losses = []
+    for step in (1e-3, -1e-3):
+        moved = {name: weight + np.float32(step / length) * gradient[name] for name, weight in before.weights.items()}
+        model.write_state("m", ModelState(moved))
+        losses.append(model.forward("m", data, spec).metrics["loss:sum"])
+        model.write_state("m", before)
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(length, rel=0.02)
+
+
 def test_logprobs_and_entropies_at_a_temperature_are_those_of_the_divided_logits(engine: TorchEngine) -> None:
     engine.create_model("m", "base", LORA)
     data = random_data(8, policy=True)

@@ -130,7 +130,7 @@ def test_every_config_is_changed_by_name_and_checked(config: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("fields", "refusal"),
     [
-        ({"loss_fn_config": {"entropy_coef": 0.1}}, r"entropy_coef: importance_sampling has no such setting.*tis_cap"),
+        ({"loss_fn_config": {"entropy": 0.1}}, r"entropy: importance_sampling has no such setting.*tis_cap"),
         ({"loss_fn": "ppo", "loss_fn_config": {"tis_cap": 2.0}}, r"tis_cap: ppo has no such setting"),
         ({"loss_fn_config": {"temperature": 0.0}}, r"loss_fn_config\.temperature = 0\.0: must be above 0"),
         ({"loss_fn": "cross_entropy"}, r"RLConfig\.loss_fn = cross_entropy: is for demonstrations"),

@@ -44,6 +44,9 @@ POISON_TOKEN = 13
 MODEL_BYTES = 1000
 """The memory that a model pretends to take, for each rank."""
 
+_NEWER_SETTINGS = frozenset({"trained_only", "entropy_coef", "dual_clip"})
+"""Settings of a loss that do not go into the gradient: the stored data of older versions were trained without them."""
+
 _WEIGHT = "chain"
 _EMPTY = b""
 
@@ -133,8 +136,7 @@ class FakeEngine:
         """Runs `forward`, and chains the whole request onto the gradient; there are no micro-batches here."""
         result = self.forward(model_id, data, loss)
         model = self._model(model_id)
-        # `trained_only` changes no gradient.
-        settings = sorted((name, value) for name, value in loss.config.items() if name != "trained_only")
+        settings = sorted((name, value) for name, value in loss.config.items() if name not in _NEWER_SETTINGS)
         parts: list[bytes | str] = [model.gradient, loss.name, repr(settings)]
         for datum in data:
             parts += [datum.tokens.tobytes(), datum.targets.tobytes(), datum.weights.tobytes()]

@@ -5,7 +5,8 @@ weight. `gspo` has one ratio per datum instead, s = exp(mean of p - q over its t
 `sequence_ratio_mask`, the mean is over the trained tokens that it selects (s = 1 if none), and each token has the
 gradient of s·exp(p - stop_gradient(p)): that of its own p alone (gspo-token). `stable_reinforce` weighs a datum by
 exp(sum of p - q over its trained tokens). Every loss is multiplied by w. Where w
-is 0 nothing else is read: masked positions may hold anything. Losses are summed over tokens.
+is 0 nothing else is read: masked positions may hold anything. Losses are summed over tokens. `entropy_coef` subtracts
+w·coef·H, with H the entropy of the distribution that the token was predicted from.
 Knows nothing of models or torch; names and defaults are in `protocol.LOSSES`.
 """
 
@@ -31,6 +32,9 @@ class TokenInputs:
     high: np.ndarray | float
     beta: float
     kl_coeff: float
+    dual_clip: float
+    tau_positive: float
+    tau_negative: float
     of_sequence: bool
     in_ratio: np.ndarray
     """The tokens whose mean is the ratio of a sequence."""
@@ -69,11 +73,32 @@ def _importance_sampling(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
 def _ppo(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
     """-min(r·A, clip(r)·A) (arXiv 1707.06347); on a bound the gradient still flows, as through torch.clamp.
 
-    With s for r this is gspo (arXiv 2507.18071).
+    With s for r this is gspo (arXiv 2507.18071). With a `dual_clip` c, the loss of a token with A < 0 is at most -c·A,
+    beyond which it has no gradient (arXiv 1912.09729).
     """
     free = t.ratio * t.advantages
     clipped = np.clip(t.ratio, t.low, t.high) * t.advantages
-    return -np.minimum(free, clipped), np.where(free <= clipped, -free, 0.0)
+    loss, slope = -np.minimum(free, clipped), np.where(free <= clipped, -free, 0.0)
+    if np.isfinite(t.dual_clip):
+        beyond = (t.advantages < 0) & (t.ratio > t.dual_clip)
+        loss = np.where(beyond, -t.dual_clip * t.advantages, loss)
+        slope = np.where(beyond, 0.0, slope)
+    return loss, slope
+
+
+def _sapo(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
+    """-f(r)·A with f(r) = 4/τ · sigmoid(τ·(r - 1)), τ = `tau_positive` where A > 0, else `tau_negative`.
+
+    A soft gate in place of a clip (SAPO, arXiv 2511.20347): the gradient of a token is that of -r·A times
+    4·f'·(1 - f'), f' = sigmoid(τ·(r - 1)), which is 1 at r = 1 and falls smoothly on both sides.
+    """
+    tau = np.where(t.advantages > 0, t.tau_positive, t.tau_negative)
+    exponent = np.clip(tau * (t.ratio - 1), -700.0, 700.0)  # where sigmoid is 0 or 1 in float64
+    gate = 1 / (1 + np.exp(-exponent))
+    gain = 4 * gate * (1 - gate)
+    # An infinite ratio has the gate 1 and the gain 0: its gradient is 0, not NaN.
+    moved = np.where(gain > 0, t.ratio * gain, 0.0)
+    return -4 / tau * gate * t.advantages, -moved * t.advantages
 
 
 def _cispo(t: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -122,6 +147,7 @@ FORMULAS: Mapping[str, Formula] = {
     "dro": Formula(_dro),
     "gspo": Formula(_ppo, of_sequence=True, one_sided=True),
     "stable_reinforce": Formula(_stable_reinforce),
+    "sapo": Formula(_sapo),
 }
 """Every loss of `protocol.LOSSES`."""
 
@@ -141,6 +167,14 @@ def loss_and_slope(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray) -> t
         if FORMULAS[spec.name].of_sequence and trained.any() and "sequence_ratio_mask" not in datum.inputs:
             slope[trained] = slope[trained].mean()  # every token moves log s, and with it every term, by 1/n
     return loss, slope
+
+
+def entropy_bonus(spec: LossSpec, datum: TrainDatum, entropies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What `entropy_coef` subtracts from the loss of each position, w·coef·H, and its derivative with respect to H,
+    float64 [N]; both 0 where the weight is 0."""
+    trained = datum.weights != 0
+    slope = np.where(trained, spec.config["entropy_coef"] * datum.weights.astype(np.float64), 0.0)
+    return np.where(trained, slope * np.where(trained, entropies, 0.0), 0.0), slope
 
 
 def measure(
@@ -242,6 +276,9 @@ def _select(spec: LossSpec, datum: TrainDatum, logprobs: np.ndarray, trained: np
         high=spec.config.get("clip_high_threshold", cap) if high is None else _cut(high, trained),
         beta=spec.config.get("beta", 0.0),
         kl_coeff=spec.config.get("kl_coeff", 0.0),
+        dual_clip=spec.config.get("dual_clip", np.inf),
+        tau_positive=spec.config.get("tau_positive", 1.0),
+        tau_negative=spec.config.get("tau_negative", 1.0),
         of_sequence=FORMULAS[spec.name].of_sequence,
         in_ratio=np.ones(own.shape, bool) if mask is None else mask[trained] != 0,
     )

@@ -389,6 +389,7 @@ LOSSES: Mapping[str, LossRule] = {
     "dro": LossRule(required=_POLICY),
     "gspo": LossRule(required=_POLICY, optional=("sequence_ratio_mask",)),
     "stable_reinforce": LossRule(required=_POLICY, sampled_only=True),
+    "sapo": LossRule(required=_POLICY),
 }
 """Every loss with its inputs. `types.loss_settings` has the settings of each, `losses` the mathematics."""
 

@@ -53,6 +53,10 @@ class Unembedding(Protocol):
         ...
 
 
+LOG_ZERO = -1e4
+"""Stands for the logarithm of a probability of 0, so that their product is 0."""
+
+
 class TargetLogprobs:
     """Logprob of each target, float32 [U], and entropy of each row's distribution, float32 [T]; and, if asked, the
     gradient of the logprobs."""
@@ -69,8 +73,9 @@ class TargetLogprobs:
         trained: np.ndarray | None = None,
     ) -> None:
         """Hidden states [T, E]; target `targets[u]` is predicted from row `rows[u]`: distinct pairs, rows ascending,
-        both int64 [U]. All logits are divided by `temperature`. `trained` [U] are the pairs that may have a gradient
-        (None: none has); one lora covers all rows then."""
+        both int64 [U]. All logits are divided by `temperature`. `trained` [U] are the pairs whose gradient may be
+        computed at once where it is cheaper (None: none is, as the gradient of entropies needs it); one lora covers all
+        rows then."""
         self._decoder = decoder
         self._hidden = hidden
         self._loras = loras
@@ -91,9 +96,12 @@ class TargetLogprobs:
                 self._run(chunk)
 
     @torch.no_grad()
-    def hidden_gradient(self, slopes: np.ndarray) -> Tensor:
-        """The gradient for hidden of Σ slopes · logprobs, slopes float32 [U], 0 where not trained; that of an
-        unembedding lora is added to its `.grad`."""
+    def hidden_gradient(self, slopes: np.ndarray, entropy_slopes: np.ndarray | None = None) -> Tensor:
+        """The gradient for hidden of Σ slopes · logprobs + Σ entropy_slopes · entropies; that of an unembedding lora is
+        added to its `.grad`.
+
+        `slopes` float32 [U], 0 where not trained. `entropy_slopes` float32 [T] needs that `trained` was None.
+        """
         slopes = slopes / self._temperature
         device = self._hidden.device
         # Summed on the host, because a GPU would add in another order each time.
@@ -102,18 +110,35 @@ class TargetLogprobs:
         if self._unit is not None:
             gradient = self._unit * upload(device, totals)[0][:, None]
         used = np.flatnonzero((slopes != 0) & ~self._single)
-        if not len(used):
+        trained = np.unique(self._rows[used])
+        if entropy_slopes is not None:
+            trained = np.union1d(trained, np.flatnonzero(entropy_slopes))
+        if not len(trained):
             return gradient
-        trained, places = np.unique(self._rows[used], return_inverse=True)
+        places = np.searchsorted(trained, self._rows[used])
         used_pairs, trained_rows = upload(device, used, trained)
         targets = self._targets[used_pairs]
         pair_slopes, row_slopes = upload(device, slopes[used], totals[trained])
+        entropy_row_slopes = None
+        if entropy_slopes is not None:
+            (entropy_row_slopes,) = upload(device, (entropy_slopes[trained] / self._temperature).astype(np.float32))
         for chunk in _chunks(self._decoder, places, len(trained)):
             own = trained_rows[chunk.rows]
             hidden = self._hidden[own]
-            weights, _ = exponentials(self._logits(hidden))
+            logits = self._logits(hidden)
+            weights, _ = exponentials(logits)
+            totals_of_rows = weights.sum(1)
             # d logprob / d logits = onehot - softmax
-            logits_grads = weights.mul_((-row_slopes[chunk.rows] / weights.sum(1))[:, None])
+            factors = -row_slopes[chunk.rows] / totals_of_rows
+            if entropy_row_slopes is None:
+                logits_grads = weights.mul_(factors[:, None])
+            else:
+                # d H / d logits = -softmax · (log softmax + H)
+                logits.sub_(logits.logsumexp(1, keepdim=True)).clamp_(min=LOG_ZERO)
+                logits.add_(self.entropies[own][:, None]).mul_(
+                    (-entropy_row_slopes[chunk.rows] / totals_of_rows)[:, None]
+                )
+                logits_grads = weights.mul_(logits.add_(factors[:, None]))
             logits_grads[chunk.places, targets[chunk.pairs]] += pair_slopes[chunk.pairs]
             gradient[own] = self._decoder.logits_gradient(logits_grads, hidden, self._loras)
         return gradient

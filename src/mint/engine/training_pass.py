@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mint.engine.lora import LoraRows, LoraWeights
-from mint.engine.losses import loss_and_slope, measure
+from mint.engine.losses import entropy_bonus, loss_and_slope, measure
 from mint.engine.model.autograd import backward
 from mint.engine.packing import MicroBatch
 from mint.engine.protocol import LossSpec, MicroBatching, PassResult, TrainDatum, is_out_of_memory
@@ -149,6 +149,7 @@ def _run(
     """Runs one micro-batch, and adds the results of its examples."""
     trained = _trained_pairs(data, batch)
     trained_only = bool(loss.config.get("trained_only"))
+    has_bonus = loss.config.get("entropy_coef", 0.0) > 0
     computed = trained if trained_only else np.ones_like(trained)
     rows, pair_rows = np.unique(batch.pair_rows[computed], return_inverse=True)
     logprobs, entropies = np.zeros(len(trained), np.float32), np.zeros(len(batch.tokens), np.float32)
@@ -164,12 +165,13 @@ def _run(
             batch.pair_targets[computed],
             [LoraRows(0, len(hidden), lora)],
             temperature=loss.config.get("temperature", 1.0),
-            trained=trained[computed] if gradient else None,
+            trained=trained[computed] if gradient and not has_bonus else None,
         )
         # The host waits for a GPU here, once in a micro-batch.
         found = torch.cat([pairs.logprobs, pairs.entropies]).cpu().numpy()
         logprobs[computed], entropies[rows] = np.split(found, [len(pair_rows)])
     slopes = np.empty(len(batch.pair_of_cell))
+    entropy_slopes = np.zeros(len(batch.tokens))
     cell = position = 0
     for index in batch.datum_ids:
         datum = data[index]
@@ -183,11 +185,17 @@ def _run(
         results.logprobs[index] = own
         results.losses[index], slope = loss_and_slope(loss, datum, own)
         slopes[cells] = slope.reshape(-1)
+        if has_bonus:
+            bonus, bonus_slope = entropy_bonus(loss, datum, results.entropies[index])
+            results.losses[index] = results.losses[index] - bonus
+            # Positions that share a row (a common prefix) add up.
+            np.add.at(entropy_slopes, batch.row_of_position[positions], -bonus_slope)
         cell, position = cells.stop, positions.stop
     if gradient and hidden is not None and pairs is not None:
         # Cells that share a pair (a common prefix) add up.
         pair_slopes = np.bincount(batch.pair_of_cell, weights=slopes, minlength=len(trained))
-        _backward(hidden, pairs, pair_slopes[computed].astype(np.float32))
+        of_rows = entropy_slopes[rows].astype(np.float32) if has_bonus else None
+        _backward(hidden, pairs, pair_slopes[computed].astype(np.float32), of_rows)
 
 
 def _trained_pairs(data: Sequence[TrainDatum], batch: MicroBatch) -> np.ndarray:
@@ -196,10 +204,10 @@ def _trained_pairs(data: Sequence[TrainDatum], batch: MicroBatch) -> np.ndarray:
     return np.bincount(batch.pair_of_cell, weights=weights != 0, minlength=len(batch.pair_rows)) > 0
 
 
-def _backward(hidden: Tensor, pairs: TargetLogprobs, slopes: np.ndarray) -> None:
-    """From d loss / d logprob per pair to the lora's gradient."""
-    if not slopes.any():
+def _backward(hidden: Tensor, pairs: TargetLogprobs, slopes: np.ndarray, entropy_slopes: np.ndarray | None) -> None:
+    """From d loss / d logprob per pair, and d loss / d entropy per row, to the lora's gradient."""
+    if not slopes.any() and (entropy_slopes is None or not entropy_slopes.any()):
         return
-    part = pairs.hidden_gradient(slopes)
+    part = pairs.hidden_gradient(slopes, entropy_slopes)
     if hidden.requires_grad:  # False where the unembedding alone is trained
         backward(hidden, part)

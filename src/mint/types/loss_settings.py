@@ -3,7 +3,8 @@
 `temperature` divides the policy's logits before anything else, so that logprobs, entropy, ratio and gradient are those
 of the tempered policy; sampler logprobs must be of the same temperature (`logprobs_mode="processed"`). `tis_cap` bounds
 the weight of a token from above without stopping its gradient. With `trained_only` 1, logprobs and entropies are
-computed where a weight is not 0, and are 0 elsewhere: less work for the same loss.
+computed where a weight is not 0, and are 0 elsewhere: less work for the same loss. `entropy_coef` subtracts that much
+of the entropy of each trained token's distribution from the loss.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ from typing import Literal
 
 from mint.errors import InvalidRequestError
 
-LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"]
+LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "sapo"]
 
 _TRAINED_ONLY = {"trained_only": 0.0}
-_TEMPERATURE = {**_TRAINED_ONLY, "temperature": 1.0}
+_TEMPERATURE = {**_TRAINED_ONLY, "temperature": 1.0, "entropy_coef": 0.0}
 _CLIP = {**_TEMPERATURE, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSS_SETTINGS: Mapping[str, Mapping[str, float]] = {
     "cross_entropy": _TRAINED_ONLY,
     "importance_sampling": {**_TEMPERATURE, "tis_cap": math.inf},
-    "ppo": _CLIP,
+    "ppo": {**_CLIP, "dual_clip": math.inf},
     "cispo": _CLIP,
     "dro": {**_TEMPERATURE, "beta": 0.05},
     "gspo": {**_TEMPERATURE, "clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
     "stable_reinforce": {**_TEMPERATURE, "kl_coeff": 0.01},
+    "sapo": {**_TEMPERATURE, "tau_positive": 1.0, "tau_negative": 1.05},
 }
 """Every loss with its settings and their defaults."""
 
-_POSITIVE = frozenset({"temperature", "tis_cap"})
+_POSITIVE = frozenset({"temperature", "tis_cap", "dual_clip", "tau_positive", "tau_negative"})
 """Settings that must be above 0."""
 
 
@@ -40,7 +42,7 @@ def loss_settings(name: str, given: Mapping[str, float | str] | None = None) -> 
 
     Raises:
         InvalidRequestError: unknown loss, a key that the loss does not have, or a value that is not finite and >= 0
-            (> 0 for `temperature` and `tis_cap`).
+            (> 0 for those of `_POSITIVE`), or bounds in the wrong order.
     """
     if name not in LOSS_SETTINGS:
         raise InvalidRequestError(
@@ -74,5 +76,12 @@ def loss_settings(name: str, given: Mapping[str, float | str] | None = None) -> 
             value=low,
             remedy=f"Both bound the probability ratio: {name}'s own are {defaults['clip_low_threshold']:g} and "
             f"{defaults['clip_high_threshold']:g}",
+        )
+    if full.get("dual_clip", math.inf) < high and "dual_clip" in full:
+        raise InvalidRequestError(
+            f"is below clip_high_threshold = {high}",
+            field="loss_fn_config.dual_clip",
+            value=full["dual_clip"],
+            remedy="It bounds the ratio of tokens with a negative advantage from above: try 3",
         )
     return full
