@@ -115,8 +115,8 @@ FAULT_POINTS = (
     FaultPoint("before_upload", "mint.server.service.uploads:_store", "before"),
     FaultPoint("upload_before_commit", f"{_STORE}.checkpoint_catalog:CheckpointCatalog.add", "before"),
     FaultPoint("upload_before_reply", "mint.server.service.uploads:_store", "after"),
-    FaultPoint("gc_between_row_and_unlink", f"{_STORE}.obsolete_files:_remove", "before"),
-    FaultPoint("after_unlink", f"{_STORE}.obsolete_files:_remove", "after"),
+    FaultPoint("gc_between_row_and_unlink", f"{_STORE}.obsolete:_remove", "before"),
+    FaultPoint("after_unlink", f"{_STORE}.obsolete:_remove", "after"),
     # A process starts.
     FaultPoint("before_migration", f"{_STORE}.database:Database._migrate", "before", lambda *_: "schema"),
     FaultPoint("after_migration", f"{_STORE}.database:Database._migrate", "after", lambda *_: "schema"),

@@ -49,7 +49,7 @@ from mint.server.store.checkpoint_catalog import CheckpointCatalog
 from mint.server.store.instances import Instance
 from mint.server.store.journal import JOURNAL_FILE, Journal, record_bytes, request_bytes
 from mint.server.store.keys import ApiKeys
-from mint.server.store.obsolete_files import OrphanSweep
+from mint.server.store.obsolete import JobRemoval, OrphanSweep
 from mint.server.store.rows import CheckpointRow, SamplerRow
 from mint.server.store.session_catalog import SessionCatalog
 from mint.server.store.training_run_catalog import TrainingRunCatalog
@@ -128,6 +128,7 @@ class Service:
         self.checkpoints = CheckpointCatalog(self._journal, data_dir)
         self.stored_sessions = SessionCatalog(self._journal)
         self._orphans = OrphanSweep(self._journal, data_dir)
+        self._job_removal = JobRemoval(self._journal)
         self.base_models = BaseModels(engine, aliases, offered)
         self.futures = Futures()
         self._reader = LargeRequestReader() if is_server else RequestReader()
@@ -203,6 +204,7 @@ class Service:
             self.futures,
             self._worker,
             self.instance,
+            self._job_removal,
             accepting,
         )
         self.sampling_sessions = SamplingSessions(
@@ -250,6 +252,7 @@ class Service:
         # Two processes that start on one data directory must not both take over the same session.
         with starting(), self.instance.sole_adopter():
             self.sessions.adopt()
+        self._job_removal.start()
         self._worker.start()
 
     def stop(self, *, save_within_s: float = 0.0) -> None:
@@ -259,6 +262,7 @@ class Service:
         """
         self._worker.stop(save_within_s=save_within_s)
         self._reader.close()
+        self._job_removal.close()
         try:
             self._journal.touch_sessions(self._live_sessions.last_seen())
         except JournalError as error:
@@ -426,6 +430,7 @@ class Service:
             with self._journal.storage.writing("the list of orphans"):
                 self._orphans.advance(running_s)
             self.checkpoints.remove_expired(running_s)
+            self._job_removal.start()
             self._forget_ended()
 
     def _forget_ended(self) -> None:

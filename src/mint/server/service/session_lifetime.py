@@ -22,6 +22,7 @@ from mint.server.service.takeover import UnfinishedJob, adopt_sessions, unfinish
 from mint.server.service.training_requests import TrainingRequests
 from mint.server.store.instances import Instance
 from mint.server.store.journal import Journal
+from mint.server.store.obsolete import JobRemoval
 from mint.server.worker.worker import Worker
 from mint.types import CreateSessionResponse, UntypedPromise
 from mint.wire.requests import MAX_METADATA_BYTES, CreateSessionRequest, SessionRequest
@@ -49,6 +50,7 @@ class SessionLifetime:
         futures: Futures,
         worker: Worker,
         instance: Instance,
+        job_removal: JobRemoval,
         accepting: threading.RLock,
     ) -> None:
         """`accepting` is held while something is accepted or ended."""
@@ -60,6 +62,7 @@ class SessionLifetime:
         self._futures = futures
         self._worker = worker
         self._instance = instance
+        self._job_removal = job_removal
         self._accepting = accepting
         self._turned_away: set[str] = set()  # suspended sessions for which the queue had no room, since `expire`
         sessions.on_return = self._resume
@@ -125,6 +128,7 @@ class SessionLifetime:
             unloaded = FutureResult(wire.encode(UnloadModelResponse(model_id=model_id)))
             self._futures.finish({promise.request_id: unloaded})
         self._worker.drop_model(model_id, files)
+        self._job_removal.start()
         return promise
 
     def adopt(self) -> None:
@@ -165,6 +169,7 @@ class SessionLifetime:
         error = SessionEndedError("has ended", field="session_id", value=session_id, remedy="Make a new ServiceClient")
         self._futures.finish(dict.fromkeys(self._futures.open_of(session_id), FutureResult.of_error(error)))
         self._worker.end_session(session_id, models, files)
+        self._job_removal.start()
 
     def _suspend(self, session_id: str, owner: str) -> None:
         """Takes a session out of the queue and the engine; what was accepted stays in the journal."""

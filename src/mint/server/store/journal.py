@@ -13,7 +13,7 @@ from typing import Any
 
 from mint.server.callers import LOCAL_OWNER
 from mint.server.limits import ROW_BYTES
-from mint.server.store.database import Database, OpenFor, insert
+from mint.server.store.database import Database, OpenFor, Transaction, insert
 from mint.server.store.rows import (
     BASE_NUMBERS,
     CheckpointRow,
@@ -32,6 +32,11 @@ JOURNAL_FILE = "journal.sqlite3"
 
 FORGOTTEN_AT_ONCE = 256
 """How many ended sessions one transaction forgets: with 256 KiB of metadata each, it takes some tenths of a second."""
+
+REMOVED_AT_ONCE = 1000
+REMOVED_BYTES_AT_ONCE = 64 << 20
+"""How many requests of ended models one transaction removes, and after how many bytes it takes no further one. Nobody
+else can write meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ _FINISH_JOB = """
         result_sha256 = :result_sha256,
         payload = CASE WHEN :status = 'failed' OR kind IN ('forward', 'forward_only') THEN NULL ELSE payload END
     WHERE model_id = :model_id AND seq_id = :seq_id AND status = 'pending'
+    AND EXISTS (SELECT 1 FROM models WHERE models.model_id = :model_id)
 """
 _ADVANCE_MODEL = "UPDATE models SET applied_seq = :seq_id WHERE model_id = :model_id"
 _DESCRIBE_MODEL = """
@@ -95,10 +101,34 @@ _PRUNE_FORWARDS = """
     WHERE model_id = :model_id AND seq_id >= :first AND seq_id < :last AND status = 'done'
     AND kind IN ('forward', 'forward_only')
 """
+_UNFINISHED_SIZES = """
+    SELECT coalesce(length(payload), 0) FROM models JOIN jobs USING (model_id)
+    WHERE session_id = :id AND seq_id > applied_seq AND status = 'pending'
+"""
+
+# Goes from one model of the table of requests to the next: it does not read each request.
+_ENDED_MODELS = """
+    WITH RECURSIVE found (model_id) AS (
+        SELECT min(model_id) FROM jobs
+        UNION ALL
+        SELECT (SELECT min(jobs.model_id) FROM jobs WHERE jobs.model_id > found.model_id) FROM found
+        WHERE found.model_id IS NOT NULL
+    )
+    SELECT model_id FROM found WHERE model_id IS NOT NULL AND model_id NOT IN (SELECT model_id FROM models)
+"""
+_JOB_SIZES = """
+    SELECT rowid, coalesce(length(payload), 0) + coalesce(length(result), 0) FROM jobs
+    WHERE model_id = :model_id ORDER BY seq_id LIMIT :limit
+"""
+_REMOVE_JOBS = "DELETE FROM jobs WHERE rowid IN (SELECT value FROM json_each(:rows))"
+
+# Ended sessions without a checkpoint. Their requests must be gone: their ids may be used again.
 _ENDED_SESSIONS = """
     SELECT session_id FROM sessions
     WHERE ended_at < :before AND (:owner IS NULL OR owner = :owner) AND NOT EXISTS (
         SELECT 1 FROM runs JOIN checkpoints ON model_id = run_id WHERE runs.session_id = sessions.session_id
+    ) AND NOT EXISTS (
+        SELECT 1 FROM runs JOIN jobs ON model_id = run_id WHERE runs.session_id = sessions.session_id
     ) ORDER BY ended_at LIMIT :limit
 """
 
@@ -226,16 +256,19 @@ class Journal:
         self.database.write("UPDATE sessions SET suspended_s = NULL WHERE session_id = :id", id=session_id)
 
     def end_session(self, session_id: str, now: float) -> list[str]:
-        """Ends a session and forgets its models, jobs, snapshots and samplers; returns the files nobody names now."""
+        """Ends a session and forgets its models, snapshots and samplers; returns the files nobody names now.
+
+        Of many jobs some are left to `remove_jobs`.
+        """
         of_models = "model_id IN (SELECT model_id FROM models WHERE session_id = :id)"
         with self.database.transaction() as transaction:
+            models = transaction.values("SELECT model_id FROM models WHERE session_id = :id", id=session_id)
             files = transaction.values(
                 f"SELECT file FROM snapshots WHERE {of_models} "
                 "UNION ALL SELECT file FROM samplers WHERE session_id = :id AND file IS NOT NULL",
                 id=session_id,
             )
             for statement in (
-                f"DELETE FROM jobs WHERE {of_models}",
                 f"DELETE FROM snapshots WHERE {of_models}",
                 "DELETE FROM models WHERE session_id = :id",
                 "DELETE FROM samplers WHERE session_id = :id",
@@ -243,6 +276,7 @@ class Journal:
                 "UPDATE runs SET ended_at = :now WHERE session_id = :id AND ended_at IS NULL",
             ):
                 transaction.execute(statement, id=session_id, now=now)
+            _remove_jobs(transaction, models)
         self.database.give_back_pages()
         return files
 
@@ -259,17 +293,32 @@ class Journal:
         return len(found)
 
     def end_model(self, model_id: str, now: float) -> list[str]:
-        """Forgets one model with its jobs and snapshots; returns the files nobody names now."""
+        """Forgets one model with its snapshots; returns the files nobody names now.
+
+        Of many jobs some are left to `remove_jobs`.
+        """
         with self.database.transaction() as transaction:
             files = transaction.values("SELECT file FROM snapshots WHERE model_id = :id", id=model_id)
             for statement in (
-                "DELETE FROM jobs WHERE model_id = :id",
                 "DELETE FROM snapshots WHERE model_id = :id",
                 "DELETE FROM models WHERE model_id = :id",
                 "UPDATE runs SET ended_at = :now WHERE run_id = :id",
             ):
                 transaction.execute(statement, id=model_id, now=now)
+            _remove_jobs(transaction, [model_id])
         return files
+
+    def ended_models(self) -> list[str]:
+        """The models that have ended and whose jobs are still here."""
+        return self.database.values(_ENDED_MODELS)
+
+    def remove_jobs(self, ended_models: Sequence[str]) -> bool:
+        """Removes some jobs of models that have ended: `REMOVED_AT_ONCE` at most. False if there were none.
+
+        A loss of power may bring them back; they are removed again then.
+        """
+        with self.database.transaction(durable=False) as transaction:
+            return _remove_jobs(transaction, ended_models)
 
     # --- models and jobs -----------------------------------------------------------------------------------------
 
@@ -309,11 +358,7 @@ class Journal:
 
     def unfinished_size(self, session_id: str) -> tuple[int, int]:
         """How many accepted requests of a session have no result, and how many bytes their payloads have."""
-        found = self.database.values(
-            "SELECT coalesce(length(payload), 0) FROM models JOIN jobs USING (model_id) "
-            "WHERE session_id = :id AND seq_id > applied_seq AND status = 'pending'",
-            id=session_id,
-        )
+        found = self.database.values(_UNFINISHED_SIZES, id=session_id)
         return len(found), sum(found)
 
     def steps_before(self, model_id: str, seq_id: int, *, limit: int) -> list[JobRow]:
@@ -543,3 +588,17 @@ class Journal:
             "UNION SELECT weights_id FROM samplers UNION SELECT folder FROM checkpoints"
         )
         return {name for name in found if name}
+
+
+def _remove_jobs(transaction: Transaction, models: Sequence[str]) -> bool:
+    """Removes the first jobs of some models, as many as one transaction may; False if there were none."""
+    rows: list[int] = []
+    size_bytes = 0
+    for model_id in models:
+        for row, row_bytes in transaction.execute(_JOB_SIZES, model_id=model_id, limit=REMOVED_AT_ONCE - len(rows)):
+            if size_bytes >= REMOVED_BYTES_AT_ONCE:
+                break
+            rows.append(row)
+            size_bytes += row_bytes
+    transaction.execute(_REMOVE_JOBS, rows=rows)
+    return bool(rows)

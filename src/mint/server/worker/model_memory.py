@@ -15,7 +15,7 @@ from mint.engine.protocol import LoraSpec
 from mint.errors import InvalidRequestError
 from mint.server.limits import MODEL_MEMORY_SHARE
 from mint.server.store.journal import Journal
-from mint.server.store.obsolete_files import discard_files
+from mint.server.store.obsolete import discard_files
 from mint.server.worker.live_models import LiveModels
 from mint.server.worker.snapshots import Snapshots
 

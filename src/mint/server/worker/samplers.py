@@ -27,7 +27,7 @@ from mint.server.limits import MAX_UNNAMED_SAMPLERS
 from mint.server.queue.jobs import QueuedSample
 from mint.server.store import checkpoint_folders
 from mint.server.store.journal import Journal
-from mint.server.store.obsolete_files import discard_files
+from mint.server.store.obsolete import discard_files
 from mint.server.store.rows import SamplerRow
 from mint.server.store.snapshot_files import read_weights, reading
 from mint.server.worker.base_models import BaseModels

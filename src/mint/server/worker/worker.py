@@ -24,7 +24,7 @@ from mint.server.queue.jobs import TrainingJob
 from mint.server.queue.queue import RequestQueue
 from mint.server.queue.scheduler import GAP_TIMEOUT_S, NO_LOAD, GiveUp, RunTraining, StepSamples, plan
 from mint.server.store.journal import Finish, Journal
-from mint.server.store.obsolete_files import discard_files
+from mint.server.store.obsolete import discard_files
 from mint.server.worker.samplers import Samplers
 from mint.server.worker.sampling_batch import SamplingBatch
 from mint.server.worker.trainer import JobOutcome, Trainer

@@ -1,13 +1,17 @@
-"""Removes files of the data directory that no row of the journal names (any more)."""
+"""Removes what nothing needs any more: files that no row of the journal names, and jobs of models that have ended."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+from mint.errors import JournalError
 from mint.server.store.journal import Journal
 
 log = logging.getLogger("mint.store")
@@ -15,6 +19,9 @@ log = logging.getLogger("mint.store")
 ORPHAN_AGE_S = 3600.0
 SEEN_FILE = Path("tmp", "orphans.json")
 FOLDERS = ("snapshots", "published", "checkpoints")
+
+REMOVAL_PAUSE_S = 0.01
+"""Between two batches of jobs, so that others write to the journal, too."""
 
 
 def discard_files(journal: Journal, data_dir: Path, names: Iterable[str]) -> None:
@@ -70,6 +77,37 @@ class OrphanSweep:
             return {name: (str(state), float(age_s)) for name, (state, age_s) in seen.items()}
         except (OSError, ValueError, TypeError, AttributeError):  # not there yet, or cut by a crash: begin again
             return {}
+
+
+class JobRemoval:
+    """Removes the jobs of models that have ended, on its thread, in many short transactions instead of a long one.
+
+    A session may have gigabytes of jobs, or a million of them. Ending it makes them unreachable in one transaction;
+    here they go, a batch at a time. What is left when the process ends, the next one removes. Any thread may call.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._is_closed = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mint-removal")
+
+    def start(self) -> None:
+        """Begins to remove what is there now; does not wait for it."""
+        with suppress(RuntimeError):  # closed, or the interpreter is shutting down: the next process begins with it
+            self._thread.submit(self._remove)
+
+    def close(self) -> None:
+        """Returns after the batch that is being removed."""
+        self._is_closed.set()
+        self._thread.shutdown()
+
+    def _remove(self) -> None:
+        try:
+            models = self._journal.ended_models()
+            while models and not self._is_closed.wait(REMOVAL_PAUSE_S) and self._journal.remove_jobs(models):
+                pass
+        except JournalError as error:
+            log.warning("the jobs of ended models are removed later: %s", error)
 
 
 def _state_of(path: Path) -> str:
