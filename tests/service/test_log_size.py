@@ -51,3 +51,11 @@ def test_an_idle_log_is_cut_by_housekeeping_and_a_reader_only_delays_that(databa
     assert database.value("SELECT length(payload) FROM jobs") == LARGE
     write(database, 2, 100)
     assert database.value("SELECT count(*) FROM jobs") == 2
+
+
+def test_a_deletion_does_not_write_as_much_as_it_frees(database: Database) -> None:
+    write(database, 1, LARGE)
+    database.give_back_log()
+    assert log_bytes(database) == 0
+    database.write("DELETE FROM jobs")
+    assert log_bytes(database) < LARGE / 50

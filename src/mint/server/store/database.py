@@ -327,6 +327,9 @@ class Database:
                 "foreign_keys = OFF",
                 f"wal_autocheckpoint = {LOG_PAGES}",
                 f"journal_size_limit = {LOG_BYTES}",
+                # Some builds of SQLite overwrite all that is deleted with zeros: then a deletion writes as many bytes
+                # as it frees, to the log and again to the file. FAST does so only where that writes no further page.
+                "secure_delete = FAST",
                 "synchronous = NORMAL",  # `Durability` fsyncs the commits
             ):
                 self._connection.execute(f"PRAGMA {setting}")
