@@ -15,8 +15,8 @@ from mint.engine.cpu.build import COMPILERS
 from mint.engine.cpu.draw import NativeDraw
 from mint.engine.cpu.kernels import NativeKernels
 from mint.engine.cpu.operations import CpuOperations
-from mint.engine.sampling.draw import TorchDraw
-from mint.engine.sampling.random_stream import streams, uniform_of
+from mint.engine.drawing.draw import TorchDraw
+from mint.engine.drawing.random_stream import streams, uniform_of
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="there is no C compiler")
 
@@ -52,7 +52,7 @@ def _all(rows: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("vocab", [1, 2, 15, 16, 17, 63, 64, 65, 97, 512, 5003])
 def test_tokens_and_logprobs_are_those_of_float64(draw: NativeDraw, vocab: int, temperature: float) -> None:
     logits, table = _logits(60, vocab), _table(60, temperature=temperature)
-    tokens, logprobs = draw(logits, np.arange(60), table, np.arange(60))
+    tokens, logprobs, _ = draw(logits, np.arange(60), table, np.arange(60))
     exact = logits.double().numpy()
     cumulated = np.exp((exact - exact.max(1, keepdims=True)) / temperature).cumsum(1)
     goals = uniform_of(table["stream"], table["emitted"]) * cumulated[:, -1]
@@ -71,8 +71,8 @@ def test_every_rule_draws_what_torch_draws(draw: NativeDraw) -> None:
         "top_p": np.resize([1.0, 1.0, 1.0, 0.8, 1.0], count),
     }
     logits, table, (rows, slots) = _logits(count, 331), _table(count, **columns), _all(count)
-    tokens, logprobs = draw(logits, rows, table, slots)
-    expected, of_torch = TorchDraw(CpuOperations(torch.float32))(logits, rows, table, slots)
+    tokens, logprobs, _ = draw(logits, rows, table, slots)
+    expected, of_torch, _ = TorchDraw(CpuOperations(torch.float32))(logits, rows, table, slots)
     assert np.array_equal(tokens, expected)
     np.testing.assert_allclose(logprobs, of_torch, atol=2e-6)
 
@@ -80,7 +80,7 @@ def test_every_rule_draws_what_torch_draws(draw: NativeDraw) -> None:
 @pytest.mark.parametrize("vocab", [331, 70_000])
 def test_a_row_gets_the_same_in_any_company_and_with_any_threads(draw: NativeDraw, vocab: int) -> None:
     logits, table, (rows, slots) = _logits(9, vocab), _table(9), _all(9)
-    tokens, logprobs = draw(logits, rows, table, slots)
+    tokens, logprobs, _ = draw(logits, rows, table, slots)
     torch.set_num_threads(2)
     for order in ([8, 0, 4], [4], [*range(9)]):
         found = draw(logits, np.array(order), table, np.array(order))
@@ -93,7 +93,7 @@ def test_greedy_takes_the_first_of_the_best(draw: NativeDraw) -> None:
     logits = torch.zeros(3, 40)
     logits[0, [7, 20, 39]], logits[1] = 2.0, -torch.inf
     logits[1, 39] = -5.0
-    tokens, _ = draw(logits, np.arange(3), _table(3, temperature=0.0), np.arange(3))
+    tokens, _, _ = draw(logits, np.arange(3), _table(3, temperature=0.0), np.arange(3))
     assert tokens.tolist() == [7, 39, 0]
 
 
@@ -104,9 +104,9 @@ def test_what_is_not_finite_shows_in_its_own_row_only(
     draw: NativeDraw, place: int, worst: float, temperature: float
 ) -> None:
     logits, table, (rows, slots) = _logits(3, 97), _table(3, temperature=temperature), _all(3)
-    tokens, logprobs = draw(logits, rows, table, slots)
+    tokens, logprobs, _ = draw(logits, rows, table, slots)
     logits[1, place] = worst
-    broken, of_broken = draw(logits, rows, table, slots)
+    broken, of_broken, _ = draw(logits, rows, table, slots)
     assert np.isfinite(of_broken).tolist() == [True, False, True] and 0 <= broken[1] < 97
     assert np.array_equal(broken[[0, 2]], tokens[[0, 2]]) and np.array_equal(of_broken[[0, 2]], logprobs[[0, 2]])
 
@@ -115,13 +115,13 @@ def test_no_draw_picks_an_impossible_token(draw: NativeDraw) -> None:
     possible = np.arange(0, 300, 7)
     logits = torch.full((2000, 300), -torch.inf)
     logits[:, possible] = _logits(2000, len(possible))
-    tokens, logprobs = draw(logits, np.arange(2000), _table(2000), np.arange(2000))
+    tokens, logprobs, _ = draw(logits, np.arange(2000), _table(2000), np.arange(2000))
     assert np.isin(tokens, possible).all() and np.isfinite(logprobs).all()
 
 
 def test_frequencies_follow_the_distribution(draw: NativeDraw) -> None:
     count, logits = 50_000, _logits(1, 97, 1.5)
-    tokens, _ = draw(logits.expand(count, -1), np.arange(count), _table(count), np.arange(count))
+    tokens, _, _ = draw(logits.expand(count, -1), np.arange(count), _table(count), np.arange(count))
     shares = torch.softmax(logits.double(), 1)[0].numpy()
     found = np.bincount(tokens, minlength=97) / count
     assert (np.abs(found - shares) < 5 * np.sqrt(shares * (1 - shares) / count) + 1e-12).all()

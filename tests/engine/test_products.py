@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mint.engine.cpu.onednn import PACKED_ENTRIES, PackedMatrix, cpu_matrix, cpu_unembedding
+from mint.engine.drawing.draw import choose, draw
 from mint.engine.model.functions import exponentials
 from mint.engine.model.linear import Matrix, min_rows
-from mint.engine.sampling.draw import choose, draw
 
 SHAPES = [(96, 60), (192, 512), (640, 512), (512, 3072)]  # outputs, inputs: the last two in oneDNN's layout
 PRECISION = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -104,7 +104,7 @@ def test_drawing_with_logprobs_gives_the_tokens_of_drawing_alone(heat: float) ->
     rng = np.random.default_rng(0)
     logits, uniforms = 3 * _rows(50, 331, 6), rng.random(50)
     temperature, top_k, top_p = np.where(np.arange(50) == 7, heat, 1.0), np.full(50, -1), np.ones(50)
-    tokens, logprobs = draw(logits, uniforms, temperature, top_k, top_p)
+    tokens, logprobs, _ = draw(logits, uniforms, temperature, top_k, top_p)
     assert torch.equal(tokens, choose(logits, uniforms, temperature, top_k, top_p))
     expected = torch.log_softmax(logits.double(), 1).gather(1, tokens[:, None]).squeeze(1)
     np.testing.assert_allclose(logprobs.numpy(), expected.numpy(), atol=1e-5)
@@ -114,7 +114,7 @@ def test_drawing_in_blocks_of_rows_changes_no_bit() -> None:
     rng = np.random.default_rng(0)
     logits, uniforms = 3 * _rows(23, 331, 6), rng.random(23)
     rules = np.ones(23), np.full(23, -1), np.where(np.arange(23) % 3 == 0, 0.9, 1.0)
-    tokens, logprobs = draw(logits, uniforms, *rules)
+    tokens, logprobs, _ = draw(logits, uniforms, *rules)
     for count in (23, 9, 5, 4, 2, 1):
         found = draw(logits[:count], uniforms[:count], *(rule[:count] for rule in rules), rows_at_once=4)
         assert torch.equal(found[0], tokens[:count]) and torch.equal(found[1], logprobs[:count])

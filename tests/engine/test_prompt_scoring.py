@@ -13,9 +13,9 @@ from transformers import Qwen3ForCausalLM
 
 from mint.engine import target_logprobs
 from mint.engine.cpu.operations import CpuOperations
+from mint.engine.drawing.draw import choose, draw_many
 from mint.engine.model.decoder import Decoder
 from mint.engine.protocol import SampleResult
-from mint.engine.sampling.draw import choose, draw_many
 from mint.engine.torch_engine import TorchEngine
 
 Model = tuple[Path, Qwen3ForCausalLM]

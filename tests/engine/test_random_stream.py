@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mint.engine.sampling.random_stream import uniform
+from mint.engine.drawing.random_stream import uniform
 
 FROZEN = [0.13870941014555427, 0.609394524568175, 0.8272724219886994]
 

@@ -12,10 +12,10 @@ import torch
 from engine_data import CROSS_ENTROPY, LORA, datum, job, train
 from small_models import write_model
 
+from mint.engine.drawing.draw import choose, processed_logprobs
+from mint.engine.drawing.random_stream import uniform
 from mint.engine.protocol import SampleJob, StopRule, resolve_loss
 from mint.engine.sampling import sampler as sampler_module
-from mint.engine.sampling.draw import choose, processed_logprobs
-from mint.engine.sampling.random_stream import uniform
 from mint.engine.torch_engine import TorchEngine
 from mint.errors import NotFoundError
 

@@ -18,13 +18,13 @@ from mint.engine.cpu.recorded_step import NativeSteps
 from mint.engine.cuda.attention import MIN_HEAD_DIM
 from mint.engine.cuda.graph_step import StepGraphs
 from mint.engine.cuda.operations import CudaOperations, FlexOperations
+from mint.engine.drawing.draw import Draw, TorchDraw
 from mint.engine.model.config import DecoderConfig, Family
 from mint.engine.model.decoder import Decoder
 from mint.engine.model.operations import Operations
 from mint.engine.model.torch_operations import TorchOperations
 from mint.engine.quantized.quantized_matrix import QuantizedMatrix
 from mint.engine.sampling.decode_step import DecodeSteps, EagerSteps
-from mint.engine.sampling.draw import Draw, TorchDraw
 from mint.engine.sampling.kv_cache import KVCache
 from mint.engine.sampling.state_cache import StateCache
 from mint.errors import MissingExtraError

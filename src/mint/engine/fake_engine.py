@@ -1,8 +1,8 @@
 """A toy engine whose state is a hash chain: losing, doubling or swapping one operation changes every later digest.
 
 It computes nothing: logprobs and samples are drawn from hashes of the weights and of what was asked. It answers in
-microseconds, needs no torch, and keeps the whole contract of `Engine`, so that the service can be tested for order,
-durability and exactly-once without any arithmetic in the way.
+microseconds, needs no torch, and keeps the contract of `Engine` (but for `LogitRules`: it has no logits), so that the
+service can be tested for order, durability and exactly-once without any arithmetic in the way.
 
 The state of a model is one 32-byte chain value (shown as the weight `chain`), the optimizer's step count, two moments
 that copy the chain's history, and the gradient: a second chain over the passes since the last step.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -297,7 +297,12 @@ class FakeBatch:
             if job.topk_sample_logprobs:
                 best = np.tile(np.arange(job.topk_sample_logprobs), (len(tokens), 1))
                 topk = TokenTable(best, (-1.0 - best).astype(np.float32))
-            samples.append(Sample(np.asarray(tokens, np.int64), np.asarray(logprobs, np.float32), stopped, topk))
+            processed = None
+            if job.logprobs_mode == "both":
+                processed = _logprobs_of(chain, replace(job, logprobs_mode="processed"), tokens)
+            samples.append(
+                Sample(np.asarray(tokens, np.int64), np.asarray(logprobs, np.float32), stopped, topk, processed)
+            )
         size = job.prompt.size
         last_n = job.prompt_logprobs_last_n
         first = 1 if last_n is None else size - last_n

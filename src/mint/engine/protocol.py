@@ -148,6 +148,61 @@ class StopRule:
 
 
 @dataclass(frozen=True)
+class LogitBias:
+    """What is added to the logits of some tokens: int64 and float32 [·], no token twice."""
+
+    tokens: np.ndarray
+    values: np.ndarray
+
+
+class GrammarState(Protocol):
+    """How far one sequence has come in a grammar over tokens."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether an end token has completed the text."""
+        ...
+
+    def allowed(self) -> np.ndarray:
+        """The tokens that may come next, as bits: uint8 [ceil(vocabulary / 8)]; bit i % 8, from the lowest, of byte
+        i // 8 stands for token i. End tokens are among them where the text may end."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """Adds a token. One that was not allowed may leave any state: its sequence is given up."""
+        ...
+
+
+class Grammar(Protocol):
+    """The texts that a sequence may be, over the tokens of one vocabulary."""
+
+    def start(self) -> GrammarState:
+        """The state of an empty text."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogitRules:
+    """How a job changes logits before tokens are drawn from them, in this order. The defaults change nothing.
+
+    `allowed` int64 [·] are the only tokens to draw, `grammar` the only texts; `bias` adds to the logits of some tokens;
+    before `min_tokens` no stop token is drawn, and no stop string ends a sequence. `repetition_penalty` divides
+    the positive logits of tokens in the prompt or the sample, and multiplies the negative ones. From the logits of
+    sampled tokens `frequency_penalty` is subtracted for each time, `presence_penalty` once. `min_p` excludes tokens
+    whose probability, at the job's temperature, is below that share of the largest.
+    """
+
+    allowed: np.ndarray | None = None
+    grammar: Grammar | None = None
+    bias: LogitBias | None = None
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
 class SampleJob:
     """`num_samples` continuations of one prompt under one set of weights.
 
@@ -175,12 +230,13 @@ class SampleJob:
     stop: StopRule
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
-    logprobs_mode: Literal["raw", "processed"] = "raw"
+    logprobs_mode: Literal["raw", "processed", "both"] = "raw"
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
     target_prompt_logprobs: np.ndarray | None = None  # int64 [Q, 2]
     prompt_alt_tokens_k: int = 0
     cache_scope: str = ""
+    rules: LogitRules | None = None
 
 
 @dataclass(frozen=True)
@@ -195,13 +251,15 @@ class TokenTable:
 class Sample:
     """One continuation: tokens int64 [T], logprobs float32 [T] as the job asked; `stopped` is False at max_tokens.
 
-    `topk` has the most probable tokens at each place, best first, [T, K], where asked.
+    `topk` has the most probable tokens at each place, best first, [T, K], where asked. With the logprobs mode `both`,
+    `logprobs` are the raw ones, and `processed` float32 [T] those of the distributions that were drawn from.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     stopped: bool
     topk: TokenTable | None = None
+    processed: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

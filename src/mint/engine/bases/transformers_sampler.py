@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from mint.engine.bases.transformers_decoder import ModelCache, TransformersDecoder
+from mint.engine.drawing.draw import TorchDraw
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.protocol import CANCELLED, SampleJob, SampleResult, TokenListener, is_out_of_memory
 from mint.engine.sampling.admission import WaitingJobs
 from mint.engine.sampling.batch_job import BatchJob, stream_tokens
-from mint.engine.sampling.draw import TorchDraw, processed
+from mint.engine.sampling.next_tokens import DIVERGED, next_tokens
 from mint.engine.sampling.prompt_scoring import asks, score_prompt
-from mint.engine.sampling.sampler import DIVERGED, NO_ROOM
+from mint.engine.sampling.sampler import NO_ROOM
 from mint.engine.sampling.sequences import Sequences
 
 MAX_SEQUENCES = 128
@@ -183,18 +184,14 @@ class TransformersSampler:
         rows = np.flatnonzero(~sequences.of["ended"][slots])
         slots = slots[rows]
         own = sequences.of[slots]
-        tokens, logprobs = self._draw(logits, rows, sequences.of, slots)
-        if not np.isfinite(logprobs).all():
-            self._close(entry, SampleResult([], error=DIVERGED))
+        drawn = next_tokens(self._draw, sequences, slots, rows, logits)
+        if not drawn.is_sound:
+            self._close(entry, SampleResult([], error=drawn.error(np.arange(len(slots)))))
             return
-        if entry.job.logprobs_mode == "processed":
-            logprobs = processed(logits, rows, own, tokens)
-        if entry.job.topk_sample_logprobs:
-            sequences.note_best(slots, rows, logits)
-        ended = sequences.note(slots, tokens, logprobs)
+        ended = drawn.ended
         self._counters["sampled"] += len(slots)
         if entry.listener is not None:
-            stream_tokens({entry.arrival: entry}, own, tokens, logprobs)
+            stream_tokens({entry.arrival: entry}, own, drawn.tokens, drawn.logprobs)
         if ended.all():
             samples = [sequences.sample(slot) for slot in entry.slots.tolist()]
             self._close(entry, SampleResult(samples, **vars(entry.scores)))

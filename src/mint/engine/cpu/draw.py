@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from mint.engine.cpu.kernels import NativeKernels
-from mint.engine.sampling.draw import GREEDY_BELOW, choose, rules, take
-from mint.engine.sampling.random_stream import uniform_of
+from mint.engine.drawing.draw import GREEDY_BELOW, choose, rules, take
+from mint.engine.drawing.random_stream import uniform_of
 
 
 class NativeDraw:
@@ -21,7 +21,7 @@ class NativeDraw:
 
     def __call__(
         self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         logits = logits.contiguous()
         count = len(rows)
         tokens = np.empty(count, np.int64)
@@ -52,4 +52,4 @@ class NativeDraw:
             uniforms = uniform_of(own["stream"], own["emitted"])
             tokens[restricted] = choose(take(logits, chosen), uniforms, *rules(own)).numpy()
             logprobs[restricted] = logits.numpy()[chosen, tokens[restricted]] - normalisers[restricted]
-        return tokens, logprobs
+        return tokens, logprobs, normalisers

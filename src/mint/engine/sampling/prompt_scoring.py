@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mint.engine.drawing.draw import draw_many
+from mint.engine.drawing.random_stream import uniform
 from mint.engine.lora import LoraRows, LoraWeights
 from mint.engine.protocol import SampleJob, TokenTable
-from mint.engine.sampling.draw import draw_many
-from mint.engine.sampling.random_stream import uniform
 from mint.engine.target_logprobs import TargetLogprobs, Unembedding, row_slices, top_logprobs
 
 DRAWS_FROM = 1 << 32

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mint.engine.drawing.draw import Draw
 from mint.engine.lora import LoraRows, LoraWeights, rows_of
 from mint.engine.model.attention import BLOCK, PAGE_POSITIONS
 from mint.engine.model.decoder import Decoder
@@ -26,8 +27,8 @@ from mint.engine.sampling.admission import SPARE_ROWS, WaitingJobs, fair_shares,
 from mint.engine.sampling.batch_job import BatchJob, stream_tokens
 from mint.engine.sampling.counted_slots import Lease
 from mint.engine.sampling.decode_step import DecodeStep, DecodeSteps
-from mint.engine.sampling.draw import Draw, processed
 from mint.engine.sampling.kv_cache import KVCache
+from mint.engine.sampling.next_tokens import DIVERGED, next_tokens
 from mint.engine.sampling.prefill import PartStates, PromptPart, run_prompts
 from mint.engine.sampling.prefix_cache import Match, PrefixCache
 from mint.engine.sampling.prompt_scoring import PromptScores, asks, score_prompt, unasked_tokens
@@ -48,7 +49,6 @@ slices, too, and its samples do not all end in one step."""
 COUNTERS = ("prefilled", "reused", "sampled", "steps", "restarts")
 """Totals of a base model's samplers: prompt tokens computed and reused, tokens drawn, steps, preempted jobs."""
 
-DIVERGED = "The weights give logits that are not finite: they have diverged. Sample from an earlier checkpoint"
 NO_ROOM = (
     "The samples of this request do not fit into memory at once. Ask for fewer samples or tokens per request, or give "
     "the engine a larger kv_cache_bytes"
@@ -552,20 +552,15 @@ class Sampler:
             return
         slots = slots[rows]
         own = sequences.of[slots]
-        tokens, logprobs = self._memory.draw(logits, rows, sequences.of, slots)
-        finite = np.isfinite(logprobs)
-        if own["processed"].any():
-            asked = np.flatnonzero(own["processed"])
-            logprobs[asked] = processed(logits, rows[asked], own[asked], tokens[asked])
-        if own["width"].any():
-            sequences.note_best(slots, rows, logits)
-        ended = sequences.note(slots, tokens, logprobs)
+        drawn = next_tokens(self._memory.draw, sequences, slots, rows, logits)
+        ended = drawn.ended
         self._memory.counters["sampled"] += len(slots)
-        for number in [] if finite.all() else np.unique(own["entry"][~finite]).tolist():
-            self._entries[number].is_finite = False
-            self._close(self._entries[number], SampleResult([], error=DIVERGED))
+        for number in [] if drawn.is_sound else np.unique(own["entry"][~(drawn.finite & drawn.possible)]).tolist():
+            failed = own["entry"] == number
+            self._entries[number].is_finite &= bool(drawn.finite[failed].all())
+            self._close(self._entries[number], SampleResult([], error=drawn.error(failed)))
         if self._listening:
-            stream_tokens(self._listening, own, tokens, logprobs)
+            stream_tokens(self._listening, own, drawn.tokens, drawn.logprobs)
         if ended.any():
             self._ended = True
             if self._step is not None:

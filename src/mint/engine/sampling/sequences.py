@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from mint.engine.drawing.draw import take
+from mint.engine.drawing.logit_rules import LogitRuleTable
+from mint.engine.drawing.random_stream import streams
 from mint.engine.model.attention import BLOCK
 from mint.engine.protocol import Sample, SampleJob, TokenTable
-from mint.engine.sampling.draw import take
-from mint.engine.sampling.random_stream import streams
 from mint.engine.sampling.stop_checker import StopChecker
 from mint.engine.target_logprobs import most_probable
 
@@ -32,6 +33,8 @@ _COLUMNS = np.dtype(
         ("top_k", np.int64),
         ("top_p", np.float64),
         ("processed", np.bool_),
+        ("both", np.bool_),
+        ("ruled", np.bool_),
         ("width", np.int64),
         ("stopped", np.bool_),
         ("ended", np.bool_),
@@ -40,8 +43,9 @@ _COLUMNS = np.dtype(
 )
 """`prompt`: its length · `pages`: how many it has · `front`: the page of its first `BLOCK` positions · `state`: the
 slot of its state, or -1 · `limit`: tokens at most · `last`: the last token · `stream`: of its random numbers · `width`:
-of the top-k table it asked for · `processed`: whether its logprobs are the processed ones · `stopped`: at a stop token
-or string · `ended`: also by its limit or a cancellation."""
+of the top-k table it asked for · `processed`: whether its logprobs are the processed ones · `both`: whether it has
+these, too · `ruled`: whether it has logit rules · `stopped`: at a stop token or string, or by its grammar · `ended`:
+also by its limit or a cancellation."""
 
 
 _FEWEST = 64
@@ -59,7 +63,9 @@ class Sequences:
         self._tokens = np.zeros((0, 0), np.int64)
         self._logprobs = np.zeros((0, 0), np.float32)
         self._free: list[int] = []
+        self._processed = np.zeros((0, 0), np.float32)
         self._stops = StopChecker()
+        self.rules = LogitRuleTable()
         self._best: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def add(self, entry: int, job: SampleJob, pages: np.ndarray, states: np.ndarray | None = None) -> np.ndarray:
@@ -85,8 +91,11 @@ class Sequences:
         if pages.shape[1]:  # samples of one prompt read its first block in one page, and so in one product
             own["front"] = pages[0, 0] if len(job.prompt) >= BLOCK else pages[:, 0]
         own["processed"] = job.logprobs_mode == "processed"
+        own["both"] = job.logprobs_mode == "both"
+        own["ruled"] = job.rules is not None
         self.of[slots] = own
-        self._stops.add(slots, job.stop)
+        self._stops.add(slots, job.stop, min_tokens=0 if job.rules is None else job.rules.min_tokens)
+        self.rules.add(slots, job)
         return slots
 
     def extend(self, slots: np.ndarray, pages: np.ndarray) -> None:
@@ -109,11 +118,15 @@ class Sequences:
         """Frees `slots`."""
         self._free += sorted(slots.tolist(), reverse=True)
         self._stops.remove(slots)
+        self.rules.remove(slots)
         for slot in slots.tolist():
             self._best.pop(slot, None)
 
-    def note(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Adds one token to each of `slots` [R]; returns whether it was the last, bool [R]."""
+    def note(
+        self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Adds one token to each of `slots` [R], with its logprob and, for those that want both, the processed one;
+        returns whether it was the last, bool [R]."""
         own = self.of[slots]  # read and written as a whole: one column of a structured array costs as much as all
         emitted = own["emitted"].copy()
         width = int(emitted.max()) + 1
@@ -122,7 +135,12 @@ class Sequences:
             self._logprobs = _wide(self._logprobs, 2 * width)
         self._tokens[slots, emitted] = tokens
         self._logprobs[slots, emitted] = logprobs
+        if processed is not None:
+            self._processed = _wide(_tall(self._processed, len(self.of) - len(self._processed)), self._tokens.shape[1])
+            self._processed[slots, emitted] = processed
         stopped = self._stops.stopped(slots, tokens)
+        if own["ruled"].any():
+            stopped[own["ruled"]] |= self.rules.note(slots[own["ruled"]], tokens[own["ruled"]])
         emitted += 1
         ended = stopped | (emitted >= own["limit"])
         own["emitted"] = emitted
@@ -154,8 +172,10 @@ class Sequences:
         if steps is not None:
             ids, logprobs = (np.stack(part) for part in zip(*steps, strict=True))
             table = TokenTable(ids, logprobs)
-        logprobs = self._logprobs[slot, : self.of["emitted"][slot]].copy()
-        return Sample(self.tokens(slot), logprobs, bool(self.of["stopped"][slot]), table)
+        count = self.of["emitted"][slot]
+        logprobs = self._logprobs[slot, :count].copy()
+        processed = self._processed[slot, :count].copy() if self.of["both"][slot] else None
+        return Sample(self.tokens(slot), logprobs, bool(self.of["stopped"][slot]), table, processed)
 
     def _take(self, count: int) -> np.ndarray:
         missing = count - len(self._free)

@@ -20,9 +20,12 @@ class StopChecker:
         self._ids = np.zeros((0, 1), np.int64)
         # Of sequences with stop strings: the rule, and the end of the text.
         self._texts: dict[int, tuple[StopRule, bytes]] = {}
+        # Of these: the tokens whose text cannot be the beginning of a stop string, counted down.
+        self._early: dict[int, int] = {}
 
-    def add(self, sequences: np.ndarray, rule: StopRule) -> None:
-        """Starts to watch `sequences` (non-negative numbers, [R]), whose text is empty."""
+    def add(self, sequences: np.ndarray, rule: StopRule, *, min_tokens: int = 0) -> None:
+        """Starts to watch `sequences` (non-negative numbers, [R]), whose text is empty. A stop string ends a sequence
+        if it begins after `min_tokens`."""
         height = int(sequences.max()) + 1
         width = max(1, len(rule.token_ids))
         missing = max(0, height - len(self._ids)), max(0, width - self._ids.shape[1])
@@ -33,10 +36,12 @@ class StopChecker:
         self._ids[sequences, : len(rule.token_ids)] = sorted(rule.token_ids)
         if rule.strings:
             self._texts |= dict.fromkeys(sequences.tolist(), (rule, b""))
+            self._early |= dict.fromkeys(sequences.tolist() if min_tokens else (), min_tokens)
 
     def remove(self, sequences: np.ndarray) -> None:
         for sequence in sequences.tolist() if self._texts else ():
             self._texts.pop(sequence, None)
+            self._early.pop(sequence, None)
 
     def stopped(self, sequences: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Adds one token to each of `sequences`; returns whether it was the last, bool [R]."""
@@ -48,6 +53,9 @@ class StopChecker:
         return stopped
 
     def _matches(self, sequence: int, token: int) -> bool:
+        if self._early.get(sequence, 0):
+            self._early[sequence] -= 1
+            return False
         rule, before = self._texts[sequence]
         # A padded vocabulary has tokens without text.
         piece = rule.vocabulary[token] if token < len(rule.vocabulary) else b""

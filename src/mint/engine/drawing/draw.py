@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mint.engine.drawing.random_stream import uniform_of
 from mint.engine.model.functions import exponentials, row_blocks
 from mint.engine.model.operations import Operations
-from mint.engine.sampling.random_stream import uniform_of
 from mint.engine.upload import upload
 
 GREEDY_BELOW = 1e-5
@@ -32,12 +32,13 @@ class Draw(Protocol):
 
     def __call__(
         self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draws for the sequences in `slots` [N] of `table`, from `rows` [N] of the logits float32 [R, V].
 
-        Returns tokens int64 [N] and their logprobs float32 [N] under the unprocessed logits, which are not finite where
-        the logits are not. `table` is structured: `stream` (uint64), `emitted` (int64), `temperature` (float64),
-        `top_k` (int64) and `top_p` (float64) are read; the uniform number of a draw is `uniform_of(stream, emitted)`.
+        Returns tokens int64 [N], their logprobs float32 [N] under the unprocessed logits, which are not finite where
+        the logits are not, and the normalisers float32 [N], which are subtracted from the logits. `table` is
+        structured: `stream` (uint64), `emitted` (int64), `temperature` (float64), `top_k` (int64) and `top_p` (float64)
+        are read; the uniform number of a draw is `uniform_of(stream, emitted)`.
         """
         ...
 
@@ -50,7 +51,7 @@ class TorchDraw:
 
     def __call__(
         self, logits: Tensor, rows: np.ndarray, table: np.ndarray, slots: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         own = table[slots]
         found = draw(
             take(logits, rows),
@@ -58,9 +59,9 @@ class TorchDraw:
             *rules(own),
             rows_at_once=self._operations.rows_in_cache(logits.shape[1]),
         )
-        # Both in one transfer; a float64 holds either exactly.
+        # All in one transfer; a float64 holds each exactly.
         columns = torch.stack([column.double() for column in found]).cpu().numpy()
-        return columns[0].astype(np.int64), columns[1].astype(np.float32)
+        return columns[0].astype(np.int64), columns[1].astype(np.float32), columns[2].astype(np.float32)
 
 
 def processed(logits: Tensor, rows: np.ndarray, own: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -89,9 +90,9 @@ def draw(
     top_p: np.ndarray,
     *,
     rows_at_once: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Same as `choose`, with the logprob of each token under the unprocessed logits, float32 [R]; handles about
-    `rows_at_once` rows together."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Same as `choose`, with the logprob of each token under the unprocessed logits, and the normaliser that is in it,
+    both float32 [R]; handles about `rows_at_once` rows together."""
     size = rows_at_once or max(1, len(logits))
     scratch = torch.empty(min(len(logits), 2 * size), logits.shape[1], device=logits.device)
     as_they_are = bool((temperature == 1).all())
@@ -101,9 +102,9 @@ def draw(
         rule = (temperature[rows], top_k[rows], top_p[rows])
         weights, normaliser = exponentials(own, scratch[: len(own)])
         tokens = choose(own, uniforms[rows], *rule, weights if as_they_are else None)
-        parts.append((tokens, own.gather(1, tokens[:, None]).squeeze(1) - normaliser))
-    tokens, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
-    return tokens, logprobs
+        parts.append((tokens, own.gather(1, tokens[:, None]).squeeze(1) - normaliser, normaliser))
+    tokens, logprobs, normalisers = (torch.cat(column) for column in zip(*parts, strict=True))
+    return tokens, logprobs, normalisers
 
 
 def choose(
