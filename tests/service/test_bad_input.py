@@ -186,6 +186,18 @@ BAD_SAMPLES: dict[str, tuple[dict[str, Any], str, str, type[MintError]]] = {
     "stop empty": ({"params": {"stop": ["a", ""]}}, "stop", "", BAD),
     "stops without end": ({"params": {"stop": ["a"] * 65}}, "stop", "65 entries", BAD),
     "stop token unknown": ({"params": {"stop_token_ids": [7, 5000]}}, "stop_token_ids[1]", "5000", BAD),
+    "frequency_penalty absurd": ({"params": {"frequency_penalty": 2.5}}, "frequency_penalty", "2.5", BAD),
+    "presence_penalty NaN": ({"params": {"presence_penalty": NAN}}, "presence_penalty", "nan", BAD),
+    "repetition_penalty 0": ({"params": {"repetition_penalty": 0.0}}, "repetition_penalty", "0.0", BAD),
+    "min_p above 1": ({"params": {"min_p": 1.5}}, "min_p", "1.5", BAD),
+    "min_p null": ({"params": {"min_p": None}}, "min_p", "null", BAD),
+    "min_tokens above max_tokens": ({"params": {"max_tokens": 3, "min_tokens": 4}}, "min_tokens", "4", BAD),
+    "min_tokens negative": ({"params": {"min_tokens": -1}}, "min_tokens", "-1", BAD),
+    "allowed_token_ids empty": ({"params": {"allowed_token_ids": []}}, "allowed_token_ids", "[]", BAD),
+    "allowed token unknown": ({"params": {"allowed_token_ids": [3, 5000]}}, "allowed_token_ids[1]", "5000", BAD),
+    "biased token unknown": ({"params": {"logit_bias": {"5000": 1.0}}}, "logit_bias", "5000", BAD),
+    "bias absurd": ({"params": {"logit_bias": {"7": 101.0}}}, "logit_bias[7]", "101.0", BAD),
+    "bias of a word": ({"params": {"logit_bias": {"word": 1.0}}}, "logit_bias", "word", BAD),
     "topk absurd": ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs", "5000", BAD),
 }  # fmt: skip
 

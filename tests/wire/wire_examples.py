@@ -36,6 +36,7 @@ SAMPLE = SampleResponse(
             logprobs=[-0.5, -0.25],
             stop_reason="stop",
             topk_logprobs=[[(5, -0.5), (7, -1.5)], [(6, -0.25), (0, -2.5)]],
+            processed_logprobs=[-0.125, 0.0],
         ),
         SampledSequence(tokens=[9], logprobs=[-1.5], stop_reason="length"),
     ],

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from mint.errors import InvalidRequestError
 from mint.types.checkpoint_path import CheckpointUri
@@ -17,12 +18,21 @@ from mint.types.tensors import TensorData, flat_array
 from mint.types.value_classes import ArrayValue, Params, Result
 
 StopReason = Literal["stop", "length"]
-LogprobsMode = Literal["raw", "processed"]
+LogprobsMode = Literal["raw", "processed", "both"]
 
 _INT32 = np.dtype(np.int32)
 _INT32_MAX = 2**31 - 1
 _FLOAT32 = np.dtype(np.float32)
 _EMPTY_CELL = (0, -99999.0)
+
+
+def _token_of_key(key: Any) -> Any:
+    """JSON has texts as keys."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
+
+
+LogitBiases = dict[Annotated[int, BeforeValidator(_token_of_key)], float]
+"""Token id → what is added to its logit."""
 
 
 class SamplingParams(Params):
@@ -32,9 +42,17 @@ class SamplingParams(Params):
     token; None keeps that alone, `[]` disables every stop. `stop_token_ids` adds token ids to `stop`. With `ignore_eos`
     the model's end token ends nothing.
     The stop token is kept as the last of the sequence. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off.
-    `logprobs_mode` "raw": logprobs are the policy's own, at temperature 1 without top-k and top-p. "processed": those
+
+    Further options are vLLM's, in the order in which they act on the logits. `allowed_token_ids` are the only tokens to
+    draw. `logit_bias` adds to the logits of tokens. Before `min_tokens`, no stop token is drawn, and no stop string
+    begins. `repetition_penalty` divides the positive logits of tokens in prompt and sample, and multiplies the
+    negative ones; from the logits of sampled tokens `frequency_penalty` is subtracted for each time, and
+    `presence_penalty` once. Then come the temperature, `min_p` (excludes tokens below that share of the largest
+    probability), `top_k` and `top_p`.
+
+    `logprobs_mode` "raw": logprobs are the policy's own, at temperature 1 without any option. "processed": those
     of the distribution that was sampled from (greedy: 0); to train on them, pass the same temperature to the loss
-    (`loss_fn_config={"temperature": …}`).
+    (`loss_fn_config={"temperature": …}`). "both": `logprobs` are raw, and `processed_logprobs` are there, too.
     """
 
     max_tokens: int | None = None
@@ -45,6 +63,13 @@ class SamplingParams(Params):
     stop: str | list[str] | list[int] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    allowed_token_ids: list[int] | None = None
+    logit_bias: LogitBiases | None = None
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
     logprobs_mode: LogprobsMode = "raw"
 
 
@@ -105,13 +130,22 @@ class SampledSequenceJson(Result):
     logprobs: list[float]
     stop_reason: StopReason
     topk_logprobs: list[_Row] | None = None
+    processed_logprobs: list[float] | None = None
     sequence_id: str | None = None
 
 
 class SampledSequence(ArrayValue):
     """Token ids, and for each its logprob, as `SamplingParams.logprobs_mode` says. Same length, always present."""
 
-    __slots__ = ("_lists", "logprobs_np", "sequence_id", "stop_reason", "tokens_np", "topk_logprobs_np")
+    __slots__ = (
+        "_lists",
+        "logprobs_np",
+        "processed_logprobs_np",
+        "sequence_id",
+        "stop_reason",
+        "tokens_np",
+        "topk_logprobs_np",
+    )
     json_form = SampledSequenceJson
 
     tokens_np: np.ndarray
@@ -121,6 +155,8 @@ class SampledSequence(ArrayValue):
     stop_reason: StopReason
     topk_logprobs_np: TopkLogprobs | None
     """`topk_logprobs` as matrices [T, K]."""
+    processed_logprobs_np: np.ndarray | None
+    """`processed_logprobs` as a read-only array, float32 [T]."""
     sequence_id: str | None
     """Names the sequence in the provenance of a datum; the client of a sampler sets it."""
 
@@ -131,11 +167,17 @@ class SampledSequence(ArrayValue):
         stop_reason: StopReason,
         topk_logprobs: TopkLogprobs | Sequence[Sequence[tuple[int, float]]] | None = None,
         sequence_id: str | None = None,
+        processed_logprobs: Sequence[float] | np.ndarray | None = None,
     ) -> None:
         self.tokens_np = flat_array(tokens, _INT32, "SampledSequence.tokens")
         self.logprobs_np = flat_array(logprobs, _FLOAT32, "SampledSequence.logprobs")
         self.stop_reason = stop_reason
         self.topk_logprobs_np = None if topk_logprobs is None else _matrices(topk_logprobs)
+        self.processed_logprobs_np = (
+            None
+            if processed_logprobs is None
+            else flat_array(processed_logprobs, _FLOAT32, "SampledSequence.processed_logprobs")
+        )
         self.sequence_id = sequence_id
         self._lists: tuple[list[int], list[float]] | None = None
 
@@ -150,6 +192,12 @@ class SampledSequence(ArrayValue):
         return self._as_lists()[1]
 
     @property
+    def processed_logprobs(self) -> list[float] | None:
+        """The logprob of each token [T] under the distribution that it was drawn from, with all sampling options; only
+        with the logprobs mode `both`."""
+        return None if self.processed_logprobs_np is None else self.processed_logprobs_np.tolist()
+
+    @property
     def topk_logprobs(self) -> list[_Row] | None:
         """The most probable tokens at each place, best first, and the policy's own logprobs of them; on request."""
         return None if self.topk_logprobs_np is None else self.topk_logprobs_np.rows()
@@ -160,7 +208,7 @@ class SampledSequence(ArrayValue):
         return self._lists
 
     def _content(self) -> tuple[Any, ...]:
-        return self.tokens_np, self.logprobs_np, self.stop_reason, self.topk_logprobs
+        return self.tokens_np, self.logprobs_np, self.stop_reason, self.topk_logprobs, self.processed_logprobs_np
 
 
 class PromptAltTokens(Result):

@@ -283,6 +283,8 @@ def write_sample(response: SampleResponse) -> bytes:
         written = message.sequences.add(stop_reason=reason, tokens=tokens.tobytes(), logprobs=logprobs.tobytes())
         if sequence.topk_logprobs_np is not None:
             written.topk_sampled_logprobs.CopyFrom(_write_topk(sequence.topk_logprobs_np))
+        if sequence.processed_logprobs_np is not None:
+            written.processed_logprobs = sequence.processed_logprobs_np.astype("<f4", copy=False).tobytes()
     if response.prompt_logprobs_np is not None:
         message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4", copy=False).tobytes()
     if response.topk_prompt_logprobs_np is not None:
@@ -301,12 +303,16 @@ def _read_sequence(sequence: pb.SampledSequence, where: str) -> SampledSequence:
         _refuse(f"{where}.stop_reason", sequence.stop_reason, "is not a reason", "Pass 0 (stop) or 1 (length)")
     tokens = _numbers(sequence.tokens, pb.DTYPE_INT32, f"{where}.tokens")
     logprobs = _numbers(sequence.logprobs, pb.DTYPE_FLOAT32, f"{where}.logprobs")
-    if len(tokens) != len(logprobs):
-        _refuse(f"{where}.logprobs", len(logprobs), f"does not fit {len(tokens)} tokens", "Pass one per token")
+    processed = None
+    if sequence.HasField("processed_logprobs"):
+        processed = _numbers(sequence.processed_logprobs, pb.DTYPE_FLOAT32, f"{where}.processed_logprobs")
+    for name, array in (("logprobs", logprobs), ("processed_logprobs", processed)):
+        if array is not None and len(tokens) != len(array):
+            _refuse(f"{where}.{name}", len(array), f"does not fit {len(tokens)} tokens", "Pass one per token")
     topk = None
     if sequence.HasField("topk_sampled_logprobs"):
         topk = _read_topk(sequence.topk_sampled_logprobs, f"{where}.topk_sampled_logprobs")
-    return SampledSequence(tokens, logprobs, _STOP_REASONS[sequence.stop_reason], topk)
+    return SampledSequence(tokens, logprobs, _STOP_REASONS[sequence.stop_reason], topk, processed_logprobs=processed)
 
 
 def _read_topk(message: pb.TopkLogprobs, where: str) -> TopkLogprobs:

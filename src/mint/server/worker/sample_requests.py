@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 import mint.wire as wire
-from mint.engine.protocol import CANCELLED, BaseInfo, SampleJob, SampleResult, StopRule
+from mint.engine.protocol import CANCELLED, BaseInfo, LogitBias, LogitRules, SampleJob, SampleResult, StopRule
 from mint.errors import RequestFailedError
 from mint.server.ids import sample_seed
 from mint.server.queue.futures import FutureResult
@@ -16,6 +16,9 @@ from mint.server.worker import validation
 from mint.tokenizer import token_bytes
 from mint.types import PromptAltTokens, SampledSequence, SampleResponse, SamplingParams, TensorData, TopkLogprobs
 from mint.wire.requests import SampleRequest
+
+_NUMBERS = ("min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_p")
+_NO_RULES = LogitRules()
 
 
 def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: Path, *, owner: str) -> SampleJob:
@@ -50,6 +53,7 @@ def sample_job(request: SampleRequest, row: SamplerRow, base: BaseInfo, folder: 
         target_prompt_logprobs=None if targets is None else validation.target_pairs(targets, len(prompt), base),
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         cache_scope=owner,
+        rules=_logit_rules(params),
     )
 
 
@@ -70,6 +74,18 @@ def _stop_rule(params: SamplingParams, eos: tuple[int, ...], folder: Path) -> St
     return StopRule(ids | ends | extra, strings, vocabulary)
 
 
+def _logit_rules(params: SamplingParams) -> LogitRules | None:
+    """None where nothing changes the logits."""
+    allowed = None if params.allowed_token_ids is None else np.unique(np.array(params.allowed_token_ids, np.int64))
+    bias = None
+    if params.logit_bias is not None and len(params.logit_bias) > 0:
+        bias = LogitBias(np.array([*params.logit_bias], np.int64), np.array([*params.logit_bias.values()], np.float32))
+    numbers = {name: getattr(params, name) for name in _NUMBERS}
+    if allowed is None and bias is None and all(numbers[name] == getattr(_NO_RULES, name) for name in _NUMBERS):
+        return None
+    return LogitRules(allowed=allowed, bias=bias, **numbers)
+
+
 def sample_result(request: SampleRequest, result: SampleResult) -> FutureResult:
     """The encoded result, or the error with which the request failed."""
     if result.error == CANCELLED:
@@ -86,7 +102,9 @@ def _response(request: SampleRequest, result: SampleResult) -> SampleResponse:
     for sample in result.samples:
         stop_reason = "stop" if sample.stopped else "length"
         topk = None if sample.topk is None else TopkLogprobs(sample.topk.tokens, sample.topk.logprobs)
-        sequences.append(SampledSequence(sample.tokens, sample.logprobs, stop_reason, topk))
+        sequences.append(
+            SampledSequence(sample.tokens, sample.logprobs, stop_reason, topk, processed_logprobs=sample.processed)
+        )
     return SampleResponse(
         sequences,
         prompt_logprobs=result.prompt_logprobs if request.prompt_logprobs else None,

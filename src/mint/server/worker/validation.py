@@ -36,6 +36,8 @@ MAX_SAMPLES = 1024
 MAX_TOPK = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_BIASED_TOKENS = 1024
+MAX_REPETITION_PENALTY = 100.0
 
 UNASKED = -1
 """A cell of `target_prompt_logprobs` that names no token."""
@@ -131,6 +133,7 @@ def check_sample(request: SampleRequest, base: BaseInfo) -> int:
             remedy=f"Shorten the prompt, or ask for at most {max(room, 0)} tokens",
         )
     max_tokens = room if params.max_tokens is None else params.max_tokens
+    _check_logit_rules(params, max_tokens, base)
     _check_alternatives(request, len(prompt), max_tokens, base)
     return max_tokens
 
@@ -201,6 +204,30 @@ def _check_sampling_params(params: SamplingParams, base: BaseInfo) -> None:
         else:
             ids.append(item)
     _check_tokens(flat_array(ids, np.dtype(np.int64), "stop_token_ids"), base, "stop_token_ids")
+
+
+def _check_logit_rules(params: SamplingParams, max_tokens: int, base: BaseInfo) -> None:
+    for name in ("frequency_penalty", "presence_penalty"):
+        value = getattr(params, name)
+        _require(-2 <= value <= 2, name, value, "a number from -2 to 2 (0 is off)")
+    repetition = params.repetition_penalty
+    _require(
+        0 < repetition <= MAX_REPETITION_PENALTY, "repetition_penalty", repetition, "a number in (0, 100] (1 is off)"
+    )
+    _require(0 <= params.min_p <= 1, "min_p", params.min_p, "a number from 0 to 1 (0 is off)")
+    _require(
+        0 <= params.min_tokens <= max_tokens, "min_tokens", params.min_tokens, f"from 0 to max_tokens {max_tokens}"
+    )
+    if params.allowed_token_ids is not None:
+        _require(len(params.allowed_token_ids) > 0, "allowed_token_ids", "[]", "at least one token id", was="is empty")
+        ids = flat_array(params.allowed_token_ids, np.dtype(np.int64), "allowed_token_ids")
+        _check_tokens(ids, base, "allowed_token_ids")
+    if params.logit_bias is not None and len(params.logit_bias) > 0:
+        count = len(params.logit_bias)
+        _require(count <= MAX_BIASED_TOKENS, "logit_bias", f"{count} tokens", f"at most {MAX_BIASED_TOKENS}")
+        _check_tokens(flat_array([*params.logit_bias], np.dtype(np.int64), "logit_bias"), base, "logit_bias")
+        for token, bias in params.logit_bias.items():
+            _require(-100 <= bias <= 100, f"logit_bias[{token}]", bias, "a number from -100 to 100")
 
 
 def _check_target_cells(data: Sequence[Datum]) -> None:
