@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,3 +167,17 @@ def test_a_misspelt_variable_ends_a_command_and_an_unknown_one_is_named(monkeypa
 def test_the_version_is_printed() -> None:
     answer = mint("--version")
     assert (answer.exit_code, answer.stdout) == (0, f"mint {VERSION}\n")
+
+
+@pytest.mark.parametrize("words", ["serve", "serve --check", "dashboard", "chaos --kills 1"])
+def test_a_package_that_is_not_installed_is_one_sentence_with_what_to_install(words: str, tmp_path: Path) -> None:
+    hidden = (
+        "import sys; sys.modules.update({'torch': None, 'starlette': None, 'uvicorn': None, 'prometheus_client': None})"
+    )
+    command = [sys.executable, "-c", f"{hidden}; from mint.cli.main import app; app()", *words.split()]
+    ended = subprocess.run(
+        command, env={**os.environ, "MINT_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert "MissingExtraError" in line and "pip install 'mint[local]'" in line

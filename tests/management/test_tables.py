@@ -140,6 +140,16 @@ def test_a_folder_without_a_journal_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
+def test_runs_that_used_a_server_elsewhere_are_listed_without_a_journal(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "elsewhere"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    result = run("runs", "list", "--data-dir", str(tmp_path))
+    assert result.exit_code == 0 and "elsewhere" in result.stdout and "models" not in result.stdout
+    listed = json.loads(run("runs", "list", "--data-dir", str(tmp_path), "--json").stdout)
+    assert (listed["training_runs"], [one["name"] for one in listed["rl_runs"]]) == ([], ["elsewhere"])
+
+
 def test_names_that_others_chose_cannot_steer_a_terminal(place: Place, cli: Mint) -> None:
     client = place.client("alice")
     trainer = client.create_lora_training_client("mint/tiny", rank=4)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from mint.cli import analysis, dashboard, export, runs, serve, train
 from mint.cli.bench import bench
@@ -13,10 +14,29 @@ from mint.cli.recover import recover
 from mint.cli.storage import commands as storage
 from mint.cli.terminal import fail
 from mint.config import unknown_variables
-from mint.errors import MintError
+from mint.errors import MintError, MissingExtraError
 from mint.version import VERSION
 
+
+class _Commands(TyperGroup):
+    """The commands; a package that is not installed is one sentence that says what to install."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] == "mint":
+                raise
+            fail(
+                MissingExtraError(
+                    f"mint {ctx.invoked_subcommand} needs the package {error.name}, which is not installed",
+                    remedy="pip install 'mint[local]'",
+                )
+            )
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="LoRA fine-tuning and reinforcement learning of language models, on any machine.",

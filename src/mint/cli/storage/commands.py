@@ -37,6 +37,7 @@ from mint.types.records import (
     AccessScope,
     CopyWeightsRequest,
     PageQuery,
+    TrainingRunsResponse,
 )
 
 if TYPE_CHECKING:
@@ -66,15 +67,15 @@ def list_runs(
     as_json: Json = False,
 ) -> None:
     """The models of the service, newest first; and the runs whose folders are on this machine."""
-    with _storage(data_dir, as_json) as storage:
-        page = storage.runs(PageQuery(limit=limit, offset=offset, access_scope=_scope(accessible)))
-        if as_json:
-            document = {
-                "training_runs": [run_json(run) for run in page.training_runs],
-                "cursor": record_json(page.cursor),
-            }
-            print_json({**document, "rl_runs": newest_runs(data_dir, limit)})
-            return
+    found = newest_runs(data_dir, limit)
+    query = PageQuery(limit=limit, offset=offset, access_scope=_scope(accessible))
+    page = _models_page(query, data_dir, has_runs=bool(found), as_json=as_json)
+    if as_json:
+        models = [] if page is None else [run_json(run) for run in page.training_runs]
+        cursor = None if page is None else record_json(page.cursor)
+        print_json({"training_runs": models, "cursor": cursor, "rl_runs": found})
+        return
+    if page is not None:
         rows = [
             (
                 run.training_run_id,
@@ -89,13 +90,26 @@ def list_runs(
         ]
         columns = ("model", "base model", "rank", "owner", "last request (UTC)", "last checkpoint", "")
         print_table(columns, rows, f"{len(rows)} of {page.cursor.total_count} models")
-        found = newest_runs(data_dir, limit)
-        if found:
-            print_table(
-                RUN_COLUMNS,
-                [run_row(number, run) for number, run in enumerate(found, 1)],
-                f"runs on this machine: {len(found)}",
-            )
+    if found:
+        rows = [run_row(number, run) for number, run in enumerate(found, 1)]
+        print_table(RUN_COLUMNS, rows, f"runs on this machine: {len(found)}")
+
+
+def _models_page(
+    query: PageQuery, data_dir: Path | None, *, has_runs: bool, as_json: bool
+) -> TrainingRunsResponse | None:
+    """A page of models; None if no service has worked in the folder, but runs of a server elsewhere are there."""
+    from mint.cli.storage.storage import open_storage  # deferred: loads the SDK, or the server
+
+    try:
+        with open_storage(data_dir) as storage:
+            return storage.runs(query)
+    except NotFoundError as error:
+        if has_runs:
+            return None
+        fail(error, as_json=as_json)
+    except MintError as error:
+        fail(error, as_json=as_json)
 
 
 @runs_app.command(name="show")
